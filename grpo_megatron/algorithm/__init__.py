@@ -1,0 +1,1 @@
+"""The algorithm as pure tensor functions; no distributed import below this package."""

@@ -1,0 +1,140 @@
+"""Layout: the one owner of index arithmetic between a flat token stream and what a rank computes.
+
+A micro-batch is a stream of T tokens, its sequences one after the other (``cu_seqlens``). A rank
+sees that stream with padding inserted and, under context parallelism, only its share of it.
+``Layout.pack`` computes the mapping once; model input, log-probs, loss and metrics all go through
+the resulting ``Pack``. Nothing else multiplies a chunk size by a rank.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How token streams are padded and split on one rank.
+
+    tp, cp: sizes of the tensor and context parallel groups; cp_rank: this rank's place in the
+    latter. sequence_parallel: activations are split over TP between the matrix products, so the
+    pack must divide. alignment: what the FP8 kernels demand of every GEMM dimension (1 = nothing).
+    """
+
+    tp: int = 1
+    cp: int = 1
+    cp_rank: int = 0
+    sequence_parallel: bool = False
+    alignment: int = 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Each sequence is padded to a multiple of this: two chunks per CP rank (zig-zag)."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def pack_multiple(self) -> int:
+        """The whole pack (over all CP ranks) is padded to a multiple of this."""
+        split = self.cp * (self.tp if self.sequence_parallel else 1)
+        return math.lcm(self.sequence_multiple, split, split * self.alignment)
+
+    def pack(self, lengths) -> "Pack":
+        """lengths: tokens of each sequence, in stream order; every one at least 1."""
+        lengths = np.asarray(lengths, dtype=np.int64)
+        if lengths.ndim != 1 or lengths.size == 0 or lengths.min() < 1:
+            raise ValueError(f"a pack needs one or more sequences of at least one token, got lengths {lengths}")
+        padded = -(-lengths // self.sequence_multiple) * self.sequence_multiple
+        # The last sequence takes the padding of the pack: kernels and Megatron's RoPE want
+        # cu_seqlens to cover every position.
+        padded[-1] += -int(padded.sum()) % self.pack_multiple
+        return Pack(self, lengths, padded)
+
+
+def _cumulative(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One micro-batch under a Layout. T = sum(lengths) tokens, S sequences, t local positions."""
+
+    layout: Layout
+    lengths: np.ndarray  # int64 [S], without padding
+    padded_lengths: np.ndarray  # int64 [S], over all CP ranks
+
+    @cached_property
+    def cu_seqlens(self) -> np.ndarray:
+        """int32 [S+1]: where each sequence starts in the stream without padding."""
+        return _cumulative(self.lengths)
+
+    @cached_property
+    def cu_seqlens_padded(self) -> np.ndarray:
+        """int32 [S+1]: where each sequence starts in the padded stream, over all CP ranks."""
+        return _cumulative(self.padded_lengths)
+
+    @cached_property
+    def position_ids(self) -> np.ndarray:
+        """int64 [t]: position of each local token in its own sequence (padding counts on)."""
+        cp, rank = self.layout.cp, self.layout.cp_rank
+        parts = []
+        for length in self.padded_lengths:
+            if cp == 1:
+                parts.append(np.arange(length))
+                continue
+            # Zig-zag: of 2·cp chunks, rank r holds chunks r and 2·cp-1-r, so that the causal
+            # attention work is equal on all ranks.
+            chunk = length // (2 * cp)
+            for piece in (rank, 2 * cp - 1 - rank):
+                parts.append(np.arange(piece * chunk, (piece + 1) * chunk))
+        return np.concatenate(parts)
+
+    @cached_property
+    def sequence_id(self) -> np.ndarray:
+        """int64 [t]: index of the sequence each local token (or its padding) belongs to."""
+        return np.repeat(np.arange(len(self.lengths)), self.padded_lengths // self.layout.cp)
+
+    @cached_property
+    def index(self) -> np.ndarray:
+        """int64 [t]: place of each local token in the stream of T tokens; -1 for padding."""
+        sequence, position = self.sequence_id, self.position_ids
+        return np.where(position < self.lengths[sequence], self.cu_seqlens[sequence] + position, -1)
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens of the micro-batch, without padding, over all CP ranks."""
+        return int(self.cu_seqlens[-1])
+
+    def scatter(self, stream: np.ndarray, fill=0) -> torch.Tensor:
+        """stream [T] -> this rank's part [t], padding set to `fill`; dtype kept, on CPU."""
+        if len(stream) != self.num_tokens:
+            raise ValueError(f"stream has {len(stream)} tokens, the pack {self.num_tokens}")
+        # With T >= 1, index -1 reads a valid element, which the second argument then replaces.
+        return torch.from_numpy(np.where(self.index >= 0, np.asarray(stream)[self.index], np.asarray(fill, dtype=stream.dtype)))
+
+    def gather(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
+        """Inverse of scatter: local [t] of every CP rank -> stream [T], the same on all of them."""
+        index = torch.from_numpy(self.index).to(local.device)
+        kept = index >= 0
+        stream = local.new_zeros(self.num_tokens).index_put((index[kept],), local[kept])
+        return _sum_over(stream, cp_group, self.layout.cp)
+
+    def sequence_sum(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
+        """Sum of local [t] over each sequence, padding left out, over all CP ranks -> [S].
+
+        Not differentiable across ranks, on purpose: sequence-level losses detach it (the detached
+        value times exp(logp - logp.detach()) has each token's exact gradient).
+        """
+        kept = torch.from_numpy(self.index >= 0).to(local.device)
+        sequence = torch.from_numpy(self.sequence_id).to(local.device)
+        sums = local.new_zeros(len(self.lengths)).index_add(0, sequence, torch.where(kept, local, 0).detach())
+        return _sum_over(sums, cp_group, self.layout.cp)
+
+
+def _sum_over(tensor: torch.Tensor, cp_group, cp: int) -> torch.Tensor:
+    if cp > 1:
+        if cp_group is None:
+            raise ValueError("context parallelism needs the cp_group to gather over")
+        torch.distributed.all_reduce(tensor, group=cp_group)
+    return tensor

@@ -1,0 +1,83 @@
+"""What generation produces: Samples, in Groups that share a prompt."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as the prompt source hands it out.
+
+    ids: int32 [P] tokens; text: what was tokenized; answer: the reference the reward compares
+    with; uid: the record's place in its data set, stable over epochs; fields: the whole record.
+    """
+
+    uid: int
+    ids: np.ndarray
+    text: str
+    answer: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WeightSpan:
+    """Response tokens [start, end) were generated under weight version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to a prompt. Immutable; `scored` returns the copy that carries its reward.
+
+    prompt_ids int32 [P]; response_ids int32 [R]; loss_mask bool [R], False on text the model did
+    not write; rollout_logprobs float32 [R], natural log, as sampled (after temperature);
+    finish_reason: "stop", "length" or "abort". A trajectory (one episode) may become several
+    samples and still counts once in the loss; here it is one.
+    """
+
+    group_id: int
+    trajectory_id: int
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    loss_mask: np.ndarray
+    rollout_logprobs: np.ndarray
+    finish_reason: str
+    weight_spans: tuple[WeightSpan, ...] = ()
+    response_text: str = ""
+    reward: float | None = None
+    reward_components: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self):
+        length = len(self.response_ids)
+        if length == 0:
+            raise ValueError(f"trajectory {self.trajectory_id}: empty response")
+        if len(self.loss_mask) != length or len(self.rollout_logprobs) != length:
+            raise ValueError(
+                f"trajectory {self.trajectory_id}: {length} response tokens, {len(self.loss_mask)} mask values, "
+                f"{len(self.rollout_logprobs)} log-probs"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    def scored(self, reward: float, components: dict[str, float]) -> "Sample":
+        return replace(self, reward=reward, reward_components=components)
+
+
+@dataclass(frozen=True)
+class Group:
+    """All samples of one prompt; GRPO compares them with each other."""
+
+    group_id: int
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [sample.reward for sample in self.samples]

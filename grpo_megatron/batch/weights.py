@@ -1,0 +1,52 @@
+"""Loss aggregation as one weight per token.
+
+The loss of an optimizer step is ``sum_t w_t * l_t``; its gradient is a plain sum over tokens,
+micro-batches and ranks, so no rank ever divides by a number of its own. Which mean is meant is
+decided here, once, over the whole optimizer step.
+"""
+
+import numpy as np
+
+from grpo_megatron.batch.train_batch import TrainBatch
+
+LOSS_AGG_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "group-sum",
+)
+
+
+def token_weights(batch: TrainBatch, mode: str, max_response_length: int) -> np.ndarray:
+    """float32 [T]: w_t of each token of one optimizer step; 0 on untrained tokens.
+
+    With N trained tokens, S trajectories and P groups that have at least one of them, n_i trained
+    tokens in trajectory i: token-mean 1/N (DAPO, arXiv:2503.14476); seq-mean-token-sum 1/S;
+    seq-mean-token-mean 1/(S n_i) (GRPO, arXiv:2402.03300); seq-mean-token-sum-norm 1/(S L) with
+    L = max_response_length (Dr.GRPO, arXiv:2503.20783); group-sum 1/(P n_i).
+    A trajectory split over several sequences counts once. Raises ValueError for an unknown mode.
+    """
+    mask = batch.loss_mask
+    if not mask.any():
+        return np.zeros(batch.num_tokens, dtype=np.float32)
+    sequence = batch.sequence_id[mask]
+    _, trajectory, trained_tokens = np.unique(batch.trajectory_id[sequence], return_inverse=True, return_counts=True)
+    num_trajectories = len(trained_tokens)
+    own_tokens = trained_tokens[trajectory]  # n_i at each trained token
+    if mode == "token-mean":
+        value = np.full(len(sequence), 1.0 / len(sequence))
+    elif mode == "seq-mean-token-sum":
+        value = np.full(len(sequence), 1.0 / num_trajectories)
+    elif mode == "seq-mean-token-mean":
+        value = 1.0 / (num_trajectories * own_tokens)
+    elif mode == "seq-mean-token-sum-norm":
+        value = np.full(len(sequence), 1.0 / (num_trajectories * max_response_length))
+    elif mode == "group-sum":
+        num_groups = len(np.unique(batch.group_id[sequence]))
+        value = 1.0 / (num_groups * own_tokens)
+    else:
+        raise ValueError(f"unknown loss_agg_mode {mode!r}; known: {', '.join(LOSS_AGG_MODES)}")
+    weights = np.zeros(batch.num_tokens, dtype=np.float32)
+    weights[mask] = value
+    return weights

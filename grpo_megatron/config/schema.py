@@ -1,0 +1,199 @@
+"""Every configuration key, with its meaning, type, unit and default in one place.
+
+The schema is dataclasses on OmegaConf: a key that is not here is an error. ``option`` keeps the
+help text next to the field, so that commands can print it.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+def option(default: Any, help: str, unit: str = "") -> Any:
+    """A field with its one-line help and, for quantities, its unit."""
+    metadata = {"help": help, "unit": unit}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(cls: type, help: str) -> Any:
+    return field(default_factory=cls, metadata={"help": help, "unit": ""})
+
+
+class OldLogprobs(str, Enum):
+    recompute = "recompute"
+    rollout = "rollout"
+    current = "current"
+
+
+class Precision(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Placement(str, Enum):
+    colocated = "colocated"
+    separate = "separate"
+
+
+@dataclass
+class RunConfig:
+    name: str = option("run", "name of the run; also its folder under run.root")
+    root: str = option("runs", "folder that holds the runs")
+    seed: int = option(1234, "seed of data order, weights made here, and sampling in the trainer")
+    total_steps: int = option(100, "number of rollout-and-train steps (sft: optimizer steps)", "steps")
+    resume: str | None = option(None, "checkpoint folder to continue from; null starts anew")
+
+    # the run's own folder
+    @staticmethod
+    def directory(run: "RunConfig") -> str:
+        return f"{run.root}/{run.name}"
+
+
+@dataclass
+class ModelConfig:
+    path: str = option(MISSING, "HF checkpoint folder (config.json, safetensors, tokenizer) to start from")
+    reference_path: str | None = option(None, "HF checkpoint of the reference model; null: the same as model.path")
+
+
+@dataclass
+class DataConfig:
+    train: str = option(MISSING, "JSONL file of training prompts (sft: of prompt/response pairs)")
+    eval: str | None = option(None, "JSONL file of held-out prompts; null: no evaluation")
+    prompt_key: str = option("prompt", "field with the prompt: a string, or a list of chat messages")
+    answer_key: str = option("answer", "field with the reference answer given to the reward")
+    response_key: str = option("response", "sft only: field with the response to learn")
+    max_prompt_length: int = option(512, "longest prompt accepted", "tokens")
+    shuffle: bool = option(True, "new order in every epoch (from run.seed); false keeps the order of the file")
+    train_batch_size: int = option(32, "prompts per step (sft: examples per optimizer step)", "prompts")
+
+
+@dataclass
+class EngineConfig:
+    num_engines: int = option(1, "number of SGLang engines")
+    tensor_parallel: int = option(1, "tensor-parallel ranks inside one engine")
+    dtype: str = option("auto", "weights in the engine: auto (as in config.json), float32, bfloat16")
+    mem_fraction: float = option(0.8, "share of device memory for weights and KV cache (GPU)")
+    max_total_tokens: int | None = option(None, "KV cache size; null: from mem_fraction", "tokens")
+    max_running_requests: int = option(256, "requests decoded together in one engine")
+    cpu_threads: int = option(1, "intra-op threads of the engine on a machine without a GPU")
+    start_timeout: float = option(600.0, "how long an engine may take to start", "seconds")
+    request_timeout: float = option(1800.0, "how long to wait without any sample finishing before giving up", "seconds")
+
+
+@dataclass
+class RolloutConfig:
+    n: int = option(8, "responses sampled per prompt (the group size)")
+    temperature: float = option(1.0, "sampling temperature; applied in training in the same way")
+    top_p: float = option(1.0, "nucleus sampling; only 1.0, see top_k")
+    top_k: int = option(-1, "top-k sampling; only -1 (off): else the rollout log-prob is of another distribution")
+    max_response_length: int = option(512, "longest response", "tokens")
+    stop: list[str] = option([], "strings that end a response (besides the model's end token)")
+    stop_token_ids: list[int] = option([], "token ids that end a response (besides the model's end token)")
+    max_concurrency: int = option(256, "samples in flight per engine at a time")
+    record: str | None = option(None, "file to write every step's samples to, for rollout.replay")
+    replay: str | None = option(None, "file of recorded samples to train on instead of generating")
+    engine: EngineConfig = section(EngineConfig, "the SGLang engines")
+
+
+@dataclass
+class RewardConfig:
+    function: str = option("exact_match", "exact_match, math, or module:function")
+    extract: str | None = option(None, "exact_match: regular expression; its last match (group 1 if any) is the answer")
+    workers: int = option(2, "processes that compute rewards")
+    timeout: float = option(30.0, "longest time for one reward", "seconds")
+    shuffle_control: bool = option(False, "control experiment: hand rewards out at random among the step's samples")
+
+
+@dataclass
+class AlgorithmConfig:
+    adv_estimator: str = option("grpo", "advantage estimator; grpo: reward relative to its group")
+    norm_adv_by_std_in_grpo: bool = option(True, "divide by the group's standard deviation; false: Dr.GRPO")
+    clip_ratio_low: float = option(0.2, "policy ratio clipped below 1 - this")
+    clip_ratio_high: float = option(0.2, "policy ratio clipped above 1 + this")
+    loss_agg_mode: str = option(
+        "token-mean",
+        "token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm, group-sum",
+    )
+    use_kl_loss: bool = option(False, "add the KL to the reference policy to the loss")
+    kl_loss_coef: float = option(0.001, "coefficient of the KL in the loss")
+    kl_loss_type: str = option("k3", "estimator of the KL: k1 (kl), k2 (mse), k3 (low_var_kl)")
+    entropy_coeff: float = option(0.0, "coefficient of the entropy bonus")
+
+
+@dataclass
+class TrainConfig:
+    ppo_epochs: int = option(1, "passes over a step's samples")
+    ppo_mini_batch_size: int = option(32, "prompts per optimizer step; divides data.train_batch_size", "prompts")
+    max_tokens_per_micro_batch: int = option(16384, "limit of a packed micro-batch (per CP rank)", "tokens")
+    packing: bool = option(True, "several sequences per micro-batch; false: one each")
+    old_logprobs: OldLogprobs = option(
+        OldLogprobs.recompute,
+        "old policy's log-probs: recompute (a pass of the trainer), rollout (the engine's), "
+        "current (detached from the training forward; one optimizer step per batch only)",
+    )
+
+
+@dataclass
+class MegatronConfig:
+    tensor_parallel: int = option(1, "tensor-parallel ranks (TP)")
+    pipeline_parallel: int = option(1, "pipeline stages (PP)")
+    data_parallel: int = option(1, "data-parallel replicas (DP)")
+    context_parallel: int = option(1, "context-parallel ranks (CP); only 1 so far")
+    sequence_parallel: bool = option(False, "split activations over TP between the matrix products (SP)")
+    precision: Precision = option(Precision.bf16, "training precision: bf16 (fp32 master weights) or fp32")
+    cpu_threads: int = option(1, "intra-op threads of a rank on a machine without a GPU")
+    collective_timeout: float = option(600.0, "how long a collective may wait for a missing rank", "seconds")
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = option(1e-6, "peak learning rate")
+    lr_warmup_steps: int = option(0, "linear warm-up from 0", "optimizer steps")
+    weight_decay: float = option(0.0, "decoupled weight decay (AdamW)")
+    beta1: float = option(0.9, "Adam's beta1")
+    beta2: float = option(0.95, "Adam's beta2")
+    eps: float = option(1e-8, "Adam's epsilon")
+    clip_grad: float = option(1.0, "global gradient norm limit; 0: off")
+
+
+@dataclass
+class ClusterConfig:
+    ray_address: str | None = option(None, "Ray cluster to join; null: start one on this machine")
+    placement: Placement = option(Placement.separate, "colocated: engines share the ranks' devices; separate: own devices")
+    sync_bucket_bytes: int = option(256 * 2**20, "size of the buckets weights travel to the engines in", "bytes")
+
+
+@dataclass
+class EvalConfig:
+    every: int = option(0, "evaluate every this many steps; 0: only before and after", "steps")
+    n: int = option(4, "samples per held-out prompt; mean@n is reported")
+    temperature: float = option(1.0, "sampling temperature of the evaluation")
+    greedy: bool = option(True, "also evaluate greedy decoding")
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = option(0, "save a checkpoint every this many steps; 0: never", "steps")
+    export_hf: bool = option(True, "write the trained model as an HF checkpoint at the end")
+
+
+@dataclass
+class Config:
+    """The whole configuration of a run."""
+
+    run: RunConfig = section(RunConfig, "the run itself")
+    model: ModelConfig = section(ModelConfig, "the model")
+    data: DataConfig = section(DataConfig, "prompts and held-out prompts")
+    rollout: RolloutConfig = section(RolloutConfig, "generation")
+    reward: RewardConfig = section(RewardConfig, "scoring")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages and loss")
+    train: TrainConfig = section(TrainConfig, "from samples to optimizer steps")
+    megatron: MegatronConfig = section(MegatronConfig, "parallel layout of the trainer")
+    optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer")
+    cluster: ClusterConfig = section(ClusterConfig, "where processes run")
+    eval: EvalConfig = section(EvalConfig, "evaluation on held-out prompts")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")

@@ -1,0 +1,54 @@
+"""Actor checkpoints: Megatron's distributed format, readable in any layout."""
+
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as mpu
+
+
+def _metadata() -> dict:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+    }
+
+
+def _state(model, optimizer, loading: bool) -> dict:
+    sharded = model.sharded_state_dict(metadata=_metadata())
+    return {
+        "model": sharded,
+        "optimizer": optimizer.inner.sharded_state_dict(sharded, is_loading=loading),
+        "scheduler": optimizer.scheduler.state_dict(),
+    }
+
+
+def save(folder: str, model, optimizer) -> None:
+    """Collective over all ranks. `folder` is written as is; rename it into place afterwards."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(_state(model, optimizer, loading=False), folder)
+
+
+def load(folder: str, model, optimizer) -> None:
+    """Collective; the layout may be another than the one that saved."""
+    _fill_optimizer_state(optimizer)
+    state = dist_checkpointing.load(_state(model, optimizer, loading=True), folder)
+    model.load_state_dict(state["model"])
+    optimizer.inner.load_state_dict(state["optimizer"])
+    optimizer.scheduler.load_state_dict(state["scheduler"])
+
+
+def _fill_optimizer_state(optimizer) -> None:
+    """Adam creates its moments at the first step; loading needs tensors to load into."""
+    for chained in getattr(optimizer.inner, "chained_optimizers", [optimizer.inner]):
+        adam = chained.optimizer
+        for group in adam.param_groups:
+            group.setdefault("step", 0)
+            for parameter in group["params"]:
+                if not adam.state[parameter]:
+                    adam.state[parameter].update(
+                        exp_avg=torch.zeros_like(parameter, dtype=torch.float32),
+                        exp_avg_sq=torch.zeros_like(parameter, dtype=torch.float32),
+                    )

@@ -1,0 +1,49 @@
+"""SGLang on a machine without a GPU: an out-of-tree platform on plain PyTorch operators.
+
+SGLang finds it by the entry-point group ``sglang.srt.platforms`` (declared in setup.py) and uses
+it where ``SGLANG_PLATFORM=grpo_cpu`` is set. Written for SGLang 0.5.23; the plug-in interface has
+changed between minor versions before, so the CPU requirements pin the version.
+"""
+
+PLATFORM_NAME = "grpo_cpu"
+
+
+def activate() -> str:
+    """Entry point: tells SGLang where the platform class is (it imports it only when selected)."""
+    return "grpo_megatron.rollout.cpu_platform:TorchCpuPlatform"
+
+
+def __getattr__(name: str):
+    # The class needs SGLang's base classes at definition time. Building it on first access keeps
+    # `activate()`, which SGLang calls while its own platform package is half imported, free of
+    # that circle.
+    if name != "TorchCpuPlatform":
+        raise AttributeError(name)
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
+    from sglang.srt.platforms.device_mixin import PlatformEnum
+    from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+    class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+        _enum = PlatformEnum.OOT
+        capabilities = PlatformCapabilities()  # no Triton, no graph capture, no compiled kernels
+
+        def get_default_attention_backend(self) -> str:
+            return "torch_native"
+
+        def get_dispatch_key_name(self) -> str:
+            return "native"
+
+        def is_pin_memory_available(self, device=None) -> bool:
+            return False
+
+        def init_backend(self) -> None:
+            # The host buffer of routed-expert capture is registered with CUDA by default.
+            from sglang.srt.mem_cache.pool_host import common
+
+            def allocate_plain(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
+                return allocator.allocate(dims, dtype=dtype, device=device)
+
+            common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_plain
+
+    globals()[name] = TorchCpuPlatform
+    return TorchCpuPlatform

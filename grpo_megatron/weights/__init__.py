@@ -1,0 +1,1 @@
+"""Weights in three name spaces, and their ways between them."""

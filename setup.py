@@ -1,0 +1,38 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="grpo-megatron",
+    version="0.1.0",
+    description="GRPO post-training: Megatron-core trains, SGLang generates, Ray places; on GPU clusters and on a laptop CPU.",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10,<3.13",
+    packages=find_packages(include=["grpo_megatron", "grpo_megatron.*"]),
+    # The versions of torch and SGLang differ between CPU and GPU machines and are pinned in
+    # requirements/; here is only what every machine needs.
+    install_requires=[
+        "megatron-core==0.16.1",
+        "omegaconf>=2.3",
+        "ray>=2.40",
+        "tensorboard>=2.16",
+        "transformers>=5.0",
+        "safetensors>=0.5",
+        "math-verify>=0.8",
+        "numpy",
+        "psutil",  # megatron-core imports it without declaring it
+        "tqdm",
+    ],
+    extras_require={
+        "gpu": [
+            "torch==2.11.0",
+            "sglang==0.5.17",
+            "transformer-engine[pytorch]==2.11.0",
+        ],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff"],
+    },
+    entry_points={
+        "console_scripts": ["grpo-megatron = grpo_megatron.cli:main"],
+        # SGLang looks here for platforms it does not ship; selected by SGLANG_PLATFORM=grpo_cpu.
+        "sglang.srt.platforms": ["grpo_cpu = grpo_megatron.rollout.cpu_platform:activate"],
+    },
+)
