@@ -29,7 +29,7 @@ from grpo_megatron.metrics import Metrics, concrete, merge
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
 from grpo_megatron.weights.maps import weight_map
-from grpo_megatron.weights.megatron_weights import iterate_hf, load_hf
+from grpo_megatron.weights.megatron_weights import iterate_hf, load_hf, mark_tensor_parallel
 
 PRECISIONS = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 MicroBatches = list[TrainBatch]
@@ -70,6 +70,7 @@ class Actor:
         self.entries = weight_map(self.arch, sizes.tp)
         dtype = PRECISIONS[spec.precision]
         self.model = build_model(self.arch, sizes, self.rank, dtype)
+        mark_tensor_parallel(self.model, self.entries)
         self.layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel)
         self.head = Head(lambda: output_weight(self.model), self.arch.vocab_size, sizes.sequence_parallel)
         # Values are read before DDP and optimizer take the parameters into their buffers.

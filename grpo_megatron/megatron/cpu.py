@@ -7,7 +7,7 @@ Without, it
    ``.cuda()``, ``device="cuda"`` and pinned memory mean the CPU *inside Megatron only*. Patching
    torch itself is shorter, but it changes ``Tensor.type`` and the factory functions for every
    library in the process;
-2. replaces the few functions that are wrong on CPU in a way no rewriting can mend;
+2. replaces, as their modules load, the few functions that no rewriting can mend;
 3. gives Megatron an Adam whose state has the shape of the fused ones, which its checkpoint code
    assumes (``step`` in the parameter group). Stock ``torch.optim.AdamW`` states cannot be loaded
    into a fresh distributed optimizer.
@@ -181,6 +181,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module):
         module.__dict__["__cpu_cuda__"] = _CpuCuda()
         super().exec_module(module)
+        if module.__name__ in _AFTER_LOAD:
+            _AFTER_LOAD[module.__name__](module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -239,28 +241,42 @@ class CpuAdam(torch.optim.Optimizer):
             )
 
 
-def _patch_loaded_modules():
-    from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+def _patch_rng(module):
+    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
 
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
 
+def _patch_moe_utils(module):
     # Undefined without TransformerEngine in 0.16.1: a NameError at the first router forward.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
 
+
+def _patch_token_dispatcher(module):
     def maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
         return tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
 
-    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
 
-    optimizer.Adam = distrib_optimizer.Adam = CpuAdam
-    optimizer.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = True
-    distrib_optimizer.USING_TE_OPTIMIZER = True
+
+def _patch_optimizer(module):
+    module.Adam = CpuAdam
+    module.USING_PYTORCH_OPTIMIZER = False
+
+
+def _patch_distributed_optimizer(module):
+    module.Adam = CpuAdam
+    module.HAVE_APEX_OR_TE = True
+    module.USING_TE_OPTIMIZER = True
+
+
+_AFTER_LOAD = {
+    "megatron.core.tensor_parallel.random": _patch_rng,
+    "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,
+    "megatron.core.transformer.moe.token_dispatcher": _patch_token_dispatcher,
+    "megatron.core.optimizer": _patch_optimizer,
+    "megatron.core.optimizer.distrib_optimizer": _patch_distributed_optimizer,
+}
 
 
 def install() -> bool:
@@ -279,5 +295,4 @@ def install() -> bool:
     # jit-compiled helpers of Megatron would start the inductor (a C++ compiler) on CPU.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     sys.meta_path.insert(0, _Finder())
-    _patch_loaded_modules()
     return True

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -25,6 +26,18 @@ def _entry_of(entries: dict[str, Entry], name: str) -> Entry:
     if name not in entries:
         raise UserError(f"the weight map has no entry for Megatron's parameter {name}; the map of this architecture is incomplete")
     return entries[name]
+
+
+def mark_tensor_parallel(model, entries: dict[str, Entry]) -> None:
+    """Tell Megatron which parameters are split over TP.
+
+    It notes that while initialising weights, which we skip. Without the mark the gradient norm
+    counts a split parameter on the first TP rank only: too small, and nothing says so.
+    """
+    for name, parameter in local_parameters(model).items():
+        entry = _entry_of(entries, name)
+        if entry.axis is not None and not getattr(parameter, "tensor_model_parallel", False):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=entry.axis, stride=1)
 
 
 @torch.no_grad()

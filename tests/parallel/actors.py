@@ -1,0 +1,44 @@
+"""What the parallel tests run on each rank (functions must be importable by the pool)."""
+
+import numpy as np
+
+from grpo_megatron.batch import TrainBatch, schedule
+from grpo_megatron.megatron.actor import Actor, ActorSpec
+
+
+def micro_batches(batch: TrainBatch, spec: ActorSpec, dp_rank: int, packing: bool, max_tokens: int = 128) -> tuple:
+    plan = schedule(batch.lengths, max_tokens, dp=spec.sizes.dp, hidden_size=64, packing=packing)
+    return plan, [batch.select(mb) for mb in plan.micro_batches[dp_rank]]
+
+
+def logprobs(spec: ActorSpec, batch: TrainBatch, packing: bool, reference: bool = False):
+    """Log-probs of all tokens in the order of the batch (of this replica's sequences)."""
+    actor = Actor(spec)
+    plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing)
+    values = actor.logprobs(parts, reference)
+    if values is None:
+        return None
+    out = np.zeros(batch.num_tokens, np.float32)
+    out[batch.token_index(plan.sequences(actor.rank.dp_rank))] = values
+    return out
+
+
+def train_three_steps(spec: ActorSpec, batches: list[TrainBatch], loss, packing: bool, max_tokens: int = 128):
+    """Loss and gradient norm of an optimizer step on each batch; None except on the reporting ranks."""
+    actor = Actor(spec)
+    results = []
+    for batch in batches:
+        _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing, max_tokens)
+        results.append(actor.train_step(parts, loss, step_tokens=batch.num_tokens))
+    return results if actor.rank.reports else None
+
+
+def round_trip(spec: ActorSpec, folder: str, dtype):
+    """HF -> Megatron -> HF."""
+    Actor(spec).save_hf(folder, dtype)
+
+
+def synced_tensors(spec: ActorSpec, bucket_bytes: int):
+    """What the engines would be sent: {name: tensor} on exporting ranks, {} elsewhere."""
+    actor = Actor(spec)
+    return {name: tensor.clone() for bucket in actor.weight_buckets(bucket_bytes) for name, tensor in bucket.tensors()}

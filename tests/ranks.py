@@ -1,0 +1,73 @@
+"""A pool of persistent processes that become the ranks of one layout after another.
+
+Importing Megatron takes seconds per process; a session pays it once. Between layouts the process
+groups are destroyed and made anew.
+"""
+
+import multiprocessing
+import tempfile
+import traceback
+import uuid
+from pathlib import Path
+
+from grpo_megatron.megatron.parallel import ParallelSizes
+
+
+class RankPool:
+    def __init__(self):
+        self._context = multiprocessing.get_context("spawn")
+        self._workers = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+
+    def run(self, function, sizes: ParallelSizes, *args, seed: int = 1234) -> list:
+        """function(*args) on every rank of the layout; the results in rank order.
+
+        `function` must be importable. Raises AssertionError with the traceback of the first rank
+        that failed; the pool is then started anew, because the others may hang in a collective.
+        """
+        while len(self._workers) < sizes.world_size:
+            self._workers.append(self._start())
+        init_method = f"file://{Path(self._folder.name) / uuid.uuid4().hex}"
+        used = self._workers[: sizes.world_size]
+        for rank, (_, connection) in enumerate(used):
+            connection.send((function, args, sizes, rank, init_method, seed))
+        results = []
+        for rank, (process, connection) in enumerate(used):
+            if not connection.poll(300):
+                self.close()
+                raise AssertionError(f"rank {rank} did not answer within 300 s")
+            ok, value = connection.recv()
+            if not ok:
+                self.close()
+                raise AssertionError(f"rank {rank} of {sizes}:\n{value}")
+            results.append(value)
+        return results
+
+    def _start(self):
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        return process, ours
+
+    def close(self):
+        for process, _ in self._workers:
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _serve(connection):
+    import torch
+
+    from grpo_megatron.megatron import parallel
+
+    torch.set_num_threads(1)
+    while True:
+        function, args, sizes, rank, init_method, seed = connection.recv()
+        try:
+            parallel.initialize(sizes, rank, init_method, seed, timeout_seconds=120)
+            value = function(*args)
+            parallel.destroy()
+            connection.send((True, value))
+        except Exception:
+            connection.send((False, traceback.format_exc()))
