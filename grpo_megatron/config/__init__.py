@@ -1,0 +1,1 @@
+"""Configuration: the schema, and loading it."""

@@ -1,8 +1,6 @@
-"""The training engine. Knows models, ranks and optimizers; nothing of rewards or prompts.
-
-Importing any module below that uses Megatron first prepares machines without CUDA.
-"""
+"""The training engine. Knows models, ranks and optimizers; nothing of rewards or prompts."""
 
 from grpo_megatron.megatron import cpu
 
+# Before anything below imports Megatron; does nothing with CUDA.
 cpu.install()

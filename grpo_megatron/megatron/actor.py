@@ -6,7 +6,6 @@ must be called on all ranks, with the same arguments unless said otherwise.
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,15 +16,16 @@ from megatron.core.transformer.module import Float16Module
 
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch import Layout, TrainBatch
-from grpo_megatron.config.schema import OptimizerConfig, Precision
+from grpo_megatron.config.schema import Precision
 from grpo_megatron.megatron import checkpoint
 from grpo_megatron.megatron.architecture import read_architecture
 from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, prepare
 from grpo_megatron.megatron.model import build_model, output_weight
 from grpo_megatron.megatron.optimizer import Optimizer
-from grpo_megatron.megatron.parallel import ParallelSizes, rank_info
+from grpo_megatron.megatron.parallel import rank_info
 from grpo_megatron.megatron.reference import ReferenceWeights
-from grpo_megatron.metrics import Metrics, concrete, merge
+from grpo_megatron.megatron.spec import ActorSpec, TrainResult
+from grpo_megatron.metrics import concrete, merge
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
 from grpo_megatron.weights.maps import weight_map
@@ -33,29 +33,6 @@ from grpo_megatron.weights.megatron_weights import iterate_hf, load_hf, mark_ten
 
 PRECISIONS = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 MicroBatches = list[TrainBatch]
-
-
-@dataclass(frozen=True)
-class ActorSpec:
-    """What an actor is made of. temperature: of the distribution whose log-probs are trained."""
-
-    model_path: str
-    sizes: ParallelSizes
-    optimizer: OptimizerConfig
-    precision: Precision = Precision.fp32
-    temperature: float = 1.0
-    with_reference: bool = False
-    reference_path: str | None = None
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What one optimizer step did; metrics of this data-parallel replica, floats inside."""
-
-    grad_norm: float
-    lr: float
-    dropped: bool
-    metrics: Metrics
 
 
 class Actor:

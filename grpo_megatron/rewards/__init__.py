@@ -1,0 +1,11 @@
+"""Rewards: how good a response is. Light to import, because reward workers start with it alone.
+
+A reward is a function ``reward(prompt, response, answer, record)``, called with keywords: the text
+of prompt and response, the reference answer, and a dict of the data record's other fields. It
+returns a number, or a dict with the key "reward" and any further numbers to be logged.
+"""
+
+from grpo_megatron.rewards.base import resolve_reward
+from grpo_megatron.rewards.workers import RewardWorkers
+
+__all__ = ["RewardWorkers", "resolve_reward"]

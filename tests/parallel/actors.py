@@ -3,7 +3,8 @@
 import numpy as np
 
 from grpo_megatron.batch import TrainBatch, schedule
-from grpo_megatron.megatron.actor import Actor, ActorSpec
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.spec import ActorSpec
 
 
 def micro_batches(batch: TrainBatch, spec: ActorSpec, dp_rank: int, packing: bool, max_tokens: int = 128) -> tuple:

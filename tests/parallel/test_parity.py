@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from grpo_megatron.config.schema import OptimizerConfig
-from grpo_megatron.megatron.actor import ActorSpec
+from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.parallel import ParallelSizes
 from tests.models import random_batch, tiny_qwen3
 from tests.parallel import actors

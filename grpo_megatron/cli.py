@@ -1,0 +1,44 @@
+"""The command line: grpo-megatron train | sft."""
+
+import argparse
+import json
+import sys
+import warnings
+
+from grpo_megatron.errors import UserError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 done, 2 for a UserError (one message on stderr)."""
+    parser = argparse.ArgumentParser(prog="grpo-megatron", description="GRPO post-training on Megatron-core and SGLang.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (("train", "GRPO training"), ("sft", "supervised warm start")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--config", metavar="FILE", help="YAML file")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
+    options = parser.parse_args(arguments)
+    try:
+        print(json.dumps(_run(options)))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(options) -> dict:
+    # Optional accelerator packages announce their absence at import, many times over.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
+    from grpo_megatron.config.load import load_config
+
+    config = load_config(options.config, options.overrides, options.command)
+    if options.command == "sft":
+        from grpo_megatron.sft import sft
+
+        return sft(config)
+    from grpo_megatron.train import train
+
+    return train(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

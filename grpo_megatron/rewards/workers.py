@@ -1,0 +1,96 @@
+"""Rewards in processes of their own, while generation goes on."""
+
+import math
+import multiprocessing
+import signal
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.rewards.base import resolve_reward
+
+_reward = None  # set once per worker process by _initialize
+_settings = None
+
+
+@dataclass(frozen=True)
+class RewardTask:
+    """What a reward function gets to see. uid: of the prompt, for error messages."""
+
+    uid: int
+    prompt: str
+    response: str
+    answer: str
+    record: dict
+
+
+class RewardWorkers:
+    """A pool of reward processes; config: config.schema.RewardConfig.
+
+    The function is resolved here first, so that a wrong name fails before any work is done.
+    """
+
+    def __init__(self, config):
+        resolve_reward(config.function, config.extract)
+        self._name = config.function
+        self._pool = ProcessPoolExecutor(
+            max_workers=config.workers,
+            # Not fork: this process has Ray's threads, and a forked lock stays locked forever.
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_initialize,
+            initargs=(config.function, config.extract, config.timeout),
+        )
+
+    def submit(self, tasks: list[RewardTask]) -> Future:
+        """A future of [(reward, components)] for the tasks, in order; see `result`."""
+        return self._pool.submit(_score_all, tasks)
+
+    def result(self, future: Future) -> list[tuple[float, dict[str, float]]]:
+        """Wait for `submit`'s future. Raises UserError for a reward that failed or is not a number."""
+        try:
+            return future.result()
+        except BrokenProcessPool as error:
+            raise UserError(f"reward {self._name}: a reward process died (out of memory, or it called exit)") from error
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _initialize(name: str, extract: str | None, timeout: float) -> None:
+    global _reward, _settings
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which closes the pool
+    _reward = resolve_reward(name, extract)
+    _settings = (name, timeout)
+
+
+def _score_all(tasks: list[RewardTask]) -> list[tuple[float, dict[str, float]]]:
+    return [_score(task) for task in tasks]
+
+
+def _score(task: RewardTask) -> tuple[float, dict[str, float]]:
+    name, timeout = _settings
+
+    def too_slow(signum, frame):
+        raise TimeoutError(f"took longer than reward.timeout={timeout} s")
+
+    # The alarm interrupts Python code; the function runs in the main thread of this process.
+    signal.signal(signal.SIGALRM, too_slow)
+    signal.setitimer(signal.ITIMER_REAL, timeout)
+    try:
+        value = _reward(prompt=task.prompt, response=task.response, answer=task.answer, record=task.record)
+    except Exception as error:
+        raise UserError(
+            f"reward {name} failed on record {task.uid} (response {task.response[:80]!r}): {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    components = dict(value) if isinstance(value, dict) else {"reward": value}
+    try:
+        reward = float(components.pop("reward"))
+        components = {key: float(number) for key, number in components.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"reward {name} returned {value!r} for record {task.uid}; it must return a number, or a dict with 'reward'") from error
+    if not math.isfinite(reward):
+        raise UserError(f"reward {name} returned {reward} for record {task.uid} (response {task.response[:80]!r}); it must be finite")
+    return reward, components

@@ -1,0 +1,190 @@
+"""One SGLang engine as a Ray actor: token ids in, token ids and log-probs out.
+
+Requests go in by `submit`, finished ones come out of `poll` as soon as they end: one Ray call
+carries many samples, and nobody waits for the slowest of a group. This file is the only one that
+calls SGLang; written for 0.5.23, whose update sessions exist since 0.5.21.
+"""
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from grpo_megatron.batch import WeightSpan
+from grpo_megatron.cluster.placement import Cluster
+from grpo_megatron.cluster.processes import redirect_output
+from grpo_megatron.errors import UserError
+from grpo_megatron.rollout.cpu_platform import PLATFORM_NAME
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to be sampled. key: how the caller recognises it."""
+
+    key: tuple[int, int]
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request. response_ids int32 [R], logprobs float32 [R] (after temperature)."""
+
+    key: tuple[int, int]
+    response_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: str
+    weight_spans: tuple[WeightSpan, ...]
+
+
+def engine_arguments(config, model_path: str, seed: int, needs_tokenizer: bool) -> dict[str, Any]:
+    """Arguments of sglang.Engine; config: config.schema.EngineConfig."""
+    import torch
+
+    arguments = {
+        "model_path": model_path,
+        "dtype": config.dtype,
+        "tp_size": config.tensor_parallel,
+        "mem_fraction_static": config.mem_fraction,
+        "max_total_tokens": config.max_total_tokens,
+        "max_running_requests": config.max_running_requests,
+        "random_seed": seed,
+        "skip_server_warmup": True,
+        "log_level": "warning",
+        "weight_version": "0",
+        # Stop strings need text; without them ids are enough, and the detokenizer stays idle.
+        "skip_tokenizer_init": not needs_tokenizer,
+    }
+    if not torch.cuda.is_available():
+        arguments |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "disable_cuda_graph": True,
+            # Of host memory, where nothing is reserved: the pool is bounded by max_total_tokens.
+            "mem_fraction_static": 0.3,
+            "max_total_tokens": config.max_total_tokens or 65536,
+        }
+    return arguments
+
+
+def engine_environment(config, gpu: bool) -> dict[str, str]:
+    """What must be in the environment before the engine's process starts."""
+    if gpu:
+        return {}
+    env = {"SGLANG_PLATFORM": PLATFORM_NAME, "OMP_NUM_THREADS": str(config.cpu_threads), "CUDA_VISIBLE_DEVICES": ""}
+    if config.tensor_parallel > 1:
+        cores = os.cpu_count() or 1
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(config.tensor_parallel))
+    return env
+
+
+@ray.remote
+class SGLangEngine:
+    """The engine's process. SGLang's scheduler is its child; if that dies, SGLang ends this one."""
+
+    def __init__(self, log: str, arguments: dict[str, Any]):
+        redirect_output(log)
+        import sglang
+
+        self._engine = sglang.Engine(**arguments)
+        self._tp_size = arguments["tp_size"]
+        self._finished: asyncio.Queue = asyncio.Queue()
+        self._tasks: set[asyncio.Task] = set()
+
+    async def ready(self) -> int:
+        """Returns the process id once the engine can serve."""
+        return os.getpid()
+
+    async def submit(self, requests: list[Request]) -> None:
+        for request in requests:
+            task = asyncio.create_task(self._generate(request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _generate(self, request: Request) -> None:
+        try:
+            answer = await self._engine.async_generate(
+                input_ids=request.prompt_ids, sampling_params=request.sampling, return_logprob=True
+            )
+            self._finished.put_nowait(_completion(request.key, answer))
+        except Exception as error:  # handed to the caller by poll
+            self._finished.put_nowait(error)
+
+    async def poll(self, timeout: float) -> list[Completion]:
+        """What finished since the last call; waits up to `timeout` seconds for the first one."""
+        try:
+            done = [await asyncio.wait_for(self._finished.get(), timeout)]
+        except asyncio.TimeoutError:
+            return []
+        # Requests of one decoding step end together: let the others arrive before answering.
+        await asyncio.sleep(0.002)
+        while not self._finished.empty():
+            done.append(self._finished.get_nowait())
+        for item in done:
+            if isinstance(item, Exception):
+                raise item
+        return done
+
+    async def begin_update(self) -> None:
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        _check("begin_weight_update", await self._engine.tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+
+    async def load_bucket(self, bucket) -> None:
+        """bucket: weights.buckets.Bucket, HF names."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        payload = MultiprocessingSerializer.serialize(bucket.tensors())
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[payload] * self._tp_size, flush_cache=False)
+        _check("update_weights_from_tensor", await self._engine.tokenizer_manager.update_weights_from_tensor(request, None))
+
+    async def end_update(self, version: int) -> None:
+        """Close the session, drop cached prefixes of the old weights, and tag what comes now."""
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput, UpdateWeightVersionReqInput
+
+        manager = self._engine.tokenizer_manager
+        _check("end_weight_update", await manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        flushed = await manager.flush_cache()
+        if not flushed.success:
+            raise UserError("the engine did not flush its cache after the weight update; requests were still running")
+        await manager.update_weight_version(UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False))
+
+    async def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+def _check(call: str, answer: tuple[bool, str]) -> None:
+    success, message = answer
+    if not success:
+        raise UserError(f"the engine refused {call}: {message}")
+
+
+def _completion(key: tuple[int, int], answer: dict) -> Completion:
+    meta = answer["meta_info"]
+    logprobs = meta["output_token_logprobs"]
+    ids = np.array([token for _, token, _ in logprobs], dtype=np.int32)
+    if not np.array_equal(ids, answer["output_ids"]):
+        raise RuntimeError(f"engine answer {key}: log-probs are of other tokens than the output")
+    spans = tuple(WeightSpan(int(s["version"]), s["start"], s["end"]) for s in meta["weight_versions"])
+    return Completion(key, ids, np.array([lp for lp, _, _ in logprobs], dtype=np.float32), meta["finish_reason"]["type"], spans)
+
+
+def start_engines(cluster: Cluster, rollout_config, model_path: str, seed: int, log_dir: str) -> tuple[list, dict]:
+    """Engine actors, and {index: (name, log file)} for messages; they are starting, not yet ready."""
+    config = rollout_config.engine
+    engines, who = [], {}
+    for index, slots in enumerate(cluster.engine_slots):
+        gpu = slots[0].device is not None
+        log = f"{log_dir}/engine{index}.log"
+        arguments = engine_arguments(config, model_path, seed + index, needs_tokenizer=bool(rollout_config.stop))
+        devices = [slot.device for slot in slots] if gpu else None
+        options = cluster.options(slots[0], engine_environment(config, gpu), devices)
+        engines.append(SGLangEngine.options(**options, max_concurrency=1000).remote(log, arguments))
+        who[index] = (f"engine {index}", log)
+    return engines, who

@@ -1,0 +1,82 @@
+"""Recorded rollouts: every step's groups as one line of JSON, to be trained on again.
+
+JSON and not pickle: loading a recording runs no code. float32 log-probs survive exactly (they are
+written as float64, whose shortest decimal form reads back the same).
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from grpo_megatron.batch import Group, Prompt, Sample, WeightSpan
+from grpo_megatron.errors import UserError
+
+_FORMAT = "grpo_megatron.rollout"
+_VERSION = 1
+
+
+class Recorder:
+    def __init__(self, path: str):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - held for the run
+        self._file.write(json.dumps({"format": _FORMAT, "version": _VERSION}) + "\n")
+
+    def write(self, step: int, groups: list[Group]) -> None:
+        self._file.write(json.dumps({"step": step, "groups": [_group_to_json(group) for group in groups]}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Replay:
+    """Hands out the recorded steps in order."""
+
+    def __init__(self, path: str):
+        if not Path(path).is_file():
+            raise UserError(f"rollout.replay: {path} does not exist")
+        self._path = path
+        self._lines = Path(path).read_text(encoding="utf-8").splitlines()
+        try:
+            header = json.loads(self._lines[0]) if self._lines else {}
+        except json.JSONDecodeError:
+            header = {}
+        if not isinstance(header, dict) or (header.get("format"), header.get("version")) != (_FORMAT, _VERSION):
+            raise UserError(f"rollout.replay: {path} is not a recording of version {_VERSION}")
+
+    def read(self, step: int) -> list[Group]:
+        """Groups of the step (counted from 1). Raises UserError past the end or on a broken line."""
+        if step >= len(self._lines):
+            raise UserError(f"rollout.replay: {self._path} has {len(self._lines) - 1} steps, step {step} was asked for; lower run.total_steps")
+        try:
+            return [_group_from_json(group) for group in json.loads(self._lines[step])["groups"]]
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"rollout.replay: {self._path}:{step + 1} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _group_to_json(group: Group) -> dict:
+    samples = []
+    for sample in group.samples:
+        item = {name: value for name, value in vars(sample).items() if name != "prompt_ids"}
+        for name in ("response_ids", "loss_mask", "rollout_logprobs"):
+            item[name] = item[name].tolist()
+        item["weight_spans"] = [asdict(span) for span in sample.weight_spans]
+        samples.append(item)
+    prompt = {**vars(group.prompt), "ids": group.prompt.ids.tolist()}
+    return {"group_id": group.group_id, "prompt": prompt, "samples": samples}
+
+
+def _group_from_json(item: dict) -> Group:
+    prompt = Prompt(**{**item["prompt"], "ids": np.array(item["prompt"]["ids"], dtype=np.int32)})
+    samples = []
+    for values in item["samples"]:
+        arrays = {
+            "response_ids": np.array(values["response_ids"], dtype=np.int32),
+            "loss_mask": np.array(values["loss_mask"], dtype=np.bool_),
+            "rollout_logprobs": np.array(values["rollout_logprobs"], dtype=np.float32),
+        }
+        spans = tuple(WeightSpan(**span) for span in values["weight_spans"])
+        samples.append(Sample(**{**values, **arrays, "weight_spans": spans, "prompt_ids": prompt.ids}))
+    return Group(item["group_id"], prompt, tuple(samples))

@@ -1,0 +1,96 @@
+"""Where a step's groups come from: engines, or a recording. The controller sees one interface."""
+
+import numpy as np
+
+from grpo_megatron.batch import Group
+from grpo_megatron.rollout.manager import RolloutManager, Sampling
+from grpo_megatron.rollout.record import Recorder, Replay
+
+
+def training_sampling(config) -> Sampling:
+    """config: config.schema.RolloutConfig."""
+    return Sampling(
+        n=config.n,
+        temperature=config.temperature,
+        max_response_length=config.max_response_length,
+        stop=tuple(config.stop),
+        stop_token_ids=tuple(config.stop_token_ids),
+    )
+
+
+def group_statistics(groups: list[Group]) -> dict[str, float]:
+    """Scalars of a step's samples: reward and its components, lengths, how they ended."""
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = np.array([len(sample.response_ids) for sample in samples])
+    rewards = np.array([sample.reward for sample in samples])
+    scalars = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "reward/zero_variance_groups": np.mean([len(set(group.rewards)) == 1 for group in groups]),
+        "response/length_mean": lengths.mean(),
+        "response/length_max": lengths.max(),
+        "response/truncated": np.mean([sample.finish_reason == "length" for sample in samples]),
+    }
+    for name in sorted({name for sample in samples for name in sample.reward_components}):
+        values = [sample.reward_components[name] for sample in samples if name in sample.reward_components]
+        scalars[f"reward/{name}"] = np.mean(values)
+    return {name: float(value) for name, value in scalars.items()}
+
+
+class EngineRollouts:
+    """Groups sampled by the engines under the newest weights, optionally recorded."""
+
+    def __init__(self, manager: RolloutManager, config):
+        """config: config.schema.Config."""
+        self.manager = manager
+        self._batch_size = config.data.train_batch_size
+        self._sampling = training_sampling(config.rollout)
+        self._recorder = Recorder(config.rollout.record) if config.rollout.record else None
+
+    def groups(self, step: int, prompts) -> list[Group]:
+        groups = self.manager.generate(prompts.next(self._batch_size), self._sampling)
+        if self._recorder:
+            self._recorder.write(step, groups)
+        return groups
+
+    def statistics(self, groups: list[Group]) -> dict[str, float]:
+        return group_statistics(groups)
+
+    def update_weights(self, buckets) -> None:
+        self.manager.update_weights(buckets, self.manager.weight_version + 1)
+
+    def state_dict(self) -> dict:
+        return self.manager.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.manager.load_state_dict(state)
+
+    def close(self) -> None:
+        if self._recorder:
+            self._recorder.close()
+        self.manager.close()
+
+
+class ReplayedRollouts:
+    """Groups read from a recording; there are no engines, so weights go nowhere."""
+
+    def __init__(self, path: str):
+        self._replay = Replay(path)
+
+    def groups(self, step: int, prompts) -> list[Group]:
+        return self._replay.read(step)
+
+    def statistics(self, groups: list[Group]) -> dict[str, float]:
+        return group_statistics(groups)
+
+    def update_weights(self, buckets) -> None:
+        buckets.close()  # gathering starts at the first bucket, which is never asked for
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,95 @@
+"""`grpo-megatron sft`: supervised warm start. The same actor step, with another loss."""
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from grpo_megatron.algorithm.losses import CrossEntropyLoss
+from grpo_megatron.batch import Sample, TrainBatch, schedule, token_weights
+from grpo_megatron.cluster.actor_group import ActorGroup
+from grpo_megatron.cluster.placement import allocate
+from grpo_megatron.config.schema import Config
+from grpo_megatron.data import EpochOrder, PromptTokenizer, read_jsonl
+from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.metrics import to_floats
+from grpo_megatron.monitor import Monitor
+from grpo_megatron.train import actor_spec, check_model, start_run
+
+
+def load_examples(config: Config, tokenizer: PromptTokenizer) -> list[Sample]:
+    """Prompt/response pairs as samples; every response ends with the end-of-sequence token."""
+    path, data = config.data.train, config.data
+    end = tokenizer.tokenizer.eos_token_id
+    if end is None:
+        raise UserError(f"{config.model.path}: the tokenizer has no end-of-sequence token, which must close every response")
+    examples = []
+    for number, record in enumerate(read_jsonl(path, [data.prompt_key, data.response_key])):
+        prompt = tokenizer.encode(tokenizer.text(record[data.prompt_key]))
+        response = np.append(tokenizer.encode(record[data.response_key]), np.int32(end))
+        if len(prompt) > data.max_prompt_length or len(response) > config.rollout.max_response_length:
+            raise UserError(
+                f"{path}: record {number} has {len(prompt)} prompt and {len(response)} response tokens, more than "
+                f"data.max_prompt_length={data.max_prompt_length} or rollout.max_response_length={config.rollout.max_response_length}"
+            )
+        examples.append(
+            Sample(
+                group_id=number,
+                trajectory_id=number,
+                prompt_ids=prompt,
+                response_ids=response,
+                loss_mask=np.ones(len(response), dtype=np.bool_),
+                rollout_logprobs=np.zeros(len(response), dtype=np.float32),
+                finish_reason="stop",
+            )
+        )
+    return examples
+
+
+def sft(config: Config) -> dict:
+    """Fine-tune on prompt/response pairs and export the model; returns what came out."""
+    started = time.perf_counter()
+    check_model(config)
+    examples = load_examples(config, PromptTokenizer(config.model.path))
+    order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
+    directory = start_run(config)
+    sizes = ParallelSizes.from_config(config.megatron)
+    loss = CrossEntropyLoss()
+    with ExitStack() as cleanup:
+        monitor = Monitor(directory, config.run.total_steps)
+        cleanup.callback(monitor.close)
+        monitor.say(f"run folder {directory}; starting {sizes.world_size} trainer ranks")
+        cluster = allocate(config, sizes.world_size, 0)
+        cleanup.callback(cluster.close)
+        actor = ActorGroup(cluster, actor_spec(config, with_reference=False), config.megatron, config.run.seed, f"{directory}/logs")
+        cleanup.callback(actor.close)
+        tokens = 0
+        for step in range(1, config.run.total_steps + 1):
+            monitor.start_step()
+            with monitor.phases("prepare"):
+                batch = TrainBatch.from_samples([examples[i] for i in order.take(config.data.train_batch_size)])
+                batch.weight = token_weights(batch, "token-mean", config.rollout.max_response_length)
+                plan = schedule(
+                    batch.lengths, config.train.max_tokens_per_micro_batch, dp=sizes.dp, packing=config.train.packing
+                )
+            with monitor.phases("train"):
+                metrics = to_floats(actor.train_step(batch, plan, loss))
+            tokens += batch.num_tokens
+            scalars = monitor.finish_step(step, metrics, batch.num_tokens)
+            if step == 1 or step % 50 == 0 or step == config.run.total_steps:
+                monitor.line(step, scalars, {"sft/loss_per_token": "loss", "actor/grad_norm": "grad norm"})
+        model = f"{directory}/hf"
+        actor.save_hf(model)
+        result = {
+            "loss": metrics["sft/loss_per_token"],
+            "tokens": tokens,
+            "model": model,
+            "run_dir": directory,
+            "phases": monitor.phases.total,
+        }
+    result["wall_seconds"] = time.perf_counter() - started
+    Path(f"{directory}/result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
+    return result

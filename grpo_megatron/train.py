@@ -1,0 +1,107 @@
+"""`grpo-megatron train`: puts a run together from its configuration, runs it, cleans up."""
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from grpo_megatron.checkpoints import Checkpoints, load_checkpoint
+from grpo_megatron.cluster.actor_group import ActorGroup
+from grpo_megatron.cluster.placement import allocate
+from grpo_megatron.config.schema import Config, RunConfig
+from grpo_megatron.controller import Controller
+from grpo_megatron.data import PromptSource, PromptTokenizer, load_prompts
+from grpo_megatron.errors import UserError
+from grpo_megatron.evaluation import Evaluation
+from grpo_megatron.megatron.architecture import Architecture, read_architecture
+from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.monitor import Monitor
+from grpo_megatron.rewards import RewardWorkers
+from grpo_megatron.rollout.engine import start_engines
+from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+
+
+def check_model(config: Config) -> Architecture:
+    """What can be wrong with model and layout, found before any process starts."""
+    arch = read_architecture(config.model.path)
+    broken = ParallelSizes.from_config(config.megatron).violations(arch)
+    if broken:
+        raise UserError(f"the layout does not fit {config.model.path}:\n" + "\n".join(f"  - {rule}" for rule in broken))
+    for path in {config.model.path, config.model.reference_path} - {None}:
+        HFCheckpoint(path)
+    return arch
+
+
+def actor_spec(config: Config, with_reference: bool) -> ActorSpec:
+    return ActorSpec(
+        model_path=config.model.path,
+        sizes=ParallelSizes.from_config(config.megatron),
+        optimizer=config.optimizer,
+        precision=config.megatron.precision,
+        temperature=config.rollout.temperature,
+        with_reference=with_reference,
+        reference_path=config.model.reference_path,
+    )
+
+
+def start_run(config: Config) -> str:
+    """Make the run's folder and note its configuration there; returns the folder."""
+    directory = str(Path(RunConfig.directory(config.run)).absolute())
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.structured(config), f"{directory}/config.yaml")
+    return directory
+
+
+def train(config: Config) -> dict:
+    """Run GRPO; returns (and writes to result.json in the run's folder) what came out."""
+    started = time.perf_counter()
+    check_model(config)
+    tokenizer = PromptTokenizer(config.model.path)
+    replay = config.rollout.replay
+    prompts = None if replay else PromptSource(load_prompts(config.data.train, tokenizer, config.data), config.run.seed, config.data.shuffle)
+    held_out = load_prompts(config.data.eval, tokenizer, config.data) if config.data.eval else None
+    directory = start_run(config)
+    logs = f"{directory}/logs"
+    sizes = ParallelSizes.from_config(config.megatron)
+    with ExitStack() as cleanup:
+        rewards = RewardWorkers(config.reward)
+        cleanup.callback(rewards.close)
+        monitor = Monitor(directory, config.run.total_steps)
+        cleanup.callback(monitor.close)
+        num_engines = 0 if replay else config.rollout.engine.num_engines
+        monitor.say(f"run folder {directory}; starting {sizes.world_size} trainer ranks and {num_engines} engines")
+        cluster = allocate(config, sizes.world_size, num_engines)
+        cleanup.callback(cluster.close)
+        # Engines are slow to start: they do so while the ranks build the model.
+        if replay:
+            rollouts = ReplayedRollouts(replay)
+        else:
+            engines, who = start_engines(cluster, config.rollout, config.model.path, config.run.seed, logs)
+            manager = RolloutManager(engines, who, config.rollout, rewards, tokenizer.decode)
+            rollouts = EngineRollouts(manager, config)
+        cleanup.callback(rollouts.close)
+        actor = ActorGroup(cluster, actor_spec(config, config.algorithm.use_kl_loss), config.megatron, config.run.seed, logs)
+        cleanup.callback(actor.close)
+        if not replay:
+            manager.wait_until_ready()
+        evaluation = Evaluation(held_out, config) if held_out else None
+        saver = Checkpoints(f"{directory}/checkpoints")
+        controller = Controller(config, actor, rollouts, prompts, evaluation, saver, monitor)
+        if config.run.resume:
+            controller.load_state_dict(load_checkpoint(config.run.resume, actor))
+        monitor.say(f"everything is up after {time.perf_counter() - started:.1f} s")
+        result = controller.run()
+        if config.checkpoint.export_hf:
+            result["model"] = f"{directory}/hf"
+            actor.save_hf(result["model"])
+        result["phases"] = monitor.phases.total
+        result["run_dir"] = directory
+        result["tensorboard"] = monitor.tensorboard_dir
+    result["wall_seconds"] = time.perf_counter() - started
+    Path(f"{directory}/result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
+    return result

@@ -1,0 +1,76 @@
+"""Make the quickstart's task: two-digit addition and subtraction with a short worked answer.
+
+    python tools/make_arithmetic.py OUT_DIR [--seed S] [--held-out N] [--wrong P] [--copies C]
+
+Writes OUT_DIR/train.jsonl (prompts with answers), OUT_DIR/eval.jsonl (held-out prompts) and
+OUT_DIR/sft.jsonl (the responses of a noisy teacher: its steps are right, but in a share P of them
+the final answer is off by one or ten). Each problem is in sft.jsonl several times, with errors of
+its own each time, so that the noise cannot be learned by heart.
+
+No held-out pair of operands, in either order, occurs in train.jsonl or sft.jsonl.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+
+def problem(a: int, b: int, sign: str) -> tuple[str, str, int]:
+    """(prompt, worked steps, answer). Subtraction wants a >= b."""
+    if sign == "+":
+        ones, answer = a % 10 + b % 10, a + b
+        steps = f"{a % 10}+{b % 10}={ones},{a // 10}+{b // 10}+{ones // 10}={answer // 10}"
+    else:
+        borrow, answer = int(a % 10 < b % 10), a - b
+        steps = f"{a % 10 + 10 * borrow}-{b % 10}={answer % 10},{a // 10}-{b // 10}-{borrow}={answer // 10}"
+    return f"{a}{sign}{b}", steps, answer
+
+
+def noisy(answer: int, rng: random.Random, wrong: float) -> int:
+    if rng.random() >= wrong:
+        return answer
+    return rng.choice([value for value in (answer - 10, answer - 1, answer + 1, answer + 10) if value >= 0])
+
+
+def make(out: Path, seed: int, held_out: int, wrong: float, copies: int) -> dict[str, int]:
+    rng = random.Random(seed)
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, a + 1)]
+    rng.shuffle(pairs)
+    out.mkdir(parents=True, exist_ok=True)
+    counts = {}
+    for name, chosen in (("eval", pairs[:held_out]), ("train", pairs[held_out:])):
+        problems = []
+        for a, b in chosen:
+            signs = [rng.choice("+-")] if name == "eval" else "+-"
+            problems += [problem(*((a, b) if sign == "-" or rng.random() < 0.5 else (b, a)), sign) for sign in signs]
+        rng.shuffle(problems)
+        counts[name] = write(out / f"{name}.jsonl", [{"prompt": p, "answer": str(answer)} for p, _, answer in problems])
+        if name == "train":
+            taught = [
+                {"prompt": p, "response": f"{steps} #{noisy(answer, rng, wrong)}"}
+                for _ in range(copies)
+                for p, steps, answer in problems
+            ]
+            counts["sft"] = write(out / "sft.jsonl", taught)
+    return counts
+
+
+def write(path: Path, records: list[dict]) -> int:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return len(records)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--held-out", type=int, default=512, help="held-out pairs of operands")
+    parser.add_argument("--wrong", type=float, default=0.6, help="share of the teacher's answers that are off")
+    parser.add_argument("--copies", type=int, default=8, help="how often the teacher answers each problem")
+    options = parser.parse_args()
+    print(json.dumps(make(options.out, options.seed, options.held_out, options.wrong, options.copies)))
+
+
+if __name__ == "__main__":
+    main()

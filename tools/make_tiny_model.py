@@ -1,0 +1,82 @@
+"""Make a tiny random Qwen3 checkpoint with a character tokenizer and a chat template.
+
+    python tools/make_tiny_model.py OUT_DIR [--seed S] [--hidden 128] [--layers 2] ...
+
+The vocabulary is the characters the arithmetic task uses, besides <pad>, <bos>, <eos> and the two
+role marks. Loads in transformers and SGLang like any other checkpoint.
+"""
+
+import argparse
+from pathlib import Path
+
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<user>", "<assistant>"]
+CHARACTERS = "0123456789+-*/=,.:;#? ()"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer():
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, "<unk>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def make(out: Path, seed: int = 0, hidden: int = 128, layers: int = 2, heads: int = 4, kv_heads: int = 2, ffn: int = 384) -> int:
+    """Write the checkpoint (float32); returns its number of parameters."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=hidden // heads,
+            max_position_embeddings=512,
+            rope_theta=10000.0,
+            tie_word_embeddings=False,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return model.num_parameters()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    for name, default in (("seed", 0), ("hidden", 128), ("layers", 2), ("heads", 4), ("kv-heads", 2), ("ffn", 384)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = vars(parser.parse_args())
+    out = options.pop("out")
+    print(f"{out}: {make(out, **options):,} parameters")
+
+
+if __name__ == "__main__":
+    main()
