@@ -130,7 +130,9 @@ class Controller:
         with self.monitor.phases("evaluate"):
             scalars = self.evaluation.run(self.rollouts)
         self.monitor.log(self.step, scalars)
-        self.monitor.say(f"evaluation after {self.step} steps: " + ", ".join(f"{k.split('/')[1]} {v:.3f}" for k, v in scalars.items()))
+        self.monitor.say(
+            f"evaluation after {self.step} steps: " + ", ".join(f"{k.split('/')[1]} {v:.3f}" for k, v in scalars.items())
+        )
         return scalars
 
     def report(self, groups, mini_batches, trained: list[Metrics], mismatch: Metrics | None) -> None:

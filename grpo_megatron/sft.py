@@ -27,13 +27,14 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> list[Sample]:
     if end is None:
         raise UserError(f"{config.model.path}: the tokenizer has no end-of-sequence token, which must close every response")
     examples = []
+    longest = config.rollout.max_response_length
     for number, record in enumerate(read_jsonl(path, [data.prompt_key, data.response_key])):
         prompt = tokenizer.encode(tokenizer.text(record[data.prompt_key]))
         response = np.append(tokenizer.encode(record[data.response_key]), np.int32(end))
-        if len(prompt) > data.max_prompt_length or len(response) > config.rollout.max_response_length:
+        if len(prompt) > data.max_prompt_length or len(response) > longest:
             raise UserError(
                 f"{path}: record {number} has {len(prompt)} prompt and {len(response)} response tokens, more than "
-                f"data.max_prompt_length={data.max_prompt_length} or rollout.max_response_length={config.rollout.max_response_length}"
+                f"data.max_prompt_length={data.max_prompt_length} or rollout.max_response_length={longest}"
             )
         examples.append(
             Sample(
@@ -64,7 +65,9 @@ def sft(config: Config) -> dict:
         monitor.say(f"run folder {directory}; starting {sizes.world_size} trainer ranks")
         cluster = allocate(config, sizes.world_size, 0)
         cleanup.callback(cluster.close)
-        actor = ActorGroup(cluster, actor_spec(config, with_reference=False), config.megatron, config.run.seed, f"{directory}/logs")
+        actor = ActorGroup(
+            cluster, actor_spec(config, with_reference=False), config.megatron, config.run.seed, f"{directory}/logs"
+        )
         cleanup.callback(actor.close)
         tokens = 0
         for step in range(1, config.run.total_steps + 1):

@@ -63,7 +63,11 @@ def train(config: Config) -> dict:
     check_model(config)
     tokenizer = PromptTokenizer(config.model.path)
     replay = config.rollout.replay
-    prompts = None if replay else PromptSource(load_prompts(config.data.train, tokenizer, config.data), config.run.seed, config.data.shuffle)
+    prompts = (
+        None
+        if replay
+        else PromptSource(load_prompts(config.data.train, tokenizer, config.data), config.run.seed, config.data.shuffle)
+    )
     held_out = load_prompts(config.data.eval, tokenizer, config.data) if config.data.eval else None
     directory = start_run(config)
     logs = f"{directory}/logs"

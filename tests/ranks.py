@@ -32,7 +32,7 @@ class RankPool:
         for rank, (_, connection) in enumerate(used):
             connection.send((function, args, sizes, rank, init_method, seed))
         results = []
-        for rank, (process, connection) in enumerate(used):
+        for rank, (_process, connection) in enumerate(used):
             if not connection.poll(300):
                 self.close()
                 raise AssertionError(f"rank {rank} did not answer within 300 s")

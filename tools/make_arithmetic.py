@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out", type=int, default=512, help="held-out pairs of operands")
-    parser.add_argument("--wrong", type=float, default=0.6, help="share of the teacher's answers that are off")
+    parser.add_argument("--wrong", type=float, default=0.65, help="share of the teacher's answers that are off")
     parser.add_argument("--copies", type=int, default=8, help="how often the teacher answers each problem")
     options = parser.parse_args()
     print(json.dumps(make(options.out, options.seed, options.held_out, options.wrong, options.copies)))

@@ -39,7 +39,9 @@ def make_tokenizer():
     return fast
 
 
-def make(out: Path, seed: int = 0, hidden: int = 128, layers: int = 2, heads: int = 4, kv_heads: int = 2, ffn: int = 384) -> int:
+def make(
+    out: Path, seed: int = 0, hidden: int = 128, layers: int = 2, heads: int = 4, kv_heads: int = 2, ffn: int = 384
+) -> int:
     """Write the checkpoint (float32); returns its number of parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -48,10 +48,7 @@ def schedule(lengths, max_tokens: int, dp: int = 1, hidden_size: int = 1024, pac
             f"sequence {int(lengths.argmax())} has {lengths.max()} tokens, but a micro-batch may hold {max_tokens}; "
             "raise train.max_tokens_per_micro_batch"
         )
-    if packing:
-        bins = _pack(lengths, max_tokens, dp)
-    else:
-        bins = [[i] for i in range(len(lengths))]
+    bins = _pack(lengths, max_tokens, dp) if packing else [[i] for i in range(len(lengths))]
     if len(bins) % dp or len(lengths) < dp:
         raise UserError(
             f"{len(lengths)} sequences make {len(bins)} micro-batches, which {dp} data-parallel ranks cannot share "
@@ -61,25 +58,54 @@ def schedule(lengths, max_tokens: int, dp: int = 1, hidden_size: int = 1024, pac
 
 
 def _pack(lengths: np.ndarray, max_tokens: int, dp: int) -> list[list[int]]:
-    """Longest first into the emptiest micro-batch; one more round of micro-batches if one overflows."""
-    order = np.argsort(-lengths, kind="stable")
-    count = -(-int(lengths.sum()) // max_tokens)
-    while True:
-        count = -(-count // dp) * dp
-        if count > len(lengths):
-            # More bins than sequences: only possible when rounding up to the ranks.
-            return [[int(i)] for i in order]
-        heap = [(0, b) for b in range(count)]
-        bins: list[list[int]] = [[] for _ in range(count)]
-        for i in order:
-            used, b = heapq.heappop(heap)
-            if used + lengths[i] > max_tokens:
-                break
-            bins[b].append(int(i))
-            heapq.heappush(heap, (used + int(lengths[i]), b))
+    """Micro-batches of at most max_tokens, as even as possible; their number a multiple of dp.
+
+    First-fit-decreasing finds how many are needed. Dealing longest-first to the emptiest of that
+    many is more even, but may overflow where the fit is tight.
+    """
+    order = [int(i) for i in np.argsort(-lengths, kind="stable")]
+    tight = _first_fit(order, lengths, max_tokens)
+    count = -(-len(tight) // dp) * dp
+    even = _emptiest_first(order, lengths, max_tokens, count)
+    if even is not None:
+        return even
+    while len(tight) < count:
+        crowded = max(tight, key=len)
+        if len(crowded) == 1:
+            return tight  # fewer sequences than needed; the caller says so
+        tight.append([crowded.pop()])
+    return tight
+
+
+def _first_fit(order: list[int], lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room = np.empty(len(order), dtype=np.int64)
+    for i in order:
+        fitting = np.flatnonzero(room[: len(bins)] >= lengths[i])
+        if fitting.size:
+            b = int(fitting[0])
         else:
-            return bins
-        count += 1
+            b = len(bins)
+            bins.append([])
+            room[b] = max_tokens
+        bins[b].append(i)
+        room[b] -= lengths[i]
+    return bins
+
+
+def _emptiest_first(order: list[int], lengths: np.ndarray, max_tokens: int, count: int) -> list[list[int]] | None:
+    """None if a micro-batch would overflow or stay empty."""
+    if count > len(order):
+        return None
+    heap = [(0, b) for b in range(count)]
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for i in order:
+        used, b = heapq.heappop(heap)
+        if used + lengths[i] > max_tokens:
+            return None
+        bins[b].append(i)
+        heapq.heappush(heap, (used + int(lengths[i]), b))
+    return bins
 
 
 def _distribute(bins: list[list[int]], cost: np.ndarray, dp: int) -> tuple:

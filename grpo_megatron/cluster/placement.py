@@ -92,13 +92,19 @@ def allocate(config, num_ranks: int, num_engines: int, timeout: float = 120.0) -
     if not group.wait(timeout):
         have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
         remove_placement_group(group)
-        raise UserError(f"this run needs {total} bundles of {bundle}, the Ray cluster has {have} in all and did not free them in {timeout:.0f} s")
+        raise UserError(
+            f"this run needs {total} bundles of {bundle}; the Ray cluster has {have} in all and did not free them "
+            f"within {timeout:.0f} s"
+        )
     slots = _sorted_slots(group, total, bool(gpus))
     engine_part = slots[:engine_devices] if colocated else slots[num_ranks:]
     engines = [engine_part[i * per_engine : (i + 1) * per_engine] for i in range(num_engines)]
     for engine in engines:
         if len({slot.node for slot in engine}) > 1:
-            raise UserError("the tensor-parallel ranks of one engine must be on one node; change rollout.engine.tensor_parallel or the number of ranks")
+            raise UserError(
+                "the tensor-parallel ranks of one engine must be on one node; change rollout.engine.tensor_parallel or "
+                "the number of trainer ranks"
+            )
     return Cluster(group, slots[:num_ranks], engines, gpu_share=0.45 if colocated else 1.0, _started=started)
 
 
@@ -113,7 +119,9 @@ def _sorted_slots(group: PlacementGroup, total: int, gpus: bool) -> list[Slot]:
     if gpus:
         probes = [
             _visible_device.options(
-                num_gpus=1, num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+                num_gpus=1,
+                num_cpus=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
             ).remote()
             for i in range(total)
         ]

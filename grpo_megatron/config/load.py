@@ -88,7 +88,9 @@ def _reject_unknown(source: str, values, prefix: str = "") -> None:
         if dataclasses.is_dataclass(known[key].type):
             child = OmegaConf.select(values, str(name)) if not isinstance(values, dict) else values[name]
             if child is None or not OmegaConf.is_dict(child):
-                raise UserError(f"{source}: {key} is a section; set its keys, such as {key}.{dataclasses.fields(known[key].type)[0].name}")
+                raise UserError(
+                    f"{source}: {key} is a section; set its keys, such as {key}.{dataclasses.fields(known[key].type)[0].name}"
+                )
             _reject_unknown(source, child, f"{key}.")
 
 

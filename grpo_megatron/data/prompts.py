@@ -68,7 +68,10 @@ def load_prompts(path: str, tokenizer: PromptTokenizer, config) -> list[Prompt]:
         text = tokenizer.text(record[config.prompt_key])
         ids = tokenizer.encode(text)
         if len(ids) > config.max_prompt_length:
-            raise UserError(f"{path}: record {uid} has {len(ids)} tokens; raise data.max_prompt_length={config.max_prompt_length} or remove it")
+            raise UserError(
+                f"{path}: record {uid} has {len(ids)} tokens, more than data.max_prompt_length={config.max_prompt_length}; "
+                "raise that, or remove the record"
+            )
         fields = {key: value for key, value in record.items() if key not in (config.prompt_key, config.answer_key)}
         prompts.append(Prompt(uid, ids, text, str(record[config.answer_key]), fields))
     return prompts

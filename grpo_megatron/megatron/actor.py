@@ -53,7 +53,13 @@ class Actor:
         # Values are read before DDP and optimizer take the parameters into their buffers.
         self.reference = None
         if spec.with_reference:
-            load_hf(self.model, hf_checkpoint.HFCheckpoint(spec.reference_path or spec.model_path), self.entries, sizes.tp, self.rank.tp_rank)
+            load_hf(
+                self.model,
+                hf_checkpoint.HFCheckpoint(spec.reference_path or spec.model_path),
+                self.entries,
+                sizes.tp,
+                self.rank.tp_rank,
+            )
             self.reference = ReferenceWeights(self.model)
         load_hf(self.model, hf_checkpoint.HFCheckpoint(spec.model_path), self.entries, sizes.tp, self.rank.tp_rank)
         config = self.model.config

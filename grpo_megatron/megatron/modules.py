@@ -105,9 +105,7 @@ class PackedAttention(MegatronModule):
             raise NotImplementedError("attention dropout makes log-probs random; RL needs 0")
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
-    def forward(
-        self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None
-    ):
+    def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         outputs = []
         for bucket in packed_seq_params.buckets:
             index = bucket.flatten()

@@ -51,7 +51,9 @@ class ParallelSizes:
         if arch.num_kv_heads % self.tp:
             found.append(f"megatron.tensor_parallel={self.tp} does not divide the model's {arch.num_kv_heads} KV heads")
         if arch.ffn_hidden_size % self.tp:
-            found.append(f"megatron.tensor_parallel={self.tp} does not divide the model's intermediate size {arch.ffn_hidden_size}")
+            found.append(
+                f"megatron.tensor_parallel={self.tp} does not divide the model's intermediate size {arch.ffn_hidden_size}"
+            )
         if self.sequence_parallel and arch.hidden_size % self.tp:
             found.append(f"megatron.tensor_parallel={self.tp} does not divide the model's hidden size {arch.hidden_size}")
         if arch.num_layers % self.pp:

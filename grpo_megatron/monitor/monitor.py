@@ -53,7 +53,11 @@ class Monitor:
         parts = [f"step {step:>4}/{self._total_steps}"]
         parts += [f"{label} {scalars[name]:.4g}" for name, label in shown.items() if name in scalars]
         parts.append(f"{scalars['throughput/tokens_per_second']:.0f} tok/s")
-        phases = [(n.removeprefix("time/"), v) for n, v in scalars.items() if n.startswith("time/") and n not in ("time/step", "time/other")]
+        phases = [
+            (n.removeprefix("time/"), v)
+            for n, v in scalars.items()
+            if n.startswith("time/") and n not in ("time/step", "time/other")
+        ]
         parts.append(f"{scalars['time/step']:.2f} s (" + " ".join(f"{name} {value:.2f}" for name, value in phases) + ")")
         self.say(" | ".join(parts))
 

@@ -90,7 +90,11 @@ def _score(task: RewardTask) -> tuple[float, dict[str, float]]:
         reward = float(components.pop("reward"))
         components = {key: float(number) for key, number in components.items()}
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"reward {name} returned {value!r} for record {task.uid}; it must return a number, or a dict with 'reward'") from error
+        raise UserError(
+            f"reward {name} returned {value!r} for record {task.uid}; it must return a number, or a dict with 'reward'"
+        ) from error
     if not math.isfinite(reward):
-        raise UserError(f"reward {name} returned {reward} for record {task.uid} (response {task.response[:80]!r}); it must be finite")
+        raise UserError(
+            f"reward {name} returned {reward} for record {task.uid} (response {task.response[:80]!r}); it must be finite"
+        )
     return reward, components

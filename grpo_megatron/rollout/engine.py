@@ -133,7 +133,9 @@ class SGLangEngine:
     async def begin_update(self) -> None:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
-        _check("begin_weight_update", await self._engine.tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        _check(
+            "begin_weight_update", await self._engine.tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput(), None)
+        )
 
     async def load_bucket(self, bucket) -> None:
         """bucket: weights.buckets.Bucket, HF names."""

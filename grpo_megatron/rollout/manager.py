@@ -1,5 +1,6 @@
 """RolloutManager: prompts in, groups of scored samples out."""
 
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -157,10 +158,9 @@ class RolloutManager:
 
     def close(self) -> None:
         for engine in self._engines:
-            try:
+            # Asked first, so that SGLang ends its children; one that is dead already ended them.
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
                 ray.get(engine.shutdown.remote(), timeout=20)
-            except (ray.exceptions.RayError, TimeoutError):
-                pass  # it is being ended either way
             ray.kill(engine)
 
 

@@ -49,7 +49,10 @@ class Replay:
     def read(self, step: int) -> list[Group]:
         """Groups of the step (counted from 1). Raises UserError past the end or on a broken line."""
         if step >= len(self._lines):
-            raise UserError(f"rollout.replay: {self._path} has {len(self._lines) - 1} steps, step {step} was asked for; lower run.total_steps")
+            raise UserError(
+                f"rollout.replay: {self._path} has {len(self._lines) - 1} steps, step {step} was asked for; "
+                "lower run.total_steps"
+            )
         try:
             return [_group_from_json(group) for group in json.loads(self._lines[step])["groups"]]
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:

@@ -28,7 +28,9 @@ class Bucket:
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Named tensors that share memory with `data`, which may be read-only."""
         flat = torch.from_numpy(self.data)
-        return [(slot.name, flat[slot.start : slot.end].view(getattr(torch, slot.dtype)).view(slot.shape)) for slot in self.slots]
+        return [
+            (slot.name, flat[slot.start : slot.end].view(getattr(torch, slot.dtype)).view(slot.shape)) for slot in self.slots
+        ]
 
 
 def make_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:

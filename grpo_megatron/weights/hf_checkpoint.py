@@ -35,11 +35,11 @@ class HFCheckpoint:
                 )
             self._where = {tensor: self.folder / name for tensor, name in promised.items()}
             for tensor, path in self._where.items():
-                if tensor not in self._open(path).keys():
+                if tensor not in self._open(path):
                     raise UserError(f"{path}: tensor {tensor} is missing, although {_INDEX} says it is there")
         elif (self.folder / _SINGLE).is_file():
             path = self.folder / _SINGLE
-            self._where = {tensor: path for tensor in self._open(path).keys()}
+            self._where = dict.fromkeys(self._open(path).keys(), path)
         else:
             raise UserError(f"{self.folder} holds neither {_INDEX} nor {_SINGLE}")
 

@@ -24,7 +24,9 @@ def local_parameters(model) -> dict[str, torch.nn.Parameter]:
 
 def _entry_of(entries: dict[str, Entry], name: str) -> Entry:
     if name not in entries:
-        raise UserError(f"the weight map has no entry for Megatron's parameter {name}; the map of this architecture is incomplete")
+        raise UserError(
+            f"the weight map has no entry for Megatron's parameter {name}; the map of this architecture is incomplete"
+        )
     return entries[name]
 
 
@@ -51,7 +53,9 @@ def load_hf(model, checkpoint: HFCheckpoint, entries: dict[str, Entry], tp: int,
     # Written by some tools although the embedding is tied or the buffer is computed.
     unread = {n for n in unread if n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")}
     if unread:
-        raise UserError(f"{checkpoint.folder}: no weight map entry reads {', '.join(sorted(unread)[:5])} ({len(unread)} tensors)")
+        raise UserError(
+            f"{checkpoint.folder}: no weight map entry reads {', '.join(sorted(unread)[:5])} ({len(unread)} tensors)"
+        )
     for name, parameter in local_parameters(model).items():
         entry = _entry_of(entries, name)
         full = entry.transform.to_megatron([checkpoint.read(hf) for hf in entry.hf])

@@ -6,8 +6,8 @@ import pytest
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch import token_weights
 from grpo_megatron.config.schema import OptimizerConfig
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.metrics import merge, to_floats
 from tests.models import random_batch, tiny_qwen3
 from tests.parallel import actors

@@ -1,0 +1,104 @@
+import numpy as np
+import pytest
+
+from grpo_megatron.batch import Sample, TrainBatch, token_weights
+from tests.models import random_batch, random_samples
+
+
+def sample(prompt, response, mask=None, group=0, trajectory=0):
+    return Sample(
+        group_id=group,
+        trajectory_id=trajectory,
+        prompt_ids=np.array(prompt, np.int32),
+        response_ids=np.array(response, np.int32),
+        loss_mask=np.array(mask if mask is not None else [True] * len(response)),
+        rollout_logprobs=-np.arange(1, len(response) + 1, dtype=np.float32),
+        finish_reason="stop",
+        reward=1.0,
+    )
+
+
+def test_arrays_sit_at_the_position_that_predicts():
+    batch = TrainBatch.from_samples([sample([7, 8], [9, 10, 2]), sample([5], [6, 2], [True, False])])
+    assert batch.tokens.tolist() == [7, 8, 9, 10, 2, 5, 6, 2]
+    assert batch.target.tolist() == [8, 9, 10, 2, 0, 6, 2, 0]
+    assert batch.loss_mask.tolist() == [False, True, True, True, False, True, False, False]
+    assert batch.rollout_logp.tolist() == [0, -1, -2, -3, 0, -1, -2, 0]
+    assert batch.cu_seqlens.tolist() == [0, 5, 8]
+
+
+def test_select_keeps_each_sequence_whole():
+    batch = random_batch(count=6)
+    part = batch.select([4, 1])
+    for new, old in enumerate([4, 1]):
+        a, b = part.cu_seqlens[new : new + 2], batch.cu_seqlens[old : old + 2]
+        for name in ("tokens", "target", "loss_mask", "rollout_logp"):
+            assert np.array_equal(getattr(part, name)[a[0] : a[1]], getattr(batch, name)[b[0] : b[1]])
+    assert part.group_id.tolist() == batch.group_id[[4, 1]].tolist()
+
+
+def test_an_empty_response_is_refused():
+    with pytest.raises(ValueError, match="empty response"):
+        sample([1], [])
+
+
+def test_misaligned_logprobs_are_refused():
+    with pytest.raises(ValueError, match="2 log-probs"):
+        Sample(0, 3, np.array([1]), np.array([1, 2, 3]), np.ones(3, bool), np.zeros(2, np.float32), "stop")
+
+
+# Two groups. Group 0: trajectories of 3 and 1 trained tokens; group 1: 2 tokens, and one fully masked.
+@pytest.fixture
+def batch():
+    return TrainBatch.from_samples(
+        [
+            sample([1], [2, 3, 4], group=0, trajectory=0),
+            sample([1], [2], group=0, trajectory=1),
+            sample([1], [2, 3], group=1, trajectory=2),
+            sample([1], [2, 3], [False, False], group=1, trajectory=3),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", [1 / 6] * 6),
+        ("seq-mean-token-sum", [1 / 3] * 6),
+        ("seq-mean-token-mean", [1 / 9] * 3 + [1 / 3] + [1 / 6] * 2),
+        ("seq-mean-token-sum-norm", [1 / 30] * 6),
+        ("group-sum", [1 / 6] * 3 + [1 / 2] + [1 / 4] * 2),
+    ],
+)
+def test_token_weights_by_hand(batch, mode, expected):
+    weights = token_weights(batch, mode, max_response_length=10)
+    np.testing.assert_allclose(weights[batch.loss_mask], expected, rtol=1e-6)
+    assert (weights[~batch.loss_mask] == 0).all()
+
+
+def test_a_trajectory_in_two_sequences_counts_once():
+    batch = TrainBatch.from_samples(
+        [sample([1], [2, 3], trajectory=5), sample([1], [2], trajectory=5), sample([1], [2], trajectory=6)]
+    )
+    weights = token_weights(batch, "seq-mean-token-mean", 10)
+    np.testing.assert_allclose(weights[batch.loss_mask], [1 / 6] * 3 + [1 / 2], rtol=1e-6)
+
+
+def test_all_masked_gives_zero_weights(batch):
+    batch.loss_mask[:] = False
+    assert not token_weights(batch, "token-mean", 10).any()
+
+
+def test_unknown_mode_is_refused(batch):
+    with pytest.raises(ValueError, match="token-mean"):
+        token_weights(batch, "mean", 10)
+
+
+def test_random_samples_have_all_their_tokens():
+    samples = random_samples(count=5)
+    batch = TrainBatch.from_samples(samples)
+    assert batch.loss_mask.sum() == sum(s.loss_mask.sum() for s in samples)
+    for s, start, end in zip(samples, batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        mask = batch.loss_mask[start:end]
+        assert batch.target[start:end][mask].tolist() == s.response_ids[s.loss_mask].tolist()
+        np.testing.assert_array_equal(batch.rollout_logp[start:end][mask], s.rollout_logprobs[s.loss_mask])

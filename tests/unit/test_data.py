@@ -1,0 +1,135 @@
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from grpo_megatron.batch import Group, Prompt
+from grpo_megatron.config.schema import DataConfig
+from grpo_megatron.data import EpochOrder, PromptSource, PromptTokenizer, load_prompts, read_jsonl
+from grpo_megatron.errors import UserError
+from grpo_megatron.rollout.record import Recorder, Replay
+from tests.models import random_samples
+
+sys.path.insert(0, "tools")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    from make_tiny_model import make_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(folder)
+    return PromptTokenizer(str(folder))
+
+
+def write(path, *lines):
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"prompt": "1+1", "answer": "2"', "not valid JSON"),
+        ('["1+1", "2"]', "expected an object, got list"),
+        ('{"question": "1+1", "answer": "2"}', "field 'prompt' is missing"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, line, complaint):
+    path = write(tmp_path / "p.jsonl", '{"prompt": "1+1", "answer": "2"}', "", line)
+    with pytest.raises(UserError, match=complaint) as caught:
+        read_jsonl(path, ["prompt", "answer"])
+    assert f"{path}:3:" in str(caught.value)
+
+
+def test_missing_and_empty_files(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        read_jsonl(str(tmp_path / "none.jsonl"), [])
+    with pytest.raises(UserError, match="no records"):
+        read_jsonl(write(tmp_path / "e.jsonl", ""), [])
+
+
+def test_prompts_get_the_chat_template(tmp_path, tokenizer):
+    messages = json.dumps([{"role": "user", "content": "3+4"}])
+    path = write(
+        tmp_path / "p.jsonl", '{"prompt": "12+3", "answer": 15, "level": 1}', f'{{"prompt": {messages}, "answer": "7"}}'
+    )
+    first, second = load_prompts(path, tokenizer, DataConfig())
+    assert first.text == "<user>12+3<assistant>"
+    assert tokenizer.tokenizer.convert_ids_to_tokens(first.ids.tolist()) == ["<user>", "1", "2", "+", "3", "<assistant>"]
+    assert (first.uid, first.answer, first.fields) == (0, "15", {"level": 1})
+    assert second.text == "<user>3+4<assistant>"
+
+
+def test_too_long_a_prompt_is_refused(tmp_path, tokenizer):
+    path = write(tmp_path / "p.jsonl", '{"prompt": "12+3", "answer": "15"}')
+    with pytest.raises(UserError, match="record 0 has 6 tokens"):
+        load_prompts(path, tokenizer, DataConfig(max_prompt_length=5))
+
+
+def test_each_epoch_holds_every_index_once():
+    order = EpochOrder(10, seed=3, shuffle=True)
+    first, second = order.take(10), order.take(10)
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert EpochOrder(10, seed=3, shuffle=True).take(10) == first
+    assert EpochOrder(3, seed=0, shuffle=False).take(7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_the_order_continues_from_its_state():
+    order = EpochOrder(10, seed=3, shuffle=True)
+    order.take(13)
+    restored = EpochOrder(10, seed=3, shuffle=True)
+    restored.load_state_dict(order.state_dict())
+    assert restored.take(20) == order.take(20)
+    with pytest.raises(UserError, match="11"):
+        EpochOrder(11, seed=3, shuffle=True).load_state_dict(order.state_dict())
+
+
+def test_prompt_source_hands_out_prompts():
+    prompts = [Prompt(i, np.array([i]), str(i), str(i)) for i in range(3)]
+    source = PromptSource(prompts, seed=0, shuffle=False)
+    assert [p.uid for p in source.next(4)] == [0, 1, 2, 0]
+    assert source.epoch == 1
+
+
+def recorded(tmp_path):
+    path = str(tmp_path / "r.jsonl")
+    samples = random_samples(count=4)
+    recorder = Recorder(path)
+    for step in (1, 2):
+        groups = []
+        for g in range(2):
+            chosen = samples[2 * g : 2 * g + 2]
+            prompt = Prompt(g, chosen[0].prompt_ids, "text", "answer", {"a": [1]})
+            groups.append(Group(g, prompt, tuple(s.scored(0.1 * step, {"part": 1.0}) for s in chosen)))
+        recorder.write(step, groups)
+    recorder.close()
+    return path, samples
+
+
+def test_a_recording_reads_back_exactly(tmp_path):
+    path, samples = recorded(tmp_path)
+    groups = Replay(path).read(2)
+    assert [group.group_id for group in groups] == [0, 1]
+    assert groups[0].prompt.fields == {"a": [1]}
+    read = [sample for group in groups for sample in group.samples]
+    for ours, original in zip(read, samples, strict=True):
+        assert np.array_equal(ours.rollout_logprobs, original.rollout_logprobs)
+        assert ours.rollout_logprobs.dtype == np.float32
+        assert np.array_equal(ours.response_ids, original.response_ids)
+        assert np.array_equal(ours.loss_mask, original.loss_mask)
+        assert (ours.reward, ours.reward_components) == (0.2, {"part": 1.0})
+
+
+def test_recordings_that_cannot_be_used(tmp_path):
+    path, _ = recorded(tmp_path)
+    with pytest.raises(UserError, match="has 2 steps, step 3"):
+        Replay(path).read(3)
+    with pytest.raises(UserError, match="not a recording"):
+        Replay(write(tmp_path / "x.jsonl", '{"prompt": 1}'))
+    lines = open(path).read().splitlines()
+    broken = Replay(write(tmp_path / "b.jsonl", lines[0], lines[1][:200]))
+    with pytest.raises(UserError, match=r"b.jsonl:2 is damaged"):
+        broken.read(1)

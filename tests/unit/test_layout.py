@@ -1,0 +1,95 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_megatron.batch import Layout
+
+lengths = st.lists(st.integers(1, 30), min_size=1, max_size=8)
+layouts = st.builds(
+    Layout,
+    tp=st.sampled_from([1, 2, 4]),
+    cp=st.sampled_from([1, 2, 3]),
+    sequence_parallel=st.booleans(),
+    alignment=st.sampled_from([1, 8, 16]),
+)
+
+
+def ranks_of(layout, lengths):
+    return [
+        Layout(layout.tp, layout.cp, rank, layout.sequence_parallel, layout.alignment).pack(lengths)
+        for rank in range(layout.cp)
+    ]
+
+
+@given(lengths, layouts)
+def test_every_token_is_on_exactly_one_context_rank(lengths, layout):
+    packs = ranks_of(layout, lengths)
+    indices = np.concatenate([pack.index for pack in packs])
+    assert sorted(indices[indices >= 0]) == list(range(sum(lengths)))
+
+
+@given(lengths, layouts)
+def test_paddings(lengths, layout):
+    packs = ranks_of(layout, lengths)
+    assert all((pack.padded_lengths % layout.sequence_multiple == 0).all() for pack in packs)
+    total = int(packs[0].padded_lengths.sum())
+    assert total % layout.pack_multiple == 0
+    assert total < sum(lengths) + layout.sequence_multiple * len(lengths) + layout.pack_multiple
+    local = {len(pack.index) for pack in packs}
+    assert local == {total // layout.cp}
+    if layout.sequence_parallel:
+        assert local.pop() % layout.tp == 0
+
+
+@given(lengths, layouts)
+def test_gathering_the_scattered_parts_restores_the_stream(lengths, layout):
+    stream = np.arange(1, sum(lengths) + 1, dtype=np.float32)
+    packs = ranks_of(layout, lengths)
+    # What gather's all-reduce over CP adds up, without a process group.
+    parts = []
+    for pack in packs:
+        local = pack.scatter(stream, fill=-5)
+        assert (local[pack.index < 0] == -5).all()
+        restored = torch.zeros(len(stream))
+        restored[pack.index[pack.index >= 0]] = local[pack.index >= 0]
+        parts.append(restored)
+    assert torch.equal(sum(parts), torch.from_numpy(stream))
+
+
+def test_zigzag_of_two_ranks():
+    # 8 tokens in 4 chunks: rank 0 holds chunks 0 and 3, rank 1 chunks 1 and 2
+    first, second = (Layout(cp=2, cp_rank=rank).pack([8]) for rank in range(2))
+    assert first.position_ids.tolist() == [0, 1, 6, 7]
+    assert second.position_ids.tolist() == [2, 3, 4, 5]
+
+
+def test_positions_restart_in_each_sequence():
+    pack = Layout().pack([3, 2])
+    assert pack.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert pack.cu_seqlens.tolist() == [0, 3, 5]
+
+
+def test_pack_padding_goes_to_the_last_sequence():
+    pack = Layout(tp=4, sequence_parallel=True).pack([3, 2])
+    assert pack.padded_lengths.tolist() == [3, 5]
+    assert pack.index.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+
+
+def test_gather_and_sequence_sum_on_one_rank():
+    pack = Layout(tp=4, sequence_parallel=True).pack([3, 2])
+    local = pack.scatter(np.array([1, 2, 3, 4, 5], np.float32), fill=100)
+    assert pack.gather(local).tolist() == [1, 2, 3, 4, 5]
+    assert pack.sequence_sum(local).tolist() == [6, 9]
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0]])
+def test_empty_packs_and_sequences_are_refused(lengths):
+    with pytest.raises(ValueError, match="at least one token"):
+        Layout().pack(lengths)
+
+
+def test_a_stream_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="4 tokens, the pack 5"):
+        Layout().pack([3, 2]).scatter(np.zeros(4))
