@@ -59,3 +59,14 @@ def random_samples(count=12, vocab_size=61, seed=0, group_size=4, longest=40) ->
 
 def random_batch(**kwargs) -> TrainBatch:
     return TrainBatch.from_samples(random_samples(**kwargs))
+
+
+@torch.no_grad()
+def transformers_logprobs(model, batch: TrainBatch, temperature: float = 1.0) -> np.ndarray:
+    """float32 [T], one sequence at a time."""
+    out = np.zeros(batch.num_tokens, np.float32)
+    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        logits = model(torch.from_numpy(batch.tokens[start:end]).long()[None]).logits[0] / temperature
+        logp = torch.log_softmax(logits.double(), -1)
+        out[start:end] = logp.gather(1, torch.from_numpy(batch.target[start:end]).long()[:, None])[:, 0]
+    return out

@@ -34,12 +34,13 @@ class HFCheckpoint:
                     "incomplete, copy or download it again"
                 )
             self._where = {tensor: self.folder / name for tensor, name in promised.items()}
+            present = {path: set(self._tensors_in(path)) for path in sorted(set(self._where.values()))}
             for tensor, path in self._where.items():
-                if tensor not in self._open(path):
+                if tensor not in present[path]:
                     raise UserError(f"{path}: tensor {tensor} is missing, although {_INDEX} says it is there")
         elif (self.folder / _SINGLE).is_file():
             path = self.folder / _SINGLE
-            self._where = dict.fromkeys(self._open(path).keys(), path)
+            self._where = dict.fromkeys(self._tensors_in(path), path)
         else:
             raise UserError(f"{self.folder} holds neither {_INDEX} nor {_SINGLE}")
 
@@ -50,6 +51,9 @@ class HFCheckpoint:
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path} cannot be read ({error}); it is truncated or not a safetensors file") from error
         return self._files[path]
+
+    def _tensors_in(self, path: Path) -> list[str]:
+        return list(self._open(path).keys())
 
     @property
     def names(self) -> set[str]:

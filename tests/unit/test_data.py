@@ -1,5 +1,6 @@
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,7 +130,7 @@ def test_recordings_that_cannot_be_used(tmp_path):
         Replay(path).read(3)
     with pytest.raises(UserError, match="not a recording"):
         Replay(write(tmp_path / "x.jsonl", '{"prompt": 1}'))
-    lines = open(path).read().splitlines()
+    lines = Path(path).read_text().splitlines()
     broken = Replay(write(tmp_path / "b.jsonl", lines[0], lines[1][:200]))
     with pytest.raises(UserError, match=r"b.jsonl:2 is damaged"):
         broken.read(1)

@@ -1,0 +1,162 @@
+"""A real SGLang engine behind Ray, against transformers."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_megatron.batch import Prompt, TrainBatch
+from grpo_megatron.cluster.placement import allocate
+from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.config.schema import Config, EngineConfig, RewardConfig
+from grpo_megatron.data import PromptTokenizer
+from grpo_megatron.errors import UserError
+from grpo_megatron.rewards import RewardWorkers
+from grpo_megatron.rollout.engine import start_engines
+from grpo_megatron.rollout.manager import RolloutManager, Sampling
+from grpo_megatron.weights.buckets import make_buckets
+from tests.models import transformers_logprobs
+
+PROMPTS = ["12+34", "77-19", "5", "10+10"]
+
+
+@pytest.fixture(scope="module")
+def model(arithmetic):
+    return AutoModelForCausalLM.from_pretrained(arithmetic / "model", dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(arithmetic):
+    return PromptTokenizer(str(arithmetic / "model"))
+
+
+@pytest.fixture(scope="module")
+def manager(ray_here, arithmetic, tokenizer, tmp_path_factory):
+    config = Config()
+    config.rollout.engine = EngineConfig(dtype="float32", max_total_tokens=4096, request_timeout=60)
+    config.rollout.max_concurrency = 6  # fewer than the tests ask for at a time
+    config.rollout.stop = ["7"]  # the engine then has a tokenizer, which stop strings need
+    rewards = RewardWorkers(RewardConfig(function="tests.integration.helpers:digits", workers=1))
+    cluster = allocate(config, num_ranks=0, num_engines=1)
+    logs = str(tmp_path_factory.mktemp("logs"))
+    engines, who = start_engines(cluster, config.rollout, str(arithmetic / "model"), 0, logs)
+    manager = RolloutManager(engines, who, config.rollout, rewards, tokenizer.decode)
+    manager.wait_until_ready()
+    yield manager
+    manager.close()
+    rewards.close()
+    cluster.close()
+
+
+def prompts(tokenizer):
+    return [Prompt(uid, tokenizer.encode(tokenizer.text(text)), text, "0") for uid, text in enumerate(PROMPTS)]
+
+
+def all_samples(groups):
+    return [sample for group in groups for sample in group.samples]
+
+
+def largest_difference(groups, model, temperature):
+    batch = TrainBatch.from_samples(all_samples(groups))
+    hf = transformers_logprobs(model, batch, temperature)
+    return np.abs(batch.rollout_logp - hf)[batch.loss_mask].max()
+
+
+@torch.no_grad()
+def greedy(model, prompt, length):
+    ids = prompt.ids.tolist()
+    for _ in range(length):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == model.config.eos_token_id:
+            break
+    return ids[len(prompt.ids) :]
+
+
+def test_groups_come_back_in_order_with_exact_logprobs(manager, tokenizer, model):
+    asked = prompts(tokenizer)
+    groups = manager.generate(asked, Sampling(n=5, temperature=0.8, max_response_length=12))
+    assert [group.prompt.uid for group in groups] == [0, 1, 2, 3]
+    assert len({group.group_id for group in groups}) == 4
+    samples = all_samples(groups)
+    assert len(samples) == len({sample.trajectory_id for sample in samples}) == 20
+    assert len({tuple(s.response_ids) for s in groups[0].samples}) > 1
+    assert largest_difference(groups, model, 0.8) <= 1e-5
+    for group in groups:
+        for sample in group.samples:
+            assert np.array_equal(sample.prompt_ids, group.prompt.ids)
+            text = tokenizer.decode(sample.response_ids)
+            assert sample.response_text == text
+            assert sample.reward == sum(c.isdigit() for c in text) / max(1, len(text))
+
+
+def test_how_responses_end(manager, tokenizer, model):
+    asked = prompts(tokenizer)
+    seven, end = tokenizer.encode("7")[0], model.config.eos_token_id
+    ends = set()
+    for sampling in (
+        Sampling(n=8, temperature=1.0, max_response_length=30),
+        Sampling(n=8, temperature=1.0, max_response_length=30, stop=("7",)),
+        Sampling(n=8, temperature=1.0, max_response_length=30, stop_token_ids=(int(seven),)),
+    ):
+        for sample in all_samples(manager.generate(asked, sampling)):
+            last = sample.response_ids[-1]
+            if sample.finish_reason == "length":
+                assert len(sample.response_ids) == 30
+                assert end not in sample.response_ids
+                continue
+            assert sample.finish_reason == "stop"
+            stops = {end, seven} if sampling.stop or sampling.stop_token_ids else {end}
+            assert last in stops
+            assert not stops & set(sample.response_ids[:-1].tolist())
+            ends.add(int(last))
+    assert ends == {end, seven}
+
+
+def test_greedy_follows_the_weights_through_an_update(manager, tokenizer, model):
+    asked = prompts(tokenizer)
+    sampling = Sampling(n=1, temperature=0.0, max_response_length=10)
+
+    def responses(groups):
+        return [group.samples[0].response_ids.tolist() for group in groups]
+
+    before = manager.generate(asked, sampling)
+    assert responses(before) == [greedy(model, prompt, 10) for prompt in asked]
+    assert {span.version for s in all_samples(before) for span in s.weight_spans} == {0}
+    other = AutoModelForCausalLM.from_config(model.config).eval()
+    torch.manual_seed(11)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    buckets = [ray.put(bucket) for bucket in make_buckets(other.state_dict().items(), 20_000)]
+    assert len(buckets) > 3
+    manager.update_weights(buckets, version=41)
+    after = manager.generate(asked, sampling)
+    assert responses(after) == [greedy(other, prompt, 10) for prompt in asked]
+    assert responses(after) != responses(before)
+    for sample in all_samples(after):
+        assert [(s.version, s.start, s.end) for s in sample.weight_spans] == [(41, 0, len(sample.response_ids))]
+    assert largest_difference(manager.generate(asked, Sampling(4, 1.0, 10)), other, 1.0) <= 1e-5
+
+
+def test_an_update_the_engine_refuses_is_an_error(manager):
+    bucket = next(make_buckets([("model.norm.weight", torch.zeros(64))], 1000))
+    with pytest.raises(UserError, match=r"the engine refused update_weights_from_tensor: .*begin_weight_update"):
+        manager._on_all("load_bucket", bucket)  # outside a session
+
+
+def test_an_engine_that_dies_is_named(manager, tokenizer):
+    """Last in this file: the engine is gone afterwards."""
+    process = psutil.Process(ray.get(manager._engines[0].ready.remote()))
+    scheduler = next(child for child in process.children(recursive=True) if "scheduler" in " ".join(child.cmdline()))
+    threading.Timer(1.0, os.kill, (scheduler.pid, signal.SIGKILL)).start()
+    start = time.monotonic()
+    asked = prompts(tokenizer) * 60  # more than an engine finishes in a second
+    with pytest.raises(ProcessDied, match=r"engine 0 died; its log is .*engine0.log"):
+        manager.generate(asked, Sampling(n=8, temperature=1.0, max_response_length=200))
+    assert time.monotonic() - start < 45

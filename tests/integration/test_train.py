@@ -1,0 +1,213 @@
+"""Whole runs: real ranks, a real engine, Ray, the controller."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
+
+from grpo_megatron.cli import main
+from grpo_megatron.config.load import load_config
+from grpo_megatron.data import PromptTokenizer, load_prompts
+from tests.integration.helpers import digits
+
+STEPS = 3
+
+
+def arguments(arithmetic, root, *changes) -> list[str]:
+    return [
+        f"run.root={root}",
+        f"run.total_steps={STEPS}",
+        f"model.path={arithmetic}/model",
+        f"data.train={arithmetic}/data/train.jsonl",
+        "data.max_prompt_length=16",
+        "data.train_batch_size=6",
+        "rollout.n=4",
+        "rollout.max_response_length=12",
+        "rollout.temperature=0.9",
+        "rollout.engine.dtype=float32",
+        "rollout.engine.max_total_tokens=8192",
+        "reward.function=tests.integration.helpers:digits",
+        "reward.workers=1",
+        "algorithm.use_kl_loss=true",
+        "algorithm.kl_loss_coef=0.05",
+        "algorithm.entropy_coeff=0.001",
+        "train.ppo_mini_batch_size=3",
+        "train.max_tokens_per_micro_batch=128",
+        "megatron.precision=fp32",
+        "optimizer.lr=0.003",
+        # The default amplifies rounding where gradients vanish; layouts are compared here.
+        "optimizer.eps=0.001",
+        *changes,
+    ]
+
+
+def metrics(root, name) -> list[dict]:
+    lines = (Path(root) / name / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "actor/loss" in row]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def recorded(ray_here, arithmetic, root):
+    """One run with an engine, TP 2, two optimizer steps per batch; everything that can be switched on is."""
+    status = main(
+        [
+            "train",
+            *arguments(
+                arithmetic,
+                root,
+                "run.name=live",
+                f"rollout.record={root}/rollouts.jsonl",
+                f"data.eval={arithmetic}/data/eval.jsonl",
+                "eval.every=2",
+                "eval.n=2",
+                "megatron.tensor_parallel=2",
+            ),
+        ]
+    )
+    assert status == 0
+    return root / "live"
+
+
+def test_the_engine_agrees_with_the_trainer_at_every_step(recorded, root):
+    rows = metrics(root, "live")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(0 < row["mismatch/max"] <= 1e-4 for row in rows)
+
+
+def test_what_is_logged(recorded, root):
+    events = EventAccumulator(str(recorded / "tensorboard")).Reload()
+    tags = set(events.Tags()["scalars"])
+    expected = {
+        "reward/mean",
+        "mismatch/max",
+        "actor/loss",
+        "actor/grad_norm",
+        "actor/kl_to_reference",
+        "eval/mean@2",
+        "time/generate",
+    }
+    assert expected <= tags
+    assert [e.step for e in events.Scalars("mismatch/max")] == [1, 2, 3]
+    assert [e.step for e in events.Scalars("eval/greedy")] == [0, 2, 3]
+    for row in metrics(root, "live"):
+        assert row["actor/optimizer_steps"] == 2
+        phases = sum(row[f"time/{name}"] for name in ("generate", "prepare", "logprobs", "train", "sync", "other"))
+        assert phases == pytest.approx(row["time/step"], rel=1e-6)
+
+
+def test_samples_carry_the_version_they_were_made_with(recorded, root):
+    lines = (root / "rollouts.jsonl").read_text().splitlines()[1:]
+    for step, line in enumerate(lines, start=1):
+        groups = json.loads(line)["groups"]
+        assert len(groups) == 6
+        versions = {span["version"] for group in groups for sample in group["samples"] for span in sample["weight_spans"]}
+        assert versions == {step}
+
+
+@torch.no_grad()
+def test_the_export_decodes_as_the_run_did(recorded, arithmetic):
+    """Greedy decoding of the exported model by transformers scores what the run's evaluation scored."""
+    result = json.loads((recorded / "result.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(result["model"], dtype=torch.float32).eval()
+    tokenizer = PromptTokenizer(result["model"])
+    config = load_config(None, [*arguments(arithmetic, "unused")])
+    rewards = []
+    for prompt in load_prompts(f"{arithmetic}/data/eval.jsonl", tokenizer, config.data):
+        ids = torch.from_numpy(prompt.ids).long()[None]
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
+        rewards.append(digits(None, tokenizer.decode(out.numpy()), None, None))
+    assert np.mean(rewards) == pytest.approx(result["after"]["eval/greedy"], abs=0.01)
+    assert result["before"]["eval/greedy"] != result["after"]["eval/greedy"]
+
+
+def replay(arithmetic, root, name, *changes) -> list[dict]:
+    assert (
+        main(["train", *arguments(arithmetic, root, f"run.name={name}", f"rollout.replay={root}/rollouts.jsonl", *changes)])
+        == 0
+    )
+    return metrics(root, name)
+
+
+COMPARED = ("actor/loss", "actor/grad_norm", "actor/kl_to_reference", "mismatch/mean")
+
+
+def assert_same(rows, expected, rtol):
+    for row, other in zip(rows, expected, strict=True):
+        for name in COMPARED[:3]:
+            assert row[name] == pytest.approx(other[name], rel=rtol), (row["step"], name)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [["megatron.tensor_parallel=1"], ["megatron.pipeline_parallel=2"], ["megatron.data_parallel=2"]],
+    ids=["tp1", "pp2", "dp2"],
+)
+def test_a_recording_trains_the_same_in_every_layout(recorded, arithmetic, root, layout):
+    """Three steps from one recorded file; the recording run itself was TP 2."""
+    rows = replay(arithmetic, root, re.sub(r"\W", "_", layout[0]), *layout)
+    assert_same(rows, metrics(root, "live"), rtol=1e-5)
+    assert len({row["actor/loss"] for row in rows}) == STEPS
+
+
+def test_a_resumed_run_continues_as_if_undisturbed(recorded, arithmetic, root):
+    whole = replay(arithmetic, root, "whole", "checkpoint.every=2")
+    checkpoint = root / "whole" / "checkpoints" / "step_00000002"
+    assert checkpoint.is_dir()
+    assert not list(checkpoint.parent.glob("*.partial"))
+    # In another layout than it was saved in.
+    rest = replay(arithmetic, root, "rest", f"run.resume={checkpoint}", "megatron.tensor_parallel=2")
+    assert [row["step"] for row in rest] == [3]
+    assert_same(rest, whole[2:], rtol=1e-5)
+    # From the original weights the third step is another one.
+    assert metrics(root, "live")[0]["actor/loss"] != pytest.approx(rest[0]["actor/loss"], rel=1e-3)
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused(recorded, arithmetic, root, tmp_path, capsys):
+    (tmp_path / "state.json").write_text("{}")
+    changes = [f"run.resume={tmp_path}", f"rollout.replay={root}/rollouts.jsonl", "run.name=refused"]
+    assert main(["train", *arguments(arithmetic, root, *changes)]) == 2
+    assert "not a whole checkpoint" in capsys.readouterr().err
+
+
+def test_a_rank_that_dies_is_named(recorded, arithmetic, root, monkeypatch, capsys):
+    """The trainer's log directory cannot be made: the process ends before it can answer."""
+    (root / "dead").mkdir()
+    (root / "dead" / "logs").write_text("in the way")
+    changes = [f"rollout.replay={root}/rollouts.jsonl", "run.name=dead"]
+    assert main(["train", *arguments(arithmetic, root, *changes)]) == 2
+    assert re.search(r"trainer rank 0 of 1 died; its log is .*rank0.log", capsys.readouterr().err)
+
+
+def test_a_reward_that_is_not_a_number_stops_the_run(ray_here, arithmetic, root, capsys):
+    changes = ["run.name=nan", "reward.function=tests.integration.helpers:nan_reward"]
+    assert main(["train", *arguments(arithmetic, root, *changes)]) == 2
+    message = capsys.readouterr().err
+    assert re.search(r"error: reward tests.integration.helpers:nan_reward returned nan for record \d+", message)
+    assert "Traceback" not in message
+
+
+def test_sft_lowers_the_loss_and_its_export_is_a_start_for_grpo(ray_here, arithmetic, root):
+    common = [
+        f"run.root={root}",
+        "run.name=sft",
+        "run.total_steps=30",
+        f"model.path={arithmetic}/model",
+        "data.max_prompt_length=16",
+    ]
+    data = [f"data.train={arithmetic}/data/sft.jsonl", "data.train_batch_size=32", "rollout.max_response_length=32"]
+    changes = ["megatron.precision=fp32", "megatron.data_parallel=2", "optimizer.lr=0.003"]
+    assert main(["sft", *common, *data, *changes]) == 0
+    rows = metrics(root, "sft")
+    assert rows[-1]["sft/loss_per_token"] < 0.7 * rows[0]["sft/loss_per_token"]
+    load_config(None, [*arguments(arithmetic, root), f"model.path={root}/sft/hf"])
+    AutoModelForCausalLM.from_pretrained(root / "sft" / "hf")
