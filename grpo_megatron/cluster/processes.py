@@ -1,12 +1,16 @@
 """Waiting on many remote calls, and turning what goes wrong into one clear error."""
 
+import logging
 import os
 import sys
+import time
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from grpo_megatron.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessDied(UserError):
@@ -39,8 +43,26 @@ def gather(references: dict, who: dict, timeout: float | None = None) -> dict:
             names = ", ".join(who[keys[reference]][0] for reference in pending)
             raise UserError(f"no answer within {timeout:.0f} s from {names}")
         key = keys[ready[0]]
-        results[key] = fetch(ready[0], *who[key])
+        try:
+            results[key] = fetch(ready[0], *who[key])
+        except RuntimeError:
+            # A rank whose partner died in a collective often fails before the death is known.
+            _raise_if_one_died(pending, keys, who)
+            raise
     return {key: results[key] for key in references}
+
+
+def _raise_if_one_died(pending: list, keys: dict, who: dict, grace: float = 5.0) -> None:
+    deadline = time.monotonic() + grace
+    while pending and time.monotonic() < deadline:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=deadline - time.monotonic())
+        for reference in ready:
+            try:
+                fetch(reference, *who[keys[reference]])
+            except ProcessDied:
+                raise
+            except Exception:
+                logger.debug("also failed: %s", keys[reference], exc_info=True)
 
 
 def fetch(reference, name: str, log: str):

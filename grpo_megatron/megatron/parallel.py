@@ -1,6 +1,7 @@
 """Sizes of the parallel groups, and the process groups themselves."""
 
 import datetime
+import os
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,7 @@ class RankInfo:
     """This process's place in the layout."""
 
     rank: int
+    pid: int
     tp_rank: int
     pp_rank: int
     dp_rank: int
@@ -117,6 +119,7 @@ def rank_info() -> RankInfo:
 
     return RankInfo(
         rank=dist.get_rank(),
+        pid=os.getpid(),
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
         dp_rank=mpu.get_data_parallel_rank(),

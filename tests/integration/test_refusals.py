@@ -26,7 +26,8 @@ def sharded(tmp_path_factory, arithmetic):
 
 def refusal(capsys, arithmetic, *changes, command="train") -> str:
     was_up = ray.is_initialized()
-    common = [f"model.path={arithmetic}/model", f"data.train={arithmetic}/data/train.jsonl", "run.root=/nonexistent/runs"]
+    capsys.readouterr()
+    common = [f"model.path={arithmetic}/model", f"data.train={arithmetic}/data/train.jsonl", "run.root=/proc/nowhere"]
     assert main([command, *common, *changes]) == 2
     output = capsys.readouterr()
     assert output.err.startswith("error: ")

@@ -1,7 +1,10 @@
 """Whole runs: real ranks, a real engine, Ray, the controller."""
 
 import json
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +13,15 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
+from grpo_megatron.batch import TrainBatch, schedule
 from grpo_megatron.cli import main
+from grpo_megatron.cluster.actor_group import ActorGroup
+from grpo_megatron.cluster.placement import allocate
+from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.load import load_config
 from grpo_megatron.data import PromptTokenizer, load_prompts
+from grpo_megatron.rollout.record import Replay
+from grpo_megatron.train import actor_spec
 from tests.integration.helpers import digits
 
 STEPS = 3
@@ -179,13 +188,19 @@ def test_a_checkpoint_that_is_not_whole_is_refused(recorded, arithmetic, root, t
     assert "not a whole checkpoint" in capsys.readouterr().err
 
 
-def test_a_rank_that_dies_is_named(recorded, arithmetic, root, monkeypatch, capsys):
-    """The trainer's log directory cannot be made: the process ends before it can answer."""
-    (root / "dead").mkdir()
-    (root / "dead" / "logs").write_text("in the way")
-    changes = [f"rollout.replay={root}/rollouts.jsonl", "run.name=dead"]
-    assert main(["train", *arguments(arithmetic, root, *changes)]) == 2
-    assert re.search(r"trainer rank 0 of 1 died; its log is .*rank0.log", capsys.readouterr().err)
+def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path):
+    """Its partner sits in a collective meanwhile; nobody waits for that to time out."""
+    config = load_config(None, arguments(arithmetic, root, "megatron.tensor_parallel=2"))
+    batch = TrainBatch.from_samples([s for group in Replay(f"{root}/rollouts.jsonl").read(1) for s in group.samples])
+    cluster = allocate(config, num_ranks=2, num_engines=0)
+    actor = ActorGroup(cluster, actor_spec(config, with_reference=False), config.megatron, 0, str(tmp_path))
+    os.kill(actor.ranks[1].pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(ProcessDied, match=r"trainer rank 1 of 2 died; its log is .*rank1.log"):
+        actor.logprobs(batch, schedule(batch.lengths, 128))
+    assert time.monotonic() - start < 30
+    actor.close()
+    cluster.close()
 
 
 def test_a_reward_that_is_not_a_number_stops_the_run(ray_here, arithmetic, root, capsys):
