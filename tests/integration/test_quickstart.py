@@ -1,0 +1,83 @@
+"""The quickstart's promises, as a user runs it: `make test-all` only, minutes per seed."""
+
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_megatron.config.load import load_config
+from grpo_megatron.data import PromptTokenizer, load_prompts
+from grpo_megatron.rewards import resolve_reward
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def run(*command) -> list[str]:
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory):
+    return {seed: tmp_path_factory.mktemp(f"seed{seed}") for seed in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_grpo_learns_what_the_teacher_got_wrong(roots, seed):
+    start = time.monotonic()
+    lines = run("tools/quickstart.py", "--seed", seed, "--root", roots[seed])
+    assert time.monotonic() - start < 480
+    result = json.loads(lines[-1])
+    print(result)
+    assert result["accuracy_before"] <= 0.45
+    assert result["accuracy_after"] >= 0.80
+    assert result["mismatch_max"] <= 1e-4
+    rows = [json.loads(line) for line in (roots[seed] / "quickstart" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["mismatch/max"] <= 1e-4 for row in rows if "mismatch/max" in row)
+
+
+def test_no_held_out_pair_occurs_in_training(roots):
+    def pairs(name):
+        records = map(json.loads, (roots[1] / "quickstart_data" / name).read_text().splitlines())
+        return {frozenset(record["prompt"].replace("-", "+").split("+")) for record in records}
+
+    assert len(pairs("eval.jsonl")) >= 500
+    assert not pairs("eval.jsonl") & (pairs("train.jsonl") | pairs("sft.jsonl"))
+
+
+@torch.no_grad()
+def test_the_exported_model_decodes_greedily_as_the_run_did(roots):
+    result = json.loads((roots[1] / "quickstart" / "result.json").read_text())
+    config = load_config(f"{roots[1]}/quickstart/config.yaml", [])
+    model = AutoModelForCausalLM.from_pretrained(result["model"], dtype=torch.float32).eval()
+    tokenizer = PromptTokenizer(result["model"])
+    reward = resolve_reward(config.reward.function, config.reward.extract)
+    scores = []
+    for prompt in load_prompts(config.data.eval, tokenizer, config.data):
+        ids = torch.from_numpy(prompt.ids).long()[None]
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32)[0, ids.shape[1] :]
+        scores.append(reward(prompt=prompt.text, response=tokenizer.decode(out.numpy()), answer=prompt.answer, record={}))
+    assert np.mean(scores) == pytest.approx(result["after"]["eval/greedy"], abs=0.01)
+
+
+def test_shuffled_rewards_teach_nothing(roots):
+    """The control: the same run with the step's rewards dealt out at random among its samples."""
+    root = roots[1]
+    run(
+        "-m",
+        "grpo_megatron.cli",
+        "train",
+        "--config",
+        root / "quickstart" / "config.yaml",
+        "run.name=control",
+        "reward.shuffle_control=true",
+    )
+    result = json.loads((root / "control" / "result.json").read_text())
+    print(result["before"], result["after"])
+    assert result["after"]["eval/mean@4"] <= result["before"]["eval/mean@4"] + 0.05
