@@ -1,4 +1,4 @@
-"""The command line: grpo-megatron train | sft."""
+"""The command line: grpo-megatron train | sft | doctor."""
 
 import argparse
 import json
@@ -16,7 +16,12 @@ def main(arguments: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=text)
         command.add_argument("--config", metavar="FILE", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
+    commands.add_parser("doctor", help="what this machine has, and what that allows")
     options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        from grpo_megatron.doctor import doctor
+
+        return doctor()
     try:
         print(json.dumps(_run(options)))
     except UserError as error:

@@ -128,10 +128,11 @@ class Controller:
         if self.evaluation is None:
             return {}
         with self.monitor.phases("evaluate"):
-            scalars = self.evaluation.run(self.rollouts)
+            scalars = self.evaluation.run(self.rollouts, self.step)
         self.monitor.log(self.step, scalars)
         self.monitor.say(
-            f"evaluation after {self.step} steps: " + ", ".join(f"{k.split('/')[1]} {v:.3f}" for k, v in scalars.items())
+            f"evaluation after {self.step} steps: "
+            + ", ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in scalars.items())
         )
         return scalars
 

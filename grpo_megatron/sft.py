@@ -12,7 +12,7 @@ from grpo_megatron.batch import Sample, TrainBatch, schedule, token_weights
 from grpo_megatron.cluster.actor_group import ActorGroup
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.config.schema import Config
-from grpo_megatron.data import EpochOrder, PromptTokenizer, read_jsonl
+from grpo_megatron.data import EpochOrder, PromptTokenizer, as_list, prompt_text, read_records
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.metrics import to_floats
@@ -22,18 +22,23 @@ from grpo_megatron.train import actor_spec, check_model, start_run
 
 def load_examples(config: Config, tokenizer: PromptTokenizer) -> list[Sample]:
     """Prompt/response pairs as samples; every response ends with the end-of-sequence token."""
-    path, data = config.data.train, config.data
+    data = config.data
     end = tokenizer.tokenizer.eos_token_id
     if end is None:
         raise UserError(f"{config.model.path}: the tokenizer has no end-of-sequence token, which must close every response")
     examples = []
     longest = config.rollout.max_response_length
-    for number, record in enumerate(read_jsonl(path, [data.prompt_key, data.response_key])):
-        prompt = tokenizer.encode(tokenizer.text(record[data.prompt_key]))
+    records = [
+        (f"{source}: record {number}", record)
+        for source in as_list(data.train)
+        for number, record in enumerate(read_records(source, [data.prompt_key, data.response_key]))
+    ]
+    for number, (where, record) in enumerate(records):
+        prompt = tokenizer.encode(prompt_text(record, tokenizer, data, where))
         response = np.append(tokenizer.encode(record[data.response_key]), np.int32(end))
         if len(prompt) > data.max_prompt_length or len(response) > longest:
             raise UserError(
-                f"{path}: record {number} has {len(prompt)} prompt and {len(response)} response tokens, more than "
+                f"{where} has {len(prompt)} prompt and {len(response)} response tokens, more than "
                 f"data.max_prompt_length={data.max_prompt_length} or rollout.max_response_length={longest}"
             )
         examples.append(

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from grpo_megatron.batch import Prompt
 from grpo_megatron.checkpoints import Checkpoints, load_checkpoint
 from grpo_megatron.cluster.actor_group import ActorGroup
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.config.schema import Config, RunConfig
 from grpo_megatron.controller import Controller
-from grpo_megatron.data import PromptSource, PromptTokenizer, load_prompts
+from grpo_megatron.data import PromptSource, PromptTokenizer, as_list, load_prompts
 from grpo_megatron.errors import UserError
 from grpo_megatron.evaluation import Evaluation
 from grpo_megatron.megatron.architecture import Architecture, read_architecture
@@ -32,6 +33,12 @@ def check_model(config: Config) -> Architecture:
     broken = ParallelSizes.from_config(config.megatron).violations(arch)
     if broken:
         raise UserError(f"the layout does not fit {config.model.path}:\n" + "\n".join(f"  - {rule}" for rule in broken))
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    if longest > arch.max_positions:
+        raise UserError(
+            f"data.max_prompt_length + rollout.max_response_length = {longest}, but {config.model.path} is made for "
+            f"{arch.max_positions} positions"
+        )
     for path in {config.model.path, config.model.reference_path} - {None}:
         HFCheckpoint(path)
     return arch
@@ -43,10 +50,35 @@ def actor_spec(config: Config, with_reference: bool) -> ActorSpec:
         sizes=ParallelSizes.from_config(config.megatron),
         optimizer=config.optimizer,
         precision=config.megatron.precision,
+        distributed_optimizer=config.megatron.distributed_optimizer,
+        overlap=config.megatron.overlap,
         temperature=config.rollout.temperature,
         with_reference=with_reference,
         reference_path=config.model.reference_path,
     )
+
+
+def training_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSource:
+    sources, uid = [], 0
+    for source in as_list(config.data.train):
+        prompts, counts = load_prompts(source, tokenizer, config.data, uid)
+        uid += len(prompts) + counts["skipped"]
+        sources.append(prompts)
+        changed = ", ".join(f"{count} {what} for their length" for what, count in counts.items() if count)
+        print(f"{source}: {len(prompts)} prompts" + (f" ({changed})" if changed else ""), flush=True)
+    return PromptSource(sources, config.run.seed, config.data.shuffle, config.data.train_weights)
+
+
+def held_out_prompts(config: Config, tokenizer: PromptTokenizer) -> dict[str, list[Prompt]]:
+    """{name of the data set: its prompts}; a name that occurs twice gets a number."""
+    datasets: dict[str, list[Prompt]] = {}
+    for source in as_list(config.data.eval):
+        prompts, counts = load_prompts(source, tokenizer, config.data)
+        if any(counts.values()):
+            print(f"{source}: {counts['skipped']} skipped and {counts['truncated']} truncated for their length", flush=True)
+        name = prompts[0].source
+        datasets[name if name not in datasets else f"{name}_{len(datasets)}"] = prompts
+    return datasets
 
 
 def start_run(config: Config) -> str:
@@ -63,12 +95,8 @@ def train(config: Config) -> dict:
     check_model(config)
     tokenizer = PromptTokenizer(config.model.path)
     replay = config.rollout.replay
-    prompts = (
-        None
-        if replay
-        else PromptSource(load_prompts(config.data.train, tokenizer, config.data), config.run.seed, config.data.shuffle)
-    )
-    held_out = load_prompts(config.data.eval, tokenizer, config.data) if config.data.eval else None
+    prompts = None if replay else training_prompts(config, tokenizer)
+    held_out = held_out_prompts(config, tokenizer)
     directory = start_run(config)
     logs = f"{directory}/logs"
     sizes = ParallelSizes.from_config(config.megatron)
@@ -93,7 +121,7 @@ def train(config: Config) -> dict:
         cleanup.callback(actor.close)
         if not replay:
             manager.wait_until_ready()
-        evaluation = Evaluation(held_out, config) if held_out else None
+        evaluation = Evaluation(held_out, config, directory) if held_out else None
         saver = Checkpoints(f"{directory}/checkpoints")
         controller = Controller(config, actor, rollouts, prompts, evaluation, saver, monitor)
         if config.run.resume:

@@ -5,11 +5,31 @@ import torch
 
 from grpo_megatron.batch import Sample, TrainBatch
 
+FAMILIES = {
+    "llama3": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": 64, "head_dim": 24}),
+    "qwen2": ("Qwen2", {"use_sliding_window": False}),
+    "qwen3": ("Qwen3", {"head_dim": 24}),
+}
 
-def tiny_qwen3(folder, vocab_size=61, tied=False, seed=0, dtype=torch.float32, **changes):
-    """A random Qwen3 checkpoint: head_dim differs from hidden/heads, weights large enough to matter."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
+def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
+    """A random checkpoint of one of FAMILIES, float32; every kind of parameter has values that matter."""
+    import transformers
+
+    name, own = FAMILIES[family]
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": vocab_size,
@@ -18,7 +38,6 @@ def tiny_qwen3(folder, vocab_size=61, tied=False, seed=0, dtype=torch.float32, *
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 24,
         "max_position_embeddings": 256,
         "rope_theta": 10000.0,
         "tie_word_embeddings": tied,
@@ -27,11 +46,24 @@ def tiny_qwen3(folder, vocab_size=61, tied=False, seed=0, dtype=torch.float32, *
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    model = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **changes}))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # all ones at first, which hides a norm that is not loaded
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **own, **changes})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter_name, parameter in model.named_parameters():
+        if "norm" in parameter_name:  # all ones at first, which hides a norm that is not loaded
             torch.nn.init.uniform_(parameter, 0.7, 1.3)
-    model.to(dtype).save_pretrained(folder)
+        if "bias" in parameter_name:  # all zeros at first
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_qwen3(folder, tied=False, seed=0, dtype=torch.float32, **changes):
+    """A random Qwen3 checkpoint; head_dim differs from hidden/heads."""
+    tiny_model(folder, "qwen3", tied, seed, **changes)
+    if dtype != torch.float32:
+        from transformers import AutoModelForCausalLM
+
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
     return str(folder)
 
 

@@ -9,7 +9,7 @@ role marks. Loads in transformers and SGLang like any other checkpoint.
 import argparse
 from pathlib import Path
 
-SPECIAL = ["<pad>", "<bos>", "<eos>", "<user>", "<assistant>"]
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<user>", "<assistant>", "<system>"]
 CHARACTERS = "0123456789+-*/=,.:;#? ()"
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
@@ -32,7 +32,7 @@ def make_tokenizer():
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
-        additional_special_tokens=["<user>", "<assistant>"],
+        additional_special_tokens=["<user>", "<assistant>", "<system>"],
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = TEMPLATE

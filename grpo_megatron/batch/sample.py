@@ -11,7 +11,8 @@ class Prompt:
     """One prompt as the prompt source hands it out.
 
     ids: int32 [P] tokens; text: what was tokenized; answer: the reference the reward compares
-    with; uid: the record's place in its data set, stable over epochs; fields: the whole record.
+    with; uid: the record's place among all training records, stable over epochs; fields: the rest
+    of the record; source: name of the file or data set it came from.
     """
 
     uid: int
@@ -19,6 +20,7 @@ class Prompt:
     text: str
     answer: str
     fields: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 @dataclass(frozen=True)

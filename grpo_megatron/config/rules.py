@@ -4,11 +4,13 @@ from grpo_megatron.algorithm.kl import KL_TYPES
 from grpo_megatron.batch.weights import LOSS_AGG_MODES
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.rewards.answers import FINDERS
 
 
 def violations(config: Config, command: str = "train") -> list[str]:
     """Every broken rule as one sentence that names the keys; command: train or sft."""
     found = _ranges(config) + ParallelSizes.from_config(config.megatron).violations()
+    found += _data(config)
     if command == "train":
         found += _algorithm(config) + _batch_sizes(config) + _rollout(config)
     return found
@@ -34,6 +36,7 @@ def _ranges(config: Config) -> list[str]:
         "optimizer.lr": config.optimizer.lr,
         "optimizer.eps": config.optimizer.eps,
         "eval.n": config.eval.n,
+        "eval.top_p": config.eval.top_p,
     }
     not_negative = {
         "optimizer.lr_warmup_steps": config.optimizer.lr_warmup_steps,
@@ -47,6 +50,23 @@ def _ranges(config: Config) -> list[str]:
     }
     found = [f"{key} must be greater than 0, is {value}" for key, value in positive.items() if not value > 0]
     found += [f"{key} must not be negative, is {value}" for key, value in not_negative.items() if not value >= 0]
+    return found
+
+
+def _data(config: Config) -> list[str]:
+    found = []
+    for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        names = value if isinstance(value, list) else [value]
+        if value is not None and not all(isinstance(name, str) for name in names):
+            found.append(f"{key} must be a file name, hf:NAME, or a list of them, is {value!r}")
+    weights, sources = config.data.train_weights, config.data.train
+    if weights and (not isinstance(sources, list) or len(weights) != len(sources) or min(weights) <= 0):
+        found.append(f"data.train_weights={weights} must be one positive number for each source in the list data.train")
+    for key in ("answer_from", "response_from"):
+        for way in getattr(config.reward, key):
+            found += _choice(f"reward.{key}", way, FINDERS)
+    if not config.reward.answer_from:
+        found.append("reward.answer_from is empty; use whole to take the answer as it is")
     return found
 
 

@@ -32,6 +32,19 @@ class OldLogprobs(str, Enum):
 class Precision(str, Enum):
     fp32 = "fp32"
     bf16 = "bf16"
+    fp8 = "fp8"
+
+
+class TransformerImpl(str, Enum):
+    auto = "auto"
+    local = "local"
+    transformer_engine = "transformer_engine"
+
+
+class OverlongPrompts(str, Enum):
+    error = "error"
+    skip = "skip"
+    truncate_left = "truncate_left"
 
 
 class Placement(str, Enum):
@@ -61,12 +74,18 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    train: str = option(MISSING, "JSONL file of training prompts (sft: of prompt/response pairs)")
-    eval: str | None = option(None, "JSONL file of held-out prompts; null: no evaluation")
+    train: Any = option(None, "training prompts (sft: prompt/response pairs): a .jsonl or .parquet file, hf:NAME, or a list")
+    train_weights: list[float] = option([], "share of each source of data.train; none: each prompt once per epoch")
+    eval: Any = option(None, "held-out prompts, as data.train; null: no evaluation")
     prompt_key: str = option("prompt", "field with the prompt: a string, or a list of chat messages")
     answer_key: str = option("answer", "field with the reference answer given to the reward")
     response_key: str = option("response", "sft only: field with the response to learn")
+    system_prompt: str | None = option(None, "system message put before prompts that have none")
+    prompt_suffix: str = option("", "text appended to every prompt that is a string, such as an instruction")
     max_prompt_length: int = option(512, "longest prompt accepted", "tokens")
+    overlong_prompts: OverlongPrompts = option(
+        OverlongPrompts.error, "what happens to longer prompts: error, skip (counted), truncate_left (counted)"
+    )
     shuffle: bool = option(True, "new order in every epoch (from run.seed); false keeps the order of the file")
     train_batch_size: int = option(32, "prompts per step (sft: examples per optimizer step)", "prompts")
 
@@ -103,6 +122,13 @@ class RolloutConfig:
 class RewardConfig:
     function: str = option("exact_match", "exact_match, math, or module:function")
     extract: str | None = option(None, "exact_match: regular expression; its last match (group 1 if any) is the answer")
+    answer_from: list[str] = option(
+        ["whole"], "where the reference answer is in its field: whole, hashes (####), boxed, last_number"
+    )
+    response_from: list[str] = option(
+        [],
+        "where the answer is in a response, tried in order: hashes, boxed, last_number, whole; none: the reward's own search",
+    )
     workers: int = option(2, "processes that compute rewards")
     timeout: float = option(30.0, "longest time for one reward", "seconds")
     shuffle_control: bool = option(False, "control experiment: hand rewards out at random among the step's samples")
@@ -144,7 +170,14 @@ class MegatronConfig:
     data_parallel: int = option(1, "data-parallel replicas (DP)")
     context_parallel: int = option(1, "context-parallel ranks (CP); only 1 so far")
     sequence_parallel: bool = option(False, "split activations over TP between the matrix products (SP)")
-    precision: Precision = option(Precision.bf16, "training precision: bf16 (fp32 master weights) or fp32")
+    distributed_optimizer: bool = option(False, "split optimizer states (and fp32 master weights) over DP")
+    overlap: bool = option(False, "overlap gradient reduction, and the distributed optimizer's gathering, with compute")
+    precision: Precision = option(
+        Precision.bf16, "training precision: bf16 (fp32 master weights), fp8 (TransformerEngine), or fp32"
+    )
+    transformer_impl: TransformerImpl = option(
+        TransformerImpl.auto, "layers: transformer_engine, local (torch), or auto (the former where it can run)"
+    )
     cpu_threads: int = option(1, "intra-op threads of a rank on a machine without a GPU")
     collective_timeout: float = option(600.0, "how long a collective may wait for a missing rank", "seconds")
 
@@ -172,7 +205,11 @@ class EvalConfig:
     every: int = option(0, "evaluate every this many steps; 0: only before and after", "steps")
     n: int = option(4, "samples per held-out prompt; mean@n is reported")
     temperature: float = option(1.0, "sampling temperature of the evaluation")
+    top_p: float = option(1.0, "nucleus sampling in the evaluation")
+    max_response_length: int | None = option(None, "longest response in the evaluation; null: as in training", "tokens")
+    pass_reward: float = option(1.0, "a sample passes, for pass@k, if its reward is at least this")
     greedy: bool = option(True, "also evaluate greedy decoding")
+    save_samples: bool = option(True, "write the samples of every evaluation to eval/ in the run's folder")
 
 
 @dataclass

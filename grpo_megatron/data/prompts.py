@@ -1,38 +1,14 @@
-"""Prompts from JSONL files."""
+"""Prompts: records through the chat template into tokens, and the order they are handed out in."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_megatron.batch import Prompt
+from grpo_megatron.config.schema import OverlongPrompts
+from grpo_megatron.data.records import read_records
 from grpo_megatron.errors import UserError
-
-
-def read_jsonl(path: str, required: list[str]) -> list[dict[str, Any]]:
-    """All records of a JSONL file, every one checked. Raises UserError naming file and line."""
-    file = Path(path)
-    if not file.is_file():
-        raise UserError(f"{path} does not exist")
-    records = []
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number}: not valid JSON ({error.msg} at column {error.colno})") from error
-            if not isinstance(record, dict):
-                raise UserError(f"{path}:{number}: expected an object, got {type(record).__name__}")
-            for key in required:
-                if key not in record:
-                    raise UserError(f"{path}:{number}: field {key!r} is missing; the record has {', '.join(map(repr, record))}")
-            records.append(record)
-    if not records:
-        raise UserError(f"{path} has no records")
-    return records
 
 
 class PromptTokenizer:
@@ -46,10 +22,12 @@ class PromptTokenizer:
 
         self.tokenizer = AutoTokenizer.from_pretrained(model_path)
         if not self.tokenizer.chat_template:
-            raise UserError(f"{model_path}: the tokenizer has no chat template")
+            raise UserError(f"{model_path}: the tokenizer has no chat template, which prompts need")
 
-    def text(self, prompt: str | list[dict[str, str]]) -> str:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    def text(self, prompt: str | list[dict[str, str]], system: str | None = None) -> str:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if system is not None and (not messages or messages[0].get("role") != "system"):
+            messages.insert(0, {"role": "system", "content": system})
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def encode(self, text: str) -> np.ndarray:
@@ -60,21 +38,52 @@ class PromptTokenizer:
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
 
-def load_prompts(path: str, tokenizer: PromptTokenizer, config) -> list[Prompt]:
-    """All prompts of a file, tokenized; config: config.schema.DataConfig. uid: the record's number."""
-    records = read_jsonl(path, [config.prompt_key, config.answer_key])
-    prompts = []
-    for uid, record in enumerate(records):
-        text = tokenizer.text(record[config.prompt_key])
+def as_list(value: Any) -> list[str]:
+    """data.train and data.eval: one source, or a list of them."""
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def prompt_text(record: dict[str, Any], tokenizer: PromptTokenizer, config, where: str) -> str:
+    """The templated prompt of a record; config: config.schema.DataConfig."""
+    prompt = record[config.prompt_key]
+    if isinstance(prompt, str):
+        prompt = f"{prompt}{config.prompt_suffix}"
+    elif not (isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)):
+        raise UserError(
+            f"{where}: field {config.prompt_key!r} must be a string or a list of messages with role and content, "
+            f"is {str(prompt)[:60]!r}"
+        )
+    return tokenizer.text(prompt, config.system_prompt)
+
+
+def load_prompts(source: str, tokenizer: PromptTokenizer, config, first_uid: int = 0) -> tuple[list[Prompt], dict[str, int]]:
+    """The prompts of one source, tokenized, and how many were skipped or truncated for their length.
+
+    config: config.schema.DataConfig. uid counts records from first_uid. Raises UserError for an
+    overlong prompt under data.overlong_prompts=error, and if none is left.
+    """
+    prompts, counts = [], {"skipped": 0, "truncated": 0}
+    name = Path(source).stem
+    for number, record in enumerate(read_records(source, [config.prompt_key, config.answer_key])):
+        where = f"{source}: record {number}"
+        text = prompt_text(record, tokenizer, config, where)
         ids = tokenizer.encode(text)
         if len(ids) > config.max_prompt_length:
-            raise UserError(
-                f"{path}: record {uid} has {len(ids)} tokens, more than data.max_prompt_length={config.max_prompt_length}; "
-                "raise that, or remove the record"
-            )
+            if config.overlong_prompts == OverlongPrompts.error:
+                raise UserError(
+                    f"{where} has {len(ids)} tokens, more than data.max_prompt_length={config.max_prompt_length}; raise that, "
+                    "or set data.overlong_prompts to skip or truncate_left"
+                )
+            if config.overlong_prompts == OverlongPrompts.skip:
+                counts["skipped"] += 1
+                continue
+            counts["truncated"] += 1
+            ids = ids[-config.max_prompt_length :]
         fields = {key: value for key, value in record.items() if key not in (config.prompt_key, config.answer_key)}
-        prompts.append(Prompt(uid, ids, text, str(record[config.answer_key]), fields))
-    return prompts
+        prompts.append(Prompt(first_uid + number, ids, text, str(record[config.answer_key]), fields, name))
+    if not prompts:
+        raise UserError(f"{source}: no prompt is left, all {counts['skipped']} are longer than data.max_prompt_length")
+    return prompts, counts
 
 
 class EpochOrder:
@@ -102,34 +111,56 @@ class EpochOrder:
         return taken
 
     def state_dict(self) -> dict:
-        return {"epoch": self.epoch, "position": self.position, "size": self.size, "seed": self.seed}
+        return {"epoch": self.epoch, "position": self.position, "size": self.size, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict) -> None:
-        if (state["size"], state["seed"]) != (self.size, self.seed):
+        saved = (state["size"], state["seed"], state["shuffle"])
+        if saved != (self.size, self.seed, self.shuffle):
             raise UserError(
-                f"the checkpoint's data had {state['size']} records and seed {state['seed']}, now {self.size} and {self.seed}; "
-                "the order of the rest of the epoch would be another"
+                "the checkpoint's data had {} records, seed {} and shuffle={}, now {}, {} and {}; the order of the rest of the "
+                "epoch would be another".format(*saved, self.size, self.seed, self.shuffle)
             )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._make_order()
 
 
 class PromptSource:
-    """Hands out the training prompts; epoch and position are its state."""
+    """Hands out the training prompts of one or several sources; the orders are its state.
 
-    def __init__(self, prompts: list[Prompt], seed: int, shuffle: bool):
-        self.prompts = prompts
-        self._order = EpochOrder(len(prompts), seed, shuffle)
+    Without weights all sources form one data set, each prompt once per epoch. With weights every
+    source has its own order and supplies its share of what is handed out, to within one prompt.
+    """
+
+    def __init__(self, sources: list[list[Prompt]], seed: int, shuffle: bool, weights: list[float] | None = None):
+        if weights:
+            self._sources, total = sources, sum(weights)
+            self._shares = [weight / total for weight in weights]
+        else:
+            self._sources, self._shares = [[prompt for source in sources for prompt in source]], [1.0]
+        self._orders = [EpochOrder(len(source), seed + i, shuffle) for i, source in enumerate(self._sources)]
+        self._taken = [0] * len(self._sources)
 
     def next(self, count: int) -> list[Prompt]:
-        return [self.prompts[i] for i in self._order.take(count)]
+        handed_out = []
+        for _ in range(count):
+            total = sum(self._taken) + 1
+            behind = [share * total - taken for share, taken in zip(self._shares, self._taken, strict=True)]
+            source = behind.index(max(behind))
+            self._taken[source] += 1
+            handed_out.append(self._sources[source][self._orders[source].take(1)[0]])
+        return handed_out
 
     @property
     def epoch(self) -> int:
-        return self._order.epoch
+        """Of the source that is furthest."""
+        return max(order.epoch for order in self._orders)
 
     def state_dict(self) -> dict:
-        return self._order.state_dict()
+        return {"orders": [order.state_dict() for order in self._orders], "taken": self._taken}
 
     def load_state_dict(self, state: dict) -> None:
-        self._order.load_state_dict(state)
+        if len(state["orders"]) != len(self._orders):
+            raise UserError(f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}")
+        for order, saved in zip(self._orders, state["orders"], strict=True):
+            order.load_state_dict(saved)
+        self._taken = list(state["taken"])

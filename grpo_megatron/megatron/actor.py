@@ -6,6 +6,7 @@ must be called on all ranks, with the same arguments unless said otherwise.
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from grpo_megatron.weights.buckets import Bucket, make_buckets
 from grpo_megatron.weights.maps import weight_map
 from grpo_megatron.weights.megatron_weights import iterate_hf, load_hf, mark_tensor_parallel
 
-PRECISIONS = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
+PRECISIONS = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.bfloat16}
 MicroBatches = list[TrainBatch]
 
 
@@ -64,10 +65,34 @@ class Actor:
         load_hf(self.model, hf_checkpoint.HFCheckpoint(spec.model_path), self.entries, sizes.tp, self.rank.tp_rank)
         config = self.model.config
         module = Float16Module(config, self.model) if dtype == torch.bfloat16 else self.model
-        self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+        self._gathers_in_forward = spec.overlap and spec.distributed_optimizer
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=spec.distributed_optimizer,
+            overlap_grad_reduce=spec.overlap,
+            overlap_param_gather=self._gathers_in_forward,
+        )
+        self.ddp = DistributedDataParallel(config, ddp_config, module)
+        if spec.overlap:
+            config.no_sync_func = self.ddp.no_sync
         self.optimizer = Optimizer(self.ddp, spec.optimizer, dtype)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.inner.scale_loss
+
+    @contextmanager
+    def _weights_at_rest(self):
+        """Within this context all parameters are whole, and no forward hook gathers them anew.
+
+        With overlap the distributed optimizer's new values arrive during the next training forward;
+        whoever reads or exchanges weights in between would get the old ones, or be overwritten.
+        """
+        if self._gathers_in_forward:
+            self.ddp.disable_forward_pre_hook(param_sync=True)
+        try:
+            yield
+        finally:
+            if self._gathers_in_forward:
+                self.ddp.enable_forward_pre_hook()
 
     def logprobs(self, micro_batches: MicroBatches, reference: bool = False) -> np.ndarray | None:
         """Log-prob of every target, float32 [T] in the order of the micro-batches. Collective.
@@ -79,10 +104,7 @@ class Actor:
             raise RuntimeError("this actor was built without reference weights")
         prepared = [prepare(batch, self.layout, self.device) for batch in micro_batches]
         self.ddp.eval()
-        if reference:
-            with self.reference.in_place():
-                parts = forward_logprobs(self.ddp, prepared, self.head, self.spec.temperature)
-        else:
+        with self._weights_at_rest(), self.reference.in_place() if reference else nullcontext():
             parts = forward_logprobs(self.ddp, prepared, self.head, self.spec.temperature)
         return np.concatenate(parts) if self.rank.reports else None
 
@@ -115,10 +137,11 @@ class Actor:
 
         Must be exhausted on every rank, because gathering is collective over the TP group.
         """
-        if self.rank.dp_rank or self.rank.cp_rank:
-            return
-        # On ranks that receive nothing the loop still drives the collectives.
-        yield from make_buckets(iterate_hf(self.model, self.entries, mpu.get_tensor_model_parallel_group()), max_bytes)
+        with self._weights_at_rest():
+            if self.rank.dp_rank or self.rank.cp_rank:
+                return
+            # On ranks that receive nothing the loop still drives the collectives.
+            yield from make_buckets(iterate_hf(self.model, self.entries, mpu.get_tensor_model_parallel_group()), max_bytes)
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
         """Write the weights as an HF checkpoint, with the tokenizer of the original. Collective.
@@ -127,11 +150,12 @@ class Actor:
         """
         dtype = dtype or PRECISIONS[self.spec.precision]
         shards = []
-        if self.rank.dp_rank == 0 and self.rank.cp_rank == 0:
-            writer = hf_checkpoint.HFWriter(folder, f"{self.rank.pp_rank:03d}")
-            for name, tensor in iterate_hf(self.model, self.entries, mpu.get_tensor_model_parallel_group()):
-                writer.add(name, tensor.to(dtype))
-            shards = writer.close() if self.rank.tp_rank == 0 else []
+        with self._weights_at_rest():
+            if self.rank.dp_rank == 0 and self.rank.cp_rank == 0:
+                writer = hf_checkpoint.HFWriter(folder, f"{self.rank.pp_rank:03d}")
+                for name, tensor in iterate_hf(self.model, self.entries, mpu.get_tensor_model_parallel_group()):
+                    writer.add(name, tensor.to(dtype))
+                shards = writer.close()  # empty where nothing was gathered
         everyone: list = [None] * self.spec.sizes.world_size
         dist.all_gather_object(everyone, (self.rank.pp_rank, shards))
         if self.rank.rank == 0:
@@ -142,8 +166,10 @@ class Actor:
 
     def save_checkpoint(self, folder: str) -> None:
         """Collective; see megatron.checkpoint."""
-        checkpoint.save(folder, self.ddp.module, self.optimizer)
+        with self._weights_at_rest():
+            checkpoint.save(folder, self.ddp.module, self.optimizer)
 
     def load_checkpoint(self, folder: str) -> None:
         """Weights, optimizer and learning-rate state; the reference stays what it was. Collective."""
-        checkpoint.load(folder, self.ddp.module, self.optimizer)
+        with self._weights_at_rest():
+            checkpoint.load(folder, self.ddp.module, self.optimizer)

@@ -1,6 +1,7 @@
 """What a model is, read from the HF ``config.json`` alone; nothing is typed by a user."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,22 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's frequency scaling: long wavelengths are stretched by `factor`, short ones kept."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """Dimensions of a decoder-only transformer. Sizes in elements, theta in radians per position."""
+    """Dimensions of a decoder-only transformer. Sizes in elements, theta in radians per position.
+
+    max_positions: the longest sequence the model is defined for here; where config.json sets a
+    sliding window, that window, within which the window makes no difference.
+    """
 
     family: str
     num_layers: int
@@ -27,13 +42,43 @@ class Architecture:
     vocab_size: int
     max_positions: int
     rope_theta: float
+    rope_scaling: RopeScaling | None
     norm_eps: float
+    qk_norm: bool
+    qkv_bias: bool
     tied_embeddings: bool
     dtype: torch.dtype
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding on the Megatron side: every TP rank holds equally many."""
         return -(-self.vocab_size // tp) * tp
+
+    def rope_frequencies(self) -> torch.Tensor:
+        """Inverse frequencies of the rotary embedding, float32 [head_dim / 2] (arXiv:2104.09864).
+
+        With `rope_scaling` as in Llama 3.1: wavelengths beyond original / low are divided by the
+        factor, those below original / high are kept, and between them the two are interpolated.
+        """
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        frequencies = 1.0 / (self.rope_theta**exponents)
+        scaling = self.rope_scaling
+        if scaling is None:
+            return frequencies
+        wavelength = 2 * math.pi / frequencies
+        share = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        share = share.clamp(0.0, 1.0)
+        return (1 - share) * frequencies / scaling.factor + share * frequencies
+
+
+# HF architecture name -> (family, q/k norms, whether a QKV bias is there unless config.json says so)
+_FAMILIES = {
+    "LlamaForCausalLM": ("llama", False, False),
+    "MistralForCausalLM": ("mistral", False, False),
+    "Qwen2ForCausalLM": ("qwen2", False, True),
+    "Qwen3ForCausalLM": ("qwen3", True, False),
+}
 
 
 def read_architecture(model_path: str) -> Architecture:
@@ -45,50 +90,69 @@ def read_architecture(model_path: str) -> Architecture:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
-    families = {"Qwen3ForCausalLM": _qwen3}
     name = (config.get("architectures") or ["(none)"])[0]
-    if name not in families:
-        raise UserError(f"{path}: architecture {name} is not supported; supported: {', '.join(families)}")
+    if name not in _FAMILIES:
+        raise UserError(f"{path}: architecture {name} is not supported; supported: {', '.join(_FAMILIES)}")
     try:
-        return families[name](config)
+        return _read(config, *_FAMILIES[name])
     except KeyError as error:
         raise UserError(f"{path}: key {error} is missing") from error
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
 
-def _qwen3(config: dict) -> Architecture:
-    if config.get("attention_bias"):
-        raise UserError("attention_bias=true is not supported for Qwen3")
-    if config.get("use_sliding_window"):
-        raise UserError("use_sliding_window=true is not supported")
+def _read(config: dict, family: str, qk_norm: bool, qkv_bias: bool) -> Architecture:
+    # What would change the forward pass and is not implemented must not be ignored.
+    if config.get("attention_bias", False):
+        raise UserError("attention_bias=true puts a bias on the attention's output projection too, which is not supported")
+    if config.get("mlp_bias", False):
+        raise UserError("mlp_bias=true is not supported")
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"hidden_act={config['hidden_act']} is not supported, only silu")
     heads = config["num_attention_heads"]
+    max_positions = config["max_position_embeddings"]
+    # Qwen states a window that only use_sliding_window switches on; Mistral's is always on.
+    window = config.get("sliding_window")
+    if window and config.get("use_sliding_window", family == "mistral"):
+        max_positions = min(max_positions, window)
+    theta, scaling = _rope(config)
     return Architecture(
-        family="qwen3",
+        family=family,
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         ffn_hidden_size=config["intermediate_size"],
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads", heads),
+        num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocab_size=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        rope_theta=_rope_theta(config),
+        max_positions=max_positions,
+        rope_theta=theta,
+        rope_scaling=scaling,
         norm_eps=config["rms_norm_eps"],
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
         tied_embeddings=config.get("tie_word_embeddings", False),
         dtype=_dtype(config),
     )
 
 
-def _rope_theta(config: dict) -> float:
-    # transformers 5 writes rope_parameters, older versions rope_theta and rope_scaling.
+def _rope(config: dict) -> tuple[float, RopeScaling | None]:
+    # transformers 5 writes rope_parameters; older versions rope_theta and, if needed, rope_scaling.
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise UserError("partial_rotary_factor other than 1 is not supported")
+    theta = float(parameters.get("rope_theta") or config["rope_theta"])
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind != "default":
-        raise UserError(f"rope type {kind!r} is not supported, only the default one")
-    return float(parameters.get("rope_theta") or config["rope_theta"])
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UserError(f"rope type {kind!r} is not supported; supported: default, llama3")
+    return theta, RopeScaling(
+        factor=float(parameters["factor"]),
+        low_freq_factor=float(parameters["low_freq_factor"]),
+        high_freq_factor=float(parameters["high_freq_factor"]),
+        original_max_positions=int(parameters["original_max_position_embeddings"]),
+    )
 
 
 def _dtype(config: dict) -> torch.dtype:
@@ -114,10 +178,11 @@ def transformer_config(arch: Architecture, sizes: ParallelSizes, params_dtype: t
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=arch.family == "qwen3",
+        qk_layernorm=arch.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,

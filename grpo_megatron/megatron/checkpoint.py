@@ -19,7 +19,7 @@ def _state(model, optimizer, loading: bool) -> dict:
     sharded = model.sharded_state_dict(metadata=_metadata())
     return {
         "model": sharded,
-        "optimizer": optimizer.inner.sharded_state_dict(sharded, is_loading=loading),
+        "optimizer": optimizer.inner.sharded_state_dict(sharded, is_loading=loading, metadata=_metadata()),
         "scheduler": optimizer.scheduler.state_dict(),
     }
 
@@ -38,6 +38,19 @@ def load(folder: str, model, optimizer) -> None:
     model.load_state_dict(state["model"])
     optimizer.inner.load_state_dict(state["optimizer"])
     optimizer.scheduler.load_state_dict(state["scheduler"])
+
+
+def save_weights(folder: str, model) -> None:
+    """The model part of `save` alone."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save({"model": model.sharded_state_dict(metadata=_metadata())}, folder)
+
+
+def load_weights(folder: str, model) -> None:
+    """The model's weights out of what `save` or `save_weights` wrote."""
+    state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=_metadata())}, folder)
+    model.load_state_dict(state["model"])
 
 
 def _fill_optimizer_state(optimizer) -> None:

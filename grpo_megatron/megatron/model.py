@@ -41,6 +41,8 @@ def build_model(arch: Architecture, sizes: ParallelSizes, rank: RankInfo, params
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
     )
+    # Megatron's own rope scaling has Llama 3.1's numbers built in; these come from config.json.
+    model.rotary_pos_emb.inv_freq = arch.rope_frequencies().to(model.rotary_pos_emb.inv_freq.device)
     if rank.last_stage:
         hand_out_hidden_states(model)
     return model if config.use_cpu_initialization else model.cuda(torch.cuda.current_device())

@@ -22,7 +22,8 @@ class Optimizer:
     """One optimizer step: clip, update, schedule; or drop the gradient if it is not finite."""
 
     def __init__(self, model, config, params_dtype: torch.dtype):
-        """model: the DDP-wrapped stage; config: config.schema.OptimizerConfig."""
+        """model: the DDP-wrapped stage, whose ddp_config says how states are split; config: schema.OptimizerConfig."""
+        ddp_config = model.ddp_config
         self.inner = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -35,6 +36,8 @@ class Optimizer:
                 clip_grad=config.clip_grad,
                 bf16=params_dtype == torch.bfloat16,
                 params_dtype=params_dtype,
+                use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+                overlap_param_gather=ddp_config.overlap_param_gather,
             ),
             [model],
             use_gloo_process_groups=False,

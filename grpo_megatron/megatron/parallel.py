@@ -49,8 +49,13 @@ class ParallelSizes:
             return found
         if arch.num_heads % self.tp:
             found.append(f"megatron.tensor_parallel={self.tp} does not divide the model's {arch.num_heads} attention heads")
-        if arch.num_kv_heads % self.tp:
-            found.append(f"megatron.tensor_parallel={self.tp} does not divide the model's {arch.num_kv_heads} KV heads")
+        if arch.num_kv_heads % self.tp and self.tp % arch.num_kv_heads:
+            found.append(
+                f"megatron.tensor_parallel={self.tp} and the model's {arch.num_kv_heads} KV heads: one must divide the other"
+            )
+        qkv_rows = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+        if qkv_rows % self.tp:
+            found.append(f"megatron.tensor_parallel={self.tp} does not divide the model's {qkv_rows} rows of Q, K and V")
         if arch.ffn_hidden_size % self.tp:
             found.append(
                 f"megatron.tensor_parallel={self.tp} does not divide the model's intermediate size {arch.ffn_hidden_size}"

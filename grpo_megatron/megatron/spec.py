@@ -15,6 +15,8 @@ class ActorSpec:
     sizes: ParallelSizes
     optimizer: OptimizerConfig
     precision: Precision = Precision.fp32
+    distributed_optimizer: bool = False
+    overlap: bool = False
     temperature: float = 1.0
     with_reference: bool = False
     reference_path: str | None = None

@@ -6,57 +6,79 @@ import sys
 from collections.abc import Callable
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.rewards.answers import find_answer, normalise_number
 
 BUILT_IN = ("exact_match", "math")
 
 
-def exact_match(extract: str | None) -> Callable[..., float]:
-    """1.0 if the response equals the answer, ignoring surrounding white space.
+def exact_match(config) -> Callable[..., float]:
+    """1.0 if the response's answer is the reference answer, letter by letter.
 
-    extract: a regular expression; its last match in the response (group 1 if it has groups) is
-    compared instead of the whole response, and a response without a match scores 0.
+    The answer is what reward.extract matches last (group 1 if it has groups), or what
+    reward.response_from finds, or else the whole response without surrounding white space; a
+    response in which it is not found scores 0.
     """
     try:
-        pattern = re.compile(extract) if extract else None
+        pattern = re.compile(config.extract) if config.extract else None
     except re.error as error:
-        raise UserError(f"reward.extract={extract!r} is not a regular expression: {error}") from error
+        raise UserError(f"reward.extract={config.extract!r} is not a regular expression: {error}") from error
 
     def reward(prompt: str, response: str, answer: str, record: dict) -> float:
         if pattern is not None:
             matches = list(pattern.finditer(response))
-            if not matches:
-                return 0.0
-            response = matches[-1].group(1 if pattern.groups else 0)
-        return float(response.strip() == answer.strip())
+            found = matches[-1].group(1 if pattern.groups else 0).strip() if matches else None
+        else:
+            found = find_answer(response, config.response_from or ["whole"])
+        return float(found is not None and found == _reference(answer, config))
 
     return reward
 
 
-def math(extract: str | None) -> Callable[..., float]:
-    """1.0 if math-verify finds the response's final answer equal to the reference.
+def math(config) -> Callable[..., float]:
+    """1.0 if the response's final answer equals the reference mathematically (1/2 = 0.5).
 
-    Understands plain numbers, LaTeX and \\boxed{}; equality is mathematical (1/2 = 0.5).
+    The answer is looked for by reward.response_from; without, math-verify looks for it in plain
+    numbers, LaTeX and \\boxed{}.
     """
     from math_verify import parse, verify
 
     def reward(prompt: str, response: str, answer: str, record: dict) -> float:
+        gold = _reference(answer, config)
+        if config.response_from:
+            found = find_answer(response, config.response_from)
+            if found is None:
+                return 0.0
+            if normalise_number(found) == normalise_number(gold):
+                return 1.0  # most right answers; parsing costs milliseconds
+            response = f"${normalise_number(found)}$"
         # The library's own time limits use the alarm signal, which the reward worker needs.
-        gold = parse(f"${answer}$", parsing_timeout=None)
-        if not gold:
-            raise ValueError(f"math-verify finds no answer in the reference {answer!r}")
-        return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
+        parsed = parse(f"${normalise_number(gold)}$", parsing_timeout=None)
+        if not parsed:
+            raise ValueError(f"math-verify cannot read the reference answer {gold!r}")
+        return float(verify(parsed, parse(response, parsing_timeout=None), timeout_seconds=None))
 
     return reward
 
 
-def resolve_reward(name: str, extract: str | None = None) -> Callable[..., float | dict[str, float]]:
-    """exact_match, math, or `module:function` (found from the working directory too)."""
-    if name == "exact_match":
-        return exact_match(extract)
-    if name == "math":
-        return math(extract)
-    if extract:
+def _reference(answer: str, config) -> str:
+    found = find_answer(answer, config.answer_from)
+    if found is None:
+        raise ValueError(f"no answer found by reward.answer_from={config.answer_from} in {answer[-80:]!r}")
+    return found
+
+
+def resolve_reward(config) -> Callable[..., float | dict[str, float]]:
+    """exact_match, math, or `module:function` (found from the working directory too).
+
+    config: config.schema.RewardConfig.
+    """
+    name = config.function
+    if config.extract and name != "exact_match":
         raise UserError(f"reward.extract only goes with exact_match, not with {name}")
+    if name == "exact_match":
+        return exact_match(config)
+    if name == "math":
+        return math(config)
     module_name, separator, attribute = name.partition(":")
     if not separator:
         raise UserError(f"reward.function={name!r} is unknown; use {', '.join(BUILT_IN)}, or module:function")

@@ -32,14 +32,14 @@ class RewardWorkers:
     """
 
     def __init__(self, config):
-        resolve_reward(config.function, config.extract)
+        resolve_reward(config)
         self._name = config.function
         self._pool = ProcessPoolExecutor(
             max_workers=config.workers,
             # Not fork: this process has Ray's threads, and a forked lock stays locked forever.
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_initialize,
-            initargs=(config.function, config.extract, config.timeout),
+            initargs=(config,),
         )
 
     def submit(self, tasks: list[RewardTask]) -> Future:
@@ -57,11 +57,11 @@ class RewardWorkers:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _initialize(name: str, extract: str | None, timeout: float) -> None:
+def _initialize(config) -> None:
     global _reward, _settings
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which closes the pool
-    _reward = resolve_reward(name, extract)
-    _settings = (name, timeout)
+    _reward = resolve_reward(config)
+    _settings = (config.function, config.timeout)
 
 
 def _score_all(tasks: list[RewardTask]) -> list[tuple[float, dict[str, float]]]:

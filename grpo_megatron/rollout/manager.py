@@ -28,12 +28,13 @@ class Sampling:
     max_response_length: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    top_p: float = 1.0  # below 1 only where nothing is trained on the samples
 
     def parameters(self) -> dict:
         """SGLang's sampling parameters."""
         return {
             "temperature": self.temperature,
-            "top_p": 1.0,
+            "top_p": self.top_p,
             "top_k": -1,
             "max_new_tokens": self.max_response_length,
             "stop": list(self.stop),

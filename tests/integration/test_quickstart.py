@@ -57,9 +57,9 @@ def test_the_exported_model_decodes_greedily_as_the_run_did(roots):
     config = load_config(f"{roots[1]}/quickstart/config.yaml", [])
     model = AutoModelForCausalLM.from_pretrained(result["model"], dtype=torch.float32).eval()
     tokenizer = PromptTokenizer(result["model"])
-    reward = resolve_reward(config.reward.function, config.reward.extract)
+    reward = resolve_reward(config.reward)
     scores = []
-    for prompt in load_prompts(config.data.eval, tokenizer, config.data):
+    for prompt in load_prompts(config.data.eval, tokenizer, config.data)[0]:
         ids = torch.from_numpy(prompt.ids).long()[None]
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32)[0, ids.shape[1] :]
         scores.append(reward(prompt=prompt.text, response=tokenizer.decode(out.numpy()), answer=prompt.answer, record={}))

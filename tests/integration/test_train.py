@@ -131,7 +131,7 @@ def test_the_export_decodes_as_the_run_did(recorded, arithmetic):
     tokenizer = PromptTokenizer(result["model"])
     config = load_config(None, [*arguments(arithmetic, "unused")])
     rewards = []
-    for prompt in load_prompts(f"{arithmetic}/data/eval.jsonl", tokenizer, config.data):
+    for prompt in load_prompts(f"{arithmetic}/data/eval.jsonl", tokenizer, config.data)[0]:
         ids = torch.from_numpy(prompt.ids).long()[None]
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
         rewards.append(digits(None, tokenizer.decode(out.numpy()), None, None))

@@ -43,3 +43,16 @@ def synced_tensors(spec: ActorSpec, bucket_bytes: int):
     """What the engines would be sent: {name: tensor} on exporting ranks, {} elsewhere."""
     actor = Actor(spec)
     return {name: tensor.clone() for bucket in actor.weight_buckets(bucket_bytes) for name, tensor in bucket.tensors()}
+
+
+def logprobs_and_round_trip(spec: ActorSpec, batch: TrainBatch, folder: str):
+    """Log-probs of the batch, and an HF export into `folder`, of one actor."""
+    actor = Actor(spec)
+    plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    values = actor.logprobs(parts)
+    actor.save_hf(folder)
+    if values is None:
+        return None
+    out = np.zeros(batch.num_tokens, np.float32)
+    out[batch.token_index(plan.sequences(actor.rank.dp_rank))] = values
+    return out

@@ -19,6 +19,7 @@ LAYOUTS = {
     "pp2": ParallelSizes(pp=2),
     "dp2": ParallelSizes(dp=2),
     "tp2pp2": ParallelSizes(tp=2, pp=2),
+    "tp2dp2": ParallelSizes(tp=2, dp=2),
 }
 
 
@@ -41,8 +42,8 @@ def model(request, tmp_path_factory):
     return tiny_qwen3(tmp_path_factory.mktemp("model"), tied=request.param)
 
 
-def run(ranks, model, sizes, packing=True):
-    spec = ActorSpec(model, sizes, OptimizerConfig(lr=1e-3, eps=1e-3))
+def run(ranks, model, sizes, packing=True, **options):
+    spec = ActorSpec(model, sizes, OptimizerConfig(lr=1e-3, eps=1e-3), **options)
     per_rank = [r for r in ranks.run(actors.train_three_steps, sizes, spec, make_batches(), LOSS, packing) if r is not None]
     steps = []
     for replicas in zip(*per_rank, strict=True):
@@ -60,6 +61,18 @@ def one_rank(ranks, model):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_steps_equal_one_rank(ranks, model, one_rank, layout):
     np.testing.assert_allclose(run(ranks, model, LAYOUTS[layout]), one_rank, rtol=1e-5)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
+def test_dp2_with_every_optimizer_equals_one_rank(ranks, model, one_rank, distributed, overlap):
+    rows = run(ranks, model, ParallelSizes(dp=2), distributed_optimizer=distributed, overlap=overlap)
+    np.testing.assert_allclose(rows, one_rank, rtol=1e-5)
+
+
+def test_four_kv_shards_of_one_kv_head(ranks, tmp_path):
+    folder = tiny_qwen3(tmp_path, num_key_value_heads=1)
+    np.testing.assert_allclose(run(ranks, folder, ParallelSizes(tp=2)), run(ranks, folder, ParallelSizes()), rtol=1e-5)
 
 
 def test_packing_changes_nothing(ranks, model, one_rank):

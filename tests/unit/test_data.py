@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from grpo_megatron.batch import Group, Prompt
-from grpo_megatron.config.schema import DataConfig
-from grpo_megatron.data import EpochOrder, PromptSource, PromptTokenizer, load_prompts, read_jsonl
+from grpo_megatron.config.schema import DataConfig, OverlongPrompts
+from grpo_megatron.data import EpochOrder, PromptSource, PromptTokenizer, load_prompts, read_jsonl, read_records
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.record import Recorder, Replay
 from tests.models import random_samples
@@ -56,17 +56,85 @@ def test_prompts_get_the_chat_template(tmp_path, tokenizer):
     path = write(
         tmp_path / "p.jsonl", '{"prompt": "12+3", "answer": 15, "level": 1}', f'{{"prompt": {messages}, "answer": "7"}}'
     )
-    first, second = load_prompts(path, tokenizer, DataConfig())
+    (first, second), counts = load_prompts(path, tokenizer, DataConfig())
+    assert counts == {"skipped": 0, "truncated": 0}
     assert first.text == "<user>12+3<assistant>"
     assert tokenizer.tokenizer.convert_ids_to_tokens(first.ids.tolist()) == ["<user>", "1", "2", "+", "3", "<assistant>"]
     assert (first.uid, first.answer, first.fields) == (0, "15", {"level": 1})
     assert second.text == "<user>3+4<assistant>"
 
 
-def test_too_long_a_prompt_is_refused(tmp_path, tokenizer):
-    path = write(tmp_path / "p.jsonl", '{"prompt": "12+3", "answer": "15"}')
-    with pytest.raises(UserError, match="record 0 has 6 tokens"):
-        load_prompts(path, tokenizer, DataConfig(max_prompt_length=5))
+def test_policies_for_long_prompts(tmp_path, tokenizer):
+    path = write(tmp_path / "p.jsonl", '{"prompt": "12+3", "answer": "15"}', '{"prompt": "1+3", "answer": "4"}')
+
+    def load(policy, longest=5):
+        return load_prompts(path, tokenizer, DataConfig(max_prompt_length=longest, overlong_prompts=policy))
+
+    with pytest.raises(UserError, match=r"record 0 has 6 tokens, more than data\.max_prompt_length=5"):
+        load(OverlongPrompts.error)
+    prompts, counts = load(OverlongPrompts.skip)
+    assert [prompt.uid for prompt in prompts] == [1]
+    assert counts == {"skipped": 1, "truncated": 0}
+    prompts, counts = load(OverlongPrompts.truncate_left)
+    assert tokenizer.tokenizer.convert_ids_to_tokens(prompts[0].ids.tolist()) == ["1", "2", "+", "3", "<assistant>"]
+    assert counts == {"skipped": 0, "truncated": 1}
+    with pytest.raises(UserError, match="no prompt is left, all 2"):
+        load(OverlongPrompts.skip, longest=2)
+
+
+def test_system_prompt_and_suffix(tmp_path, tokenizer):
+    own = json.dumps([{"role": "system", "content": "7"}, {"role": "user", "content": "1"}])
+    path = write(tmp_path / "p.jsonl", '{"prompt": "12+3", "answer": "15"}', f'{{"prompt": {own}, "answer": "7"}}')
+    prompts, _ = load_prompts(path, tokenizer, DataConfig(system_prompt="42", prompt_suffix="=?"))
+    assert prompts[0].text == "<system>42<user>12+3=?<assistant>"
+    assert prompts[1].text == "<system>7<user>1<assistant>"  # keeps its own system message
+
+
+def test_a_prompt_of_the_wrong_kind(tmp_path, tokenizer):
+    path = write(tmp_path / "p.jsonl", '{"prompt": 5, "answer": "15"}')
+    with pytest.raises(UserError, match="record 0: field 'prompt' must be a string or a list of messages"):
+        load_prompts(path, tokenizer, DataConfig())
+
+
+def test_parquet_reads_like_jsonl(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    records = [{"prompt": "1+1", "answer": "2", "level": 3}, {"prompt": "2+2", "answer": "4", "level": 4}]
+    path = str(tmp_path / "p.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    assert read_records(path, ["prompt"]) == records
+    with pytest.raises(UserError, match="record 0: field 'question' is missing; the record has 'prompt', 'answer', 'level'"):
+        read_records(path, ["question"])
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_records(str(tmp_path / "broken.parquet"), [])
+
+
+def test_sources_that_are_not_data(tmp_path):
+    with pytest.raises(UserError, match=r"must be .jsonl, .parquet or hf:NAME, not .csv"):
+        read_records(write(tmp_path / "p.csv", "a,b"), [])
+    with pytest.raises(UserError, match="does not exist"):
+        read_records(str(tmp_path / "none.parquet"), [])
+
+
+def test_an_hf_dataset_from_a_local_folder(tmp_path):
+    pytest.importorskip("datasets", reason="the optional package datasets is not installed")
+    write(tmp_path / "train.jsonl", '{"prompt": "1+1", "answer": "2"}')
+    assert read_records(f"hf:{tmp_path}", ["prompt"]) == [{"prompt": "1+1", "answer": "2"}]
+    with pytest.raises(UserError, match="cannot be loaded"):
+        read_records(f"hf:{tmp_path}/nothing", [])
+
+
+def test_weighted_sources_keep_their_shares():
+    sources = [[Prompt(100 * s + i, np.array([i]), "", "") for i in range(3 + s)] for s in range(2)]
+    source = PromptSource(sources, seed=0, shuffle=True, weights=[3, 1])
+    drawn = [prompt.uid // 100 for prompt in source.next(40)]
+    for count in range(1, 41):
+        assert abs(drawn[:count].count(0) - 0.75 * count) <= 1
+    restored = PromptSource(sources, seed=0, shuffle=True, weights=[3, 1])
+    restored.load_state_dict(source.state_dict())
+    assert [p.uid for p in restored.next(20)] == [p.uid for p in source.next(20)]
 
 
 def test_each_epoch_holds_every_index_once():
@@ -90,7 +158,7 @@ def test_the_order_continues_from_its_state():
 
 def test_prompt_source_hands_out_prompts():
     prompts = [Prompt(i, np.array([i]), str(i), str(i)) for i in range(3)]
-    source = PromptSource(prompts, seed=0, shuffle=False)
+    source = PromptSource([prompts[:2], prompts[2:]], seed=0, shuffle=False)
     assert [p.uid for p in source.next(4)] == [0, 1, 2, 0]
     assert source.epoch == 1
 

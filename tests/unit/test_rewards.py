@@ -1,12 +1,15 @@
 import math
 import os
 import time
+from pathlib import Path
 
 import pytest
 
 from grpo_megatron.config.schema import RewardConfig
+from grpo_megatron.data import read_jsonl
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import RewardWorkers, resolve_reward
+from grpo_megatron.rewards.answers import find_answer, hashes, normalise_number
 from grpo_megatron.rewards.workers import RewardTask
 
 
@@ -19,11 +22,11 @@ def score(reward, response, answer):
     [("7+5=12 #12", 1.0), ("#3 #12", 1.0), ("#12 #3", 0.0), ("12", 0.0), ("#12x", 0.0), ("", 0.0)],
 )
 def test_exact_match_takes_the_last_match(response, expected):
-    assert score(resolve_reward("exact_match", r"#(\d+)(?!\w)"), response, "12") == expected
+    assert score(resolve_reward(RewardConfig(extract=r"#(\d+)(?!\w)")), response, "12") == expected
 
 
 def test_exact_match_without_pattern():
-    reward = resolve_reward("exact_match")
+    reward = resolve_reward(RewardConfig())
     assert score(reward, " yes\n", "yes") == 1.0
     assert score(reward, "yes, it is", "yes") == 0.0
 
@@ -39,7 +42,7 @@ def test_exact_match_without_pattern():
     ],
 )
 def test_math(response, answer, expected):
-    assert score(resolve_reward("math"), response, answer) == expected
+    assert score(resolve_reward(RewardConfig(function="math")), response, answer) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,12 +56,76 @@ def test_math(response, answer, expected):
 )
 def test_names_that_cannot_be_resolved(name, complaint):
     with pytest.raises(UserError, match=complaint):
-        resolve_reward(name)
+        resolve_reward(RewardConfig(function=name))
 
 
 def test_a_broken_pattern():
     with pytest.raises(UserError, match="not a regular expression"):
-        resolve_reward("exact_match", "(")
+        resolve_reward(RewardConfig(extract="("))
+
+
+@pytest.mark.parametrize(
+    ("way", "text", "answer"),
+    [
+        ("hashes", "so 5+5=10\n#### 10\n", "10"),
+        ("hashes", "#### 1\n#### 1,234", "1,234"),
+        ("hashes", "no answer", None),
+        ("boxed", r"first \boxed{3}, then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        ("boxed", r"\boxed{3", None),
+        ("last_number", "from 3 to $1,250.50.", "$1,250.50"),
+        ("last_number", "it is -5.", "-5"),
+        ("last_number", "none", None),
+        ("whole", "  yes ", "yes"),
+    ],
+)
+def test_finding_answers(way, text, answer):
+    assert find_answer(text, [way]) == answer
+
+
+def test_ways_are_tried_in_order():
+    ways = ["boxed", "hashes", "last_number"]
+    assert find_answer(r"\boxed{1} #### 2, 3", ways) == "1"
+    assert find_answer("#### 2\n3", ways) == "2"
+    assert find_answer("about 3", ways) == "3"
+    assert find_answer("none", ways) is None
+
+
+GSM8K = RewardConfig(function="math", answer_from=["hashes"], response_from=["boxed", "hashes", "last_number"])
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("#### 1234", 1.0),
+        (r"The total is \boxed{\$1,234.00}", 1.0),
+        ("She has 1,234 in the end.", 1.0),
+        ("#### 1235", 0.0),
+        (r"1234, so \boxed{12}", 0.0),
+        ("no number", 0.0),
+    ],
+)
+def test_math_on_gsm8k_answers(response, expected):
+    assert score(resolve_reward(GSM8K), response, "<<1200+34=1234>>1234.\n#### 1,234") == expected
+
+
+def test_a_reference_without_an_answer_is_an_error():
+    with pytest.raises(ValueError, match=r"no answer found by reward\.answer_from"):
+        score(resolve_reward(GSM8K), "5", "five")
+
+
+def test_all_gold_answers_of_gsm8k_are_accepted_and_perturbed_ones_rejected():
+    path = Path("../shared/data/gsm8k/test.jsonl")
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    reward = resolve_reward(GSM8K)
+    records = read_jsonl(str(path), ["question", "answer"])
+    assert len(records) == 1319
+    for record in records:
+        gold = normalise_number(hashes(record["answer"]))
+        assert score(reward, record["answer"], record["answer"]) == 1.0
+        assert score(reward, f"It is \\boxed{{{gold}}}.", record["answer"]) == 1.0
+        wrong = record["answer"].rsplit("####", 1)[0] + f"#### {float(gold) + 1:g}"
+        assert score(reward, wrong, record["answer"]) == 0.0
 
 
 # -- in the worker processes; one function that does what the response says --------------------

@@ -1,0 +1,76 @@
+"""HF checkpoint <-> Megatron distributed checkpoint, in one process, by the trainer's own code."""
+
+import json
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.architecture import read_architecture
+from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.weights import hf_checkpoint
+
+_NOTE = "converted.json"  # beside the shards: says what they were made of
+_WEIGHTS = "actor"  # the same place as in a trainer's checkpoint
+
+
+@contextmanager
+def _single_rank_model(hf_folder: str, dtype: torch.dtype):
+    """(model, weight map, architecture) on one rank, values not yet filled."""
+    from grpo_megatron.megatron import parallel
+    from grpo_megatron.megatron.model import build_model
+    from grpo_megatron.weights.maps import weight_map
+
+    arch = read_architecture(hf_folder)
+    with tempfile.TemporaryDirectory() as folder:
+        rank = parallel.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
+        try:
+            yield build_model(arch, ParallelSizes(), rank, dtype), weight_map(arch, tp=1), arch
+        finally:
+            parallel.destroy()
+
+
+def hf_to_megatron(source: str, target: str) -> None:
+    """Write `target`/actor (weights in Megatron's distributed format, loadable in any layout) and a
+    copy of the HF configuration and tokenizer in `target`/hf. dtype stays that of the source."""
+    from grpo_megatron.megatron import checkpoint
+    from grpo_megatron.weights.megatron_weights import load_hf
+
+    if Path(target).exists() and any(Path(target).iterdir()):
+        raise UserError(f"{target} is not empty; choose another folder")
+    reader = hf_checkpoint.HFCheckpoint(source)
+    dtype = read_architecture(source).dtype
+    with _single_rank_model(source, dtype) as (model, entries, _):
+        load_hf(model, reader, entries, tp=1, tp_rank=0)
+        hf_checkpoint.copy_companions(source, f"{target}/hf", dtype)
+        checkpoint.save_weights(f"{target}/{_WEIGHTS}", model)
+    note = {"source": str(Path(source).absolute()), "dtype": str(dtype).removeprefix("torch.")}
+    Path(target, _NOTE).write_text(json.dumps(note), encoding="utf-8")
+
+
+def megatron_to_hf(source: str, target: str, hf_folder: str | None, dtype: torch.dtype | None = None) -> None:
+    """Write the weights of a converted or a trainer's checkpoint as an HF checkpoint.
+
+    source: a folder with actor/ in it. hf_folder: where configuration and tokenizer come from; a
+    converted checkpoint brings its own. dtype: of the written tensors, None: as in config.json.
+    """
+    from megatron.core import parallel_state as mpu
+
+    from grpo_megatron.megatron import checkpoint
+    from grpo_megatron.weights.megatron_weights import iterate_hf
+
+    companions = hf_folder or f"{source}/hf"
+    if not Path(source, _WEIGHTS).is_dir():
+        raise UserError(f"{source} holds no {_WEIGHTS}/ folder with weights")
+    if not Path(companions, "config.json").is_file():
+        raise UserError(f"{companions} has no config.json; say by --hf which model this checkpoint is of")
+    dtype = dtype or read_architecture(companions).dtype
+    with _single_rank_model(companions, dtype) as (model, entries, _):
+        checkpoint.load_weights(f"{source}/{_WEIGHTS}", model)
+        hf_checkpoint.copy_companions(companions, target, dtype)
+        writer = hf_checkpoint.HFWriter(target, "000")
+        for name, tensor in iterate_hf(model, entries, mpu.get_tensor_model_parallel_group()):
+            writer.add(name, tensor)
+        hf_checkpoint.finish(target, writer.close())

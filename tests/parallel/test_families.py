@@ -1,0 +1,68 @@
+"""Every family in every layout: log-probs as in transformers, round trips bit for bit."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_megatron.config.schema import OptimizerConfig
+from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.megatron.spec import ActorSpec
+from tests.models import FAMILIES, random_batch, tiny_model, transformers_logprobs
+from tests.parallel import actors
+from tests.parallel.test_weights import assert_identical, read_all
+
+LAYOUTS = {
+    "tp1": ParallelSizes(),
+    "tp2": ParallelSizes(tp=2),
+    "tp2sp": ParallelSizes(tp=2, sequence_parallel=True),
+    "pp2": ParallelSizes(pp=2),
+    "tp2pp2": ParallelSizes(tp=2, pp=2),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """family, tied -> (folder, batch, log-probs by transformers); made once each."""
+    made = {}
+
+    def make(family, tied, **changes):
+        key = (family, tied, str(changes))
+        if key not in made:
+            folder = tiny_model(tmp_path_factory.mktemp("model"), family, tied, **changes)
+            batch = random_batch(count=8)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            made[key] = (folder, batch, transformers_logprobs(model, batch))
+        return made[key]
+
+    return make
+
+
+def check(ranks, folder, batch, expected, sizes, out):
+    spec = ActorSpec(folder, sizes, OptimizerConfig())
+    for values in ranks.run(actors.logprobs_and_round_trip, sizes, spec, batch, str(out)):
+        if values is not None:
+            assert np.abs(values - expected).max() <= 1e-5
+    assert_identical(read_all(out), read_all(folder))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("family", "tied"), list(itertools.product(FAMILIES, [False, True])))
+def test_family(ranks, models, tmp_path, family, tied, layout):
+    # 61 words: TP 2 does not divide the vocabulary
+    check(ranks, *models(family, tied), LAYOUTS[layout], tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", [ParallelSizes(tp=2), ParallelSizes(tp=4)], ids=["tp2", "tp4"])
+def test_fewer_kv_heads_than_tp_ranks(ranks, models, tmp_path, family, sizes):
+    check(ranks, *models(family, False, num_key_value_heads=1), sizes, tmp_path / "out")
+
+
+def test_rope_scaling_changes_something(models):
+    """Otherwise the Llama 3 cases above would pass without it."""
+    scaled = models("llama3", False)[2]
+    plain = models("llama3", False, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})[2]
+    assert np.abs(scaled - plain).max() > 1e-2

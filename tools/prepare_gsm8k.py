@@ -1,0 +1,48 @@
+"""Turn original GSM8K files into prompts.
+
+    python tools/prepare_gsm8k.py train.jsonl OUT.jsonl [--instruction TEXT]
+
+Input lines have `question` and `answer` (a worked solution that ends with `#### number`). Output lines
+have `prompt` (question and instruction), `answer` (the number) and `solution`. The input can also be
+trained on as it is (configs/gsm8k_cpu.yaml); this form is for whoever wants to change the prompts.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from grpo_megatron.data import read_jsonl
+from grpo_megatron.errors import UserError
+from grpo_megatron.rewards.answers import hashes, normalise_number
+
+INSTRUCTION = "Let's think step by step and put the final answer within \\boxed{}."
+
+
+def prepare(source: str, out: Path, instruction: str) -> int:
+    """Number of prompts written. Raises UserError for a record without a final answer."""
+    lines = []
+    for number, record in enumerate(read_jsonl(source, ["question", "answer"])):
+        answer = hashes(record["answer"])
+        if answer is None:
+            raise UserError(f"{source}: record {number} has no line '#### number' in its answer")
+        prompt = f"{record['question']} {instruction}".strip()
+        lines.append(json.dumps({"prompt": prompt, "answer": normalise_number(answer), "solution": record["answer"]}) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--instruction", default=INSTRUCTION)
+    options = parser.parse_args()
+    try:
+        print(f"{options.out}: {prepare(options.source, options.out, options.instruction)} prompts")
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
