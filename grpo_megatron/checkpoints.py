@@ -1,4 +1,4 @@
-"""Checkpoint folders: the actor's distributed checkpoint beside the controller's state."""
+"""Checkpoint folders: the actor's distributed checkpoint beside the driver's state."""
 
 import json
 import shutil
@@ -13,11 +13,16 @@ class Checkpoints:
     A checkpoint is written aside and renamed when whole, so a folder with a final name is complete.
     """
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, every: int):
+        """every: `due` says so every this many steps; 0: never."""
         self.folder = Path(folder)
+        self.every = every
+
+    def due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
 
     def save(self, step: int, actor, state: dict) -> str:
-        """actor: cluster.ActorGroup; state: JSON-serialisable. Returns the folder."""
+        """actor: cluster.ActorGroup; state: JSON-serialisable, with its "step". Returns the folder."""
         final = self.folder / f"step_{step:08d}"
         aside = self.folder / f"{final.name}.partial"
         for leftover in (aside, final):
@@ -30,11 +35,16 @@ class Checkpoints:
         return str(final)
 
 
-def load_checkpoint(folder: str, actor) -> dict:
-    """Restore the actor; returns the controller's state. Raises UserError for an incomplete folder."""
+def read_state(folder: str | None) -> dict | None:
+    """The driver's state in a checkpoint; None without one. Raises UserError for an incomplete folder."""
+    if folder is None:
+        return None
     root = Path(folder)
     state = root / "state.json"
     if not state.is_file() or not (root / "actor").is_dir() or root.name.endswith(".partial"):
         raise UserError(f"run.resume={folder} is not a whole checkpoint (it needs state.json and actor/)")
-    actor.load_checkpoint(str((root / "actor").absolute()))
     return json.loads(state.read_text(encoding="utf-8"))
+
+
+def actor_folder(folder: str) -> str:
+    return str((Path(folder) / "actor").absolute())

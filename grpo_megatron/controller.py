@@ -9,7 +9,8 @@ from grpo_megatron.algorithm.advantages import group_advantages
 from grpo_megatron.algorithm.losses import PolicyLoss, mismatch_metrics
 from grpo_megatron.batch import Group, Schedule, TrainBatch, schedule, token_weights
 from grpo_megatron.config.schema import Config, OldLogprobs
-from grpo_megatron.metrics import Metrics, merge, to_floats
+from grpo_megatron.errors import UserError
+from grpo_megatron.metrics import Metrics, merge, nan_max, to_floats
 from grpo_megatron.rewards.control import shuffle_rewards
 
 SHOWN = {"reward/mean": "reward", "actor/kl_to_reference": "kl", "actor/entropy": "entropy", "mismatch/max": "mismatch"}
@@ -54,9 +55,9 @@ class Controller:
             self.step += 1
             self.train_step()
             last = self.step == self.config.run.total_steps
-            if last or _due(self.step, self.config.eval.every):
+            if last or (self.config.eval.every and self.step % self.config.eval.every == 0):
                 after = self.evaluate()
-            if _due(self.step, self.config.checkpoint.every):
+            if self.saver.due(self.step):
                 self.saver.save(self.step, self.actor, self.state_dict())
         return {"before": before, "after": after, **self.totals}
 
@@ -78,8 +79,9 @@ class Controller:
                 for _ in range(config.train.ppo_epochs)
                 for mini in mini_batches
             ]
-        with phases("sync"):
-            self.sync_weights()
+        if any(metrics["actor/dropped_steps"].result() == 0 for metrics in trained):
+            with phases("sync"):
+                self.sync_weights()
         self.report(groups, mini_batches, trained, mismatch)
 
     def prepare(self, groups: list[Group]) -> list[MiniBatch]:
@@ -103,6 +105,10 @@ class Controller:
                 packing=config.train.packing,
             )
             mini_batches.append(MiniBatch(part, plan))
+        if config.train.old_logprobs == OldLogprobs.current and len(mini_batches) * config.train.ppo_epochs > 1:
+            raise UserError(
+                f"train.old_logprobs=current needs one optimizer step per batch; {len(groups)} prompts make several"
+            )
         return mini_batches
 
     def old_and_reference_logprobs(self, mini_batches: list[MiniBatch]) -> Metrics | None:
@@ -143,10 +149,11 @@ class Controller:
         scalars = to_floats({**metrics, **mismatch}) | self.rollouts.statistics(groups)
         tokens = sum(mini.batch.num_tokens for mini in mini_batches)
         scalars = self.monitor.finish_step(self.step, scalars, tokens)
-        self.monitor.line(self.step, scalars, SHOWN)
+        dropped = {"actor/dropped_steps": "DROPPED STEPS"} if scalars["actor/dropped_steps"] else {}
+        self.monitor.line(self.step, scalars, SHOWN | dropped)
         self.totals["tokens"] += tokens
         self.totals["seconds"] += scalars["time/step"]
-        self.totals["mismatch_max"] = max(self.totals["mismatch_max"], scalars["mismatch/max"])
+        self.totals["mismatch_max"] = nan_max(self.totals["mismatch_max"], scalars["mismatch/max"])
 
     def state_dict(self) -> dict:
         prompts = self.prompts.state_dict() if self.prompts else None
@@ -155,9 +162,5 @@ class Controller:
     def load_state_dict(self, state: dict) -> None:
         self.step, self.totals = state["step"], state["totals"]
         self.rollouts.load_state_dict(state["rollouts"])
-        if self.prompts:
+        if self.prompts and state["prompts"]:  # a replayed run has none
             self.prompts.load_state_dict(state["prompts"])
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

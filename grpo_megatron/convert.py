@@ -69,8 +69,10 @@ def megatron_to_hf(source: str, target: str, hf_folder: str | None, dtype: torch
     dtype = dtype or read_architecture(companions).dtype
     with _single_rank_model(companions, dtype) as (model, entries, _):
         checkpoint.load_weights(f"{source}/{_WEIGHTS}", model)
-        hf_checkpoint.copy_companions(companions, target, dtype)
-        writer = hf_checkpoint.HFWriter(target, "000")
+        partial = f"{target}.partial"
+        hf_checkpoint.start(partial, target, companions)
+        hf_checkpoint.copy_companions(companions, partial, dtype)
+        writer = hf_checkpoint.HFWriter(partial, "000")
         for name, tensor in iterate_hf(model, entries, mpu.get_tensor_model_parallel_group()):
             writer.add(name, tensor)
-        hf_checkpoint.finish(target, writer.close())
+        hf_checkpoint.finish(partial, writer.close(), target)

@@ -4,8 +4,14 @@ A mean carries numerator and denominator, because a mean of means over unequal p
 mean. Values may be 0-d tensors until `to_floats` (one host synchronisation at the end).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+
+def nan_max(a: float, b: float) -> float:
+    """max() that never hides a NaN, as Python's does depending on the order."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Max:
     value: Any
 
     def merge(self, other: "Max") -> "Max":
-        return Max(max(float(self.value), float(other.value)))
+        return Max(nan_max(float(self.value), float(other.value)))
 
     def concrete(self) -> "Max":
         return Max(float(self.value))

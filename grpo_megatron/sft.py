@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from grpo_megatron.algorithm.losses import CrossEntropyLoss
-from grpo_megatron.batch import Sample, TrainBatch, schedule, token_weights
+from grpo_megatron.batch import Sample, Schedule, TrainBatch, schedule, token_weights
+from grpo_megatron.checkpoints import Checkpoints, actor_folder, read_state
 from grpo_megatron.cluster.actor_group import ActorGroup
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.config.schema import Config
@@ -17,7 +18,8 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.metrics import to_floats
 from grpo_megatron.monitor import Monitor
-from grpo_megatron.train import actor_spec, check_model, start_run
+from grpo_megatron.run_folder import open_run_folder
+from grpo_megatron.train import actor_spec, check_model
 
 
 def load_examples(config: Config, tokenizer: PromptTokenizer) -> list[Sample]:
@@ -35,6 +37,10 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> list[Sample]:
     ]
     for number, (where, record) in enumerate(records):
         prompt = tokenizer.encode(prompt_text(record, tokenizer, data, where))
+        if not isinstance(record[data.response_key], str):
+            raise UserError(
+                f"{where}: field {data.response_key!r} must be a string, is {str(record[data.response_key])[:60]!r}"
+            )
         response = np.append(tokenizer.encode(record[data.response_key]), np.int32(end))
         if len(prompt) > data.max_prompt_length or len(response) > longest:
             raise UserError(
@@ -59,45 +65,58 @@ def sft(config: Config) -> dict:
     """Fine-tune on prompt/response pairs and export the model; returns what came out."""
     started = time.perf_counter()
     check_model(config)
+    state = read_state(config.run.resume)
+    step = state["step"] if state else 0
     examples = load_examples(config, PromptTokenizer(config.model.path))
     order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
-    directory = start_run(config)
+    directory = open_run_folder(config, step)
     sizes = ParallelSizes.from_config(config.megatron)
-    loss = CrossEntropyLoss()
+    metrics: dict[str, float] = {}
+    tokens = 0
     with ExitStack() as cleanup:
-        monitor = Monitor(directory, config.run.total_steps)
+        monitor = Monitor(directory, config.run.total_steps, step)
         cleanup.callback(monitor.close)
         monitor.say(f"run folder {directory}; starting {sizes.world_size} trainer ranks")
         cluster = allocate(config, sizes.world_size, 0)
         cleanup.callback(cluster.close)
-        actor = ActorGroup(
-            cluster, actor_spec(config, with_reference=False), config.megatron, config.run.seed, f"{directory}/logs"
-        )
+        spec = actor_spec(config, with_reference=False)
+        actor = ActorGroup(cluster, spec, config.megatron, config.run.seed, f"{directory}/logs")
         cleanup.callback(actor.close)
-        tokens = 0
-        for step in range(1, config.run.total_steps + 1):
+        saver = Checkpoints(f"{directory}/checkpoints", config.checkpoint.every)
+        if state:
+            actor.load_checkpoint(actor_folder(config.run.resume))
+            order.load_state_dict(state["order"])
+        while step < config.run.total_steps:
+            step += 1
             monitor.start_step()
             with monitor.phases("prepare"):
-                batch = TrainBatch.from_samples([examples[i] for i in order.take(config.data.train_batch_size)])
-                batch.weight = token_weights(batch, "token-mean", config.rollout.max_response_length)
-                plan = schedule(
-                    batch.lengths, config.train.max_tokens_per_micro_batch, dp=sizes.dp, packing=config.train.packing
-                )
+                batch, plan = next_batch(config, examples, order)
             with monitor.phases("train"):
-                metrics = to_floats(actor.train_step(batch, plan, loss))
+                metrics = to_floats(actor.train_step(batch, plan, CrossEntropyLoss()))
             tokens += batch.num_tokens
             scalars = monitor.finish_step(step, metrics, batch.num_tokens)
             if step == 1 or step % 50 == 0 or step == config.run.total_steps:
                 monitor.line(step, scalars, {"sft/loss_per_token": "loss", "actor/grad_norm": "grad norm"})
-        model = f"{directory}/hf"
-        actor.save_hf(model)
-        result = {
-            "loss": metrics["sft/loss_per_token"],
-            "tokens": tokens,
-            "model": model,
-            "run_dir": directory,
-            "phases": monitor.phases.total,
-        }
+            if saver.due(step):
+                saver.save(step, actor, {"step": step, "order": order.state_dict()})
+        result = {"loss": metrics.get("sft/loss_per_token"), "tokens": tokens, "run_dir": directory}
+        if config.checkpoint.export_hf:
+            result["model"] = f"{directory}/hf"
+            actor.save_hf(result["model"])
+        result["phases"] = monitor.phases.total
     result["wall_seconds"] = time.perf_counter() - started
     Path(f"{directory}/result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
     return result
+
+
+def next_batch(config: Config, examples: list[Sample], order: EpochOrder) -> tuple[TrainBatch, Schedule]:
+    """The next data.train_batch_size examples as one optimizer step, weighted to the mean over tokens."""
+    batch = TrainBatch.from_samples([examples[i] for i in order.take(config.data.train_batch_size)])
+    batch.weight = token_weights(batch, "token-mean", config.rollout.max_response_length)
+    plan = schedule(
+        batch.lengths,
+        config.train.max_tokens_per_micro_batch,
+        dp=config.megatron.data_parallel,
+        packing=config.train.packing,
+    )
+    return batch, plan

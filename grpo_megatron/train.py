@@ -5,13 +5,11 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from grpo_megatron.batch import Prompt
-from grpo_megatron.checkpoints import Checkpoints, load_checkpoint
+from grpo_megatron.checkpoints import Checkpoints, actor_folder, read_state
 from grpo_megatron.cluster.actor_group import ActorGroup
 from grpo_megatron.cluster.placement import allocate
-from grpo_megatron.config.schema import Config, RunConfig
+from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptSource, PromptTokenizer, as_list, load_prompts
 from grpo_megatron.errors import UserError
@@ -24,6 +22,7 @@ from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.engine import start_engines
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
+from grpo_megatron.run_folder import open_run_folder
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 
 
@@ -33,6 +32,11 @@ def check_model(config: Config) -> Architecture:
     broken = ParallelSizes.from_config(config.megatron).violations(arch)
     if broken:
         raise UserError(f"the layout does not fit {config.model.path}:\n" + "\n".join(f"  - {rule}" for rule in broken))
+    engine_tp = config.rollout.engine.tensor_parallel
+    if arch.num_heads % engine_tp:
+        raise UserError(
+            f"rollout.engine.tensor_parallel={engine_tp} does not divide the {arch.num_heads} attention heads of {config.model.path}"
+        )
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if longest > arch.max_positions:
         raise UserError(
@@ -81,29 +85,23 @@ def held_out_prompts(config: Config, tokenizer: PromptTokenizer) -> dict[str, li
     return datasets
 
 
-def start_run(config: Config) -> str:
-    """Make the run's folder and note its configuration there; returns the folder."""
-    directory = str(Path(RunConfig.directory(config.run)).absolute())
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.structured(config), f"{directory}/config.yaml")
-    return directory
-
-
 def train(config: Config) -> dict:
     """Run GRPO; returns (and writes to result.json in the run's folder) what came out."""
     started = time.perf_counter()
     check_model(config)
+    state = read_state(config.run.resume)
+    resumed = state["step"] if state else 0
     tokenizer = PromptTokenizer(config.model.path)
     replay = config.rollout.replay
     prompts = None if replay else training_prompts(config, tokenizer)
     held_out = held_out_prompts(config, tokenizer)
-    directory = start_run(config)
-    logs = f"{directory}/logs"
     sizes = ParallelSizes.from_config(config.megatron)
     with ExitStack() as cleanup:
         rewards = RewardWorkers(config.reward)
         cleanup.callback(rewards.close)
-        monitor = Monitor(directory, config.run.total_steps)
+        directory = open_run_folder(config, resumed)
+        logs = f"{directory}/logs"
+        monitor = Monitor(directory, config.run.total_steps, resumed)
         cleanup.callback(monitor.close)
         num_engines = 0 if replay else config.rollout.engine.num_engines
         monitor.say(f"run folder {directory}; starting {sizes.world_size} trainer ranks and {num_engines} engines")
@@ -113,19 +111,22 @@ def train(config: Config) -> dict:
         if replay:
             rollouts = ReplayedRollouts(replay)
         else:
-            engines, who = start_engines(cluster, config.rollout, config.model.path, config.run.seed, logs)
+            # A resumed run must not draw the random numbers of its first steps again.
+            seed = config.run.seed + 1000 * resumed
+            engines, who = start_engines(cluster, config.rollout, config.model.path, seed, logs)
             manager = RolloutManager(engines, who, config.rollout, rewards, tokenizer.decode)
-            rollouts = EngineRollouts(manager, config)
+            rollouts = EngineRollouts(manager, config, resumed)
         cleanup.callback(rollouts.close)
         actor = ActorGroup(cluster, actor_spec(config, config.algorithm.use_kl_loss), config.megatron, config.run.seed, logs)
         cleanup.callback(actor.close)
         if not replay:
             manager.wait_until_ready()
         evaluation = Evaluation(held_out, config, directory) if held_out else None
-        saver = Checkpoints(f"{directory}/checkpoints")
+        saver = Checkpoints(f"{directory}/checkpoints", config.checkpoint.every)
         controller = Controller(config, actor, rollouts, prompts, evaluation, saver, monitor)
-        if config.run.resume:
-            controller.load_state_dict(load_checkpoint(config.run.resume, actor))
+        if state:
+            actor.load_checkpoint(actor_folder(config.run.resume))
+            controller.load_state_dict(state)
         monitor.say(f"everything is up after {time.perf_counter() - started:.1f} s")
         result = controller.run()
         if config.checkpoint.export_hf:

@@ -45,8 +45,10 @@ class RankPool:
 
     def _start(self):
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        # Not a daemon: saving a checkpoint starts a process of its own.
+        process = self._context.Process(target=_serve, args=(theirs,))
         process.start()
+        theirs.close()
         return process, ours
 
     def close(self):
@@ -63,7 +65,10 @@ def _serve(connection):
 
     torch.set_num_threads(1)
     while True:
-        function, args, sizes, rank, init_method, seed = connection.recv()
+        try:
+            function, args, sizes, rank, init_method, seed = connection.recv()
+        except EOFError:
+            return  # the test session is gone
         try:
             parallel.initialize(sizes, rank, init_method, seed, timeout_seconds=120)
             value = function(*args)

@@ -48,6 +48,9 @@ def main() -> None:
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
+    moved = [text for text in options.overrides if text.startswith(("run.name", "run.root", "run.seed"))]
+    if moved:
+        parser.error(f"{', '.join(moved)}: use --root and --seed")
     seed, root = str(options.seed), options.root
     data, model = f"{root}/quickstart_data", f"{root}/quickstart_model"
     call("task: two-digit sums", str(TOOLS / "make_arithmetic.py"), data, "--seed", seed)

@@ -102,6 +102,8 @@ class ActorGroup:
         parts = self._split(batch, plan)
         results = self._call("train_step", [(mb, loss, batch.num_tokens, current_is_old) for mb in parts])
         metrics = merge([result.metrics for result in results])
+        # A sum over micro-batches and ranks, but not over optimizer steps.
+        metrics["actor/loss"] = Mean(metrics["actor/loss"].value, 1)
         first = results[0]
         metrics["actor/grad_norm"] = Mean(first.grad_norm, 1)
         metrics["actor/lr"] = Mean(first.lr, 1)
@@ -111,9 +113,16 @@ class ActorGroup:
 
     def weight_buckets(self, max_bytes: int) -> Iterator[ray.ObjectRef]:
         """References to the buckets of all stages; the bytes go from rank to engine directly."""
-        streams = [worker.weight_buckets.options(num_returns="streaming").remote(max_bytes) for worker in self.workers]
-        for stream in streams:
-            yield from stream
+        # Held back to two buckets a rank: else the whole model would lie in the object store.
+        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2}
+        streams = [worker.weight_buckets.options(**options).remote(max_bytes) for worker in self.workers]
+        done = {rank: stream.completed() for rank, stream in enumerate(streams)}
+        for rank, stream in enumerate(streams):
+            for bucket in stream:
+                # A bucket that is an error must be blamed on its rank, not on the engine it goes to.
+                gather({rank: bucket}, self._who)
+                yield bucket
+        gather(done, self._who)
 
     def save_hf(self, folder: str) -> None:
         self._call_alike("save_hf", folder)

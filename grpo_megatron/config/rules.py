@@ -2,14 +2,15 @@
 
 from grpo_megatron.algorithm.kl import KL_TYPES
 from grpo_megatron.batch.weights import LOSS_AGG_MODES
-from grpo_megatron.config.schema import Config, OldLogprobs
+from grpo_megatron.config.schema import Config, OldLogprobs, Precision, TransformerImpl
+from grpo_megatron.doctor import fp8_problem, transformer_engine_problem
 from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.rewards.answers import FINDERS
 
 
 def violations(config: Config, command: str = "train") -> list[str]:
     """Every broken rule as one sentence that names the keys; command: train or sft."""
-    found = _ranges(config) + ParallelSizes.from_config(config.megatron).violations()
+    found = _ranges(config) + _precision(config) + ParallelSizes.from_config(config.megatron).violations()
     found += _data(config)
     if command == "train":
         found += _algorithm(config) + _batch_sizes(config) + _rollout(config)
@@ -53,6 +54,19 @@ def _ranges(config: Config) -> list[str]:
     return found
 
 
+def _precision(config: Config) -> list[str]:
+    megatron = config.megatron
+    problem = transformer_engine_problem()
+    if megatron.precision == Precision.fp8:
+        if megatron.transformer_impl == TransformerImpl.local:
+            return ["megatron.precision=fp8 needs the TransformerEngine layers, but megatron.transformer_impl=local"]
+        if fp8_problem():
+            return [f"megatron.precision=fp8 is not possible here: {fp8_problem()}; use bf16"]
+    if megatron.transformer_impl == TransformerImpl.transformer_engine and problem:
+        return [f"megatron.transformer_impl=transformer_engine is not possible here: {problem}; use local or auto"]
+    return []
+
+
 def _data(config: Config) -> list[str]:
     found = []
     for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
@@ -79,7 +93,7 @@ def _algorithm(config: Config) -> list[str]:
     found = _choice("algorithm.adv_estimator", algorithm.adv_estimator, ("grpo",))
     found += _choice("algorithm.loss_agg_mode", algorithm.loss_agg_mode, LOSS_AGG_MODES)
     found += _choice("algorithm.kl_loss_type", algorithm.kl_loss_type, KL_TYPES)
-    found += _choice("rollout.engine.dtype", config.rollout.engine.dtype, ("auto", "float32", "bfloat16"))
+    found += _choice("rollout.engine.dtype", config.rollout.engine.dtype, ("auto", "float32", "bfloat16", "float16"))
     return found
 
 
@@ -93,6 +107,13 @@ def _batch_sizes(config: Config) -> list[str]:
         found.append(
             "train.old_logprobs=current is exact only with one optimizer step per batch: set train.ppo_epochs=1 and "
             "train.ppo_mini_batch_size = data.train_batch_size, or choose recompute or rollout"
+        )
+    dp = config.megatron.data_parallel
+    samples = mini * config.rollout.n
+    if dp > 0 and samples > 0 and (samples < dp or (not config.train.packing and samples % dp)):
+        found.append(
+            f"train.ppo_mini_batch_size * rollout.n = {samples} samples cannot be shared by megatron.data_parallel={dp} ranks"
+            + ("" if config.train.packing else " in equal numbers, which train.packing=false needs")
         )
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if config.train.max_tokens_per_micro_batch < longest:

@@ -60,11 +60,6 @@ class RunConfig:
     total_steps: int = option(100, "number of rollout-and-train steps (sft: optimizer steps)", "steps")
     resume: str | None = option(None, "checkpoint folder to continue from; null starts anew")
 
-    # the run's own folder
-    @staticmethod
-    def directory(run: "RunConfig") -> str:
-        return f"{run.root}/{run.name}"
-
 
 @dataclass
 class ModelConfig:
@@ -94,7 +89,7 @@ class DataConfig:
 class EngineConfig:
     num_engines: int = option(1, "number of SGLang engines")
     tensor_parallel: int = option(1, "tensor-parallel ranks inside one engine")
-    dtype: str = option("auto", "weights in the engine: auto (as in config.json), float32, bfloat16")
+    dtype: str = option("auto", "weights in the engine: auto (the dtype in config.json), float32, bfloat16, float16")
     mem_fraction: float = option(0.8, "share of device memory for weights and KV cache (GPU)")
     max_total_tokens: int | None = option(None, "KV cache size; null: from mem_fraction", "tokens")
     max_running_requests: int = option(256, "requests decoded together in one engine")

@@ -40,8 +40,12 @@ def read_jsonl(path: str, required: list[str]) -> list[dict[str, Any]]:
     if not file.is_file():
         raise UserError(f"{path} does not exist")
     records = []
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
+    with file.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}:{number}: not valid UTF-8 ({error.reason} at byte {error.start})") from error
             if not line.strip():
                 continue
             try:

@@ -146,9 +146,14 @@ class Actor:
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
         """Write the weights as an HF checkpoint, with the tokenizer of the original. Collective.
 
-        dtype: of the written tensors; None keeps the training precision.
+        dtype: of the written tensors; None keeps the training precision. Written aside and put in
+        place when whole, in place of what was there.
         """
         dtype = dtype or PRECISIONS[self.spec.precision]
+        final, folder = folder, f"{folder}.partial"
+        if self.rank.rank == 0:
+            hf_checkpoint.start(folder, final, self.spec.model_path)
+        dist.barrier()
         shards = []
         with self._weights_at_rest():
             if self.rank.dp_rank == 0 and self.rank.cp_rank == 0:
@@ -161,7 +166,7 @@ class Actor:
         if self.rank.rank == 0:
             in_order = sorted((item for item in everyone if item[1]), key=lambda item: item[0])
             hf_checkpoint.copy_companions(self.spec.model_path, folder, dtype)
-            hf_checkpoint.finish(folder, list(itertools.chain.from_iterable(part for _, part in in_order)))
+            hf_checkpoint.finish(folder, list(itertools.chain.from_iterable(part for _, part in in_order)), final)
         dist.barrier()
 
     def save_checkpoint(self, folder: str) -> None:

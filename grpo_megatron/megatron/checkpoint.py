@@ -37,7 +37,7 @@ def load(folder: str, model, optimizer) -> None:
     state = dist_checkpointing.load(_state(model, optimizer, loading=True), folder)
     model.load_state_dict(state["model"])
     optimizer.inner.load_state_dict(state["optimizer"])
-    optimizer.scheduler.load_state_dict(state["scheduler"])
+    optimizer.load_scheduler(state["scheduler"])
 
 
 def save_weights(folder: str, model) -> None:

@@ -3,25 +3,24 @@
 import json
 import sys
 import time
-from pathlib import Path
 
 from grpo_megatron.monitor.phases import Phases
+from grpo_megatron.run_folder import METRICS
 
 
 class Monitor:
     """Collects what a run measures. Scalars also go to metrics.jsonl, one line per step."""
 
-    def __init__(self, directory: str, total_steps: int):
+    def __init__(self, directory: str, total_steps: int, resumed: int = 0):
+        """resumed: the step a resumed run continues after; later points of the curves are taken back."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.tensorboard_dir = f"{directory}/tensorboard"
-        self._writer = SummaryWriter(self.tensorboard_dir)
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        self._jsonl = open(f"{directory}/metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - held for the run
+        self._writer = SummaryWriter(self.tensorboard_dir, purge_step=resumed + 1 if resumed else None)
+        self._jsonl = open(f"{directory}/{METRICS}", "a", encoding="utf-8")  # noqa: SIM115 - held for the run
         self._total_steps = total_steps
         self.phases = Phases()
         self._step_start = time.perf_counter()
-        self.best: dict[str, float] = {}
 
     def start_step(self) -> None:
         self.phases.take()

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import signal
 import sys
 from collections.abc import Callable
 
@@ -34,8 +35,10 @@ def exact_match(config) -> Callable[..., float]:
     return reward
 
 
-def math(config) -> Callable[..., float]:
+def math(config) -> Callable[..., float | dict[str, float]]:
     """1.0 if the response's final answer equals the reference mathematically (1/2 = 0.5).
+
+    0.0 with the component `timed_out` if comparing takes longer than 5 s.
 
     The answer is looked for by reward.response_from; without, math-verify looks for it in plain
     numbers, LaTeX and \\boxed{}.
@@ -51,13 +54,47 @@ def math(config) -> Callable[..., float]:
             if normalise_number(found) == normalise_number(gold):
                 return 1.0  # most right answers; parsing costs milliseconds
             response = f"${normalise_number(found)}$"
-        # The library's own time limits use the alarm signal, which the reward worker needs.
+        # The library's own time limits use the alarm signal, which the reward worker needs. What the
+        # model wrote must not end a run, so an expression that takes too long is simply not right.
         parsed = parse(f"${normalise_number(gold)}$", parsing_timeout=None)
         if not parsed:
             raise ValueError(f"math-verify cannot read the reference answer {gold!r}")
-        return float(verify(parsed, parse(response, parsing_timeout=None), timeout_seconds=None))
+        with time_limit(_COMPARE_SECONDS) as limit:
+            return float(verify(parsed, parse(response, parsing_timeout=None), timeout_seconds=None))
+        return {"reward": 0.0, "timed_out": float(limit.reached)}
 
     return reward
+
+
+_COMPARE_SECONDS = 5.0
+
+
+class OutOfTime(BaseException):
+    """Not an Exception: math-verify turns every Exception into "not equal" and goes on."""
+
+
+class time_limit:
+    """`with time_limit(s) as limit:` leaves the block after s seconds, with limit.reached True.
+
+    By the alarm signal, in the main thread only; an alarm set outside is running again afterwards.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds, self.reached = seconds, False
+
+    def __enter__(self):
+        def out_of_time(signum, frame):
+            raise OutOfTime
+
+        self._handler = signal.signal(signal.SIGALRM, out_of_time)
+        self._outer = signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds)
+        return self
+
+    def __exit__(self, kind, error, traceback) -> bool:
+        signal.setitimer(signal.ITIMER_REAL, *self._outer)
+        signal.signal(signal.SIGALRM, self._handler)
+        self.reached = kind is OutOfTime
+        return self.reached
 
 
 def _reference(answer: str, config) -> str:

@@ -3,7 +3,9 @@
 import math
 import multiprocessing
 import signal
+import threading
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
@@ -12,6 +14,14 @@ from grpo_megatron.rewards.base import resolve_reward
 
 _reward = None  # set once per worker process by _initialize
 _settings = None
+
+
+# What a worker may take to start: a spawned interpreter and the reward's imports.
+_START_SECONDS = 120.0
+
+
+class _TooSlow(BaseException):
+    """Not an Exception: libraries that turn every Exception into "no match" must not see it."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,8 @@ class RewardWorkers:
 
     def __init__(self, config):
         resolve_reward(config)
-        self._name = config.function
+        self._name, self._timeout = config.function, config.timeout
+        self._unfinished, self._lock = 0, threading.Lock()
         self._pool = ProcessPoolExecutor(
             max_workers=config.workers,
             # Not fork: this process has Ray's threads, and a forked lock stays locked forever.
@@ -44,17 +55,45 @@ class RewardWorkers:
 
     def submit(self, tasks: list[RewardTask]) -> Future:
         """A future of [(reward, components)] for the tasks, in order; see `result`."""
-        return self._pool.submit(_score_all, tasks)
+        try:
+            future = self._pool.submit(_score_all, tasks)
+        except BrokenProcessPool as error:
+            raise self._died() from error
+        self._count(len(tasks))
+        future.add_done_callback(lambda _: self._count(-len(tasks)))
+        return future
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._unfinished += change
+
+    def _died(self) -> UserError:
+        return UserError(f"reward {self._name}: a reward process died (out of memory, or it called exit)")
 
     def result(self, future: Future) -> list[tuple[float, dict[str, float]]]:
-        """Wait for `submit`'s future. Raises UserError for a reward that failed or is not a number."""
+        """Wait for `submit`'s future. Raises UserError for a reward that failed or is not a number.
+
+        The wait is bounded by the time limits of everything queued: the limit inside a worker
+        interrupts Python, but not a C extension that never returns.
+        """
+        limit = self._timeout * max(1, self._unfinished) + _START_SECONDS
         try:
-            return future.result()
+            return future.result(timeout=limit)
         except BrokenProcessPool as error:
-            raise UserError(f"reward {self._name}: a reward process died (out of memory, or it called exit)") from error
+            raise self._died() from error
+        except FutureTimeout as error:
+            self._kill()
+            raise UserError(
+                f"reward {self._name} did not return within reward.timeout={self._timeout} s, and cannot be interrupted"
+            ) from error
+
+    def _kill(self) -> None:
+        for process in list((self._pool._processes or {}).values()):
+            process.kill()
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._kill()  # nobody waits for a result any more
 
 
 def _initialize(config) -> None:
@@ -72,13 +111,18 @@ def _score(task: RewardTask) -> tuple[float, dict[str, float]]:
     name, timeout = _settings
 
     def too_slow(signum, frame):
-        raise TimeoutError(f"took longer than reward.timeout={timeout} s")
+        raise _TooSlow
 
-    # The alarm interrupts Python code; the function runs in the main thread of this process.
+    # The alarm interrupts Python code; the function runs in the main thread of this process. It
+    # comes again, in case something caught it.
     signal.signal(signal.SIGALRM, too_slow)
-    signal.setitimer(signal.ITIMER_REAL, timeout)
+    signal.setitimer(signal.ITIMER_REAL, timeout, timeout)
     try:
         value = _reward(prompt=task.prompt, response=task.response, answer=task.answer, record=task.record)
+    except _TooSlow:
+        raise UserError(
+            f"reward {name} failed on record {task.uid} (response {task.response[:80]!r}): took longer than reward.timeout={timeout} s"
+        ) from None
     except Exception as error:
         raise UserError(
             f"reward {name} failed on record {task.uid} (response {task.response[:80]!r}): {type(error).__name__}: {error}"

@@ -2,7 +2,8 @@
 
 Requests go in by `submit`, finished ones come out of `poll` as soon as they end: one Ray call
 carries many samples, and nobody waits for the slowest of a group. This file is the only one that
-calls SGLang; written for 0.5.23, whose update sessions exist since 0.5.21.
+calls SGLang. Written for 0.5.23 (the CPU stack) and 0.5.17 (the GPU stack, not run yet), which has
+neither update sessions (since 0.5.21) nor weight-version spans (since 0.5.20).
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from grpo_megatron.batch import WeightSpan
 from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.cluster.processes import redirect_output
 from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.architecture import read_architecture
 from grpo_megatron.rollout.cpu_platform import PLATFORM_NAME
 
 
@@ -40,13 +42,16 @@ class Completion:
     weight_spans: tuple[WeightSpan, ...]
 
 
-def engine_arguments(config, model_path: str, seed: int, needs_tokenizer: bool) -> dict[str, Any]:
-    """Arguments of sglang.Engine; config: config.schema.EngineConfig."""
-    import torch
+def engine_arguments(config, model_path: str, seed: int, needs_tokenizer: bool, gpu: bool) -> dict[str, Any]:
+    """Arguments of sglang.Engine; config: config.schema.EngineConfig; gpu: the engine has devices.
 
+    Not asked of torch here: the driver's machine may have a GPU where the engine's has none.
+    """
+    # SGLang's own "auto" turns float32 checkpoints into float16.
+    dtype = str(read_architecture(model_path).dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
     arguments = {
         "model_path": model_path,
-        "dtype": config.dtype,
+        "dtype": dtype,
         "tp_size": config.tensor_parallel,
         "mem_fraction_static": config.mem_fraction,
         "max_total_tokens": config.max_total_tokens,
@@ -58,7 +63,7 @@ def engine_arguments(config, model_path: str, seed: int, needs_tokenizer: bool) 
         # Stop strings need text; without them ids are enough, and the detokenizer stays idle.
         "skip_tokenizer_init": not needs_tokenizer,
     }
-    if not torch.cuda.is_available():
+    if not gpu:
         arguments |= {
             "device": "cpu",
             "attention_backend": "torch_native",
@@ -131,31 +136,36 @@ class SGLangEngine:
         return done
 
     async def begin_update(self) -> None:
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+        from sglang.srt.managers import io_struct
 
-        _check(
-            "begin_weight_update", await self._engine.tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput(), None)
-        )
+        manager = self._engine.tokenizer_manager
+        if hasattr(manager, "begin_weight_update"):
+            _check("begin_weight_update", await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None))
 
     async def load_bucket(self, bucket) -> None:
         """bucket: weights.buckets.Bucket, HF names."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        payload = MultiprocessingSerializer.serialize(bucket.tensors())
-        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[payload] * self._tp_size, flush_cache=False)
+        # One payload per TP rank: the file handles inside each can be taken once only.
+        payloads = [MultiprocessingSerializer.serialize(bucket.tensors()) for _ in range(self._tp_size)]
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
         _check("update_weights_from_tensor", await self._engine.tokenizer_manager.update_weights_from_tensor(request, None))
 
     async def end_update(self, version: int) -> None:
         """Close the session, drop cached prefixes of the old weights, and tag what comes now."""
-        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput, UpdateWeightVersionReqInput
+        from sglang.srt.managers import io_struct
 
         manager = self._engine.tokenizer_manager
-        _check("end_weight_update", await manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        if hasattr(manager, "end_weight_update"):
+            _check("end_weight_update", await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
         flushed = await manager.flush_cache()
         if not flushed.success:
             raise UserError("the engine did not flush its cache after the weight update; requests were still running")
-        await manager.update_weight_version(UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False))
+        # Has no answer to check; the manager compares the version that samples come back with.
+        await manager.update_weight_version(
+            io_struct.UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+        )
 
     async def shutdown(self) -> None:
         self._engine.shutdown()
@@ -173,7 +183,8 @@ def _completion(key: tuple[int, int], answer: dict) -> Completion:
     ids = np.array([token for _, token, _ in logprobs], dtype=np.int32)
     if not np.array_equal(ids, answer["output_ids"]):
         raise RuntimeError(f"engine answer {key}: log-probs are of other tokens than the output")
-    spans = tuple(WeightSpan(int(s["version"]), s["start"], s["end"]) for s in meta["weight_versions"])
+    versions = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
+    spans = tuple(WeightSpan(int(span["version"]), span["start"], span["end"]) for span in versions)
     return Completion(key, ids, np.array([lp for lp, _, _ in logprobs], dtype=np.float32), meta["finish_reason"]["type"], spans)
 
 
@@ -184,7 +195,7 @@ def start_engines(cluster: Cluster, rollout_config, model_path: str, seed: int, 
     for index, slots in enumerate(cluster.engine_slots):
         gpu = slots[0].device is not None
         log = f"{log_dir}/engine{index}.log"
-        arguments = engine_arguments(config, model_path, seed + index, needs_tokenizer=bool(rollout_config.stop))
+        arguments = engine_arguments(config, model_path, seed + index, bool(rollout_config.stop), gpu)
         devices = [slot.device for slot in slots] if gpu else None
         options = cluster.options(slots[0], engine_environment(config, gpu), devices)
         engines.append(SGLangEngine.options(**options, max_concurrency=1000).remote(log, arguments))

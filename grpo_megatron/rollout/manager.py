@@ -124,6 +124,12 @@ class RolloutManager:
         p, s = completion.key
         if completion.finish_reason == "abort":
             raise UserError(f"the engine aborted a request (prompt record {prompt.uid}); see the engine's log")
+        stale = {span.version for span in completion.weight_spans} - {self.weight_version}
+        if stale:
+            raise UserError(
+                f"the engine answered with weight version {sorted(stale)}, the trainer's is {self.weight_version}: "
+                "an update did not reach it; see the engine's log"
+            )
         return Sample(
             group_id=self._next_group + p,
             trajectory_id=(self._next_group + p) * n + s,
@@ -151,11 +157,11 @@ class RolloutManager:
         self.weight_version = version
 
     def state_dict(self) -> dict:
-        """No sample is kept between steps, so only the counter of groups."""
-        return {"next_group": self._next_group}
+        """No sample is kept between steps, so only the counters."""
+        return {"next_group": self._next_group, "weight_version": self.weight_version}
 
     def load_state_dict(self, state: dict) -> None:
-        self._next_group = state["next_group"]
+        self._next_group, self.weight_version = state["next_group"], state["weight_version"]
 
     def close(self) -> None:
         for engine in self._engines:

@@ -18,10 +18,18 @@ _VERSION = 1
 
 
 class Recorder:
-    def __init__(self, path: str):
+    """Writes a recording; a resumed run keeps the steps up to the one it continues after."""
+
+    def __init__(self, path: str, resumed: int = 0):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if resumed and Path(path).is_file():
+            lines = Replay(path).lines
+            kept = [lines[step] for step in sorted(lines) if step <= resumed]
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - held for the run
-        self._file.write(json.dumps({"format": _FORMAT, "version": _VERSION}) + "\n")
+        for line in [json.dumps({"format": _FORMAT, "version": _VERSION}), *kept]:
+            self._file.write(line + "\n")
+        self._file.flush()
 
     def write(self, step: int, groups: list[Group]) -> None:
         self._file.write(json.dumps({"step": step, "groups": [_group_to_json(group) for group in groups]}) + "\n")
@@ -32,31 +40,43 @@ class Recorder:
 
 
 class Replay:
-    """Hands out the recorded steps in order."""
+    """Hands out recorded steps by their number. lines: step -> its line of JSON."""
 
     def __init__(self, path: str):
         if not Path(path).is_file():
             raise UserError(f"rollout.replay: {path} does not exist")
         self._path = path
-        self._lines = Path(path).read_text(encoding="utf-8").splitlines()
-        try:
-            header = json.loads(self._lines[0]) if self._lines else {}
-        except json.JSONDecodeError:
-            header = {}
-        if not isinstance(header, dict) or (header.get("format"), header.get("version")) != (_FORMAT, _VERSION):
+        header, *lines = Path(path).read_text(encoding="utf-8").splitlines() or [""]
+        if self._parse(header, 1) != {"format": _FORMAT, "version": _VERSION}:
             raise UserError(f"rollout.replay: {path} is not a recording of version {_VERSION}")
+        self.lines: dict[int, str] = {}
+        for number, line in enumerate(lines, start=2):
+            step = self._parse(line, number).get("step")
+            if not isinstance(step, int) or step in self.lines:
+                raise UserError(f"rollout.replay: {path}:{number} is damaged (step {step!r} is missing or there twice)")
+            self.lines[step] = line
+
+    def _parse(self, line: str, number: int) -> dict:
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == 1:
+                return {}
+            raise UserError(f"rollout.replay: {self._path}:{number} is damaged ({error})") from error
+        return value if isinstance(value, dict) else {}
 
     def read(self, step: int) -> list[Group]:
-        """Groups of the step (counted from 1). Raises UserError past the end or on a broken line."""
-        if step >= len(self._lines):
+        """Groups of the step (counted from 1). Raises UserError if it is not there, or broken."""
+        if step not in self.lines:
             raise UserError(
-                f"rollout.replay: {self._path} has {len(self._lines) - 1} steps, step {step} was asked for; "
-                "lower run.total_steps"
+                f"rollout.replay: {self._path} holds {len(self.lines)} steps, but not step {step}; lower run.total_steps"
             )
         try:
-            return [_group_from_json(group) for group in json.loads(self._lines[step])["groups"]]
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"rollout.replay: {self._path}:{step + 1} is damaged ({type(error).__name__}: {error})") from error
+            return [_group_from_json(group) for group in json.loads(self.lines[step])["groups"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"rollout.replay: {self._path}: step {step} is damaged ({type(error).__name__}: {error})"
+            ) from error
 
 
 def _group_to_json(group: Group) -> dict:

@@ -33,19 +33,19 @@ def group_statistics(groups: list[Group]) -> dict[str, float]:
     }
     for name in sorted({name for sample in samples for name in sample.reward_components}):
         values = [sample.reward_components[name] for sample in samples if name in sample.reward_components]
-        scalars[f"reward/{name}"] = np.mean(values)
+        scalars[f"reward/component/{name}"] = np.mean(values)
     return {name: float(value) for name, value in scalars.items()}
 
 
 class EngineRollouts:
     """Groups sampled by the engines under the newest weights, optionally recorded."""
 
-    def __init__(self, manager: RolloutManager, config):
-        """config: config.schema.Config."""
+    def __init__(self, manager: RolloutManager, config, resumed: int = 0):
+        """config: config.schema.Config; resumed: the step a resumed run continues after."""
         self.manager = manager
         self._batch_size = config.data.train_batch_size
         self._sampling = training_sampling(config.rollout)
-        self._recorder = Recorder(config.rollout.record) if config.rollout.record else None
+        self._recorder = Recorder(config.rollout.record, resumed) if config.rollout.record else None
 
     def groups(self, step: int, prompts) -> list[Group]:
         groups = self.manager.generate(prompts.next(self._batch_size), self._sampling)
@@ -63,7 +63,8 @@ class EngineRollouts:
         return self.manager.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        self.manager.load_state_dict(state)
+        if state:  # empty if the checkpoint is of a replayed run
+            self.manager.load_state_dict(state)
 
     def close(self) -> None:
         if self._recorder:

@@ -104,20 +104,36 @@ class HFWriter:
         return self.shards
 
 
-def finish(folder: str, shards: list[tuple[str, dict[str, int]]]) -> None:
-    """Give the shards of all writers their HF names and write the index (none for one shard)."""
-    root = Path(folder)
+def start(partial: str, final: str, source: str) -> None:
+    """Make the folder an export is written to before it gets its place; source: the original model."""
+    if Path(final).absolute() == Path(source).absolute():
+        raise UserError(f"{final} is the model that was loaded; export to another folder")
+    if Path(partial).exists():
+        shutil.rmtree(partial)
+    Path(partial).mkdir(parents=True)
+
+
+def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -> None:
+    """Give the shards of all writers their HF names, write the index, and put the folder in place.
+
+    A folder with the final name goes away whole: an index or shards of another export beside the
+    new files would be what loaders follow.
+    """
+    root = Path(partial)
     if len(shards) == 1:
         (root / shards[0][0]).rename(root / _SINGLE)
-        return
-    weight_map = {}
-    for number, (part, sizes) in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        (root / part).rename(root / name)
-        weight_map.update(dict.fromkeys(sizes, name))
-    total = sum(size for _, sizes in shards for size in sizes.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (root / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    else:
+        weight_map = {}
+        for number, (part, sizes) in enumerate(shards, start=1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            (root / part).rename(root / name)
+            weight_map.update(dict.fromkeys(sizes, name))
+        total = sum(size for _, sizes in shards for size in sizes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (root / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    if Path(final).exists():
+        shutil.rmtree(final)
+    root.rename(final)
 
 
 def copy_companions(source: str, target: str, dtype: torch.dtype) -> None:

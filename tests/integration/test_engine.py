@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import psutil
@@ -37,22 +38,30 @@ def tokenizer(arithmetic):
     return PromptTokenizer(str(arithmetic / "model"))
 
 
-@pytest.fixture(scope="module")
-def manager(ray_here, arithmetic, tokenizer, tmp_path_factory):
+@contextmanager
+def running(arithmetic, tokenizer, logs, num_engines=1, **engine):
+    """A RolloutManager over real engines."""
     config = Config()
-    config.rollout.engine = EngineConfig(dtype="float32", max_total_tokens=4096, request_timeout=60)
+    config.rollout.engine = EngineConfig(dtype="float32", max_total_tokens=4096, request_timeout=60, **engine)
     config.rollout.max_concurrency = 6  # fewer than the tests ask for at a time
     config.rollout.stop = ["7"]  # the engine then has a tokenizer, which stop strings need
     rewards = RewardWorkers(RewardConfig(function="tests.integration.helpers:digits", workers=1))
-    cluster = allocate(config, num_ranks=0, num_engines=1)
-    logs = str(tmp_path_factory.mktemp("logs"))
-    engines, who = start_engines(cluster, config.rollout, str(arithmetic / "model"), 0, logs)
+    cluster = allocate(config, num_ranks=0, num_engines=num_engines)
+    engines, who = start_engines(cluster, config.rollout, str(arithmetic / "model"), 0, str(logs))
     manager = RolloutManager(engines, who, config.rollout, rewards, tokenizer.decode)
-    manager.wait_until_ready()
-    yield manager
-    manager.close()
-    rewards.close()
-    cluster.close()
+    try:
+        manager.wait_until_ready()
+        yield manager
+    finally:
+        manager.close()
+        rewards.close()
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def manager(ray_here, arithmetic, tokenizer, tmp_path_factory):
+    with running(arithmetic, tokenizer, tmp_path_factory.mktemp("logs")) as manager:
+        yield manager
 
 
 def prompts(tokenizer):
@@ -119,7 +128,8 @@ def test_how_responses_end(manager, tokenizer, model):
     assert ends == {end, seven}
 
 
-def test_greedy_follows_the_weights_through_an_update(manager, tokenizer, model):
+def check_update(manager, tokenizer, model):
+    """Greedy decoding and log-probs follow the weights through an update, as transformers' do."""
     asked = prompts(tokenizer)
     sampling = Sampling(n=1, temperature=0.0, max_response_length=10)
 
@@ -142,6 +152,15 @@ def test_greedy_follows_the_weights_through_an_update(manager, tokenizer, model)
     for sample in all_samples(after):
         assert [(s.version, s.start, s.end) for s in sample.weight_spans] == [(41, 0, len(sample.response_ids))]
     assert largest_difference(manager.generate(asked, Sampling(4, 1.0, 10)), other, 1.0) <= 1e-5
+
+
+def test_an_engine_follows_the_weights_through_an_update(manager, tokenizer, model):
+    check_update(manager, tokenizer, model)
+
+
+def test_two_engines_with_two_tensor_parallel_ranks_each(ray_here, arithmetic, tokenizer, model, tmp_path):
+    with running(arithmetic, tokenizer, tmp_path, num_engines=2, tensor_parallel=2) as manager:
+        check_update(manager, tokenizer, model)
 
 
 def test_an_update_the_engine_refuses_is_an_error(manager):

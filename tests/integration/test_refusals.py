@@ -28,6 +28,7 @@ def refusal(capsys, arithmetic, *changes, command="train") -> str:
     was_up = ray.is_initialized()
     capsys.readouterr()
     common = [f"model.path={arithmetic}/model", f"data.train={arithmetic}/data/train.jsonl", "run.root=/proc/nowhere"]
+    common += ["data.max_prompt_length=64", "rollout.max_response_length=64"]
     assert main([command, *common, *changes]) == 2
     output = capsys.readouterr()
     assert output.err.startswith("error: ")
@@ -43,7 +44,7 @@ def test_a_misspelt_key(capsys, arithmetic):
 def test_tp_that_does_not_divide_the_heads(capsys, arithmetic):
     message = refusal(capsys, arithmetic, "megatron.tensor_parallel=3", "megatron.pipeline_parallel=4")
     assert "megatron.tensor_parallel=3 does not divide the model's 4 attention heads" in message
-    assert "megatron.tensor_parallel=3 does not divide the model's 2 KV heads" in message
+    assert "megatron.tensor_parallel=3 and the model's 2 KV heads: one must divide the other" in message
     assert "megatron.pipeline_parallel=4 does not divide the model's 2 layers" in message
 
 
@@ -79,7 +80,7 @@ def test_a_model_that_is_not_there_or_not_known(capsys, arithmetic, tmp_path):
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     config["architectures"] = ["MambaForCausalLM"]
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
-    assert "MambaForCausalLM is not supported; supported: Qwen3ForCausalLM" in refusal(
+    assert "MambaForCausalLM is not supported; supported: LlamaForCausalLM, MistralForCausalLM" in refusal(
         capsys, arithmetic, f"model.path={tmp_path}/m"
     )
 

@@ -49,6 +49,7 @@ def arguments(arithmetic, root, *changes) -> list[str]:
         "train.max_tokens_per_micro_batch=128",
         "megatron.precision=fp32",
         "optimizer.lr=0.003",
+        "optimizer.lr_warmup_steps=20",
         # The default amplifies rounding where gradients vanish; layouts are compared here.
         "optimizer.eps=0.001",
         *changes,
@@ -147,12 +148,12 @@ def replay(arithmetic, root, name, *changes) -> list[dict]:
     return metrics(root, name)
 
 
-COMPARED = ("actor/loss", "actor/grad_norm", "actor/kl_to_reference", "mismatch/mean")
+COMPARED = ("actor/loss", "actor/grad_norm", "actor/kl_to_reference", "actor/lr")
 
 
 def assert_same(rows, expected, rtol):
     for row, other in zip(rows, expected, strict=True):
-        for name in COMPARED[:3]:
+        for name in COMPARED:
             assert row[name] == pytest.approx(other[name], rel=rtol), (row["step"], name)
 
 
@@ -179,6 +180,21 @@ def test_a_resumed_run_continues_as_if_undisturbed(recorded, arithmetic, root):
     assert_same(rest, whole[2:], rtol=1e-5)
     # From the original weights the third step is another one.
     assert metrics(root, "live")[0]["actor/loss"] != pytest.approx(rest[0]["actor/loss"], rel=1e-3)
+
+
+def test_a_resumed_run_takes_the_configured_rate(recorded, arithmetic, root):
+    checkpoint = root / "whole" / "checkpoints" / "step_00000002"
+    rows = replay(arithmetic, root, "slower", f"run.resume={checkpoint}", "optimizer.lr=0.0003")
+    # 2 optimizer steps per batch: the fifth and sixth of 20 warm-up steps
+    assert rows[0]["actor/lr"] == pytest.approx(0.0003 * (5 + 6) / 2 / 20)
+
+
+def test_a_run_of_the_same_name_is_moved_aside(recorded, arithmetic, root):
+    before = (root / "rest" / "metrics.jsonl").read_text()
+    rows = replay(arithmetic, root, "rest", "run.total_steps=1", "megatron.pipeline_parallel=2")
+    assert [row["step"] for row in rows] == [1]
+    assert (root / "rest.1" / "metrics.jsonl").read_text() == before
+    assert not list((root / "rest").glob("*.partial"))
 
 
 def test_a_checkpoint_that_is_not_whole_is_refused(recorded, arithmetic, root, tmp_path, capsys):

@@ -194,11 +194,23 @@ def test_a_recording_reads_back_exactly(tmp_path):
 
 def test_recordings_that_cannot_be_used(tmp_path):
     path, _ = recorded(tmp_path)
-    with pytest.raises(UserError, match="has 2 steps, step 3"):
+    with pytest.raises(UserError, match="holds 2 steps, but not step 3"):
         Replay(path).read(3)
     with pytest.raises(UserError, match="not a recording"):
         Replay(write(tmp_path / "x.jsonl", '{"prompt": 1}'))
     lines = Path(path).read_text().splitlines()
-    broken = Replay(write(tmp_path / "b.jsonl", lines[0], lines[1][:200]))
     with pytest.raises(UserError, match=r"b.jsonl:2 is damaged"):
-        broken.read(1)
+        Replay(write(tmp_path / "b.jsonl", lines[0], lines[1][:200]))
+    with pytest.raises(UserError, match=r"d.jsonl:3 is damaged \(step 1"):
+        Replay(write(tmp_path / "d.jsonl", lines[0], lines[1], lines[1]))
+
+
+def test_a_resumed_recording_keeps_the_steps_before(tmp_path):
+    path, _ = recorded(tmp_path)
+    first = Replay(path).lines[1]
+    recorder = Recorder(path, resumed=1)
+    recorder.write(2, Replay(path).read(1))
+    recorder.close()
+    again = Replay(path)
+    assert again.lines[1] == first
+    assert again.read(2)[0].samples[0].reward == 0.1  # step 2 anew, now with the rewards of step 1

@@ -10,6 +10,7 @@ from grpo_megatron.data import read_jsonl
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import RewardWorkers, resolve_reward
 from grpo_megatron.rewards.answers import find_answer, hashes, normalise_number
+from grpo_megatron.rewards.base import time_limit
 from grpo_megatron.rewards.workers import RewardTask
 
 
@@ -184,4 +185,21 @@ def test_a_worker_that_dies():
     pool = RewardWorkers(RewardConfig(function="tests.unit.test_rewards:obey", workers=1))
     with pytest.raises(UserError, match="a reward process died"):
         run(pool, "die")
+    with pytest.raises(UserError, match="a reward process died"):
+        run(pool, "fine")  # the pool is broken: submitting fails already
     pool.close()
+
+
+def test_a_time_limit_that_libraries_cannot_swallow():
+    start = time.monotonic()
+    with time_limit(0.2) as limit:
+        for _ in range(3):  # as math-verify does: every Exception is "not equal", and on to the next
+            try:
+                time.sleep(20)
+            except Exception:
+                continue
+    assert limit.reached
+    assert time.monotonic() - start < 2
+    with time_limit(5) as limit:
+        pass
+    assert not limit.reached
