@@ -54,6 +54,7 @@ def actor_spec(config: Config, with_reference: bool) -> ActorSpec:
         sizes=ParallelSizes.from_config(config.megatron),
         optimizer=config.optimizer,
         precision=config.megatron.precision,
+        transformer_impl=config.megatron.transformer_impl,
         distributed_optimizer=config.megatron.distributed_optimizer,
         overlap=config.megatron.overlap,
         temperature=config.rollout.temperature,

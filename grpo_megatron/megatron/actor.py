@@ -21,7 +21,7 @@ from grpo_megatron.config.schema import Precision
 from grpo_megatron.megatron import checkpoint
 from grpo_megatron.megatron.architecture import read_architecture
 from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, prepare
-from grpo_megatron.megatron.model import build_model, output_weight
+from grpo_megatron.megatron.model import build_model, output_weight, uses_transformer_engine
 from grpo_megatron.megatron.optimizer import Optimizer
 from grpo_megatron.megatron.parallel import rank_info
 from grpo_megatron.megatron.reference import ReferenceWeights
@@ -34,6 +34,8 @@ from grpo_megatron.weights.megatron_weights import iterate_hf, load_hf, mark_ten
 
 PRECISIONS = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.bfloat16}
 MicroBatches = list[TrainBatch]
+# What the FP8 matrix products demand of the number of tokens.
+FP8_ALIGNMENT = 16
 
 
 class Actor:
@@ -45,11 +47,13 @@ class Actor:
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.arch = read_architecture(spec.model_path)
         sizes = spec.sizes
-        self.entries = weight_map(self.arch, sizes.tp)
+        transformer_engine = uses_transformer_engine(spec.transformer_impl)
+        fp8 = spec.precision == Precision.fp8
+        self.entries = weight_map(self.arch, sizes.tp, transformer_engine)
         dtype = PRECISIONS[spec.precision]
-        self.model = build_model(self.arch, sizes, self.rank, dtype)
+        self.model = build_model(self.arch, sizes, self.rank, dtype, transformer_engine, fp8)
         mark_tensor_parallel(self.model, self.entries)
-        self.layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel)
+        self.layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, FP8_ALIGNMENT if fp8 else 1)
         self.head = Head(lambda: output_weight(self.model), self.arch.vocab_size, sizes.sequence_parallel)
         # Values are read before DDP and optimizer take the parameters into their buffers.
         self.reference = None

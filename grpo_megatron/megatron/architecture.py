@@ -162,8 +162,8 @@ def _dtype(config: dict) -> torch.dtype:
     return _DTYPES[name]
 
 
-def transformer_config(arch: Architecture, sizes: ParallelSizes, params_dtype: torch.dtype):
-    """Megatron's TransformerConfig for this model in this layout, with the local layer spec.
+def transformer_config(arch: Architecture, sizes: ParallelSizes, params_dtype: torch.dtype, fp8: bool = False):
+    """Megatron's TransformerConfig for this model in this layout.
 
     Every fusion that needs apex or TransformerEngine is off; those settings are also what CPU needs.
     """
@@ -193,6 +193,10 @@ def transformer_config(arch: Architecture, sizes: ParallelSizes, params_dtype: t
         params_dtype=params_dtype,
         pipeline_dtype=params_dtype,
         bf16=params_dtype == torch.bfloat16,
+        fp8="hybrid" if fp8 else None,
+        # Scales from the tensor at hand, without history: the reference, passed through the same
+        # layers, then computes exactly what the actor computed.
+        fp8_recipe="tensorwise" if fp8 else "delayed",
         # Weights come from the checkpoint: skip Megatron's random initialisation.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from grpo_megatron.config.schema import OptimizerConfig, Precision
+from grpo_megatron.config.schema import OptimizerConfig, Precision, TransformerImpl
 from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.metrics import Metrics
 
@@ -15,6 +15,7 @@ class ActorSpec:
     sizes: ParallelSizes
     optimizer: OptimizerConfig
     precision: Precision = Precision.fp32
+    transformer_impl: TransformerImpl = TransformerImpl.local
     distributed_optimizer: bool = False
     overlap: bool = False
     temperature: float = 1.0

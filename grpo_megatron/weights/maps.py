@@ -5,7 +5,7 @@ The engine's name and axis are those of SGLang's own fused and sharded parameter
 that go shard to shard.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.architecture import Architecture
@@ -30,8 +30,10 @@ class Entry:
     exported: bool = True
 
 
-def weight_map(arch: Architecture, tp: int) -> dict[str, Entry]:
+def weight_map(arch: Architecture, tp: int, transformer_engine: bool = False) -> dict[str, Entry]:
     """Megatron name -> Entry, for the whole model in its forward order.
+
+    transformer_engine: its layers hold each norm in the linear layer behind it, under another name.
 
     Llama, Mistral, Qwen2 and Qwen3 name their parts alike; q/k norms and the QKV bias are there or
     not. Raises UserError for a family without a map.
@@ -40,7 +42,18 @@ def weight_map(arch: Architecture, tp: int) -> dict[str, Entry]:
     if arch.family not in maps:
         raise UserError(f"there is no weight map for the family {arch.family!r}; mapped: {', '.join(maps)}")
     entries = maps[arch.family](arch, PadVocab(arch.vocab_size, arch.padded_vocab_size(tp)))
+    if transformer_engine:
+        entries = [replace(entry, megatron=_transformer_engine_name(entry.megatron)) for entry in entries]
     return {entry.megatron: entry for entry in entries}
+
+
+def _transformer_engine_name(name: str) -> str:
+    for local, fused in (
+        ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+        ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ):
+        name = name.replace(f".{local}", f".{fused}")
+    return name
 
 
 def _llama_like(arch: Architecture, vocab: PadVocab) -> list[Entry]:
