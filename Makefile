@@ -1,5 +1,9 @@
 # Everything is installed into .venv in this folder; a second call reuses it.
-PYTHON ?= python3
+# The pinned CPU stack exists for Python 3.11 (SGLang wants at least that, torchvision 0.16 at most).
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# For pip, such as --extra-index-url of an index with CPU builds of torch.
+PIP_FLAGS ?=
+PIP = $(BIN)/python -m pip install -q $(PIP_FLAGS)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -10,13 +14,13 @@ REQUIREMENTS := $(wildcard requirements/*.txt) setup.py Makefile
 install: $(STAMP)
 
 $(STAMP): $(REQUIREMENTS)
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else f"Python 3.10 to 3.12 is needed, {sys.executable} is {v[0]}.{v[1]}; call make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 11) else "Python 3.11 is needed, $(PYTHON) is another; call make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	# torch first: anything that asks for another build of it would pull gigabytes.
-	$(BIN)/python -m pip install -q torch==2.13.0
-	$(BIN)/python -m pip install -q -r requirements/cpu.txt -r requirements/test.txt
-	$(BIN)/python -m pip install -q --no-deps -r requirements/cpu-no-deps.txt
-	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	$(PIP) torch==2.13.0
+	$(PIP) -r requirements/cpu.txt -r requirements/test.txt
+	$(PIP) --no-deps -r requirements/cpu-no-deps.txt
+	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
 quickstart: install

@@ -30,7 +30,8 @@ setup(
             "sglang==0.5.17",
             "transformer-engine[pytorch]==2.11.0",
         ],
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff"],
+        "data": ["pyarrow", "datasets"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "pyarrow", "datasets"],
     },
     entry_points={
         "console_scripts": ["grpo-megatron = grpo_megatron.cli:main"],
