@@ -1,9 +1,9 @@
-"""Make a tiny random Qwen3 checkpoint with a character tokenizer and a chat template.
+"""Make a tiny random Qwen3 checkpoint with a tokenizer and a chat template.
 
-    python tools/make_tiny_model.py OUT_DIR [--seed S] [--hidden 128] [--layers 2] ...
+    python tools/make_tiny_model.py OUT_DIR [--tokenizer characters|bytes] [--seed S] [--hidden 128] ...
 
-The vocabulary is the characters the arithmetic task uses, besides <pad>, <bos>, <eos> and the two
-role marks. Loads in transformers and SGLang like any other checkpoint.
+The vocabulary is <pad>, <bos>, <eos>, the role marks, and either the characters the arithmetic task
+uses or all bytes (any text). Loads in transformers and SGLang like any other checkpoint.
 """
 
 import argparse
@@ -18,35 +18,51 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer():
+def make_tokenizer(kind: str = "characters"):
+    """kind: characters (those of the arithmetic task) or bytes (any text)."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, "<unk>", *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    if kind == "bytes":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        vocabulary = {token: i for i, token in enumerate([*SPECIAL, "<unk>", *CHARACTERS])}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
-        unk_token="<unk>",
         additional_special_tokens=["<user>", "<assistant>", "<system>"],
         clean_up_tokenization_spaces=False,
+        **({"unk_token": "<unk>"} if kind == "characters" else {}),
     )
     fast.chat_template = TEMPLATE
     return fast
 
 
 def make(
-    out: Path, seed: int = 0, hidden: int = 128, layers: int = 2, heads: int = 4, kv_heads: int = 2, ffn: int = 384
+    out: Path,
+    tokenizer: str = "characters",
+    seed: int = 0,
+    hidden: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int = 384,
+    positions: int = 2048,
 ) -> int:
     """Write the checkpoint (float32); returns its number of parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(tokenizer)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -57,7 +73,7 @@ def make(
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=hidden // heads,
-            max_position_embeddings=512,
+            max_position_embeddings=positions,
             rope_theta=10000.0,
             tie_word_embeddings=False,
             pad_token_id=tokenizer.pad_token_id,
@@ -73,7 +89,16 @@ def make(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    for name, default in (("seed", 0), ("hidden", 128), ("layers", 2), ("heads", 4), ("kv-heads", 2), ("ffn", 384)):
+    parser.add_argument("--tokenizer", choices=("characters", "bytes"), default="characters")
+    for name, default in (
+        ("seed", 0),
+        ("hidden", 128),
+        ("layers", 2),
+        ("heads", 4),
+        ("kv-heads", 2),
+        ("ffn", 384),
+        ("positions", 2048),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = vars(parser.parse_args())
     out = options.pop("out")

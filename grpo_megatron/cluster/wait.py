@@ -1,0 +1,60 @@
+"""Wait until a Ray cluster has its nodes; for job scripts.
+
+python -m grpo_megatron.cluster.wait --address HOST:PORT --nodes N --timeout SECONDS
+"""
+
+import argparse
+import socket
+import subprocess
+import sys
+import time
+
+_COUNT = """
+import sys, ray
+ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
+print(sum(node["Alive"] for node in ray.nodes()))
+"""
+
+
+def listening(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def alive_nodes(address: str) -> int:
+    """0 while the cluster does not answer. In a process of its own: a failed ray.init cannot be repeated."""
+    if not listening(address):
+        return 0
+    try:
+        done = subprocess.run([sys.executable, "-c", _COUNT, address], capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return 0
+    return int(done.stdout.split()[-1]) if done.returncode == 0 and done.stdout.split() else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--timeout", type=float, default=300.0)
+    options = parser.parse_args()
+    deadline = time.monotonic() + options.timeout
+    alive = 0
+    while time.monotonic() < deadline:
+        alive = alive_nodes(options.address)
+        if alive >= options.nodes:
+            print(f"Ray at {options.address}: {alive} nodes", flush=True)
+            return 0
+        time.sleep(0.5)
+    print(
+        f"error: Ray at {options.address} has {alive} of {options.nodes} nodes after {options.timeout:.0f} s", file=sys.stderr
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

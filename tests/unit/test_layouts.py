@@ -1,0 +1,93 @@
+"""Layouts that cannot be: every broken rule is named, all at once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_megatron.config.load import load_config
+from grpo_megatron.megatron.architecture import Architecture
+from grpo_megatron.megatron.parallel import ParallelSizes
+
+ARCH = Architecture(
+    family="llama",
+    num_layers=12,
+    hidden_size=768,
+    ffn_hidden_size=2048,
+    num_heads=12,
+    num_kv_heads=4,
+    head_dim=64,
+    vocab_size=1000,
+    max_positions=2048,
+    rope_theta=1e4,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qk_norm=False,
+    qkv_bias=False,
+    tied_embeddings=False,
+    dtype=torch.float32,
+)
+LLAMA_70B = replace(
+    ARCH,
+    num_layers=80,
+    hidden_size=8192,
+    ffn_hidden_size=28672,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    max_positions=131072,
+)
+
+HEADS, KV, FFN, HIDDEN, LAYERS, ROWS = "attention heads", "KV heads", "intermediate size", "hidden size", "layers", "rows of Q"
+CASES = [
+    ({"tp": 5}, {}, [HEADS, KV, FFN]),
+    ({"tp": 8}, {}, [HEADS]),
+    ({"tp": 3}, {}, [KV, FFN]),
+    ({"tp": 6}, {}, [KV, FFN]),
+    ({"tp": 7}, {}, [HEADS, KV, FFN, ROWS]),
+    ({"tp": 9}, {}, [HEADS, KV, FFN]),
+    ({"tp": 16}, {}, [HEADS]),
+    ({"pp": 5}, {}, [LAYERS]),
+    ({"pp": 7}, {}, [LAYERS]),
+    ({"pp": 24}, {}, [LAYERS]),
+    ({"tp": 5, "pp": 5}, {}, [HEADS, KV, FFN, LAYERS]),
+    ({"tp": 7, "pp": 8, "cp": 2}, {}, [HEADS, KV, FFN, LAYERS, "context"]),
+    ({"cp": 2}, {}, ["context"]),
+    ({"sequence_parallel": True}, {}, ["sequence_parallel=true needs"]),
+    ({"tp": 0}, {}, ["tp must be at least 1"]),
+    ({"pp": -1, "dp": 0}, {}, ["pp must be at least 1", "dp must be at least 1"]),
+    ({"tp": 7, "sequence_parallel": True}, {}, [HEADS, KV, FFN, HIDDEN]),
+    ({"tp": 2}, {"ffn_hidden_size": 2049}, [FFN]),
+    ({"tp": 4}, {"num_kv_heads": 6}, [KV]),
+    ({"tp": 2, "pp": 2}, {"num_layers": 11, "num_heads": 15, "num_kv_heads": 5}, [HEADS, KV, LAYERS]),
+]
+
+
+@pytest.mark.parametrize(("sizes", "changes", "named"), CASES)
+def test_all_violations_are_listed(sizes, changes, named):
+    found = ParallelSizes(**sizes).violations(replace(ARCH, **changes))
+    for what in named:
+        assert any(what in sentence for sentence in found), (what, found)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tp": 2}, {"tp": 4, "sequence_parallel": True}, {"tp": 12}, {"pp": 12}, {"tp": 2, "pp": 3, "dp": 5}]
+)
+def test_legal_layouts(sizes):
+    assert ParallelSizes(**sizes).violations(ARCH) == []
+
+
+def test_the_70b_configuration_is_legal():
+    config = load_config("configs/llama3_70b_16node.yaml", ["model.path=weights"])
+    sizes = ParallelSizes.from_config(config.megatron)
+    assert sizes.world_size == 16 * 8
+    assert sizes.violations(LLAMA_70B) == []
+    engine = config.rollout.engine
+    assert engine.num_engines * engine.tensor_parallel == 16 * 8
+    assert LLAMA_70B.num_heads % engine.tensor_parallel == 0
+    assert config.data.max_prompt_length + config.rollout.max_response_length <= LLAMA_70B.max_positions
+
+
+def test_the_other_configurations_load():
+    load_config("configs/qwen2.5_0.5b_gsm8k.yaml", ["model.path=weights"])
+    load_config("configs/gsm8k_cpu.yaml", ["data.train=train.jsonl"])
