@@ -102,6 +102,7 @@ class Controller:
                 part.lengths,
                 config.train.max_tokens_per_micro_batch * config.megatron.context_parallel,
                 dp=config.megatron.data_parallel,
+                hidden_size=self.actor.hidden_size,
                 packing=config.train.packing,
             )
             mini_batches.append(MiniBatch(part, plan))

@@ -90,7 +90,7 @@ def sft(config: Config) -> dict:
             step += 1
             monitor.start_step()
             with monitor.phases("prepare"):
-                batch, plan = next_batch(config, examples, order)
+                batch, plan = next_batch(config, examples, order, actor.hidden_size)
             with monitor.phases("train"):
                 metrics = to_floats(actor.train_step(batch, plan, CrossEntropyLoss()))
             tokens += batch.num_tokens
@@ -109,7 +109,7 @@ def sft(config: Config) -> dict:
     return result
 
 
-def next_batch(config: Config, examples: list[Sample], order: EpochOrder) -> tuple[TrainBatch, Schedule]:
+def next_batch(config: Config, examples: list[Sample], order: EpochOrder, hidden_size: int) -> tuple[TrainBatch, Schedule]:
     """The next data.train_batch_size examples as one optimizer step, weighted to the mean over tokens."""
     batch = TrainBatch.from_samples([examples[i] for i in order.take(config.data.train_batch_size)])
     batch.weight = token_weights(batch, "token-mean", config.rollout.max_response_length)
@@ -117,6 +117,7 @@ def next_batch(config: Config, examples: list[Sample], order: EpochOrder) -> tup
         batch.lengths,
         config.train.max_tokens_per_micro_batch,
         dp=config.megatron.data_parallel,
+        hidden_size=hidden_size,
         packing=config.train.packing,
     )
     return batch, plan

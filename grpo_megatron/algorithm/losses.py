@@ -30,9 +30,7 @@ class LossInputs:
 
 
 class TokenLoss(Protocol):
-    needs_entropy: bool
-
-    def __call__(self, logp: torch.Tensor, entropy: torch.Tensor | None, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, logp: torch.Tensor, entropy: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         """logp, entropy float32 [t] -> (loss [t], zero outside the mask; metrics)."""
 
 
@@ -69,7 +67,6 @@ class PolicyLoss:
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k3"
     entropy_coeff: float = 0.0
-    needs_entropy: bool = True  # always reported, its gradient only flows with a coefficient
 
     def __call__(self, logp, entropy, inputs):
         mask = inputs.mask
@@ -102,8 +99,6 @@ class PolicyLoss:
 @dataclass(frozen=True)
 class CrossEntropyLoss:
     """Supervised fine-tuning: negative log-likelihood of the response tokens."""
-
-    needs_entropy: bool = False
 
     def __call__(self, logp, entropy, inputs):
         loss = torch.where(inputs.mask, -logp, 0.0)

@@ -37,7 +37,8 @@ def flops(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
 def schedule(lengths, max_tokens: int, dp: int = 1, hidden_size: int = 1024, packing: bool = True) -> Schedule:
     """Deterministic partition of sequences into micro-batches for `dp` ranks.
 
-    lengths: tokens of each sequence; max_tokens: limit of a micro-batch (over all CP ranks).
+    lengths: tokens of each sequence; max_tokens: limit of a micro-batch (over all CP ranks);
+    hidden_size: of the model, for the cost by which ranks are balanced.
     With packing off every sequence is a micro-batch of its own. Every sequence occurs once, every
     rank gets equally many micro-batches, none of them is empty and none exceeds max_tokens.
     Raises UserError if a sequence is longer than max_tokens, or with fewer sequences than ranks.

@@ -7,8 +7,9 @@ import numpy as np
 import ray
 
 from grpo_megatron.batch import Schedule, TrainBatch
-from grpo_megatron.cluster.placement import Cluster
+from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.processes import gather, redirect_output
+from grpo_megatron.megatron.architecture import read_architecture
 from grpo_megatron.metrics import Mean, Metrics, Sum, merge
 
 
@@ -45,6 +46,19 @@ class RankWorker:
         yield from self.actor.weight_buckets(max_bytes)
 
 
+def _environment(slot: Slot, megatron_config) -> dict[str, str]:
+    """What must be in a rank's environment before its process starts."""
+    if slot.device is not None:
+        # Megatron's overlap of communication with compute relies on one hardware queue.
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {
+        "OMP_NUM_THREADS": str(megatron_config.cpu_threads),
+        # Waiting OpenMP threads of one rank would take the cores of the others.
+        "OMP_WAIT_POLICY": "passive",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
 class ActorGroup:
     """Every method returns when all ranks are done, and raises if one of them failed."""
 
@@ -52,16 +66,11 @@ class ActorGroup:
         """spec: megatron.actor.ActorSpec; megatron_config: config.schema.MegatronConfig."""
         self.sizes = spec.sizes
         world = spec.sizes.world_size
-        env = {
-            "OMP_NUM_THREADS": str(megatron_config.cpu_threads),
-            "TORCHDYNAMO_DISABLE": "1",
-            # On CPU tensors and Megatron's helper threads do not mix with a busy OpenMP barrier.
-            "OMP_WAIT_POLICY": "passive",
-        }
+        self.hidden_size = read_architecture(spec.model_path).hidden_size
         logs = [f"{log_dir}/rank{rank}.log" for rank in range(world)]
         self._who = {rank: (f"trainer rank {rank} of {world}", log) for rank, log in enumerate(logs)}
         self.workers = [
-            RankWorker.options(**cluster.options(slot, env)).remote(log)
+            RankWorker.options(**cluster.options(slot, _environment(slot, megatron_config))).remote(log)
             for slot, log in zip(cluster.rank_slots, logs, strict=True)
         ]
         address = gather({0: self.workers[0].address.remote()}, self._who)[0]

@@ -89,14 +89,26 @@ def allocate(config, num_ranks: int, num_engines: int, timeout: float = 120.0) -
     gpus = ray.cluster_resources().get("GPU", 0)
     bundle = {"CPU": 1, "GPU": 1} if gpus else {"CPU": 1}
     group = placement_group([bundle] * total, strategy="PACK")
-    if not group.wait(timeout):
-        have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+    try:
+        if not group.wait(timeout):
+            have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+            raise UserError(
+                f"this run needs {total} bundles of {bundle}; the Ray cluster has {have} in all and did not free them "
+                f"within {timeout:.0f} s"
+            )
+        return _cluster(group, config, num_ranks, num_engines, bool(gpus), started)
+    except BaseException:
         remove_placement_group(group)
-        raise UserError(
-            f"this run needs {total} bundles of {bundle}; the Ray cluster has {have} in all and did not free them "
-            f"within {timeout:.0f} s"
-        )
-    slots = _sorted_slots(group, total, bool(gpus))
+        if started:
+            ray.shutdown()
+        raise
+
+
+def _cluster(group: PlacementGroup, config, num_ranks: int, num_engines: int, gpus: bool, started: bool) -> Cluster:
+    per_engine = config.rollout.engine.tensor_parallel
+    colocated = config.cluster.placement == Placement.colocated
+    slots = _sorted_slots(group, group.bundle_count, gpus)
+    engine_devices = num_engines * per_engine
     engine_part = slots[:engine_devices] if colocated else slots[num_ranks:]
     engines = [engine_part[i * per_engine : (i + 1) * per_engine] for i in range(num_engines)]
     for engine in engines:

@@ -70,11 +70,16 @@ def fetch(reference, name: str, log: str):
     try:
         return ray.get(reference)
     except RayActorError as error:
-        raise ProcessDied(f"{name} died; its log is {log}\n{_tail(log)}") from error
+        raise ProcessDied(died(name, log)) from error
     except RayTaskError as error:
         if isinstance(error.cause, UserError):
             raise error.cause from None
         raise RuntimeError(f"{name} failed; its log is {log}\n{error}") from None
+
+
+def died(name: str, log: str) -> str:
+    """The message for a process that is gone, with the end of its log."""
+    return f"{name} died; its log is {log}\n{_tail(log)}"
 
 
 def _tail(path: str, lines: int = 15) -> str:

@@ -142,7 +142,7 @@ class Actor:
         Must be exhausted on every rank, because gathering is collective over the TP group.
         """
         with self._weights_at_rest():
-            if self.rank.dp_rank or self.rank.cp_rank:
+            if not self.rank.in_first_replica:
                 return
             # On ranks that receive nothing the loop still drives the collectives.
             yield from make_buckets(iterate_hf(self.model, self.entries, mpu.get_tensor_model_parallel_group()), max_bytes)
@@ -160,7 +160,7 @@ class Actor:
         dist.barrier()
         shards = []
         with self._weights_at_rest():
-            if self.rank.dp_rank == 0 and self.rank.cp_rank == 0:
+            if self.rank.in_first_replica:
                 writer = hf_checkpoint.HFWriter(folder, f"{self.rank.pp_rank:03d}")
                 for name, tensor in iterate_hf(self.model, self.entries, mpu.get_tensor_model_parallel_group()):
                     writer.add(name, tensor.to(dtype))

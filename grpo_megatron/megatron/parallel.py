@@ -86,9 +86,9 @@ class RankInfo:
         return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
-    def exports(self) -> bool:
-        """True on the one rank per pipeline stage that holds gathered weights."""
-        return self.tp_rank == 0 and self.dp_rank == 0 and self.cp_rank == 0
+    def in_first_replica(self) -> bool:
+        """True on the ranks that weights are taken from; the other replicas hold the same."""
+        return self.dp_rank == 0 and self.cp_rank == 0
 
     def __str__(self):
         return f"rank {self.rank} (tp{self.tp_rank} pp{self.pp_rank} dp{self.dp_rank})"

@@ -8,8 +8,8 @@ import torch
 class ReferenceWeights:
     """A second set of values for the parameters of a model, kept on the host between uses.
 
-    Parameters are never rebound: under DDP they are views of one buffer, and a parameter that
-    points elsewhere would silently stop being trained.
+    Parameters are never rebound: the optimizer holds the tensors (with the distributed optimizer,
+    views of one buffer), and one that points elsewhere would silently stop being trained.
     """
 
     @torch.no_grad()

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 
 from grpo_megatron.batch import WeightSpan
 from grpo_megatron.cluster.placement import Cluster
-from grpo_megatron.cluster.processes import redirect_output
+from grpo_megatron.cluster.processes import ProcessDied, died, redirect_output
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.architecture import read_architecture
 from grpo_megatron.rollout.cpu_platform import PLATFORM_NAME
@@ -90,13 +91,18 @@ def engine_environment(config, gpu: bool) -> dict[str, str]:
 
 @ray.remote
 class SGLangEngine:
-    """The engine's process. SGLang's scheduler is its child; if that dies, SGLang ends this one."""
+    """The engine's process; SGLang's scheduler and detokenizer are its children."""
 
-    def __init__(self, log: str, arguments: dict[str, Any]):
+    def __init__(self, name: str, log: str, arguments: dict[str, Any]):
         redirect_output(log)
         import sglang
 
+        self._name, self._log = name, log
         self._engine = sglang.Engine(**arguments)
+        # Not all children: Python's own helpers come and go.
+        self._children = [
+            child for child in psutil.Process().children(recursive=True) if "sglang::" in " ".join(child.cmdline())
+        ]
         self._tp_size = arguments["tp_size"]
         self._finished: asyncio.Queue = asyncio.Queue()
         self._tasks: set[asyncio.Task] = set()
@@ -104,6 +110,28 @@ class SGLangEngine:
     async def ready(self) -> int:
         """Returns the process id once the engine can serve."""
         return os.getpid()
+
+    async def _while_alive(self, awaitable, timeout: float | None = None):
+        """The awaitable's result; raises ProcessDied if a child of SGLang's dies meanwhile.
+
+        SGLang ends this process when a child of its dies, but not always: seen after a SIGKILL of the
+        scheduler, when every call then waits forever. Raises asyncio.TimeoutError after `timeout`.
+        """
+        task = asyncio.ensure_future(awaitable)
+        waited = 0.0
+        while not task.done():
+            step = 1.0 if timeout is None else min(1.0, timeout - waited)
+            await asyncio.wait({task}, timeout=step)
+            waited += step
+            if not task.done():
+                gone = [c for c in self._children if not c.is_running() or c.status() == psutil.STATUS_ZOMBIE]
+                if gone:
+                    task.cancel()
+                    raise ProcessDied(died(self._name, self._log))
+                if timeout is not None and waited >= timeout:
+                    task.cancel()
+                    raise asyncio.TimeoutError
+        return task.result()
 
     async def submit(self, requests: list[Request]) -> None:
         for request in requests:
@@ -123,7 +151,7 @@ class SGLangEngine:
     async def poll(self, timeout: float) -> list[Completion]:
         """What finished since the last call; waits up to `timeout` seconds for the first one."""
         try:
-            done = [await asyncio.wait_for(self._finished.get(), timeout)]
+            done = [await self._while_alive(self._finished.get(), timeout)]
         except asyncio.TimeoutError:
             return []
         # Requests of one decoding step end together: let the others arrive before answering.
@@ -140,7 +168,8 @@ class SGLangEngine:
 
         manager = self._engine.tokenizer_manager
         if hasattr(manager, "begin_weight_update"):
-            _check("begin_weight_update", await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None))
+            request = io_struct.BeginWeightUpdateReqInput()
+            _check("begin_weight_update", await self._while_alive(manager.begin_weight_update(request, None)))
 
     async def load_bucket(self, bucket) -> None:
         """bucket: weights.buckets.Bucket, HF names."""
@@ -150,7 +179,8 @@ class SGLangEngine:
         # One payload per TP rank: the file handles inside each can be taken once only.
         payloads = [MultiprocessingSerializer.serialize(bucket.tensors()) for _ in range(self._tp_size)]
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
-        _check("update_weights_from_tensor", await self._engine.tokenizer_manager.update_weights_from_tensor(request, None))
+        update = self._engine.tokenizer_manager.update_weights_from_tensor(request, None)
+        _check("update_weights_from_tensor", await self._while_alive(update))
 
     async def end_update(self, version: int) -> None:
         """Close the session, drop cached prefixes of the old weights, and tag what comes now."""
@@ -158,14 +188,14 @@ class SGLangEngine:
 
         manager = self._engine.tokenizer_manager
         if hasattr(manager, "end_weight_update"):
-            _check("end_weight_update", await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
-        flushed = await manager.flush_cache()
+            request = io_struct.EndWeightUpdateReqInput()
+            _check("end_weight_update", await self._while_alive(manager.end_weight_update(request, None)))
+        flushed = await self._while_alive(manager.flush_cache())
         if not flushed.success:
             raise UserError("the engine did not flush its cache after the weight update; requests were still running")
         # Has no answer to check; the manager compares the version that samples come back with.
-        await manager.update_weight_version(
-            io_struct.UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
-        )
+        request = io_struct.UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+        await self._while_alive(manager.update_weight_version(request))
 
     async def shutdown(self) -> None:
         self._engine.shutdown()
@@ -198,6 +228,6 @@ def start_engines(cluster: Cluster, rollout_config, model_path: str, seed: int, 
         arguments = engine_arguments(config, model_path, seed + index, bool(rollout_config.stop), gpu)
         devices = [slot.device for slot in slots] if gpu else None
         options = cluster.options(slots[0], engine_environment(config, gpu), devices)
-        engines.append(SGLangEngine.options(**options, max_concurrency=1000).remote(log, arguments))
         who[index] = (f"engine {index}", log)
+        engines.append(SGLangEngine.options(**options, max_concurrency=1000).remote(*who[index], arguments))
     return engines, who

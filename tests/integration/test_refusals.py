@@ -7,6 +7,7 @@ import pytest
 import ray
 
 from grpo_megatron.cli import main
+from grpo_megatron.doctor import fp8_problem
 from tests.models import tiny_qwen3
 
 
@@ -66,6 +67,38 @@ def test_a_malformed_line(capsys, arithmetic, tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "1+1",\n')
     assert f"{path}:2: not valid JSON" in refusal(capsys, arithmetic, f"data.train={path}")
+
+
+def test_an_empty_dataset(capsys, arithmetic, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n")
+    assert f"{path} has no records" in refusal(capsys, arithmetic, f"data.train={path}")
+
+
+def test_a_prompt_that_is_too_long(capsys, arithmetic, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "' + "1" * 80 + '", "answer": "2"}\n')
+    message = refusal(capsys, arithmetic, f"data.train={path}")
+    assert f"{path}: record 1 has 82 tokens, more than data.max_prompt_length=64" in message
+    assert "data.overlong_prompts" in message
+
+
+def test_wrong_field_names(capsys, arithmetic):
+    message = refusal(capsys, arithmetic, "data.prompt_key=question")
+    assert "train.jsonl:1: field 'question' is missing; the record has 'prompt', 'answer'" in message
+
+
+def test_precisions_and_layers_that_cannot_run_here(capsys, arithmetic):
+    problem = fp8_problem()
+    if problem is None:
+        pytest.skip("FP8 can run here")
+    assert f"megatron.precision=fp8 is not possible here: {problem}" in refusal(capsys, arithmetic, "megatron.precision=fp8")
+
+
+def test_a_model_for_shorter_sequences(capsys, arithmetic):
+    message = refusal(capsys, arithmetic, "rollout.max_response_length=4000", "train.max_tokens_per_micro_batch=8192")
+    assert "= 4064, but" in message
+    assert "is made for 2048 positions" in message
 
 
 def test_a_reward_that_does_not_exist(capsys, arithmetic):

@@ -159,12 +159,18 @@ def assert_same(rows, expected, rtol):
 
 @pytest.mark.parametrize(
     "layout",
-    [["megatron.tensor_parallel=1"], ["megatron.pipeline_parallel=2"], ["megatron.data_parallel=2"]],
-    ids=["tp1", "pp2", "dp2"],
+    [
+        "tensor_parallel=1",
+        "pipeline_parallel=2",
+        "data_parallel=2",
+        "data_parallel=2 distributed_optimizer=true overlap=true",
+        "tensor_parallel=2 pipeline_parallel=2",
+    ],
 )
 def test_a_recording_trains_the_same_in_every_layout(recorded, arithmetic, root, layout):
     """Three steps from one recorded file; the recording run itself was TP 2."""
-    rows = replay(arithmetic, root, re.sub(r"\W", "_", layout[0]), *layout)
+    name = re.sub(r"\W", "_", layout)
+    rows = replay(arithmetic, root, name, *(f"megatron.{setting}" for setting in layout.split()))
     assert_same(rows, metrics(root, "live"), rtol=1e-5)
     assert len({row["actor/loss"] for row in rows}) == STEPS
 

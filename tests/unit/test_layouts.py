@@ -71,7 +71,7 @@ def test_all_violations_are_listed(sizes, changes, named):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{}, {"tp": 2}, {"tp": 4, "sequence_parallel": True}, {"tp": 12}, {"pp": 12}, {"tp": 2, "pp": 3, "dp": 5}]
+    "sizes", [{}, {"tp": 2}, {"tp": 4, "sequence_parallel": True}, {"tp": 4, "pp": 4}, {"pp": 12}, {"tp": 2, "pp": 3, "dp": 5}]
 )
 def test_legal_layouts(sizes):
     assert ParallelSizes(**sizes).violations(ARCH) == []
