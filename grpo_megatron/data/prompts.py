@@ -1,5 +1,6 @@
 """Prompts: records through the chat template into tokens, and the order they are handed out in."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def load_prompts(source: str, tokenizer: PromptTokenizer, config, first_uid: int
     overlong prompt under data.overlong_prompts=error, and if none is left.
     """
     prompts, counts = [], {"skipped": 0, "truncated": 0}
-    name = Path(source).stem
+    name = re.sub(r"[^\w.-]+", "_", Path(source).stem)  # becomes part of file names and metric tags
     for number, record in enumerate(read_records(source, [config.prompt_key, config.answer_key])):
         where = f"{source}: record {number}"
         text = prompt_text(record, tokenizer, config, where)

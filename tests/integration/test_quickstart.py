@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from grpo_megatron.config.load import load_config
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.rewards import resolve_reward
+from tests.parallel.test_weights import assert_identical, read_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -64,6 +65,24 @@ def test_the_exported_model_decodes_greedily_as_the_run_did(roots):
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32)[0, ids.shape[1] :]
         scores.append(reward(prompt=prompt.text, response=tokenizer.decode(out.numpy()), answer=prompt.answer, record={}))
     assert np.mean(scores) == pytest.approx(result["after"]["eval/greedy"], abs=0.01)
+
+
+def test_two_engines_and_two_replicas_learn_it_too(roots):
+    root = roots[1]
+    layout = ["rollout.engine.num_engines=2", "megatron.tensor_parallel=1", "megatron.data_parallel=2"]
+    config = root / "quickstart" / "config.yaml"
+    run("-m", "grpo_megatron.cli", "train", "--config", config, "run.name=wide", *layout)
+    result = json.loads((root / "wide" / "result.json").read_text())
+    print(result["before"], result["after"])
+    assert result["after"]["eval/mean@4"] >= 0.80
+    assert result["mismatch_max"] <= 1e-4
+
+
+def test_the_trained_model_converts_bit_identically(roots, tmp_path):
+    model = roots[1] / "quickstart" / "hf"
+    run("tools/convert_hf_to_megatron.py", model, tmp_path / "megatron")
+    run("tools/convert_megatron_to_hf.py", tmp_path / "megatron", tmp_path / "hf")
+    assert_identical(read_all(tmp_path / "hf"), read_all(model))
 
 
 def test_shuffled_rewards_teach_nothing(roots):

@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -59,8 +60,9 @@ def slurm(tmp_path_factory):
     conf.write_text(CONF.format(host=socket.gethostname(), dir=folder))
     subprocess.run(["service", "munge", "start"], check=True, capture_output=True)
     env = {**os.environ, "SLURM_CONF": str(conf)}
-    daemons = [subprocess.Popen(["slurmctld", "-D", "-f", conf], env=env)]
-    daemons += [subprocess.Popen(["slurmd", "-D", "-f", conf, "-N", f"node{n}"], env=env) for n in (1, 2)]
+    commands = [["slurmctld", "-D", "-f", conf]] + [["slurmd", "-D", "-f", conf, "-N", f"node{n}"] for n in (1, 2)]
+    with open(folder / "daemons.log", "w") as log:
+        daemons = [subprocess.Popen(command, env=env, stdout=log, stderr=log) for command in commands]
     deadline = time.monotonic() + 60
     while True:
         states = subprocess.run(["sinfo", "-h", "-o", "%T %D"], env=env, capture_output=True, text=True).stdout
@@ -72,12 +74,24 @@ def slurm(tmp_path_factory):
     for daemon in daemons:
         daemon.terminate()
     for daemon in daemons:
-        daemon.wait(20)
+        try:
+            daemon.wait(20)
+        except subprocess.TimeoutExpired:  # a slurmd with a job that does not end
+            daemon.kill()
 
 
 def submit(env, log, *arguments):
-    command = ["sbatch", "--wait", "--nodes=2", f"--output={log}", "slurm/train.sbatch", *map(str, arguments)]
-    done = subprocess.run(command, env={**env, "GRPO_BIN": str(Path(".venv/bin").absolute())}, capture_output=True, text=True)
+    command = [
+        "sbatch",
+        "--wait",
+        "--nodes=2",
+        "--cpus-per-task=2",
+        f"--output={log}",
+        "slurm/train.sbatch",
+        *map(str, arguments),
+    ]
+    env = {**env, "GRPO_BIN": str(Path(sys.executable).parent), "GRPO_START_TIMEOUT": "90"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     return done.returncode, Path(log).read_text()
 
 
