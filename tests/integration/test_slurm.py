@@ -118,6 +118,6 @@ def test_the_quickstart_runs_as_a_job_of_two_nodes(slurm, arithmetic, tmp_path):
 
 
 def test_a_run_that_fails_is_a_job_that_failed(slurm, arithmetic, tmp_path):
-    status, log = submit(slurm, tmp_path / "job.out", *run_arguments(arithmetic, tmp_path, "reward.function=none:here"))
+    status, log = submit(slurm, tmp_path / "job.out", *run_arguments(arithmetic, tmp_path, "megatron.tensor_parallel=3"))
     assert status == 2, log[-3000:]
-    assert "error: reward.function='none:here' cannot be imported" in log
+    assert "megatron.tensor_parallel=3 does not divide the model's 4 attention heads" in log
