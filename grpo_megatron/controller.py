@@ -129,7 +129,7 @@ class Controller:
 
     def sync_weights(self) -> None:
         """Current weights into the engines, which tag every sample with the new version."""
-        self.rollouts.update_weights(self.actor.weight_buckets(self.config.cluster.sync_bucket_bytes))
+        self.rollouts.update_weights(self.actor, self.config.cluster.sync_bucket_bytes)
 
     def evaluate(self) -> dict[str, float]:
         if self.evaluation is None:

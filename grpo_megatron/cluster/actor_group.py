@@ -1,14 +1,15 @@
 """The trainer as the controller sees it: all ranks of the Megatron actor behind one object."""
 
+import itertools
 import socket
-from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import ray
 
 from grpo_megatron.batch import Schedule, TrainBatch
 from grpo_megatron.cluster.placement import Cluster, Slot
-from grpo_megatron.cluster.processes import gather, redirect_output
+from grpo_megatron.cluster.processes import fetch, gather, redirect_output
 from grpo_megatron.megatron.architecture import read_architecture
 from grpo_megatron.metrics import Mean, Metrics, Sum, merge
 
@@ -120,18 +121,25 @@ class ActorGroup:
         metrics["actor/optimizer_steps"] = Sum(1.0)
         return metrics
 
-    def weight_buckets(self, max_bytes: int) -> Iterator[ray.ObjectRef]:
-        """References to the buckets of all stages; the bytes go from rank to engine directly."""
+    @contextmanager
+    def weight_stream(self, max_bytes: int):
+        """Within this context: references to the buckets of all stages, made as they are taken.
+
+        The bytes go from rank to engine; the driver only passes references on. All must be taken. A
+        rank that failed is named also where an engine stumbled over its bucket first.
+        """
         # Held back to two buckets a rank: else the whole model would lie in the object store.
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2}
         streams = [worker.weight_buckets.options(**options).remote(max_bytes) for worker in self.workers]
-        done = {rank: stream.completed() for rank, stream in enumerate(streams)}
-        for rank, stream in enumerate(streams):
-            for bucket in stream:
-                # A bucket that is an error must be blamed on its rank, not on the engine it goes to.
-                gather({rank: bucket}, self._who)
-                yield bucket
-        gather(done, self._who)
+        ended = {stream.completed(): rank for rank, stream in enumerate(streams)}
+        try:
+            yield itertools.chain.from_iterable(streams)
+        except Exception:
+            ready, _ = ray.wait(list(ended), num_returns=len(ended), timeout=5.0)
+            for reference in ready:
+                fetch(reference, *self._who[ended[reference]])
+            raise
+        gather({rank: reference for reference, rank in ended.items()}, self._who)
 
     def save_hf(self, folder: str) -> None:
         self._call_alike("save_hf", folder)

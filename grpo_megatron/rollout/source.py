@@ -56,8 +56,10 @@ class EngineRollouts:
     def statistics(self, groups: list[Group]) -> dict[str, float]:
         return group_statistics(groups)
 
-    def update_weights(self, buckets) -> None:
-        self.manager.update_weights(buckets, self.manager.weight_version + 1)
+    def update_weights(self, actor, bucket_bytes: int) -> None:
+        """actor: cluster.ActorGroup."""
+        with actor.weight_stream(bucket_bytes) as buckets:
+            self.manager.update_weights(buckets, self.manager.weight_version + 1)
 
     def state_dict(self) -> dict:
         return self.manager.state_dict()
@@ -84,8 +86,8 @@ class ReplayedRollouts:
     def statistics(self, groups: list[Group]) -> dict[str, float]:
         return group_statistics(groups)
 
-    def update_weights(self, buckets) -> None:
-        buckets.close()  # gathering starts at the first bucket, which is never asked for
+    def update_weights(self, actor, bucket_bytes: int) -> None:
+        pass
 
     def state_dict(self) -> dict:
         return {}

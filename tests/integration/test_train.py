@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
@@ -210,16 +211,23 @@ def test_a_checkpoint_that_is_not_whole_is_refused(recorded, arithmetic, root, t
     assert "not a whole checkpoint" in capsys.readouterr().err
 
 
-def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path):
+@pytest.mark.parametrize("phase", ["logprobs", "sync"])
+def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, phase):
     """Its partner sits in a collective meanwhile; nobody waits for that to time out."""
     config = load_config(None, arguments(arithmetic, root, "megatron.tensor_parallel=2"))
     batch = TrainBatch.from_samples([s for group in Replay(f"{root}/rollouts.jsonl").read(1) for s in group.samples])
     cluster = allocate(config, num_ranks=2, num_engines=0)
     actor = ActorGroup(cluster, actor_spec(config, with_reference=False), config.megatron, 0, str(tmp_path))
+
+    def sync():
+        with actor.weight_stream(10_000) as buckets:
+            return [ray.get(bucket) for bucket in buckets]
+
+    assert len(sync()) > 1
     os.kill(actor.ranks[1].pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(ProcessDied, match=r"trainer rank 1 of 2 died; its log is .*rank1.log"):
-        actor.logprobs(batch, schedule(batch.lengths, 128))
+        sync() if phase == "sync" else actor.logprobs(batch, schedule(batch.lengths, 128))
     assert time.monotonic() - start < 30
     actor.close()
     cluster.close()
