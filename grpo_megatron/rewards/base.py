@@ -70,13 +70,14 @@ _COMPARE_SECONDS = 5.0
 
 
 class OutOfTime(BaseException):
-    """Not an Exception: math-verify turns every Exception into "not equal" and goes on."""
+    """Not an Exception: libraries such as math-verify turn every Exception into "not equal" and go on."""
 
 
 class time_limit:
     """`with time_limit(s) as limit:` leaves the block after s seconds, with limit.reached True.
 
-    By the alarm signal, in the main thread only; an alarm set outside is running again afterwards.
+    By the alarm signal, in the main thread only; it comes again, in case something caught it. An
+    alarm set outside, such as that of an enclosing time_limit, is running again afterwards.
     """
 
     def __init__(self, seconds: float):

@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.rewards.base import resolve_reward
+from grpo_megatron.rewards.base import resolve_reward, time_limit
 
 _reward = None  # set once per worker process by _initialize
 _settings = None
@@ -18,10 +18,6 @@ _settings = None
 
 # What a worker may take to start: a spawned interpreter and the reward's imports.
 _START_SECONDS = 120.0
-
-
-class _TooSlow(BaseException):
-    """Not an Exception: libraries that turn every Exception into "no match" must not see it."""
 
 
 @dataclass(frozen=True)
@@ -109,26 +105,15 @@ def _score_all(tasks: list[RewardTask]) -> list[tuple[float, dict[str, float]]]:
 
 def _score(task: RewardTask) -> tuple[float, dict[str, float]]:
     name, timeout = _settings
-
-    def too_slow(signum, frame):
-        raise _TooSlow
-
-    # The alarm interrupts Python code; the function runs in the main thread of this process. It
-    # comes again, in case something caught it.
-    signal.signal(signal.SIGALRM, too_slow)
-    signal.setitimer(signal.ITIMER_REAL, timeout, timeout)
+    failed = f"reward {name} failed on record {task.uid} (response {task.response[:80]!r})"
     try:
-        value = _reward(prompt=task.prompt, response=task.response, answer=task.answer, record=task.record)
-    except _TooSlow:
-        raise UserError(
-            f"reward {name} failed on record {task.uid} (response {task.response[:80]!r}): took longer than reward.timeout={timeout} s"
-        ) from None
+        # Interrupts Python code; the function runs in the main thread of this process.
+        with time_limit(timeout) as limit:
+            value = _reward(prompt=task.prompt, response=task.response, answer=task.answer, record=task.record)
     except Exception as error:
-        raise UserError(
-            f"reward {name} failed on record {task.uid} (response {task.response[:80]!r}): {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise UserError(f"{failed}: {type(error).__name__}: {error}") from error
+    if limit.reached:
+        raise UserError(f"{failed}: took longer than reward.timeout={timeout} s")
     components = dict(value) if isinstance(value, dict) else {"reward": value}
     try:
         reward = float(components.pop("reward"))
