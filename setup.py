@@ -10,6 +10,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["grpo_megatron", "grpo_megatron.*"]),
+    package_data={"grpo_megatron": ["presets/*.yaml"]},
     # The versions of torch and SGLang differ between CPU and GPU machines and are pinned in
     # requirements/; here is only what every machine needs.
     install_requires=[

@@ -1,9 +1,26 @@
-"""Tokens per second of an optimizer step: packed against one sequence per micro-batch.
+"""Tokens per second of an optimizer step: packed against one sequence per row, padded.
 
-    python benchmarks/train_step.py [--steps N]
+    python benchmarks/train_step.py [--steps N] [--sequences S]
 
-One rank, float32, one thread on a CPU; a Qwen3 of 2.5M parameters; 64 sequences of log-normal length. Prints a table and, as
-its last line, one JSON object: packed_tokens_per_second, unpacked_tokens_per_second, packed_speedup (medians).
+One rank, float32, one thread of a CPU; a Qwen3 of 2.5M parameters; micro-batches of at most 4096 positions. Real tokens per
+second (padding is not counted) of whole steps: layout, forward, backward, optimizer. Seconds are CPU time, which the other load
+of the machine touches least. The sides differ in their micro-batches only:
+
+    packed                   sequences one after the other, nothing padded
+    padded                   rows of one sequence, all as long as the longest of the batch; padding runs through all layers and
+                             the head as real tokens do, and counts against the 4096
+    padded_per_micro_batch   the same, but rows are as long as the longest of their micro-batch; in the order of the batch
+    unpacked                 one sequence per micro-batch, nothing padded
+
+Lengths like those of GSM8K with a chat template, answered by an instruct model: prompts log-normal with median 110 and sigma
+0.35, within 60 to 250; responses log-normal with mean 220 and sigma 0.6, within 16 to 1024; groups of 8 share a prompt.
+
+Every side trains an actor of its own from the same weights. They take turns, step by step, so that a slow phase of the machine
+hits all, after a warm-up. Loss and gradient norm of every step must agree to 1e-4, or the benchmark fails.
+
+Prints a table and, as its last line, one JSON object: packed_speedup (packed / padded), packed_tokens_per_second,
+padded_tokens_per_second, padded_per_micro_batch_tokens_per_second, unpacked_tokens_per_second (medians), and how many
+positions the padded sides compute per real token: padded_positions_per_token, padded_per_micro_batch_positions_per_token.
 """
 
 import argparse
@@ -12,6 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,63 +39,160 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from make_tiny_model import make
 
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.batch import Sample, TrainBatch, schedule, token_weights
+from grpo_megatron.batch import Layout, Pack, Sample, TrainBatch, schedule, token_weights
 from grpo_megatron.config.schema import OptimizerConfig
 from grpo_megatron.megatron import parallel
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.parallel import ParallelSizes
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.megatron.spec import ActorSpec, TrainResult
+from grpo_megatron.metrics import to_floats
+
+MAX_TOKENS = 4096
+MAX_RESPONSE = 1024
+GROUP = 8
+TOLERANCE = 1e-4
+LOSS = PolicyLoss(entropy_coeff=0.01)
+
+
+@dataclass(frozen=True)
+class Rows(Layout):
+    """Every sequence is a row of its own. length: of the rows, in tokens; None: as the longest of the micro-batch."""
+
+    length: int | None = None
+
+    def pack(self, lengths) -> Pack:
+        lengths = np.asarray(lengths, dtype=np.int64)
+        row = lengths.max() if self.length is None else self.length
+        if lengths.max() > row:
+            raise ValueError(f"a sequence of {lengths.max()} tokens does not fit rows of {row}")
+        return Pack(self, lengths, np.full_like(lengths, row))
+
+
+@dataclass
+class Side:
+    """One way to lay the batch out, the actor that follows it, and what was measured."""
+
+    name: str
+    layout: Layout
+    micro_batches: list[TrainBatch]
+    actor: Actor
+    rates: list[float] = field(default_factory=list)
+
+    @property
+    def positions(self) -> int:
+        """Computed in each layer, padding included."""
+        return sum(int(self.layout.pack(mb.lengths).padded_lengths.sum()) for mb in self.micro_batches)
+
+    def warm_up(self, tokens: int) -> None:
+        """Leaves the weights as they are."""
+        self.actor.compute_gradients(self.micro_batches[:1], LOSS, tokens)
+
+    def step(self, tokens: int) -> TrainResult:
+        start = time.process_time()
+        result = self.actor.train_step(self.micro_batches, LOSS, tokens)
+        self.rates.append(tokens / (time.process_time() - start))
+        return result
+
+
+def gsm8k_like_lengths(count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of prompt and response of each sequence, int64 [count] both."""
+    prompts = np.repeat(rng.lognormal(np.log(110), 0.35, -(-count // GROUP)), GROUP)[:count]
+    sigma = 0.6
+    responses = rng.lognormal(np.log(220) - sigma**2 / 2, sigma, count)
+    return prompts.astype(int).clip(60, 250), responses.astype(int).clip(16, MAX_RESPONSE)
 
 
 def random_batch(count: int, seed: int = 0) -> TrainBatch:
     rng = np.random.default_rng(seed)
-    lengths = rng.lognormal(4.0, 0.6, count).astype(int).clip(8, 400)
     samples = [
         Sample(
-            group_id=i // 8,
+            group_id=i // GROUP,
             trajectory_id=i,
-            prompt_ids=rng.integers(6, 29, 8).astype(np.int32),
-            response_ids=rng.integers(6, 29, length).astype(np.int32),
-            loss_mask=np.ones(length, dtype=np.bool_),
-            rollout_logprobs=np.full(length, -3.0, dtype=np.float32),
+            prompt_ids=rng.integers(6, 29, prompt).astype(np.int32),
+            response_ids=rng.integers(6, 29, response).astype(np.int32),
+            loss_mask=np.ones(response, dtype=np.bool_),
+            rollout_logprobs=np.full(response, -3.4, dtype=np.float32),
             finish_reason="stop",
         )
-        for i, length in enumerate(lengths)
+        for i, (prompt, response) in enumerate(zip(*gsm8k_like_lengths(count, rng), strict=True))
     ]
     batch = TrainBatch.from_samples(samples)
-    batch.weight = token_weights(batch, "token-mean", 400)
+    batch.weight = token_weights(batch, "token-mean", MAX_RESPONSE)
     batch.advantage = np.where(batch.loss_mask, rng.normal(size=batch.num_tokens), 0).astype(np.float32)
+    # About the log-prob of one of 30 words: ratios differ, some are clipped, the loss depends on the model.
+    batch.old_logp = np.where(batch.loss_mask, rng.normal(-3.4, 0.3, batch.num_tokens), 0).astype(np.float32)
     return batch
+
+
+def in_order(lengths: np.ndarray, row: int | None) -> list[list[int]]:
+    """Sequences in the order of the batch, as many to a micro-batch as there is room for rows. row: their length, or None."""
+    parts: list[list[int]] = [[]]
+    for i in range(len(lengths)):
+        longest = row or max(lengths[j] for j in (*parts[-1], i))
+        if longest * (len(parts[-1]) + 1) > MAX_TOKENS:
+            parts.append([])
+        parts[-1].append(i)
+    return parts
+
+
+def make_sides(batch: TrainBatch, folder: str) -> list[Side]:
+    lengths = batch.lengths
+    longest = int(lengths.max())
+    partitions = {
+        "packed": (Layout(), schedule(lengths, MAX_TOKENS).micro_batches[0]),
+        "padded": (Rows(length=longest), in_order(lengths, longest)),
+        "padded_per_micro_batch": (Rows(), in_order(lengths, None)),
+        "unpacked": (Layout(), schedule(lengths, MAX_TOKENS, packing=False).micro_batches[0]),
+    }
+    sides = []
+    for name, (layout, partition) in partitions.items():
+        actor = Actor(ActorSpec(folder, ParallelSizes(), OptimizerConfig(lr=1e-4)))
+        actor.mini_batches.layout = layout
+        sides.append(Side(name, layout, [batch.select(part) for part in partition], actor))
+    return sides
+
+
+def check_equal(results: dict[str, TrainResult]) -> None:
+    """Loss and gradient norm of every side as of the packed one. Raises AssertionError."""
+    values = {name: (to_floats(result.metrics)["actor/loss"], result.grad_norm) for name, result in results.items()}
+    for name, found in values.items():
+        np.testing.assert_allclose(found, values["packed"], rtol=TOLERANCE, err_msg=f"loss, gradient norm of {name}")
+
+
+def measure(options: argparse.Namespace) -> list[Side]:
+    batch = random_batch(options.sequences)
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder, "model"), hidden=256, layers=4, heads=8, ffn=512)
+        parallel.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
+        sides = make_sides(batch, f"{folder}/model")
+        for side in sides:
+            side.warm_up(batch.num_tokens)
+        for _ in range(options.steps):
+            check_equal({side.name: side.step(batch.num_tokens) for side in sides})
+        parallel.destroy()
+    return sides
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each kind")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
+    parser.add_argument("--sequences", type=int, default=128)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    batch = random_batch(64)
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder, "model"), hidden=256, layers=4, heads=8, ffn=512)
-        parallel.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
-        actor = Actor(ActorSpec(f"{folder}/model", ParallelSizes(), OptimizerConfig()))
-        # In turn, so that a slow phase of the machine hits both; the first round warms up.
-        for step in range(options.steps + 1):
-            for packing in (True, False):
-                plan = schedule(batch.lengths, 4096, packing=packing)
-                micro_batches = [batch.select(mb) for mb in plan.micro_batches[0]]
-                start = time.perf_counter()
-                actor.train_step(micro_batches, PolicyLoss(), batch.num_tokens, current_is_old=True)
-                if step:
-                    rates[packing].append(batch.num_tokens / (time.perf_counter() - start))
-        parallel.destroy()
-    packed, unpacked = statistics.median(rates[True]), statistics.median(rates[False])
-    print(f"{'':<24}{'tokens/s (median)':>20}{'min':>10}{'max':>10}")
-    for name, packing in (("packed", True), ("one per micro-batch", False)):
-        values = rates[packing]
-        print(f"{name:<24}{statistics.median(values):>20.0f}{min(values):>10.0f}{max(values):>10.0f}")
-    result = {"packed_tokens_per_second": packed, "unpacked_tokens_per_second": unpacked, "packed_speedup": packed / unpacked}
-    print(json.dumps(result))
+    sides = measure(options)
+    tokens = sides[0].positions
+    print(f"{options.sequences} sequences, {tokens} tokens; real tokens per second")
+    print(f"{'':<24}{'median':>10}{'min':>10}{'max':>10}{'micro-batches':>16}{'positions per token':>22}")
+    result = {}
+    for side in sides:
+        rate = result[f"{side.name}_tokens_per_second"] = statistics.median(side.rates)
+        print(
+            f"{side.name:<24}{rate:>10.0f}{min(side.rates):>10.0f}{max(side.rates):>10.0f}"
+            f"{len(side.micro_batches):>16}{side.positions / tokens:>22.2f}"
+        )
+    packed = result["packed_tokens_per_second"]
+    positions = {f"{side.name}_positions_per_token": side.positions / tokens for side in sides[1:3]}
+    print(json.dumps({"packed_speedup": packed / result["padded_tokens_per_second"], **result, **positions}))
 
 
 if __name__ == "__main__":

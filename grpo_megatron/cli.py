@@ -1,28 +1,34 @@
-"""The command line: grpo-megatron train | sft | doctor."""
+"""The command line: grpo-megatron train | sft | config | doctor."""
 
 import argparse
 import json
 import sys
 import warnings
 
+from grpo_megatron.config import commands as config_commands
 from grpo_megatron.errors import UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 for a UserError (one message on stderr)."""
+    """Exit status: 0 done, 2 for a UserError (one message on stderr); of `config diff`, 1 if anything differs."""
     parser = argparse.ArgumentParser(prog="grpo-megatron", description="GRPO post-training on Megatron-core and SGLang.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("train", "GRPO training"), ("sft", "supervised warm start")):
         command = commands.add_parser(name, help=text)
         command.add_argument("--config", metavar="FILE", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
+    config_commands.add_parser(commands)
     commands.add_parser("doctor", help="what this machine has, and what that allows")
     options = parser.parse_args(arguments)
     if options.command == "doctor":
         from grpo_megatron.doctor import doctor
 
         return doctor()
+    # Optional accelerator packages announce their absence at import, many times over.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
     try:
+        if options.command == "config":
+            return config_commands.run(options)
         print(json.dumps(_run(options)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -31,8 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options) -> dict:
-    # Optional accelerator packages announce their absence at import, many times over.
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
     from grpo_megatron.config.load import load_config
 
     config = load_config(options.config, options.overrides, options.command)

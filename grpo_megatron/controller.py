@@ -1,27 +1,24 @@
 """The algorithm, on one screen: sample groups, score, weigh, train, sync, log."""
 
-from dataclasses import dataclass
+from dataclasses import replace
+from math import isnan
 
 import numpy as np
-import torch
 
-from grpo_megatron.algorithm.advantages import group_advantages
-from grpo_megatron.algorithm.losses import PolicyLoss, mismatch_metrics
-from grpo_megatron.batch import Group, Schedule, TrainBatch, schedule, token_weights
+from grpo_megatron.algorithm.filters import apply_filters
+from grpo_megatron.algorithm.kl import KLController
+from grpo_megatron.algorithm.losses import PolicyLoss
+from grpo_megatron.algorithm.mismatch import Correction
+from grpo_megatron.algorithm.objective import measure_mismatch, mismatch_report, set_advantages, set_weights
+from grpo_megatron.batch import Group, TrainBatch
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.errors import UserError
 from grpo_megatron.metrics import Metrics, merge, nan_max, to_floats
+from grpo_megatron.mini_batch import MiniBatch, partition
 from grpo_megatron.rewards.control import shuffle_rewards
+from grpo_megatron.rewards.shaping import shape_overlong
 
 SHOWN = {"reward/mean": "reward", "actor/kl_to_reference": "kl", "actor/entropy": "entropy", "mismatch/max": "mismatch"}
-
-
-@dataclass
-class MiniBatch:
-    """The samples of one optimizer step, and their partition, which every pass over them reuses."""
-
-    batch: TrainBatch
-    plan: Schedule
 
 
 class Controller:
@@ -31,20 +28,18 @@ class Controller:
     (replay). evaluation: evaluation.Evaluation or None. saver: checkpoints.Checkpoints.
     """
 
-    def __init__(self, config: Config, actor, rollouts, prompts, evaluation, saver, monitor):
+    def __init__(self, config: Config, actor, rollouts, prompts, evaluation, saver, monitor, decode=None):
+        """decode: token ids -> text, to show the tokens engine and trainer disagree about most."""
         self.config = config
         self.actor, self.rollouts, self.prompts = actor, rollouts, prompts
-        self.evaluation, self.saver, self.monitor = evaluation, saver, monitor
-        algorithm = config.algorithm
-        self.loss = PolicyLoss(
-            clip_ratio_low=algorithm.clip_ratio_low,
-            clip_ratio_high=algorithm.clip_ratio_high,
-            use_kl_loss=algorithm.use_kl_loss,
-            kl_loss_coef=algorithm.kl_loss_coef,
-            kl_loss_type=algorithm.kl_loss_type,
-            entropy_coeff=algorithm.entropy_coeff,
-        )
+        self.evaluation, self.saver, self.monitor, self.decode = evaluation, saver, monitor, decode
+        recomputed = config.train.old_logprobs == OldLogprobs.recompute
+        self.loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=recomputed)
+        self.correction = Correction.from_config(config.mismatch) if recomputed else None
+        self.kl_controller = KLController.from_config(config.algorithm.kl_ctrl)
+        self.with_reference = config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward
         self.step = 0
+        self.entropy: float | None = None  # mean over the last step's trained tokens
         self.totals = {"tokens": 0, "seconds": 0.0, "mismatch_max": 0.0}
 
     def run(self) -> dict:
@@ -62,70 +57,101 @@ class Controller:
         return {"before": before, "after": after, **self.totals}
 
     def train_step(self) -> None:
-        config, phases = self.config, self.monitor.phases
+        phases = self.monitor.phases
         self.monitor.start_step()
+        memory = self.rest()
         with phases("generate"):
             groups = self.rollouts.groups(self.step, self.prompts)
-        if config.reward.shuffle_control:
-            groups = shuffle_rewards(groups, np.random.default_rng([config.run.seed, self.step]))
         with phases("prepare"):
-            mini_batches = self.prepare(groups)
+            groups = self.shape_and_filter(groups)
+            mini_batches = self.flatten_and_schedule(groups)
         with phases("logprobs"):
             mismatch = self.old_and_reference_logprobs(mini_batches)
+        with phases("prepare"):
+            self.respond(mismatch, mini_batches)
+            batches = [mini.batch for mini in mini_batches]
+            measured = set_advantages(batches, self.config.algorithm, self.kl_controller)
+            measured |= merge([set_weights(batch, self.config, self.correction) for batch in batches])
         with phases("train"):
-            current = config.train.old_logprobs == OldLogprobs.current
-            trained = [
-                self.actor.train_step(mini.batch, mini.plan, self.loss, current)
-                for _ in range(config.train.ppo_epochs)
-                for mini in mini_batches
-            ]
+            trained = self.train(mini_batches)
+        if not mismatch:
+            # Only the first optimizer step sees the weights the engine sampled with.
+            mismatch = {name: value for name, value in trained[0].items() if name.startswith("mismatch/")}
+            self.respond(mismatch, mini_batches)
         if any(metrics["actor/dropped_steps"].result() == 0 for metrics in trained):
             with phases("sync"):
                 self.sync_weights()
-        self.report(groups, mini_batches, trained, mismatch)
+        if self.config.ref.reset_every and self.step % self.config.ref.reset_every == 0:
+            self.actor.reset_reference()
+        metrics = {name: value for name, value in merge(trained).items() if not name.startswith("mismatch/")}
+        self.report(groups, mini_batches, {**metrics, **mismatch, **measured}, memory)
 
-    def prepare(self, groups: list[Group]) -> list[MiniBatch]:
-        """Flat batches with advantages, token weights and micro-batches, one per optimizer step."""
-        config = self.config
+    def shape_and_filter(self, groups: list[Group]) -> list[Group]:
+        """The groups to train on, with the rewards to train on."""
+        groups = shape_overlong(groups, self.config.rollout.max_response_length, self.config.reward.overlong_buffer)
+        if self.config.reward.shuffle_control:
+            groups = shuffle_rewards(groups, np.random.default_rng([self.config.run.seed, self.step]))
+        return apply_filters(groups, self.config.algorithm)
+
+    def flatten_and_schedule(self, groups: list[Group]) -> list[MiniBatch]:
+        """Flat batches and their micro-batches, one per optimizer step."""
         batch = TrainBatch.from_samples([sample for group in groups for sample in group.samples])
-        advantages = group_advantages(
-            torch.from_numpy(batch.reward), torch.from_numpy(batch.group_id), config.algorithm.norm_adv_by_std_in_grpo
-        ).numpy()
-        batch.advantage = np.where(batch.loss_mask, advantages[batch.sequence_id], 0).astype(np.float32)
+        batch.number = np.arange(batch.num_tokens)
         group_of = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
-        mini_batches = []
-        for first in range(0, len(groups), config.train.ppo_mini_batch_size):
-            chosen = (group_of >= first) & (group_of < first + config.train.ppo_mini_batch_size)
-            part = batch.select(np.flatnonzero(chosen))
-            part.weight = token_weights(part, config.algorithm.loss_agg_mode, config.rollout.max_response_length)
-            plan = schedule(
-                part.lengths,
-                config.train.max_tokens_per_micro_batch * config.megatron.context_parallel,
-                dp=config.megatron.data_parallel,
-                hidden_size=self.actor.hidden_size,
-                packing=config.train.packing,
-            )
-            mini_batches.append(MiniBatch(part, plan))
-        if config.train.old_logprobs == OldLogprobs.current and len(mini_batches) * config.train.ppo_epochs > 1:
+        mini_of = group_of // self.config.train.ppo_mini_batch_size
+        parts = [batch.select(np.flatnonzero(mini_of == number)) for number in range(mini_of[-1] + 1)]
+        if self.config.train.old_logprobs == OldLogprobs.current and len(parts) * self.config.train.ppo_epochs > 1:
             raise UserError(
                 f"train.old_logprobs=current needs one optimizer step per batch; {len(groups)} prompts make several"
             )
-        return mini_batches
+        plans = [partition(self.config, part.lengths, self.actor.cost_model) for part in parts]
+        return [MiniBatch(*pair, (self.step, number)) for number, pair in enumerate(zip(parts, plans, strict=True))]
 
-    def old_and_reference_logprobs(self, mini_batches: list[MiniBatch]) -> Metrics | None:
+    def old_and_reference_logprobs(self, mini_batches: list[MiniBatch]) -> Metrics:
         """Fill old_logp and ref_logp; the engine's mismatch if the old log-probs were recomputed."""
         mismatch = []
         for mini in mini_batches:
             batch = mini.batch
             if self.config.train.old_logprobs == OldLogprobs.recompute:
-                batch.old_logp = self.actor.logprobs(batch, mini.plan)
-                arrays = (batch.rollout_logp, batch.old_logp, batch.loss_mask)
-                mismatch.append(mismatch_metrics(*map(torch.from_numpy, arrays)))
+                batch.old_logp = self.actor.logprobs(batch, mini.plan, key=mini.key)
+                mismatch.append(measure_mismatch(batch))
             elif self.config.train.old_logprobs == OldLogprobs.rollout:
                 batch.old_logp = batch.rollout_logp
-            if self.config.algorithm.use_kl_loss:
-                batch.ref_logp = self.actor.logprobs(batch, mini.plan, reference=True)
-        return merge(mismatch) if mismatch else None
+            if self.with_reference:
+                batch.ref_logp = self.actor.logprobs(
+                    batch, mini.plan, reference=True, key=mini.key, keep_hidden=self.loss.needs_full_kl
+                )
+        return merge(mismatch)
+
+    def train(self, mini_batches: list[MiniBatch]) -> list[Metrics]:
+        """One optimizer step per mini-batch and epoch; their metrics."""
+        floor, current = self.config.algorithm.entropy_floor, self.config.train.old_logprobs == OldLogprobs.current
+        enough = floor is not None and (self.entropy is None or self.entropy >= floor)
+        loss = replace(self.loss, entropy_coeff=0.0) if enough else self.loss
+        trained: list[Metrics] = []
+        for mini in mini_batches * self.config.train.ppo_epochs:
+            trained.append(self.actor.train_step(mini.batch, mini.plan, loss, current, mini.key))
+            loss = replace(loss, mismatch_limit=None)  # later, the policy differs from the engine by right
+        entropy = merge(trained)["actor/entropy"].result()
+        self.entropy = self.entropy if isnan(entropy) else entropy
+        return trained
+
+    def respond(self, mismatch: Metrics, mini_batches: list[MiniBatch]) -> None:
+        """Show the tokens that engine and trainer disagree about most, and do as mismatch.action says."""
+        if mismatch:
+            report = mismatch_report(mismatch, [mini.batch for mini in mini_batches], self.config.mismatch, self.decode)
+            self.monitor.text(self.step, "mismatch/worst", report.worst)
+            if report.stop:
+                raise UserError(f"step {self.step}: {report.text}")
+            if report.text:
+                self.monitor.say(f"step {self.step}: {report.text}")
+
+    def rest(self) -> dict[str, float]:
+        """Before engines work alone: let the trainer's ranks sleep, if so configured; metrics of that."""
+        if not self.config.megatron.sleep:
+            return {}
+        with self.monitor.phases("sleep"):
+            return self.actor.sleep()
 
     def sync_weights(self) -> None:
         """Current weights into the engines, which tag every sample with the new version."""
@@ -134,6 +160,7 @@ class Controller:
     def evaluate(self) -> dict[str, float]:
         if self.evaluation is None:
             return {}
+        self.rest()
         with self.monitor.phases("evaluate"):
             scalars = self.evaluation.run(self.rollouts, self.step)
         self.monitor.log(self.step, scalars)
@@ -143,11 +170,8 @@ class Controller:
         )
         return scalars
 
-    def report(self, groups, mini_batches, trained: list[Metrics], mismatch: Metrics | None) -> None:
-        # Only the first optimizer step sees the weights the engine sampled with.
-        mismatch = mismatch or {name: value for name, value in trained[0].items() if name.startswith("mismatch/")}
-        metrics = {name: value for name, value in merge(trained).items() if not name.startswith("mismatch/")}
-        scalars = to_floats({**metrics, **mismatch}) | self.rollouts.statistics(groups)
+    def report(self, groups, mini_batches, metrics: Metrics, memory: dict[str, float]) -> None:
+        scalars = to_floats(metrics) | memory | self.rollouts.statistics(groups)
         tokens = sum(mini.batch.num_tokens for mini in mini_batches)
         scalars = self.monitor.finish_step(self.step, scalars, tokens)
         dropped = {"actor/dropped_steps": "DROPPED STEPS"} if scalars["actor/dropped_steps"] else {}
@@ -158,10 +182,18 @@ class Controller:
 
     def state_dict(self) -> dict:
         prompts = self.prompts.state_dict() if self.prompts else None
-        return {"step": self.step, "totals": self.totals, "rollouts": self.rollouts.state_dict(), "prompts": prompts}
+        algorithm = {"kl_controller": self.kl_controller.state_dict(), "entropy": self.entropy}
+        state = {"step": self.step, "totals": self.totals, "rollouts": self.rollouts.state_dict(), "prompts": prompts}
+        return state | {"algorithm": algorithm}
 
     def load_state_dict(self, state: dict) -> None:
         self.step, self.totals = state["step"], state["totals"]
         self.rollouts.load_state_dict(state["rollouts"])
         if self.prompts and state["prompts"]:  # a replayed run has none
             self.prompts.load_state_dict(state["prompts"])
+        self.kl_controller.load_state_dict(state["algorithm"]["kl_controller"])
+        self.entropy = state["algorithm"]["entropy"]
+        if self.config.ref.reset_every:
+            if self.step % self.config.ref.reset_every:
+                raise UserError(f"ref.reset_every: the reference of a run resumed at step {self.step} is in no checkpoint")
+            self.actor.reset_reference()  # the last reset was at this checkpoint

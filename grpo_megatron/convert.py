@@ -10,6 +10,7 @@ import torch
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.architecture import read_architecture
 from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.megatron.spec import ModelSpec
 from grpo_megatron.weights import hf_checkpoint
 
 _NOTE = "converted.json"  # beside the shards: says what they were made of
@@ -18,16 +19,16 @@ _WEIGHTS = "actor"  # the same place as in a trainer's checkpoint
 
 @contextmanager
 def _single_rank_model(hf_folder: str, dtype: torch.dtype):
-    """(model, weight map, architecture) on one rank, values not yet filled."""
+    """(model chunks, weight map) on one rank, values not yet filled."""
     from grpo_megatron.megatron import parallel
     from grpo_megatron.megatron.model import build_model
     from grpo_megatron.weights.maps import weight_map
 
     arch = read_architecture(hf_folder)
     with tempfile.TemporaryDirectory() as folder:
-        rank = parallel.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
+        parallel.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
         try:
-            yield build_model(arch, ParallelSizes(), rank, dtype), weight_map(arch, tp=1), arch
+            yield build_model(arch, ModelSpec(ParallelSizes(), dtype)), weight_map(arch, tp=1)
         finally:
             parallel.destroy()
 
@@ -42,10 +43,10 @@ def hf_to_megatron(source: str, target: str) -> None:
         raise UserError(f"{target} is not empty; choose another folder")
     reader = hf_checkpoint.HFCheckpoint(source)
     dtype = read_architecture(source).dtype
-    with _single_rank_model(source, dtype) as (model, entries, _):
-        load_hf(model, reader, entries, tp=1, tp_rank=0)
+    with _single_rank_model(source, dtype) as (chunks, entries):
+        load_hf(chunks, reader, entries)
         hf_checkpoint.copy_companions(source, f"{target}/hf", dtype)
-        checkpoint.save_weights(f"{target}/{_WEIGHTS}", model)
+        checkpoint.save_weights(f"{target}/{_WEIGHTS}", chunks)
     note = {"source": str(Path(source).absolute()), "dtype": str(dtype).removeprefix("torch.")}
     Path(target, _NOTE).write_text(json.dumps(note), encoding="utf-8")
 
@@ -56,8 +57,6 @@ def megatron_to_hf(source: str, target: str, hf_folder: str | None, dtype: torch
     source: a folder with actor/ in it. hf_folder: where configuration and tokenizer come from; a
     converted checkpoint brings its own. dtype: of the written tensors, None: as in config.json.
     """
-    from megatron.core import parallel_state as mpu
-
     from grpo_megatron.megatron import checkpoint
     from grpo_megatron.weights.megatron_weights import iterate_hf
 
@@ -67,12 +66,12 @@ def megatron_to_hf(source: str, target: str, hf_folder: str | None, dtype: torch
     if not Path(companions, "config.json").is_file():
         raise UserError(f"{companions} has no config.json; say by --hf which model this checkpoint is of")
     dtype = dtype or read_architecture(companions).dtype
-    with _single_rank_model(companions, dtype) as (model, entries, _):
-        checkpoint.load_weights(f"{source}/{_WEIGHTS}", model)
+    with _single_rank_model(companions, dtype) as (chunks, entries):
+        checkpoint.load_weights(f"{source}/{_WEIGHTS}", chunks)
         partial = f"{target}.partial"
         hf_checkpoint.start(partial, target, companions)
         hf_checkpoint.copy_companions(companions, partial, dtype)
         writer = hf_checkpoint.HFWriter(partial, "000")
-        for name, tensor in iterate_hf(model, entries, mpu.get_tensor_model_parallel_group()):
+        for name, tensor in iterate_hf(chunks, entries):
             writer.add(name, tensor)
         hf_checkpoint.finish(partial, writer.close(), target)

@@ -20,7 +20,7 @@ def open_run_folder(config: Config, resumed: int) -> str:
     """
     folder = Path(config.run.root, config.run.name).absolute()
     if not config.run.resume and (folder / METRICS).exists():
-        for path in (config.model.path, config.model.reference_path):
+        for path in (config.model.path, config.ref.path):
             if path and folder in Path(path).absolute().parents:
                 raise UserError(f"{path} lies in the folder of this run, {folder}; choose another run.name")
         number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())

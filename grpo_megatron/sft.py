@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from grpo_megatron.algorithm.losses import CrossEntropyLoss
-from grpo_megatron.batch import Sample, Schedule, TrainBatch, schedule, token_weights
+from grpo_megatron.batch import CostModel, Sample, Schedule, TrainBatch, token_weights
 from grpo_megatron.checkpoints import Checkpoints, actor_folder, read_state
 from grpo_megatron.cluster.actor_group import ActorGroup
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.config.schema import Config
+from grpo_megatron.controller import partition
 from grpo_megatron.data import EpochOrder, PromptTokenizer, as_list, prompt_text, read_records
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.parallel import ParallelSizes
@@ -79,7 +80,7 @@ def sft(config: Config) -> dict:
         monitor.say(f"run folder {directory}; starting {sizes.world_size} trainer ranks")
         cluster = allocate(config, sizes.world_size, 0)
         cleanup.callback(cluster.close)
-        spec = actor_spec(config, with_reference=False)
+        spec = actor_spec(config, with_reference=False, command="sft")
         actor = ActorGroup(cluster, spec, config.megatron, config.run.seed, f"{directory}/logs")
         cleanup.callback(actor.close)
         saver = Checkpoints(f"{directory}/checkpoints", config.checkpoint.every)
@@ -90,9 +91,9 @@ def sft(config: Config) -> dict:
             step += 1
             monitor.start_step()
             with monitor.phases("prepare"):
-                batch, plan = next_batch(config, examples, order, actor.hidden_size)
+                batch, plan = next_batch(config, examples, order, actor.cost_model)
             with monitor.phases("train"):
-                metrics = to_floats(actor.train_step(batch, plan, CrossEntropyLoss()))
+                metrics = to_floats(actor.train_step(batch, plan, CrossEntropyLoss(), key=(step, 0)))
             tokens += batch.num_tokens
             scalars = monitor.finish_step(step, metrics, batch.num_tokens)
             if step == 1 or step % 50 == 0 or step == config.run.total_steps:
@@ -109,15 +110,9 @@ def sft(config: Config) -> dict:
     return result
 
 
-def next_batch(config: Config, examples: list[Sample], order: EpochOrder, hidden_size: int) -> tuple[TrainBatch, Schedule]:
+def next_batch(config: Config, examples: list[Sample], order: EpochOrder, cost_model: CostModel) -> tuple[TrainBatch, Schedule]:
     """The next data.train_batch_size examples as one optimizer step, weighted to the mean over tokens."""
     batch = TrainBatch.from_samples([examples[i] for i in order.take(config.data.train_batch_size)])
     batch.weight = token_weights(batch, "token-mean", config.rollout.max_response_length)
-    plan = schedule(
-        batch.lengths,
-        config.train.max_tokens_per_micro_batch,
-        dp=config.megatron.data_parallel,
-        hidden_size=hidden_size,
-        packing=config.train.packing,
-    )
+    plan = partition(config, batch.lengths, cost_model)
     return batch, plan

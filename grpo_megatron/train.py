@@ -2,14 +2,17 @@
 
 import json
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from grpo_megatron.batch import Prompt
 from grpo_megatron.checkpoints import Checkpoints, actor_folder, read_state
 from grpo_megatron.cluster.actor_group import ActorGroup
 from grpo_megatron.cluster.placement import allocate
-from grpo_megatron.config.schema import Config
+from grpo_megatron.config.rules import lr_decay_steps
+from grpo_megatron.config.schema import Config, RoutingReplay
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptSource, PromptTokenizer, as_list, load_prompts
 from grpo_megatron.errors import UserError
@@ -37,29 +40,43 @@ def check_model(config: Config) -> Architecture:
         raise UserError(
             f"rollout.engine.tensor_parallel={engine_tp} does not divide the {arch.num_heads} attention heads of {config.model.path}"
         )
+    if arch.family == "qwen3_moe" and not all(arch.moe.layers) and not config.rollout.replay:
+        raise UserError(
+            f"{config.model.path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's Qwen3-MoE ignores: "
+            "it would generate with uninitialised weights"
+        )
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if longest > arch.max_positions:
         raise UserError(
             f"data.max_prompt_length + rollout.max_response_length = {longest}, but {config.model.path} is made for "
             f"{arch.max_positions} positions"
         )
-    for path in {config.model.path, config.model.reference_path} - {None}:
+    for path in {config.model.path, config.ref.path} - {None}:
         HFCheckpoint(path)
     return arch
 
 
-def actor_spec(config: Config, with_reference: bool) -> ActorSpec:
+def actor_spec(config: Config, with_reference: bool, command: str = "train") -> ActorSpec:
+    """command: train or sft, by which the length of the learning-rate schedule is known."""
     return ActorSpec(
         model_path=config.model.path,
         sizes=ParallelSizes.from_config(config.megatron),
-        optimizer=config.optimizer,
+        optimizer=replace(config.optimizer, lr_decay_steps=lr_decay_steps(config, command)),
         precision=config.megatron.precision,
         transformer_impl=config.megatron.transformer_impl,
         distributed_optimizer=config.megatron.distributed_optimizer,
         overlap=config.megatron.overlap,
+        recompute=config.megatron.recompute,
+        recompute_modules=tuple(config.megatron.recompute_modules),
+        moe=config.moe,
         temperature=config.rollout.temperature,
         with_reference=with_reference,
-        reference_path=config.model.reference_path,
+        reference_path=config.ref.path,
+        reference_offload=config.ref.offload,
+        offload_folder=config.megatron.offload_folder,
+        pack_tokens=config.train.max_tokens_per_micro_batch * config.megatron.context_parallel
+        if config.train.constant_length_packs
+        else 0,
     )
 
 
@@ -86,8 +103,9 @@ def held_out_prompts(config: Config, tokenizer: PromptTokenizer) -> dict[str, li
     return datasets
 
 
-def train(config: Config) -> dict:
-    """Run GRPO; returns (and writes to result.json in the run's folder) what came out."""
+@contextmanager
+def assembled(config: Config) -> Iterator[Controller]:
+    """A run put together and ready to train: its engines, ranks and reward processes are up within this context."""
     started = time.perf_counter()
     check_model(config)
     state = read_state(config.run.resume)
@@ -114,28 +132,38 @@ def train(config: Config) -> dict:
         else:
             # A resumed run must not draw the random numbers of its first steps again.
             seed = config.run.seed + 1000 * resumed
-            engines, who = start_engines(cluster, config.rollout, config.model.path, seed, logs)
+            routing = config.moe.routing_replay == RoutingReplay.engine
+            engines, who = start_engines(cluster, config.rollout, config.model.path, seed, logs, routing)
             manager = RolloutManager(engines, who, config.rollout, rewards, tokenizer.decode)
             rollouts = EngineRollouts(manager, config, resumed)
         cleanup.callback(rollouts.close)
-        actor = ActorGroup(cluster, actor_spec(config, config.algorithm.use_kl_loss), config.megatron, config.run.seed, logs)
+        with_reference = config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward
+        actor = ActorGroup(cluster, actor_spec(config, with_reference), config.megatron, config.run.seed, logs)
         cleanup.callback(actor.close)
         if not replay:
             manager.wait_until_ready()
         evaluation = Evaluation(held_out, config, directory) if held_out else None
         saver = Checkpoints(f"{directory}/checkpoints", config.checkpoint.every)
-        controller = Controller(config, actor, rollouts, prompts, evaluation, saver, monitor)
+        controller = Controller(config, actor, rollouts, prompts, evaluation, saver, monitor, tokenizer.decode_all)
         if state:
             actor.load_checkpoint(actor_folder(config.run.resume))
             controller.load_state_dict(state)
         monitor.say(f"everything is up after {time.perf_counter() - started:.1f} s")
+        yield controller
+
+
+def train(config: Config) -> dict:
+    """Run GRPO; returns (and writes to result.json in the run's folder) what came out."""
+    started = time.perf_counter()
+    with assembled(config) as controller:
+        directory = controller.monitor.directory
         result = controller.run()
         if config.checkpoint.export_hf:
             result["model"] = f"{directory}/hf"
-            actor.save_hf(result["model"])
-        result["phases"] = monitor.phases.total
+            controller.actor.save_hf(result["model"])
+        result["phases"] = controller.monitor.phases.total
         result["run_dir"] = directory
-        result["tensorboard"] = monitor.tensorboard_dir
+        result["tensorboard"] = controller.monitor.tensorboard_dir
     result["wall_seconds"] = time.perf_counter() - started
     Path(f"{directory}/result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
     return result

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hypothesis import settings
 
@@ -13,3 +15,35 @@ def ranks():
     pool = RankPool()
     yield pool
     pool.close()
+
+
+# Combinations that `make test` leaves to `make test-all`: each differs from one that it runs in a factor that other tests cover.
+SLOW = [
+    r"test_family\[\w+-True-(tp2|tp2sp|pp2|pp2vpp2|cp2)\]",
+    r"test_family\[(mistral|qwen2)-False-(tp2|tp2sp|pp2)\]",
+    r"test_experts\[(pp2vpp2|cp2|ep2cp2|ep2pp2|tp2sp_as_ep2)-gspo\]",
+    r"test_other_factor\[.*(selective recompute|partition of two).*\]",
+    r"test_full_kl\[(tp2|dp2)\]",
+    r"test_sleeping_and_offloading_change_nothing\[(tp1|tp2|pp2vpp2|dp2 distributed|dp2 overlap|ep2)-optimizer offloaded\]",
+    r"test_sleeping_and_offloading_change_nothing\[(tp2|dp2 distributed)-\]",
+    r"test_norms_and_biases_do_not_decay\[.*-True\]",
+    r"test_a_nan_on_one_replica_drops_the_step_on_all\[.*-advantage\]",
+    r"test_too_many_dropped_steps_stop_the_run",
+    r"test_bf16_follows_fp32_and_a_checkpoint_continues_it\[distributed-(tp2|pp2|pp2vpp2|cp2)\]",
+    r"test_training_follows_the_old_policys_routing\[(tp1|tp2sp|cp2|pp2vpp2)-recompute\]",
+    r"test_the_layout_changes_nothing\[.*\{('tp'|'dp').*\]",
+    r"test_a_recording_trains_the_same_in_every_layout\[(pipeline_parallel=2|data_parallel=2)\]",
+    r"test_(the_entropy_floor|a_mismatch_is_told|resuming_makes_the_same_steps)$",
+]
+
+
+def pytest_collection_modifyitems(config, items):
+    matched = set()
+    for item in items:
+        for pattern in SLOW:
+            if re.match(pattern, item.name):
+                matched.add(pattern)
+                item.add_marker(pytest.mark.slow)
+    # A renamed test would silently come back into `make test`.
+    if config.args == config.getini("testpaths") and matched != set(SLOW):
+        raise pytest.UsageError(f"patterns of tests/conftest.py that match no test: {sorted(set(SLOW) - matched)}")

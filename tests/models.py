@@ -22,6 +22,18 @@ FAMILIES = {
     "mistral": ("Mistral", {"sliding_window": 64, "head_dim": 24}),
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": ("Mixtral", {"head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 
 

@@ -57,15 +57,26 @@ def make(
     kv_heads: int = 2,
     ffn: int = 384,
     positions: int = 2048,
+    experts: int = 0,
 ) -> int:
-    """Write the checkpoint (float32); returns its number of parameters."""
+    """Write the checkpoint (float32); returns its number of parameters. experts: of which each token takes 2."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     tokenizer = make_tokenizer(tokenizer)
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
+    family, of_experts = "Qwen3", {}
+    if experts:
+        family = "Qwen3Moe"
+        of_experts = {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": ffn,
+            "norm_topk_prob": True,
+        }
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(
+            **of_experts,
             vocab_size=len(tokenizer),
             hidden_size=hidden,
             intermediate_size=ffn,
@@ -98,6 +109,7 @@ def main() -> None:
         ("kv-heads", 2),
         ("ffn", 384),
         ("positions", 2048),
+        ("experts", 0),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = vars(parser.parse_args())

@@ -5,13 +5,16 @@ arrays of the batch at the same positions. It returns one loss value per token; 
 ``weight * loss`` (see batch/weights.py), so no mean is taken here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from grpo_megatron.algorithm.kl import MAX_LOG_RATIO, kl_penalty
-from grpo_megatron.metrics import Max, Mean, Metrics
+from grpo_megatron.algorithm.kl import FULL_KL, kl_penalty, unbiased_kl
+from grpo_megatron.algorithm.mismatch import Correction, mismatch_metrics
+from grpo_megatron.algorithm.surrogates import RATIO_LEVELS, PolicyTerms, policy_loss
+from grpo_megatron.metrics import Mean, Metrics
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,10 @@ class LossInputs:
     """What is known about each of t positions before the training forward; all tensors [t].
 
     mask bool: trained tokens. advantage, rollout_logp, ref_logp float32. old_logp float32, or None:
-    the current policy is the old policy (its detached log-probs are used).
+    the current policy is the old policy (its detached log-probs are used). sequence_sum: [t] -> [t],
+    at each token the sum over all tokens of its sequence, wherever they are computed; detached.
+    policy_factor float32: multiplies the policy term only; None: 1. number int64: the token's name in
+    the metric of the worst mismatches; None: no such metric.
     """
 
     mask: torch.Tensor
@@ -27,39 +33,36 @@ class LossInputs:
     rollout_logp: torch.Tensor
     ref_logp: torch.Tensor
     old_logp: torch.Tensor | None
+    sequence_sum: Callable[[torch.Tensor], torch.Tensor]
+    policy_factor: torch.Tensor | None = None
+    number: torch.Tensor | None = None
 
 
 class TokenLoss(Protocol):
-    def __call__(self, logp: torch.Tensor, entropy: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
-        """logp, entropy float32 [t] -> (loss [t], zero outside the mask; metrics)."""
+    """needs_full_kl: wants full_kl. limits: {metric: largest value}; a step that exceeds one is dropped."""
 
+    needs_full_kl: bool
+    limits: dict[str, float]
 
-def clipped_surrogate(
-    log_ratio: torch.Tensor, advantage: torch.Tensor, clip_low: float, clip_high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped objective as a loss, with DAPO's separate limits; (loss [t], clipped bool [t]).
+    def __call__(
+        self, logp: torch.Tensor, entropy: torch.Tensor, inputs: LossInputs, full_kl: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Metrics]:
+        """logp, entropy float32 [t] -> (loss [t], zero outside the mask; metrics).
 
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(log_ratio) (arXiv:1707.06347 eq. 7,
-    arXiv:2503.14476 eq. 8). `clipped` marks tokens whose gradient the clipping removes.
-    """
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    unclipped = -advantage * ratio
-    clipped = -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
-    return torch.maximum(unclipped, clipped), clipped > unclipped
-
-
-def mismatch_metrics(rollout_logp: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor) -> Metrics:
-    """How far the engine's log-probs are from the trainer's for the same tokens and weights."""
-    difference = torch.where(mask, (rollout_logp - logp.detach()).abs(), 0)
-    return {
-        "mismatch/max": Max(difference.max()),
-        "mismatch/mean": Mean(difference.sum(), mask.sum()),
-    }
+        full_kl float32 [t]: the exact KL to the reference, given if needs_full_kl.
+        """
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """GRPO's loss: clipped surrogate + KL to the reference - entropy bonus, each per token."""
+    """ratio level × surrogate × KL to the reference × entropy bonus, each per token; fields as in config.schema.
+
+    loss = factor · surrogate(ratio) + kl_loss_coef · KL - entropy_coeff · entropy. correction: of the
+    mismatch, where it is known in the training forward only: it multiplies the policy term (by 0 where it
+    masks), with mask_applies_to "all" what it masks loses KL and entropy too; token weights stay.
+    early_stop_imp_ratio: largest mean of the ratio over the step's trained tokens, mismatch_limit: largest
+    |log-prob difference| of engine and trainer; a step beyond is dropped.
+    """
 
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
@@ -67,40 +70,93 @@ class PolicyLoss:
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k3"
     entropy_coeff: float = 0.0
+    ratio_level: str = "token"
+    surrogate: str = "clip"
+    clip_ratio_c: float | None = None
+    kl_loss_unbiased: bool = False
+    mask_applies_to: str = "policy"
+    early_stop_imp_ratio: float | None = None
+    correction: Correction | None = None
+    mismatch_limit: float | None = None
 
-    def __call__(self, logp, entropy, inputs):
+    @classmethod
+    def from_config(cls, algorithm, mismatch, known_before: bool) -> "PolicyLoss":
+        """algorithm, mismatch: those sections of the configuration. known_before: the trainer's log-probs
+        are known before training, and what the mismatch asks for is done then."""
+        same = {name: getattr(algorithm, name) for name in cls.__dataclass_fields__ if hasattr(algorithm, name)}
+        if not known_before:
+            same["correction"] = Correction.from_config(mismatch)
+            same["mismatch_limit"] = mismatch.threshold if mismatch.action == "stop" else None
+        return cls(**same)
+
+    @property
+    def needs_full_kl(self) -> bool:
+        return self.use_kl_loss and self.kl_loss_type == FULL_KL
+
+    @property
+    def limits(self) -> dict[str, float]:
+        limits = {"actor/ratio": self.early_stop_imp_ratio, "mismatch/max": self.mismatch_limit}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    def __call__(self, logp, entropy, inputs, full_kl=None):
         mask = inputs.mask
         count = mask.sum()
-
-        def kept(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-            # Outside the mask the other side is 0 by convention, which may be far from logp:
-            # exp() of that difference overflows, and inf * weight 0 is NaN.
-            return torch.where(mask, values, other)
-
-        old_logp = logp.detach() if inputs.old_logp is None else kept(inputs.old_logp, logp.detach())
+        # Outside the mask the other side is 0 by convention, which may be far from logp:
+        # exp() of that difference overflows, and inf * weight 0 is NaN.
+        old_logp = logp.detach() if inputs.old_logp is None else torch.where(mask, inputs.old_logp, logp.detach())
         log_ratio = logp - old_logp
-        loss, clipped = clipped_surrogate(log_ratio, inputs.advantage, self.clip_ratio_low, self.clip_ratio_high)
+        used_ratio = RATIO_LEVELS[self.ratio_level](log_ratio, mask, inputs.sequence_sum)
+        terms = PolicyTerms(logp, used_ratio, inputs.advantage, mask)
+        loss, clipped = policy_loss.get(self.surrogate)(terms, self)
+        factor, kept = self._factor(logp, inputs)
+        loss = torch.where(kept, factor * loss, 0.0)
         metrics: Metrics = {
             "actor/pg_loss": Mean(_masked_sum(loss, mask), count),
             "actor/clip_fraction": Mean(_masked_sum(clipped, mask), count),
+            "actor/ratio": Mean(_masked_sum(terms.ratio, mask), count),
             "actor/ppo_kl": Mean(_masked_sum(-log_ratio, mask), count),
             "actor/entropy": Mean(_masked_sum(entropy, mask), count),
-            **mismatch_metrics(inputs.rollout_logp, logp, mask),
+            **mismatch_metrics(inputs.rollout_logp, logp, mask, inputs.number),
         }
+        if self.correction:
+            metrics["mismatch/masked"] = Mean(_masked_sum(~kept, mask), count)
+            metrics["mismatch/weight"] = Mean(_masked_sum(factor, mask & kept), (mask & kept).sum())
         if self.use_kl_loss:
-            kl = kl_penalty(logp, kept(inputs.ref_logp, logp.detach()), self.kl_loss_type)
+            kl = self._kl(logp, log_ratio, inputs, full_kl)
             metrics["actor/kl_to_reference"] = Mean(_masked_sum(kl, mask), count)
             loss = loss + self.kl_loss_coef * kl
         if self.entropy_coeff:
             loss = loss - self.entropy_coeff * entropy
-        return torch.where(mask, loss, 0.0), metrics
+        trained = mask & kept if self.mask_applies_to == "all" else mask
+        return torch.where(trained, loss, 0.0), metrics
+
+    def _factor(self, logp: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """(factor of the policy term [t], tokens that keep it bool [t])."""
+        factor, kept = torch.ones_like(logp), torch.ones_like(inputs.mask)
+        if self.correction:
+            factor, kept = self.correction(inputs.rollout_logp, logp, inputs.mask, inputs.sequence_sum)
+        if inputs.policy_factor is not None:
+            factor = factor * inputs.policy_factor
+        return factor, kept
+
+    def _kl(self, logp, log_ratio, inputs: LossInputs, full_kl) -> torch.Tensor:
+        if self.needs_full_kl:
+            return full_kl
+        kl = kl_penalty(logp, torch.where(inputs.mask, inputs.ref_logp, logp.detach()), self.kl_loss_type)
+        return unbiased_kl(kl, log_ratio) if self.kl_loss_unbiased else kl
 
 
 @dataclass(frozen=True)
 class CrossEntropyLoss:
     """Supervised fine-tuning: negative log-likelihood of the response tokens."""
 
-    def __call__(self, logp, entropy, inputs):
+    needs_full_kl = False
+
+    @property
+    def limits(self) -> dict[str, float]:
+        return {}
+
+    def __call__(self, logp, entropy, inputs, full_kl=None):
         loss = torch.where(inputs.mask, -logp, 0.0)
         return loss, {"sft/loss_per_token": Mean(loss.detach().sum(), inputs.mask.sum())}
 

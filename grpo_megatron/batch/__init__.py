@@ -2,12 +2,13 @@
 
 from grpo_megatron.batch.layout import Layout, Pack
 from grpo_megatron.batch.sample import Group, Prompt, Sample, WeightSpan
-from grpo_megatron.batch.schedule import Schedule, schedule
+from grpo_megatron.batch.schedule import CostModel, Schedule, schedule
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.batch.weights import LOSS_AGG_MODES, token_weights
 
 __all__ = [
     "LOSS_AGG_MODES",
+    "CostModel",
     "Group",
     "Layout",
     "Pack",

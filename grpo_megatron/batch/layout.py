@@ -21,6 +21,8 @@ class Layout:
     tp, cp: sizes of the tensor and context parallel groups; cp_rank: this rank's place in the
     latter. sequence_parallel: activations are split over TP between the matrix products, so the
     pack must divide. alignment: what the FP8 kernels demand of every GEMM dimension (1 = nothing).
+    pack_tokens: if not 0, every pack is padded to this many positions, over all CP ranks, so that
+    pipeline stages know the shapes beforehand.
     """
 
     tp: int = 1
@@ -28,6 +30,7 @@ class Layout:
     cp_rank: int = 0
     sequence_parallel: bool = False
     alignment: int = 1
+    pack_tokens: int = 0
 
     @property
     def sequence_multiple(self) -> int:
@@ -46,10 +49,27 @@ class Layout:
         if lengths.ndim != 1 or lengths.size == 0 or lengths.min() < 1:
             raise ValueError(f"a pack needs one or more sequences of at least one token, got lengths {lengths}")
         padded = -(-lengths // self.sequence_multiple) * self.sequence_multiple
+        if self.pack_tokens:
+            empty = self._empty_sequences(padded)
+            return Pack(self, np.append(lengths, np.zeros_like(empty)), np.append(padded, empty))
         # The last sequence takes the padding of the pack: kernels and Megatron's RoPE want
         # cu_seqlens to cover every position.
         padded[-1] += -int(padded.sum()) % self.pack_multiple
         return Pack(self, lengths, padded)
+
+    def _empty_sequences(self, padded: np.ndarray) -> np.ndarray:
+        """Padded lengths of sequences without a token that fill a pack up to pack_tokens.
+
+        None is longer than the longest real one, else attention over padding would cost the most.
+        """
+        rest = self.pack_tokens - int(padded.sum())
+        if rest < 0 or self.pack_tokens % self.pack_multiple:
+            raise ValueError(
+                f"{padded.sum()} padded tokens do not fit packs of {self.pack_tokens}, a multiple of {self.pack_multiple}"
+            )
+        longest = int(padded.max())
+        sizes = [longest] * (rest // longest) + [rest % longest] * (rest % longest > 0)
+        return np.array(sizes, dtype=np.int64)
 
 
 def _cumulative(lengths: np.ndarray) -> np.ndarray:
@@ -58,7 +78,10 @@ def _cumulative(lengths: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pack:
-    """One micro-batch under a Layout. T = sum(lengths) tokens, S sequences, t local positions."""
+    """One micro-batch under a Layout. T = sum(lengths) tokens, S sequences, t local positions.
+
+    With pack_tokens the last of the S sequences may be empty: padding only.
+    """
 
     layout: Layout
     lengths: np.ndarray  # int64 [S], without padding
@@ -74,21 +97,36 @@ class Pack:
         """int32 [S+1]: where each sequence starts in the padded stream, over all CP ranks."""
         return _cumulative(self.padded_lengths)
 
+    def pieces(self, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """First position and length of each contiguous piece on a CP rank, int64 [S, p] both.
+
+        Without CP a sequence is one piece. Else it is cut in 2·cp chunks, of which rank r holds r and
+        2·cp-1-r (zig-zag), so that causal attention is equal work on all ranks.
+        """
+        cp = self.layout.cp
+        if cp == 1:
+            return np.zeros((len(self.lengths), 1), dtype=np.int64), self.padded_lengths[:, None]
+        chunk = self.padded_lengths[:, None] // (2 * cp)
+        return chunk * np.array([[cp_rank, 2 * cp - 1 - cp_rank]]), np.repeat(chunk, 2, axis=1)
+
+    def _positions(self, cp_rank: int) -> np.ndarray:
+        first, length = (x.ravel() for x in self.pieces(cp_rank))
+        ends = np.cumsum(length)
+        return np.arange(ends[-1]) + np.repeat(first - (ends - length), length)
+
     @cached_property
     def position_ids(self) -> np.ndarray:
         """int64 [t]: position of each local token in its own sequence (padding counts on)."""
-        cp, rank = self.layout.cp, self.layout.cp_rank
-        parts = []
-        for length in self.padded_lengths:
-            if cp == 1:
-                parts.append(np.arange(length))
-                continue
-            # Zig-zag: of 2·cp chunks, rank r holds chunks r and 2·cp-1-r, so that the causal
-            # attention work is equal on all ranks.
-            chunk = length // (2 * cp)
-            for piece in (rank, 2 * cp - 1 - rank):
-                parts.append(np.arange(piece * chunk, (piece + 1) * chunk))
-        return np.concatenate(parts)
+        return self._positions(self.layout.cp_rank)
+
+    @cached_property
+    def gathered_index(self) -> np.ndarray:
+        """int64: for each position of the padded stream, its row where all CP ranks' parts follow each other."""
+        starts = self.cu_seqlens_padded[:-1].astype(np.int64)[self.sequence_id]
+        rows = np.concatenate([starts + self._positions(rank) for rank in range(self.layout.cp)])
+        index = np.empty(len(rows), dtype=np.int64)
+        index[rows] = np.arange(len(rows))
+        return index
 
     @cached_property
     def sequence_id(self) -> np.ndarray:
@@ -107,11 +145,12 @@ class Pack:
         return int(self.cu_seqlens[-1])
 
     def scatter(self, stream: np.ndarray, fill=0) -> torch.Tensor:
-        """stream [T] -> this rank's part [t], padding set to `fill`; dtype kept, on CPU."""
+        """stream [T, ...] -> this rank's part [t, ...], padding set to `fill`; dtype kept, on CPU."""
         if len(stream) != self.num_tokens:
             raise ValueError(f"stream has {len(stream)} tokens, the pack {self.num_tokens}")
-        # With T >= 1, index -1 reads a valid element, which the second argument then replaces.
-        return torch.from_numpy(np.where(self.index >= 0, np.asarray(stream)[self.index], np.asarray(fill, dtype=stream.dtype)))
+        local = np.asarray(stream)[self.index]  # with T >= 1, index -1 reads a valid element
+        local[self.index < 0] = fill
+        return torch.from_numpy(local)
 
     def gather(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
         """Inverse of scatter: local [t] of every CP rank -> stream [T], the same on all of them."""

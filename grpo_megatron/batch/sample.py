@@ -38,7 +38,8 @@ class Sample:
 
     prompt_ids int32 [P]; response_ids int32 [R]; loss_mask bool [R], False on text the model did
     not write; rollout_logprobs float32 [R], natural log, as sampled (after temperature);
-    finish_reason: "stop", "length" or "abort". A trajectory (one episode) may become several
+    finish_reason: "stop", "length" or "abort". routing int16 [P + R, L, k] or None: the experts of each
+    token in each of the model's L layers with experts, as the engine chose them. A trajectory (one episode) may become several
     samples and still counts once in the loss; here it is one.
     """
 
@@ -53,6 +54,7 @@ class Sample:
     response_text: str = ""
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
+    routing: np.ndarray | None = None
 
     def __post_init__(self):
         length = len(self.response_ids)
@@ -62,6 +64,10 @@ class Sample:
             raise ValueError(
                 f"trajectory {self.trajectory_id}: {length} response tokens, {len(self.loss_mask)} mask values, "
                 f"{len(self.rollout_logprobs)} log-probs"
+            )
+        if self.routing is not None and len(self.routing) != self.num_tokens:
+            raise ValueError(
+                f"trajectory {self.trajectory_id}: {self.num_tokens} tokens, but the routing of {len(self.routing)}"
             )
 
     @property

@@ -1,16 +1,45 @@
 """Which sequences share a micro-batch, and which data-parallel rank computes it.
 
-Pack first, distribute second: sequences are packed into micro-batches over the whole optimizer
-step, then the micro-batches are dealt to the ranks. Packing each rank's share on its own instead
-leaves ranks with different numbers of micro-batches, and the pipeline waiting.
+Pack first, distribute second: sequences are packed into micro-batches over the whole optimizer step, then the micro-batches
+are dealt to the ranks. Packing each rank's share on its own instead leaves ranks with different numbers of micro-batches, and
+the pipeline waiting.
+
+The micro-batches, sorted by cost, are dealt in rounds of one per rank. What the ranks compute at the same time then costs
+nearly the same, which experts spread over ranks need (they meet in an all-to-all in every MoE layer of every micro-batch), and
+the rounds, each dealt costliest to the least loaded rank, add up to equal work. Exchanges of sequences, first within rounds and
+then between ranks, remove most of what is left.
 """
 
 import heapq
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from grpo_megatron.errors import UserError
+
+# Exchanges stop at this relative difference (of a round's costliest micro-batch, or of a rank, from the mean) ...
+_TOLERANCE = 1e-4
+# ... or after looking at this many sequences, so that a large batch does not wait for the last digit.
+_EXCHANGE_BUDGET = 30_000
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Relative FLOPs of a training or log-prob pass over a sequence of L tokens: per_token · L + per_pair · L (L + 1) / 2.
+
+    per_token: the linear layers, for one token over all layers; per_pair: one (query, key) pair of causal attention over all
+    layers. Only their ratio matters; the default is about that of a dense 7B model.
+    """
+
+    per_token: float = 1.0
+    per_pair: float = 2.8e-5
+
+    def flops(self, lengths) -> np.ndarray:
+        """float64 [S] for lengths [S] in tokens."""
+        lengths = np.asarray(lengths, dtype=np.float64)
+        return self.per_token * lengths + self.per_pair * lengths * (lengths + 1) / 2
 
 
 @dataclass(frozen=True)
@@ -21,6 +50,7 @@ class Schedule:
 
     @property
     def num_micro_batches(self) -> int:
+        """Micro-batches of each rank."""
         return len(self.micro_batches[0])
 
     def sequences(self, dp_rank: int) -> list[int]:
@@ -28,95 +58,334 @@ class Schedule:
         return [i for micro_batch in self.micro_batches[dp_rank] for i in micro_batch]
 
 
-def flops(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
-    """Relative cost of sequences: linear layers ~12 h² per token and layer, attention ~2 h L²."""
-    lengths = np.asarray(lengths, dtype=np.float64)
-    return lengths * (12 * hidden_size + 2 * lengths)
+def schedule(
+    lengths,
+    max_tokens: int,
+    dp: int = 1,
+    cost: CostModel = CostModel(),
+    packing: bool = True,
+    sequence_multiple: int = 1,
+    multiple_of: int = 1,
+    lockstep: bool = False,
+) -> Schedule:
+    """Deterministic partition of S sequences into micro-batches for `dp` ranks.
 
+    lengths: int [S], tokens of each sequence; max_tokens: limit of a micro-batch, over all CP ranks and with every sequence
+    padded to a multiple of `sequence_multiple` (see Layout); cost: the estimate by which ranks are balanced; packing: off, every
+    sequence is a micro-batch of its own; multiple_of: what divides the number of micro-batches of a rank (the pipeline size
+    under a virtual pipeline, else 1); lockstep: ranks wait for each other in every micro-batch (expert parallelism), not only
+    at the end of the step.
 
-def schedule(lengths, max_tokens: int, dp: int = 1, hidden_size: int = 1024, packing: bool = True) -> Schedule:
-    """Deterministic partition of sequences into micro-batches for `dp` ranks.
-
-    lengths: tokens of each sequence; max_tokens: limit of a micro-batch (over all CP ranks);
-    hidden_size: of the model, for the cost by which ranks are balanced.
-    With packing off every sequence is a micro-batch of its own. Every sequence occurs once, every
-    rank gets equally many micro-batches, none of them is empty and none exceeds max_tokens.
-    Raises UserError if a sequence is longer than max_tokens, or with fewer sequences than ranks.
+    Every sequence occurs once, every rank gets equally many micro-batches, none of them is empty and none exceeds max_tokens.
+    Ranks do nearly equal work in total, and in each micro-batch i, as far as the lengths allow. The two conflict where a long
+    sequence outweighs every other micro-batch: then its rank gets less in the others, unless in lockstep, where that would
+    only make the others wait more often. Cheap micro-batches come first and last, where a pipeline fills and drains.
+    Raises UserError for a sequence that does not fit max_tokens, and where there are too few sequences for that many
+    micro-batches; ValueError for lengths below 1.
     """
+    padded = _padded(lengths, max_tokens, sequence_multiple)
+    order = np.argsort(padded, kind="stable")
+    sequences = _Sequences(padded[order], cost.flops(padded[order]), max_tokens)
+    packed = _pack(sequences, dp * multiple_of) if packing else [[s] for s in range(1, len(sequences) + 1)]
+    if len(packed) % (dp * multiple_of):
+        raise UserError(_cannot_share(len(sequences), dp, multiple_of, packing))
+    rounds = _rounds([sequences.micro_batch(chosen) for chosen in packed], dp)
+    if packing:
+        _level_rounds(rounds, sequences)
+    ranks = _deal(rounds)
+    if packing and not lockstep:
+        _level_ranks(ranks, sequences)
+    index = [-1, *order.tolist()]
+    return Schedule(tuple(tuple(tuple(sorted([index[s] for s in mb.members])) for mb in rank) for rank in ranks))
+
+
+def _padded(lengths, max_tokens: int, sequence_multiple: int) -> np.ndarray:
     lengths = np.asarray(lengths, dtype=np.int64)
-    if lengths.max() > max_tokens:
+    if lengths.size == 0:
+        raise UserError("there are no sequences to train on; use a larger batch, or filters that leave some of it")
+    if lengths.min() < 1:
+        raise ValueError(f"sequence {int(lengths.argmin())} has {lengths.min()} tokens")
+    padded = -(-lengths // sequence_multiple) * sequence_multiple
+    longest = int(padded.argmax())
+    if padded[longest] > max_tokens:
+        padding = f" ({padded[longest]} with the padding of context parallelism)" if sequence_multiple > 1 else ""
         raise UserError(
-            f"sequence {int(lengths.argmax())} has {lengths.max()} tokens, but a micro-batch may hold {max_tokens}; "
+            f"sequence {longest} has {lengths[longest]} tokens{padding}, but a micro-batch may hold {max_tokens}; "
             "raise train.max_tokens_per_micro_batch"
         )
-    bins = _pack(lengths, max_tokens, dp) if packing else [[i] for i in range(len(lengths))]
-    if len(bins) % dp or len(lengths) < dp:
-        raise UserError(
-            f"{len(lengths)} sequences make {len(bins)} micro-batches, which {dp} data-parallel ranks cannot share "
-            "equally; change the batch size, or use train.packing=true"
-        )
-    return Schedule(_distribute(bins, flops(lengths, hidden_size), dp))
+    return padded
 
 
-def _pack(lengths: np.ndarray, max_tokens: int, dp: int) -> list[list[int]]:
-    """Micro-batches of at most max_tokens, as even as possible; their number a multiple of dp.
+def _cannot_share(count: int, dp: int, multiple_of: int, packing: bool) -> str:
+    step = dp * multiple_of
+    if count < step:
+        advice = f"at least {step} are needed: use a larger batch or fewer data-parallel ranks"
+    elif packing:
+        advice = f"raise train.max_tokens_per_micro_batch, or make the number of sequences a multiple of {step}"
+    else:
+        advice = f"make their number a multiple of {step}, or use train.packing=true"
+    multiple = f", a multiple of {multiple_of} for the virtual pipeline" if multiple_of > 1 else ""
+    return (
+        f"{count} sequences{'' if packing else ', one per micro-batch,'} cannot be shared by {dp} data-parallel ranks with as many "
+        f"micro-batches each{multiple}; {advice}"
+    )
 
-    First-fit-decreasing finds how many are needed. Dealing longest-first to the emptiest of that
-    many is more even, but may overflow where the fit is tight.
+
+@dataclass(slots=True)
+class _MicroBatch:
+    members: list[int]  # ascending
+    tokens: int
+    cost: float
+
+    def replace(self, old: int, new: int, sequences: "_Sequences") -> None:
+        """Member `old` by `new`; 0 stands for no sequence."""
+        if old:
+            self.members.remove(old)
+        if new:
+            insort(self.members, new)
+        self.tokens += sequences.length[new] - sequences.length[old]
+        self.cost += sequences.cost[new] - sequences.cost[old]
+
+
+class _Sequences:
+    """Sequences under the numbers 1..S, shortest first. Number 0 is "no sequence", of no tokens and no cost.
+
+    Lists, not arrays: everything below goes through them one by one, which lists do several times faster.
     """
-    order = [int(i) for i in np.argsort(-lengths, kind="stable")]
-    tight = _first_fit(order, lengths, max_tokens)
-    count = -(-len(tight) // dp) * dp
-    even = _emptiest_first(order, lengths, max_tokens, count)
-    if even is not None:
+
+    def __init__(self, length: np.ndarray, cost: np.ndarray, max_tokens: int):
+        self.length: list[int] = [0, *length.tolist()]
+        self.cost: list[float] = [0.0, *cost.tolist()]
+        self.max_tokens = max_tokens
+
+    def __len__(self) -> int:
+        return len(self.length) - 1
+
+    def micro_batch(self, members: list[int]) -> _MicroBatch:
+        members.sort()
+        return _MicroBatch(members, sum([self.length[s] for s in members]), sum([self.cost[s] for s in members]))
+
+
+def _pack(sequences: _Sequences, step: int) -> list[list[int]]:
+    """Micro-batches within the limit, as even as possible; their number a multiple of `step` unless there are too few sequences.
+
+    Dealing longest-first to the emptiest is the most even, but overflows where the fit is tight; first-fit-decreasing does not.
+    There its last micro-batches, those of the shortest sequences, are dealt again, evenly: all, or a quarter, or a 16th ...
+    """
+    everything = range(len(sequences), 0, -1)
+    fewest = _round_up(-(-sum(sequences.length) // sequences.max_tokens), step)
+    if (even := _emptiest_first(everything, fewest, sequences)) is not None:
         return even
-    while len(tight) < count:
-        crowded = max(tight, key=len)
-        if len(crowded) == 1:
-            return tight  # fewer sequences than needed; the caller says so
-        tight.append([crowded.pop()])
-    return tight
+    tight = _first_fit(sequences, pairs=True)
+    if _round_up(len(tight), step) > fewest:
+        tight = min(tight, _first_fit(sequences, pairs=False), key=len)
+    count = _round_up(len(tight), step)
+    kept = 0 if count > fewest else 3 * len(tight) // 4
+    while kept < len(tight):
+        again = sorted((s for members in tight[kept:] for s in members), reverse=True)
+        if (even := _emptiest_first(again, count - kept, sequences)) is not None:
+            return tight[:kept] + even
+        kept += -(-3 * (len(tight) - kept) // 4)
+    return _split(tight, count)
 
 
-def _first_fit(order: list[int], lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room = np.empty(len(order), dtype=np.int64)
-    for i in order:
-        fitting = np.flatnonzero(room[: len(bins)] >= lengths[i])
-        if fitting.size:
-            b = int(fitting[0])
-        else:
-            b = len(bins)
-            bins.append([])
-            room[b] = max_tokens
-        bins[b].append(i)
-        room[b] -= lengths[i]
-    return bins
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
-def _emptiest_first(order: list[int], lengths: np.ndarray, max_tokens: int, count: int) -> list[list[int]] | None:
-    """None if a micro-batch would overflow or stay empty."""
-    if count > len(order):
+def _emptiest_first(chosen: Sequence[int], count: int, sequences: _Sequences) -> list[list[int]] | None:
+    """`chosen`, longest first, each to the emptiest of `count` micro-batches. None if one would overflow or stay empty."""
+    if count > len(chosen):
         return None
-    heap = [(0, b) for b in range(count)]
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for i in order:
-        used, b = heapq.heappop(heap)
-        if used + lengths[i] > max_tokens:
+    length, limit = sequences.length, sequences.max_tokens
+    packed: list[list[int]] = [[] for _ in range(count)]
+    # tokens · count + micro-batch in one integer: comparing tuples would double the time.
+    heap = list(range(count))
+    for s in chosen:
+        tokens, emptiest = divmod(heap[0], count)
+        if tokens + length[s] > limit:
             return None
-        bins[b].append(i)
-        heapq.heappush(heap, (used + int(lengths[i]), b))
-    return bins
+        packed[emptiest].append(s)
+        heapq.heapreplace(heap, heap[0] + length[s] * count)
+    return packed
 
 
-def _distribute(bins: list[list[int]], cost: np.ndarray, dp: int) -> tuple:
-    """Costliest first to the rank with the least work that still has room; equal counts."""
-    per_rank = len(bins) // dp
-    bin_cost = [float(cost[b].sum()) for b in bins]
-    ranks: list[list[int]] = [[] for _ in range(dp)]
-    load = [0.0] * dp
-    for b in sorted(range(len(bins)), key=lambda b: (-bin_cost[b], b)):
-        rank = min((r for r in range(dp) if len(ranks[r]) < per_rank), key=lambda r: (load[r], r))
-        ranks[rank].append(b)
-        load[rank] += bin_cost[b]
-    return tuple(tuple(tuple(sorted(bins[b])) for b in rank) for rank in ranks)
+def _first_fit(sequences: _Sequences, pairs: bool) -> list[list[int]]:
+    """First-fit-decreasing, one micro-batch after the other: again and again the longest sequence that still fits.
+
+    pairs: where the last sequence of a micro-batch would leave more than a little room, two that fill it better take its place.
+    That saves the last few micro-batches of thousands, but may cost one where all sequences are long.
+    """
+    length, left = sequences.length, _Left(sequences.length)
+    little = sequences.max_tokens // 4096
+    packed = []
+    while s := left.longest(sequences.max_tokens):
+        members: list[int] = []
+        room = sequences.max_tokens
+        while s:
+            rest = room - length[s]
+            look = pairs and members and little < rest < left.shortest()
+            pair = left.pair(room, more_than=length[s]) if look else None
+            for chosen in pair or (s,):
+                left.take(chosen)
+                members.append(chosen)
+                room -= length[chosen]
+            s = left.longest(room)
+        packed.append(members)
+    return packed
+
+
+class _Left:
+    """The sequences that first-fit-decreasing has still to place."""
+
+    def __init__(self, length: list[int]):
+        self._length = length
+        # Of a sequence that is left, itself; else a shorter one, such that none in between is left (union-find). 0 is none.
+        self._next = list(range(len(length)))
+        self._low = 1
+
+    def longest(self, room: int) -> int:
+        """The longest sequence of at most `room` tokens, 0 if there is none."""
+        return self._find(bisect_right(self._length, room) - 1)
+
+    def shortest(self) -> int:
+        """Tokens of the shortest sequence; call only while there is one."""
+        while self._next[self._low] != self._low:
+            self._low += 1
+        return self._length[self._low]
+
+    def take(self, s: int) -> None:
+        self._next[s] = s - 1
+
+    def pair(self, room: int, more_than: int) -> tuple[int, int] | None:
+        """Two sequences of together at most `room` and more than `more_than` tokens, the fullest of a few tries."""
+        best = None
+        a = self.longest(room - self.shortest())
+        for _ in range(16):
+            if not a:
+                break
+            following = self._find(a - 1)
+            b = min(self.longest(room - self._length[a]), following)
+            together = self._length[a] + self._length[b]
+            if b and together > more_than:
+                best, more_than = (a, b), together
+            a = following
+        return best
+
+    def _find(self, s: int) -> int:
+        following = self._next
+        while following[s] != s:
+            following[s] = s = following[following[s]]
+        return s
+
+
+def _split(packed: list[list[int]], count: int) -> list[list[int]]:
+    """Halve the micro-batches of most sequences until there are `count`, or one sequence each.
+
+    Uneven, but possible where sequences are too long to be dealt again.
+    """
+    heap = [(-len(members), members) for members in packed]
+    heapq.heapify(heap)
+    while len(heap) < count and heap[0][0] < -1:
+        _, members = heapq.heappop(heap)
+        for half in (members[::2], members[1::2]):
+            heapq.heappush(heap, (-len(half), half))
+    return [members for _, members in heap]
+
+
+def _rounds(micro_batches: list[_MicroBatch], dp: int) -> list[list[_MicroBatch]]:
+    """Micro-batches sorted by cost, in rounds of one for each rank."""
+    micro_batches.sort(key=lambda mb: (mb.cost, mb.members))
+    return [micro_batches[i : i + dp] for i in range(0, len(micro_batches), dp)]
+
+
+def _exchange(heavy: _MicroBatch, light: _MicroBatch, gap: float, sequences: _Sequences) -> tuple[float, int, int]:
+    """Which sequence of `heavy` against which shorter one (or none, 0) of `light` best closes a gap in cost.
+
+    Returns (gap left, sequence of heavy, sequence of light), or (gap, 0, 0) if no exchange makes it smaller.
+    """
+    length, cost, members = sequences.length, sequences.cost, light.members
+    room = sequences.max_tokens - light.tokens
+    best = (gap, 0, 0)
+    previous = 0
+    for a in heavy.members:
+        if length[a] == previous:
+            continue
+        previous = length[a]
+        # Cost grows with length: the partner is a neighbour of the one that would close the gap, or of the shortest that
+        # leaves no micro-batch too long.
+        wanted = max(bisect_left(cost, cost[a] - gap / 2), bisect_left(length, length[a] - room))
+        j = bisect_left(members, wanted)
+        for b in (members[j - 1] if j else 0, members[j] if j < len(members) else 0):
+            left = abs(gap - 2 * (cost[a] - cost[b]))
+            if left < best[0] and length[a] - length[b] <= room and (b or len(heavy.members) > 1):
+                best = (left, a, b)
+    return best
+
+
+def _level_rounds(rounds: list[list[_MicroBatch]], sequences: _Sequences) -> None:
+    """Exchange sequences within rounds, in place, to lower each round's costliest micro-batch towards the mean.
+
+    One exchange at a time in the round where the ranks would wait longest.
+    """
+    dp = len(rounds[0])
+    mean = [sum(mb.cost for mb in members) / dp for members in rounds]
+    heap = [(mean[i] - max(mb.cost for mb in members), i) for i, members in enumerate(rounds)]
+    heapq.heapify(heap)
+    budget = _EXCHANGE_BUDGET
+    while heap and budget > 0:
+        waiting, i = heapq.heappop(heap)
+        if -waiting <= _TOLERANCE * mean[i]:
+            continue
+        ascending = sorted(rounds[i], key=lambda mb: mb.cost)
+        heavy = ascending[-1]
+        for light in ascending[:-1][:4]:
+            budget -= len(heavy.members)
+            gap = heavy.cost - light.cost
+            left, a, b = _exchange(heavy, light, gap, sequences)
+            if left < gap * (1 - _TOLERANCE):
+                heavy.replace(a, b, sequences)
+                light.replace(b, a, sequences)
+                heapq.heappush(heap, (mean[i] - max(mb.cost for mb in rounds[i]), i))
+                break
+
+
+def _deal(rounds: list[list[_MicroBatch]]) -> list[list[_MicroBatch]]:
+    """ranks[dp_rank][i]: in every round the costliest micro-batch to the rank with the least work so far.
+
+    The most uneven rounds are dealt first, and the others even out what they leave.
+    """
+    dp = len(rounds[0])
+    costs = [[mb.cost for mb in members] for members in rounds]
+    load = np.zeros(dp)
+    dealt: list[list[_MicroBatch]] = [[] for _ in rounds]
+    for i in sorted(range(len(rounds)), key=lambda i: (min(costs[i]) - max(costs[i]), i)):
+        busiest_first = np.argsort(-load, kind="stable")
+        cheapest_first = np.argsort(costs[i], kind="stable")
+        place = np.empty(dp, dtype=np.int64)
+        place[busiest_first] = cheapest_first
+        load += np.asarray(costs[i])[place]
+        dealt[i] = [rounds[i][p] for p in place]
+    # Cheap rounds at both ends: a pipeline idles for about a micro-batch per stage while it fills and drains.
+    dealt = dealt[::2] + dealt[1::2][::-1]
+    return [[members[rank] for members in dealt] for rank in range(dp)]
+
+
+def _level_ranks(ranks: list[list[_MicroBatch]], sequences: _Sequences) -> None:
+    """Exchange sequences between the ranks of most and of least work, in place."""
+    load = [sum(mb.cost for mb in rank) for rank in ranks]
+    mean = sum(load) / len(load)
+    budget = _EXCHANGE_BUDGET
+    while budget > 0 and max(load) > mean * (1 + _TOLERANCE):
+        heavy, light = load.index(max(load)), load.index(min(load))
+        gap = load[heavy] - load[light]
+        pairs = list(zip(ranks[heavy], ranks[light], strict=True))
+        budget -= sum(len(mb.members) for mb, _ in pairs)
+        (left, a, b), i = min((_exchange(*pair, gap, sequences), i) for i, pair in enumerate(pairs))
+        if left >= gap * (1 - _TOLERANCE):
+            return
+        pairs[i][0].replace(a, b, sequences)
+        pairs[i][1].replace(b, a, sequences)
+        moved = sequences.cost[a] - sequences.cost[b]
+        load[heavy] -= moved
+        load[light] += moved

@@ -30,7 +30,10 @@ class TrainBatch:
 
     cu_seqlens int32 [S+1]; group_id and trajectory_id int64 [S]; reward float32 [S]; all others [T]:
     tokens, target int32; loss_mask bool (trained tokens); weight, advantage, rollout_logp,
-    old_logp, ref_logp float32, natural log, zero where unknown.
+    old_logp, ref_logp float32, natural log, zero where unknown. routing int [T, L, k] or None: the
+    experts of each token in each of the L layers with experts, as the engine chose them.
+    policy_factor float32 [T] or None (1 everywhere): multiplies the policy term of the loss. number
+    int64 [T] or None: place of each token in the step, by which a metric names it.
     """
 
     cu_seqlens: np.ndarray
@@ -45,6 +48,9 @@ class TrainBatch:
     rollout_logp: np.ndarray
     old_logp: np.ndarray
     ref_logp: np.ndarray
+    routing: np.ndarray | None = None
+    policy_factor: np.ndarray | None = None
+    number: np.ndarray | None = None
 
     def __post_init__(self):
         for name in ("group_id", "trajectory_id", "reward"):
@@ -68,13 +74,27 @@ class TrainBatch:
             predicts = slice(start + len(sample.prompt_ids) - 1, end - 1)
             arrays["loss_mask"][predicts] = sample.loss_mask
             arrays["rollout_logp"][predicts] = sample.rollout_logprobs
+        routed = [sample.routing for sample in samples if sample.routing is not None]
+        if routed and len(routed) != len(samples):
+            raise ValueError(f"{len(routed)} of {len(samples)} samples carry the engine's routing; all must, or none")
         return cls(
+            routing=np.concatenate(routed) if routed else None,
             cu_seqlens=cu_seqlens,
             group_id=np.array([sample.group_id for sample in samples], dtype=np.int64),
             trajectory_id=np.array([sample.trajectory_id for sample in samples], dtype=np.int64),
             reward=np.array([np.nan if sample.reward is None else sample.reward for sample in samples], dtype=np.float32),
             **arrays,
         )
+
+    @classmethod
+    def concatenate(cls, parts: list["TrainBatch"]) -> "TrainBatch":
+        """The sequences of all parts, one after the other; copies."""
+        arrays = {"cu_seqlens": np.concatenate([[0], np.cumsum(np.concatenate([p.lengths for p in parts]))]).astype(np.int32)}
+        for spec in fields(cls):
+            found = [getattr(part, spec.name) for part in parts]
+            if spec.name != "cu_seqlens" and all(array is not None for array in found):
+                arrays[spec.name] = np.concatenate(found)
+        return cls(**arrays)
 
     @property
     def num_sequences(self) -> int:
@@ -105,6 +125,7 @@ class TrainBatch:
         per_sequence = {"group_id", "trajectory_id", "reward"}
         chosen = {"cu_seqlens": np.concatenate([[0], np.cumsum(self.lengths[sequences])]).astype(np.int32)}
         for spec in fields(self):
-            if spec.name != "cu_seqlens":
-                chosen[spec.name] = getattr(self, spec.name)[sequences if spec.name in per_sequence else index]
+            array = getattr(self, spec.name)
+            if spec.name != "cu_seqlens" and array is not None:
+                chosen[spec.name] = array[sequences if spec.name in per_sequence else index]
         return TrainBatch(**chosen)

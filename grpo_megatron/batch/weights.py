@@ -5,6 +5,8 @@ micro-batches and ranks, so no rank ever divides by a number of its own. Which m
 decided here, once, over the whole optimizer step.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from grpo_megatron.batch.train_batch import TrainBatch
@@ -50,3 +52,17 @@ def token_weights(batch: TrainBatch, mode: str, max_response_length: int) -> np.
     weights = np.zeros(batch.num_tokens, dtype=np.float32)
     weights[mask] = value
     return weights
+
+
+def weights_after_rejection(
+    batch: TrainBatch, kept: np.ndarray, mode: str, max_response_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(weight, policy_factor), float32 [T] both, where rejected tokens lose their policy term only.
+
+    kept bool [T]. The weights are those of all trained tokens, for KL and entropy; weight times
+    policy_factor are those of the trained tokens that are kept, as `token_weights` gives them.
+    """
+    weight = token_weights(batch, mode, max_response_length)
+    policy = token_weights(replace(batch, loss_mask=batch.loss_mask & kept), mode, max_response_length)
+    factor = np.divide(policy, weight, out=np.zeros_like(weight), where=weight > 0)
+    return weight, factor

@@ -1,6 +1,7 @@
 """The trainer as the controller sees it: all ranks of the Megatron actor behind one object."""
 
 import itertools
+import math
 import socket
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ import ray
 from grpo_megatron.batch import Schedule, TrainBatch
 from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.processes import fetch, gather, redirect_output
+from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.architecture import read_architecture
 from grpo_megatron.metrics import Mean, Metrics, Sum, merge
 
@@ -60,14 +62,60 @@ def _environment(slot: Slot, megatron_config) -> dict[str, str]:
     }
 
 
+class DroppedSteps:
+    """Watches for optimizer steps that are dropped one after the other, and stops the run if there are too many."""
+
+    def __init__(self, config):
+        """config: config.schema.OptimizerConfig."""
+        self._config = config
+        self._in_a_row: list[tuple[float, float]] = []
+        self._beyond: tuple[str, ...] = ()
+
+    def note(self, dropped: bool, grad_norm: float, loss: float, step: int | None, beyond: tuple[str, ...] = ()) -> None:
+        """After every optimizer step; step: of the run, if known; beyond: see spec.TrainResult.
+
+        Raises UserError at the optimizer.max_dropped_steps-th dropped one in a row.
+        """
+        if not dropped:
+            self._in_a_row.clear()
+            self._beyond = ()
+            return
+        self._in_a_row.append((grad_norm, loss))
+        self._beyond = beyond or self._beyond
+        if len(self._in_a_row) < self._config.max_dropped_steps:
+            return
+        norms, losses = (", ".join(f"{value:.4g}" for value in values) for values in zip(*self._in_a_row, strict=True))
+        reasons = []
+        if not all(math.isfinite(norm) for norm, _ in self._in_a_row):
+            reasons.append(
+                "A norm that is not finite comes from NaN or infinity in the weights, the log-probs or the advantages: look at "
+                "actor/loss, actor/grad_norm and mismatch/max of the steps before in metrics.jsonl; a lower optimizer.lr may help."
+            )
+        if self._beyond:
+            reasons.append(f"The reason was not the gradient, but: {self._beyond[0]}.")
+        elif any(math.isfinite(norm) for norm, _ in self._in_a_row):
+            limit = self._config.max_grad_norm_to_step
+            reasons.append(
+                f"A finite norm was more than optimizer.max_grad_norm_to_step={limit}: look at actor/grad_norm of good steps in "
+                "metrics.jsonl, whether the limit is too low or training diverges."
+            )
+        raise UserError(
+            f"{len(self._in_a_row)} optimizer steps in a row were dropped"
+            + ("" if step is None else f", the last one in step {step}")
+            + f" (optimizer.max_dropped_steps={self._config.max_dropped_steps}); gradient norms {norms}, losses {losses}. "
+            + " ".join(reasons)
+        )
+
+
 class ActorGroup:
     """Every method returns when all ranks are done, and raises if one of them failed."""
 
     def __init__(self, cluster: Cluster, spec, megatron_config, seed: int, log_dir: str):
         """spec: megatron.actor.ActorSpec; megatron_config: config.schema.MegatronConfig."""
         self.sizes = spec.sizes
+        self._dropped_steps = DroppedSteps(spec.optimizer)
         world = spec.sizes.world_size
-        self.hidden_size = read_architecture(spec.model_path).hidden_size
+        self.cost_model = read_architecture(spec.model_path).cost_model
         logs = [f"{log_dir}/rank{rank}.log" for rank in range(world)]
         self._who = {rank: (f"trainer rank {rank} of {world}", log) for rank, log in enumerate(logs)}
         self.workers = [
@@ -81,9 +129,11 @@ class ActorGroup:
             for rank, worker in enumerate(self.workers)
         }
         self.ranks = gather(started, self._who)
+        self._asleep = False
 
     def _call(self, method: str, args_of_replica: list[tuple]) -> list:
         """Call on all ranks with the arguments of their replica; the replicas' reports, in order."""
+        self._wake()
         references = {
             rank: worker.call.remote(method, *args_of_replica[self.ranks[rank].dp_rank])
             for rank, worker in enumerate(self.workers)
@@ -95,26 +145,74 @@ class ActorGroup:
     def _call_alike(self, method: str, *args) -> None:
         self._call(method, [args] * self.sizes.dp)
 
+    def _call_each(self, method: str) -> dict:
+        """Call on all ranks; {rank: result}."""
+        return gather({rank: worker.call.remote(method) for rank, worker in enumerate(self.workers)}, self._who)
+
+    def sleep(self) -> dict[str, float]:
+        """Give back the ranks' memory until the next call of any other method, which wakes them first.
+
+        Returns metrics: GiB that the fullest rank occupies awake and asleep; none if already asleep.
+        """
+        if self._asleep:
+            return {}
+        reports = self._call_each("sleep").values()
+        self._asleep = True
+        return {
+            f"memory/rank_{state}_gib": max(report[when]["occupied"] for report in reports) / 2**30
+            for state, when in (("awake", "before"), ("asleep", "asleep"))
+        }
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._call_each("wake")
+            self._asleep = False
+
     def _split(self, batch: TrainBatch, plan: Schedule) -> list:
         """Object references to each replica's micro-batches."""
         return [ray.put([batch.select(mb) for mb in plan.micro_batches[dp]]) for dp in range(self.sizes.dp)]
 
-    def logprobs(self, batch: TrainBatch, plan: Schedule, reference: bool = False) -> np.ndarray:
-        """float32 [T]: log-prob of every target under the current or the reference weights."""
-        parts = self._call("logprobs", [(micro_batches, reference) for micro_batches in self._split(batch, plan)])
+    def logprobs(
+        self,
+        batch: TrainBatch,
+        plan: Schedule,
+        reference: bool = False,
+        key: tuple[int, int] | None = None,
+        keep_hidden: bool = False,
+    ) -> np.ndarray:
+        """float32 [T]: log-prob of every target under the current or the reference weights.
+
+        key: (step, number of the mini-batch), by which ranks reuse what they keep between passes.
+        keep_hidden: the reference's hidden states stay on the ranks, for the exact KL.
+        """
+        arguments = [(micro_batches, reference, key, keep_hidden) for micro_batches in self._split(batch, plan)]
+        parts = self._call("logprobs", arguments)
         out = np.empty(batch.num_tokens, dtype=np.float32)
         for dp, part in enumerate(parts):
             out[batch.token_index(plan.sequences(dp))] = part
         return out
 
-    def train_step(self, batch: TrainBatch, plan: Schedule, loss, current_is_old: bool = False) -> Metrics:
-        """One optimizer step on a mini-batch whose token weights are set; its metrics."""
+    def train_step(
+        self, batch: TrainBatch, plan: Schedule, loss, current_is_old: bool = False, key: tuple[int, int] | None = None
+    ) -> Metrics:
+        """One optimizer step on a mini-batch whose token weights are set; its metrics.
+
+        Raises UserError where it is one dropped step too many, see DroppedSteps.
+        """
         parts = self._split(batch, plan)
-        results = self._call("train_step", [(mb, loss, batch.num_tokens, current_is_old) for mb in parts])
+        # Adam would move the weights without a gradient too.
+        untrained = () if batch.weight.any() else ("no token has a weight in the loss",)
+        results = self._call("train_step", [(mb, loss, batch.num_tokens, current_is_old, key, bool(untrained)) for mb in parts])
         metrics = merge([result.metrics for result in results])
         # A sum over micro-batches and ranks, but not over optimizer steps.
         metrics["actor/loss"] = Mean(metrics["actor/loss"].value, 1)
         first = results[0]
+        step = key[0] if key else None
+        self._dropped_steps.note(
+            first.dropped, first.grad_norm, metrics["actor/loss"].result(), step, first.beyond or untrained
+        )
+        if loss.limits:
+            metrics["actor/steps_beyond_limit"] = Sum(float(bool(first.beyond)))
         metrics["actor/grad_norm"] = Mean(first.grad_norm, 1)
         metrics["actor/lr"] = Mean(first.lr, 1)
         metrics["actor/dropped_steps"] = Sum(float(first.dropped))
@@ -128,6 +226,7 @@ class ActorGroup:
         The bytes go from rank to engine; the driver only passes references on. All must be taken. A
         rank that failed is named also where an engine stumbled over its bucket first.
         """
+        self._wake()
         # Held back to two buckets a rank: else the whole model would lie in the object store.
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2}
         streams = [worker.weight_buckets.options(**options).remote(max_bytes) for worker in self.workers]
@@ -140,6 +239,10 @@ class ActorGroup:
                 fetch(reference, *self._who[ended[reference]])
             raise
         gather({rank: reference for reference, rank in ended.items()}, self._who)
+
+    def reset_reference(self) -> None:
+        """The current weights become the reference."""
+        self._call_alike("reset_reference")
 
     def save_hf(self, folder: str) -> None:
         self._call_alike("save_hf", folder)

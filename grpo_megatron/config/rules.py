@@ -1,8 +1,10 @@
 """Rules across fields. All are checked, and all violations are reported at once."""
 
-from grpo_megatron.algorithm.kl import KL_TYPES
-from grpo_megatron.batch.weights import LOSS_AGG_MODES
-from grpo_megatron.config.schema import Config, OldLogprobs, Precision, TransformerImpl
+import torch
+
+from grpo_megatron.algorithm.advantages import GROUP_RELATIVE
+from grpo_megatron.config.algorithm_rules import algorithm_violations, choice, ranges
+from grpo_megatron.config.schema import Config, LrSchedule, OldLogprobs, Precision, RoutingReplay, TransformerImpl
 from grpo_megatron.doctor import fp8_problem, transformer_engine_problem
 from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.rewards.answers import FINDERS
@@ -11,9 +13,10 @@ from grpo_megatron.rewards.answers import FINDERS
 def violations(config: Config, command: str = "train") -> list[str]:
     """Every broken rule as one sentence that names the keys; command: train or sft."""
     found = _ranges(config) + _precision(config) + ParallelSizes.from_config(config.megatron).violations()
+    found += _memory(config) + _experts(config) + _optimizer(config, command)
     found += _data(config)
     if command == "train":
-        found += _algorithm(config) + _batch_sizes(config) + _rollout(config)
+        found += algorithm_violations(config) + _batch_sizes(config) + _rollout(config)
     return found
 
 
@@ -36,22 +39,22 @@ def _ranges(config: Config) -> list[str]:
         "megatron.cpu_threads": config.megatron.cpu_threads,
         "optimizer.lr": config.optimizer.lr,
         "optimizer.eps": config.optimizer.eps,
+        "optimizer.max_dropped_steps": config.optimizer.max_dropped_steps,
         "eval.n": config.eval.n,
         "eval.top_p": config.eval.top_p,
     }
     not_negative = {
         "optimizer.lr_warmup_steps": config.optimizer.lr_warmup_steps,
+        "optimizer.lr_min": config.optimizer.lr_min,
         "optimizer.weight_decay": config.optimizer.weight_decay,
         "optimizer.clip_grad": config.optimizer.clip_grad,
-        "algorithm.clip_ratio_low": config.algorithm.clip_ratio_low,
-        "algorithm.clip_ratio_high": config.algorithm.clip_ratio_high,
+        "moe.aux_loss_coeff": config.moe.aux_loss_coeff,
+        "moe.z_loss_coeff": config.moe.z_loss_coeff,
         "eval.every": config.eval.every,
         "eval.temperature": config.eval.temperature,
         "checkpoint.every": config.checkpoint.every,
     }
-    found = [f"{key} must be greater than 0, is {value}" for key, value in positive.items() if not value > 0]
-    found += [f"{key} must not be negative, is {value}" for key, value in not_negative.items() if not value >= 0]
-    return found
+    return ranges(positive, not_negative)
 
 
 def _precision(config: Config) -> list[str]:
@@ -67,6 +70,62 @@ def _precision(config: Config) -> list[str]:
     return []
 
 
+def _memory(config: Config) -> list[str]:
+    known = ("core_attn", "mlp", "layernorm", "moe", "moe_act")
+    return [rule for name in config.megatron.recompute_modules for rule in choice("megatron.recompute_modules", name, known)]
+
+
+def _experts(config: Config) -> list[str]:
+    found = []
+    if config.megatron.expert_tensor_parallel > 1 and not torch.cuda.is_available():
+        found.append(
+            f"megatron.expert_tensor_parallel={config.megatron.expert_tensor_parallel} needs GPUs: the collectives on CPU cannot "
+            "gather unequal parts; use expert_parallel"
+        )
+    if config.moe.routing_replay == RoutingReplay.old_policy and config.train.old_logprobs != OldLogprobs.recompute:
+        found.append(
+            "moe.routing_replay=old_policy reuses the routing of the pass for the old log-probs: it needs "
+            "train.old_logprobs=recompute"
+        )
+    return found
+
+
+def lr_decay_steps(config: Config, command: str) -> int:
+    """Optimizer steps of the learning-rate schedule with its warm-up: as set, else all of the run; command: train or sft."""
+    if config.optimizer.lr_decay_steps is not None:
+        return config.optimizer.lr_decay_steps
+    if command == "sft":
+        return config.run.total_steps
+    mini_batches = config.data.train_batch_size // max(1, config.train.ppo_mini_batch_size)
+    return config.run.total_steps * mini_batches * config.train.ppo_epochs
+
+
+def _optimizer(config: Config, command: str) -> list[str]:
+    optimizer = config.optimizer
+    found = [
+        f"optimizer.{name} must be greater than 0, is {getattr(optimizer, name)}"
+        for name in ("lr_decay_steps", "wsd_decay_steps", "max_grad_norm_to_step")
+        if getattr(optimizer, name) is not None and not getattr(optimizer, name) > 0
+    ]
+    if optimizer.lr_min > optimizer.lr > 0:
+        found.append(f"optimizer.lr_min={optimizer.lr_min} is more than optimizer.lr={optimizer.lr}")
+    if optimizer.lr_schedule == LrSchedule.constant:
+        return found
+    steps = lr_decay_steps(config, command)
+    whole = f"the {steps} steps of the schedule (optimizer.lr_decay_steps; null: all optimizer steps of the run)"
+    if optimizer.lr_warmup_steps > steps:
+        found.append(f"optimizer.lr_warmup_steps={optimizer.lr_warmup_steps} is more than {whole}")
+    elif optimizer.lr_schedule == LrSchedule.wsd:
+        if optimizer.wsd_decay_steps is None:
+            found.append("optimizer.lr_schedule=wsd needs optimizer.wsd_decay_steps, the length of its decay")
+        elif optimizer.wsd_decay_steps + optimizer.lr_warmup_steps > steps:
+            found.append(
+                f"optimizer.wsd_decay_steps={optimizer.wsd_decay_steps} after "
+                f"optimizer.lr_warmup_steps={optimizer.lr_warmup_steps} is more than {whole}"
+            )
+    return found
+
+
 def _data(config: Config) -> list[str]:
     found = []
     for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
@@ -78,22 +137,9 @@ def _data(config: Config) -> list[str]:
         found.append(f"data.train_weights={weights} must be one positive number for each source in the list data.train")
     for key in ("answer_from", "response_from"):
         for way in getattr(config.reward, key):
-            found += _choice(f"reward.{key}", way, FINDERS)
+            found += choice(f"reward.{key}", way, FINDERS)
     if not config.reward.answer_from:
         found.append("reward.answer_from is empty; use whole to take the answer as it is")
-    return found
-
-
-def _choice(key: str, value: str, choices) -> list[str]:
-    return [] if value in choices else [f"{key}={value} is unknown; choose one of {', '.join(choices)}"]
-
-
-def _algorithm(config: Config) -> list[str]:
-    algorithm = config.algorithm
-    found = _choice("algorithm.adv_estimator", algorithm.adv_estimator, ("grpo",))
-    found += _choice("algorithm.loss_agg_mode", algorithm.loss_agg_mode, LOSS_AGG_MODES)
-    found += _choice("algorithm.kl_loss_type", algorithm.kl_loss_type, KL_TYPES)
-    found += _choice("rollout.engine.dtype", config.rollout.engine.dtype, ("auto", "float32", "bfloat16", "float16"))
     return found
 
 
@@ -125,8 +171,8 @@ def _batch_sizes(config: Config) -> list[str]:
 
 
 def _rollout(config: Config) -> list[str]:
-    found = []
     rollout = config.rollout
+    found = choice("rollout.engine.dtype", rollout.engine.dtype, ("auto", "float32", "bfloat16", "float16"))
     if rollout.top_p != 1.0 or rollout.top_k != -1:
         found.append(
             "rollout.top_p and rollout.top_k must stay 1.0 and -1: the engine's log-probs are of the full distribution, "
@@ -139,6 +185,6 @@ def _rollout(config: Config) -> list[str]:
             found.append("rollout.record and rollout.replay exclude each other")
     elif not config.data.train:
         found.append("data.train has no value: the file with the training prompts")
-    if rollout.n == 1 and config.algorithm.adv_estimator == "grpo":
+    if rollout.n == 1 and config.algorithm.adv_estimator in GROUP_RELATIVE:
         found.append("rollout.n=1 gives every sample the advantage 0; a group needs at least 2")
     return found

@@ -4,23 +4,14 @@ The schema is dataclasses on OmegaConf: a key that is not here is an error. ``op
 help text next to the field, so that commands can print it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
 
-
-def option(default: Any, help: str, unit: str = "") -> Any:
-    """A field with its one-line help and, for quantities, its unit."""
-    metadata = {"help": help, "unit": unit}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def section(cls: type, help: str) -> Any:
-    return field(default_factory=cls, metadata={"help": help, "unit": ""})
+from grpo_megatron.config.algorithm import AlgorithmConfig, MismatchConfig
+from grpo_megatron.config.options import option, section
 
 
 class OldLogprobs(str, Enum):
@@ -41,10 +32,36 @@ class TransformerImpl(str, Enum):
     transformer_engine = "transformer_engine"
 
 
+class Recompute(str, Enum):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class RoutingReplay(str, Enum):
+    off = "off"
+    old_policy = "old_policy"
+    engine = "engine"
+
+
 class OverlongPrompts(str, Enum):
     error = "error"
     skip = "skip"
     truncate_left = "truncate_left"
+
+
+class LrSchedule(str, Enum):
+    constant = "constant"
+    cosine = "cosine"
+    linear = "linear"
+    wsd = "wsd"
+
+
+class WsdDecayStyle(str, Enum):
+    linear = "linear"
+    cosine = "cosine"
+    exponential = "exponential"
+    minus_sqrt = "minus_sqrt"
 
 
 class Placement(str, Enum):
@@ -64,7 +81,13 @@ class RunConfig:
 @dataclass
 class ModelConfig:
     path: str = option(MISSING, "HF checkpoint folder (config.json, safetensors, tokenizer) to start from")
-    reference_path: str | None = option(None, "HF checkpoint of the reference model; null: the same as model.path")
+
+
+@dataclass
+class RefConfig:
+    path: str | None = option(None, "HF checkpoint of the reference model; null: the same as model.path")
+    offload: bool = option(True, "keep the reference's weights in the host's memory between uses, else in the device's")
+    reset_every: int = option(0, "the current weights become the reference every this many steps; 0: never", "steps")
 
 
 @dataclass
@@ -114,6 +137,17 @@ class RolloutConfig:
 
 
 @dataclass
+class OverlongBufferConfig:
+    length: int = option(
+        0,
+        "soft overlong punishment (DAPO, arXiv:2503.14476 eq. 13) in the last this many tokens before "
+        "rollout.max_response_length; 0: none",
+        "tokens",
+    )
+    penalty: float = option(1.0, "what the reward of a response of full length loses")
+
+
+@dataclass
 class RewardConfig:
     function: str = option("exact_match", "exact_match, math, or module:function")
     extract: str | None = option(None, "exact_match: regular expression; its last match (group 1 if any) is the answer")
@@ -126,23 +160,8 @@ class RewardConfig:
     )
     workers: int = option(2, "processes that compute rewards")
     timeout: float = option(30.0, "longest time for one reward", "seconds")
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "punishment of responses near the length limit")
     shuffle_control: bool = option(False, "control experiment: hand rewards out at random among the step's samples")
-
-
-@dataclass
-class AlgorithmConfig:
-    adv_estimator: str = option("grpo", "advantage estimator; grpo: reward relative to its group")
-    norm_adv_by_std_in_grpo: bool = option(True, "divide by the group's standard deviation; false: Dr.GRPO")
-    clip_ratio_low: float = option(0.2, "policy ratio clipped below 1 - this")
-    clip_ratio_high: float = option(0.2, "policy ratio clipped above 1 + this")
-    loss_agg_mode: str = option(
-        "token-mean",
-        "token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm, group-sum",
-    )
-    use_kl_loss: bool = option(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: float = option(0.001, "coefficient of the KL in the loss")
-    kl_loss_type: str = option("k3", "estimator of the KL: k1 (kl), k2 (mse), k3 (low_var_kl)")
-    entropy_coeff: float = option(0.0, "coefficient of the entropy bonus")
 
 
 @dataclass
@@ -151,6 +170,9 @@ class TrainConfig:
     ppo_mini_batch_size: int = option(32, "prompts per optimizer step; divides data.train_batch_size", "prompts")
     max_tokens_per_micro_batch: int = option(16384, "limit of a packed micro-batch (per CP rank)", "tokens")
     packing: bool = option(True, "several sequences per micro-batch; false: one each")
+    constant_length_packs: bool = option(
+        False, "pad every micro-batch to max_tokens_per_micro_batch: pipeline stages then need not exchange shapes"
+    )
     old_logprobs: OldLogprobs = option(
         OldLogprobs.recompute,
         "old policy's log-probs: recompute (a pass of the trainer), rollout (the engine's), "
@@ -163,8 +185,23 @@ class MegatronConfig:
     tensor_parallel: int = option(1, "tensor-parallel ranks (TP)")
     pipeline_parallel: int = option(1, "pipeline stages (PP)")
     data_parallel: int = option(1, "data-parallel replicas (DP)")
-    context_parallel: int = option(1, "context-parallel ranks (CP); only 1 so far")
+    context_parallel: int = option(1, "context-parallel ranks (CP): every sequence is split over them")
     sequence_parallel: bool = option(False, "split activations over TP between the matrix products (SP)")
+    virtual_pipeline: int = option(1, "model chunks per pipeline stage, for the interleaved schedule (VPP)")
+    pipeline_layers: list[int] = option(
+        [], "layers of each of pipeline_parallel * virtual_pipeline chunks, in forward order; none: equally many"
+    )
+    expert_parallel: int = option(1, "ranks the experts of a layer are divided over (EP)")
+    expert_tensor_parallel: int = option(1, "ranks each expert is split over; more than 1 needs GPUs")
+    recompute: Recompute = option(
+        Recompute.none,
+        "activations computed again in the backward pass: none, selective (recompute_modules), full (whole layers)",
+    )
+    recompute_modules: list[str] = option(["core_attn"], "what selective recomputes: core_attn, mlp, layernorm, moe, moe_act")
+    sleep: bool = option(False, "give back the memory of weights, gradients and optimizer while engines generate")
+    offload_folder: str | None = option(
+        None, "where sleeping and offloaded tensors go; null: pinned host memory, or temporary files on a machine without a GPU"
+    )
     distributed_optimizer: bool = option(False, "split optimizer states (and fp32 master weights) over DP")
     overlap: bool = option(False, "overlap gradient reduction, and the distributed optimizer's gathering, with compute")
     precision: Precision = option(
@@ -178,14 +215,48 @@ class MegatronConfig:
 
 
 @dataclass
+class MoEConfig:
+    aux_loss_coeff: float = option(0.0, "coefficient of the routers' load-balancing loss; 0: off")
+    z_loss_coeff: float = option(0.0, "coefficient of the routers' z-loss; 0: off")
+    routing_replay: RoutingReplay = option(
+        RoutingReplay.off,
+        "experts of each token in training: off (the router's choice), old_policy (as in the pass for the old log-probs; R2), "
+        "engine (as in generation; R3)",
+    )
+
+
+@dataclass
 class OptimizerConfig:
     lr: float = option(1e-6, "peak learning rate")
-    lr_warmup_steps: int = option(0, "linear warm-up from 0", "optimizer steps")
-    weight_decay: float = option(0.0, "decoupled weight decay (AdamW)")
+    lr_schedule: LrSchedule = option(
+        LrSchedule.constant,
+        "after the warm-up: constant; cosine (arXiv:1608.03983) or linear, down to lr_min; "
+        "wsd (constant, then lr_min within the last wsd_decay_steps; arXiv:2404.06395)",
+    )
+    lr_warmup_steps: int = option(0, "linear warm-up from 0; step k of n runs at k/n of lr", "optimizer steps")
+    lr_min: float = option(0.0, "rate of the last step of the schedule, and of all beyond it; not for constant")
+    lr_decay_steps: int | None = option(
+        None, "length of the whole schedule, with its warm-up; null: all optimizer steps of the run", "optimizer steps"
+    )
+    wsd_decay_steps: int | None = option(None, "wsd only: length of the decay at the schedule's end", "optimizer steps")
+    wsd_decay_style: WsdDecayStyle = option(
+        WsdDecayStyle.linear,
+        "share of lr - lr_min left after the part r of wsd's decay: linear 1 - r, cosine (1 + cos(pi r)) / 2, "
+        "exponential 2 * 0.5^r - 1, minus_sqrt 1 - sqrt(r) (arXiv:2405.18392)",
+    )
+    weight_decay: float = option(0.0, "decoupled weight decay (AdamW) of matrices; norms and biases never decay")
+    decay_embeddings: bool = option(
+        True, "token embeddings (and an output layer tied to them) decay like the other matrices; false: not at all"
+    )
     beta1: float = option(0.9, "Adam's beta1")
     beta2: float = option(0.95, "Adam's beta2")
     eps: float = option(1e-8, "Adam's epsilon")
+    offload: bool = option(False, "keep moments and fp32 master weights off the device between optimizer steps")
     clip_grad: float = option(1.0, "global gradient norm limit; 0: off")
+    max_grad_norm_to_step: float | None = option(
+        None, "drop a step whose gradient norm, before clipping, is more than this; null: only one that is not finite"
+    )
+    max_dropped_steps: int = option(5, "stop the run after this many dropped steps in a row", "optimizer steps")
 
 
 @dataclass
@@ -219,12 +290,15 @@ class Config:
 
     run: RunConfig = section(RunConfig, "the run itself")
     model: ModelConfig = section(ModelConfig, "the model")
+    ref: RefConfig = section(RefConfig, "the reference model, for the KL in the loss or the reward")
     data: DataConfig = section(DataConfig, "prompts and held-out prompts")
     rollout: RolloutConfig = section(RolloutConfig, "generation")
     reward: RewardConfig = section(RewardConfig, "scoring")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages and loss")
+    mismatch: MismatchConfig = section(MismatchConfig, "log-probs of engine and trainer that differ")
     train: TrainConfig = section(TrainConfig, "from samples to optimizer steps")
     megatron: MegatronConfig = section(MegatronConfig, "parallel layout of the trainer")
+    moe: MoEConfig = section(MoEConfig, "routers of models with experts")
     optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer")
     cluster: ClusterConfig = section(ClusterConfig, "where processes run")
     eval: EvalConfig = section(EvalConfig, "evaluation on held-out prompts")

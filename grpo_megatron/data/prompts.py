@@ -38,6 +38,10 @@ class PromptTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
+    def decode_all(self, ids: np.ndarray) -> str:
+        """Special tokens too."""
+        return self.tokenizer.decode(ids.tolist())
+
 
 def as_list(value: Any) -> list[str]:
     """data.train and data.eval: one source, or a list of them."""

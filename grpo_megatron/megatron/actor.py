@@ -7,6 +7,7 @@ must be called on all ranks, with the same arguments unless said otherwise.
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,23 +18,27 @@ from megatron.core.transformer.module import Float16Module
 
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch import Layout, TrainBatch
-from grpo_megatron.config.schema import Precision
+from grpo_megatron.config.schema import Precision, RoutingReplay
 from grpo_megatron.megatron import checkpoint
 from grpo_megatron.megatron.architecture import read_architecture
-from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, prepare
+from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs
+from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory, occupied
+from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, set_loss_inputs, set_routing_from
 from grpo_megatron.megatron.model import build_model, output_weight, uses_transformer_engine
 from grpo_megatron.megatron.optimizer import Optimizer
 from grpo_megatron.megatron.parallel import rank_info
 from grpo_megatron.megatron.reference import ReferenceWeights
-from grpo_megatron.megatron.spec import ActorSpec, TrainResult
-from grpo_megatron.metrics import concrete, merge
+from grpo_megatron.megatron.router import Routing, take_loss_sums
+from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult
+from grpo_megatron.metrics import Mean, Metrics, concrete, merge
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
 from grpo_megatron.weights.maps import weight_map
-from grpo_megatron.weights.megatron_weights import iterate_hf, load_hf, mark_tensor_parallel
+from grpo_megatron.weights.megatron_weights import iterate_hf, load_hf, mark_parallel
 
 PRECISIONS = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.bfloat16}
 MicroBatches = list[TrainBatch]
+Key = tuple[int, int]
 # What the FP8 matrix products demand of the number of tokens.
 FP8_ALIGNMENT = 16
 
@@ -47,28 +52,39 @@ class Actor:
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.arch = read_architecture(spec.model_path)
         sizes = spec.sizes
-        transformer_engine = uses_transformer_engine(spec.transformer_impl)
         fp8 = spec.precision == Precision.fp8
-        self.entries = weight_map(self.arch, sizes.tp, transformer_engine)
-        dtype = PRECISIONS[spec.precision]
-        self.model = build_model(self.arch, sizes, self.rank, dtype, transformer_engine, fp8)
-        mark_tensor_parallel(self.model, self.entries)
-        self.layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, FP8_ALIGNMENT if fp8 else 1)
-        self.head = Head(lambda: output_weight(self.model), self.arch.vocab_size, sizes.sequence_parallel)
+        model_spec = ModelSpec(
+            sizes=sizes,
+            params_dtype=PRECISIONS[spec.precision],
+            transformer_engine=uses_transformer_engine(spec.transformer_impl),
+            fp8=fp8,
+            recompute=spec.recompute,
+            recompute_modules=tuple(spec.recompute_modules),
+            aux_loss_coeff=spec.moe.aux_loss_coeff,
+            z_loss_coeff=spec.moe.z_loss_coeff,
+            constant_length=spec.pack_tokens > 0,
+        )
+        self.entries = weight_map(self.arch, sizes.tp, model_spec.transformer_engine)
+        self.chunks = build_model(self.arch, model_spec)
+        mark_parallel(self.chunks, self.entries)
+        layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, FP8_ALIGNMENT if fp8 else 1)
+        if spec.pack_tokens:
+            layout = replace(layout, pack_tokens=-(-spec.pack_tokens // layout.pack_multiple) * layout.pack_multiple)
+        self.mini_batches = MiniBatchStore(layout, self.device, own_attention=not model_spec.transformer_engine)
+        self.head = Head(
+            lambda: output_weight(self.chunks[-1]), self.arch.vocab_size, sizes.sequence_parallel, spec.temperature
+        )
         # Values are read before DDP and optimizer take the parameters into their buffers.
         self.reference = None
         if spec.with_reference:
-            load_hf(
-                self.model,
-                hf_checkpoint.HFCheckpoint(spec.reference_path or spec.model_path),
-                self.entries,
-                sizes.tp,
-                self.rank.tp_rank,
-            )
-            self.reference = ReferenceWeights(self.model)
-        load_hf(self.model, hf_checkpoint.HFCheckpoint(spec.model_path), self.entries, sizes.tp, self.rank.tp_rank)
-        config = self.model.config
-        module = Float16Module(config, self.model) if dtype == torch.bfloat16 else self.model
+            load_hf(self.chunks, hf_checkpoint.HFCheckpoint(spec.reference_path or spec.model_path), self.entries)
+            self.reference = ReferenceWeights(self.chunks, on_host=spec.reference_offload)
+        load_hf(self.chunks, hf_checkpoint.HFCheckpoint(spec.model_path), self.entries)
+        self._set_up_training(model_spec.params_dtype)
+
+    def _set_up_training(self, dtype: torch.dtype) -> None:
+        """DDP around each chunk, and the optimizer over all of them."""
+        spec, config = self.spec, self.chunks[0].config
         self._gathers_in_forward = spec.overlap and spec.distributed_optimizer
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -76,12 +92,21 @@ class Actor:
             overlap_grad_reduce=spec.overlap,
             overlap_param_gather=self._gathers_in_forward,
         )
-        self.ddp = DistributedDataParallel(config, ddp_config, module)
+        modules = [Float16Module(config, chunk) if dtype == torch.bfloat16 else chunk for chunk in self.chunks]
+        self.ddp = [
+            # Buckets pay off in the chunk whose backward runs last only.
+            DistributedDataParallel(config, ddp_config, module, disable_bucketing=i > 0)
+            for i, module in enumerate(modules)
+        ]
         if spec.overlap:
-            config.no_sync_func = self.ddp.no_sync
+            no_sync = [ddp.no_sync for ddp in self.ddp]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.optimizer = Optimizer(self.ddp, spec.optimizer, dtype)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.inner.scale_loss
+        self.memory = TrainingMemory(self.ddp, self.optimizer)
+        self._parking = Parking(spec.offload_folder)
+        self._rest_optimizer()
 
     @contextmanager
     def _weights_at_rest(self):
@@ -90,62 +115,178 @@ class Actor:
         With overlap the distributed optimizer's new values arrive during the next training forward;
         whoever reads or exchanges weights in between would get the old ones, or be overwritten.
         """
-        if self._gathers_in_forward:
-            self.ddp.disable_forward_pre_hook(param_sync=True)
+        overlapping = self.ddp if self._gathers_in_forward else []
+        for ddp in overlapping:
+            ddp.disable_forward_pre_hook(param_sync=True)
         try:
             yield
         finally:
-            if self._gathers_in_forward:
-                self.ddp.enable_forward_pre_hook()
+            for ddp in overlapping:
+                ddp.enable_forward_pre_hook()
 
-    def logprobs(self, micro_batches: MicroBatches, reference: bool = False) -> np.ndarray | None:
+    @contextmanager
+    def _optimizer_at_hand(self):
+        """Within this context the optimizer's states are in the device's memory."""
+        self._parking.unpark("optimizer")
+        try:
+            yield
+        finally:
+            self._rest_optimizer()
+
+    def _rest_optimizer(self) -> None:
+        if self.spec.optimizer.offload:
+            self._parking.park("optimizer", self.memory.optimizer())
+
+    def sleep(self) -> dict[str, Bytes]:
+        """Give back the memory of weights, gradients and optimizer states, until `wake`. Collective.
+
+        Nothing but `wake` may be called meanwhile. Returns what was resident before and what stays, by
+        kind, with all the process occupies under "occupied".
+        """
+        report = {"before": self.memory.resident() | {"occupied": occupied()}}
+        with self._weights_at_rest():
+            pass  # values on their way from other replicas arrive first
+        self.mini_batches.clear()
+        if not self._parking.parked("optimizer"):
+            self._parking.park("optimizer", self.memory.optimizer())
+        self._parking.park("parameters", self.memory.parameters())
+        self._parking.park("gradients", self.memory.gradients(), keep=False)
+        return report | {"asleep": self.memory.resident() | {"occupied": occupied()}}
+
+    def wake(self) -> None:
+        """Undo `sleep`. Collective."""
+        self._parking.unpark("gradients")
+        self._parking.unpark("parameters")
+        if not self.spec.optimizer.offload:
+            self._parking.unpark("optimizer")
+
+    def logprobs(
+        self, micro_batches: MicroBatches, reference: bool = False, key: Key | None = None, keep_hidden: bool = False
+    ) -> np.ndarray | None:
         """Log-prob of every target, float32 [T] in the order of the micro-batches. Collective.
 
-        micro_batches: those of this rank's data-parallel replica. None except on the rank that
-        reports for it.
+        micro_batches: those of this rank's data-parallel replica. key: names the mini-batch, so that
+        what was laid out (and, as configured, routed) is used again by its other passes.
+        keep_hidden: with reference, keep its hidden states for the exact KL. None except on the rank
+        that reports for the replica.
         """
         if reference and self.reference is None:
             raise RuntimeError("this actor was built without reference weights")
-        prepared = [prepare(batch, self.layout, self.device) for batch in micro_batches]
-        self.ddp.eval()
+        prepared = self.mini_batches.get(key, micro_batches)
+        routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
+        for ddp in self.ddp:
+            ddp.eval()
         with self._weights_at_rest(), self.reference.in_place() if reference else nullcontext():
-            parts = forward_logprobs(self.ddp, prepared, self.head, self.spec.temperature)
+            parts = forward_logprobs(self.ddp, prepared, self.head, routing, keep_hidden and reference)
         return np.concatenate(parts) if self.rank.reports else None
 
-    def train_step(
-        self, micro_batches: MicroBatches, loss: TokenLoss, step_tokens: int, current_is_old: bool = False
-    ) -> TrainResult | None:
-        """One optimizer step on sum_t w_t l_t over all replicas. Collective; None as in `logprobs`.
+    def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
+        """Whose routing the policy follows in this pass; recording: it is the pass for the old log-probs."""
+        replay = self.spec.moe.routing_replay
+        if self.arch.moe is None or replay == RoutingReplay.off:
+            return Routing.own
+        if replay == RoutingReplay.old_policy:
+            if not recording and any(kept.routing is None for kept in prepared):
+                raise ValueError("moe.routing_replay=old_policy: no routing was recorded, the old log-probs come first")
+            return Routing.record if recording else Routing.given
+        for kept, batch in zip(prepared, micro_batches, strict=True):
+            if kept.routing is None:
+                set_routing_from(kept, batch, self.arch.moe.layers)
+        return Routing.given
 
-        step_tokens: tokens of the step over all replicas. current_is_old: see config OldLogprobs.
+    def train_step(
+        self,
+        micro_batches: MicroBatches,
+        loss: TokenLoss,
+        step_tokens: int,
+        current_is_old: bool = False,
+        key: Key | None = None,
+        drop: bool = False,
+    ) -> TrainResult | None:
+        """One optimizer step on sum_t w_t l_t over all replicas. Collective; key, None as in `logprobs`.
+
+        step_tokens: tokens of the step over all replicas. current_is_old: see config OldLogprobs. drop: only
+        measure, as if the gradient were not finite.
         """
-        self.compute_gradients(micro_batches, loss, step_tokens, current_is_old)
-        outcome = self.optimizer.step()
+        metrics = self.compute_gradients(micro_batches, loss, step_tokens, current_is_old, key)
+        beyond = self._beyond_limits(loss.limits, metrics)
+        with self._optimizer_at_hand():
+            outcome = self.optimizer.step(drop=drop or bool(beyond))
         if not self.rank.reports:
             return None
-        return TrainResult(outcome.grad_norm, outcome.lr, outcome.dropped, self._metrics)
+        return TrainResult(outcome.grad_norm, outcome.lr, outcome.dropped, metrics, beyond)
+
+    def _beyond_limits(self, limits: dict[str, float], metrics: Metrics) -> tuple[str, ...]:
+        """One sentence for each metric of all replicas that is beyond its limit, or NaN. Collective."""
+        if not limits:
+            return ()
+        parts: list = [None] * self.spec.sizes.world_size
+        dist.all_gather_object(parts, {name: metrics[name] for name in limits if name in metrics})
+        found = {name: metric.result() for name, metric in merge(parts).items()}
+        return tuple(
+            f"{name}={value:.4g} is more than {limits[name]}" for name, value in found.items() if not value <= limits[name]
+        )
 
     def compute_gradients(
-        self, micro_batches: MicroBatches, loss: TokenLoss, step_tokens: int, current_is_old: bool = False
-    ) -> None:
-        """The gradient part of `train_step`, left in the parameters' `main_grad`. Collective."""
-        self.ddp.train()
-        self.ddp.zero_grad_buffer()
+        self,
+        micro_batches: MicroBatches,
+        loss: TokenLoss,
+        step_tokens: int,
+        current_is_old: bool = False,
+        key: Key | None = None,
+    ) -> Metrics:
+        """The gradient part of `train_step`, left in the parameters' `main_grad`. Collective.
+
+        Returns this replica's metrics, on its reporting rank (empty on others).
+        """
+        for ddp in self.ddp:
+            ddp.train()
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        prepared = [prepare(batch, self.layout, self.device, current_is_old) for batch in micro_batches]
-        parts = forward_backward(self.ddp, prepared, self.head, loss, self.spec.temperature, step_tokens)
-        self._metrics = merge([concrete(part) for part in parts]) if self.rank.reports else {}
+        prepared = self.mini_batches.get(key, micro_batches)
+        for kept, batch in zip(prepared, micro_batches, strict=True):
+            set_loss_inputs(kept, batch, current_is_old)
+        head = self.head
+        if loss.needs_full_kl and self.rank.last_stage:
+            reference_weight = self.reference.value_of(output_weight(self.chunks[-1]))
+            head = replace(head, reference_weight=lambda: reference_weight)
+        routing = self._route(prepared, micro_batches, recording=False)
+        parts = forward_backward(self.ddp, prepared, head, loss, step_tokens, routing)
+        metrics = merge_over_context(merge([concrete(part) for part in parts])) if self.rank.last_stage else {}
+        if self.arch.moe is not None:
+            metrics |= self._router_metrics(sum(batch.num_tokens for batch in micro_batches))
+        return metrics if self.rank.reports else {}
+
+    def _router_metrics(self, tokens: int) -> Metrics:
+        """Mean over tokens and layers of the routers' own losses in this replica. Collective."""
+        names = ("load_balancing_loss", "z_loss")
+        sums = take_loss_sums(self.chunks)
+        total = torch.stack([torch.as_tensor(sums.get(name, 0.0), device=self.device).float() for name in names])
+        for group in (mpu.get_tensor_and_context_parallel_group(), mpu.get_pipeline_model_parallel_group()):
+            dist.all_reduce(total, group=group)
+        count = tokens * sum(self.arch.moe.layers)
+        coefficients = (self.spec.moe.aux_loss_coeff, self.spec.moe.z_loss_coeff)
+        return {
+            f"moe/{name}": Mean(float(value), count)
+            for name, value, coefficient in zip(names, total, coefficients, strict=True)
+            if coefficient
+        }
+
+    def reset_reference(self) -> None:
+        """The current weights become the reference. Collective."""
+        if self.reference is None:
+            raise RuntimeError("this actor was built without reference weights")
+        with self._weights_at_rest():
+            self.reference.take_current()
 
     def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """The current weights in HF names, on one rank per stage; empty elsewhere. Collective.
+        """The current weights in HF names, each on one rank. Collective.
 
         Must be exhausted on every rank, because gathering is collective over the TP group.
         """
         with self._weights_at_rest():
-            if not self.rank.in_first_replica:
-                return
-            # On ranks that receive nothing the loop still drives the collectives.
-            yield from make_buckets(iterate_hf(self.model, self.entries, mpu.get_tensor_model_parallel_group()), max_bytes)
+            # On ranks that hand out nothing the loop still drives the collectives.
+            yield from make_buckets(iterate_hf(self.chunks, self.entries), max_bytes)
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
         """Write the weights as an HF checkpoint, with the tokenizer of the original. Collective.
@@ -158,13 +299,11 @@ class Actor:
         if self.rank.rank == 0:
             hf_checkpoint.start(folder, final, self.spec.model_path)
         dist.barrier()
-        shards = []
         with self._weights_at_rest():
-            if self.rank.in_first_replica:
-                writer = hf_checkpoint.HFWriter(folder, f"{self.rank.pp_rank:03d}")
-                for name, tensor in iterate_hf(self.model, self.entries, mpu.get_tensor_model_parallel_group()):
-                    writer.add(name, tensor.to(dtype))
-                shards = writer.close()  # empty where nothing was gathered
+            writer = hf_checkpoint.HFWriter(folder, f"{self.rank.rank:05d}")
+            for name, tensor in iterate_hf(self.chunks, self.entries):
+                writer.add(name, tensor.to(dtype))
+            shards = writer.close()  # empty where nothing was gathered
         everyone: list = [None] * self.spec.sizes.world_size
         dist.all_gather_object(everyone, (self.rank.pp_rank, shards))
         if self.rank.rank == 0:
@@ -175,10 +314,20 @@ class Actor:
 
     def save_checkpoint(self, folder: str) -> None:
         """Collective; see megatron.checkpoint."""
-        with self._weights_at_rest():
-            checkpoint.save(folder, self.ddp.module, self.optimizer)
+        with self._weights_at_rest(), self._optimizer_at_hand():
+            checkpoint.save(folder, [ddp.module for ddp in self.ddp], self.optimizer)
 
     def load_checkpoint(self, folder: str) -> None:
         """Weights, optimizer and learning-rate state; the reference stays what it was. Collective."""
-        with self._weights_at_rest():
-            checkpoint.load(folder, self.ddp.module, self.optimizer)
+        with self._weights_at_rest(), self._optimizer_at_hand():
+            checkpoint.load(folder, [ddp.module for ddp in self.ddp], self.optimizer)
+
+
+def merge_over_context(metrics: Metrics) -> Metrics:
+    """Metrics of all CP ranks, which see different tokens of the same sequences. Collective."""
+    group = mpu.get_context_parallel_group()
+    if group.size() == 1:
+        return metrics
+    parts: list = [None] * group.size()
+    dist.all_gather_object(parts, metrics, group=group)
+    return merge(parts)

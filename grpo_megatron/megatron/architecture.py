@@ -8,8 +8,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from grpo_megatron.batch.schedule import CostModel
+from grpo_megatron.config.schema import Recompute
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.megatron.spec import ModelSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -22,6 +25,21 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Experts of the layers that have them; the router takes the top_k of a softmax.
+
+    ffn_hidden_size: of one expert. normalize: the chosen weights are scaled to sum to 1.
+    layers: True for layers with experts, False for those with a dense MLP.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    normalize: bool
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -48,6 +66,7 @@ class Architecture:
     qkv_bias: bool
     tied_embeddings: bool
     dtype: torch.dtype
+    moe: MoE | None = None
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding on the Megatron side: every TP rank holds equally many."""
@@ -71,6 +90,22 @@ class Architecture:
         share = share.clamp(0.0, 1.0)
         return (1 - share) * frequencies / scaling.factor + share * frequencies
 
+    @property
+    def cost_model(self) -> CostModel:
+        """FLOPs of a forward pass, two per multiply-add; a backward pass costs the same in proportion.
+
+        Per token: the projections of attention, the MLP (router and top_k experts in layers that have them) and the
+        vocabulary head (a quarter of the weights of a 0.5B model). Norms, rotary embedding and softmax are left out.
+        """
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.ffn_hidden_size
+        weights = self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
+        if self.moe is not None:
+            experts = self.hidden_size * (self.moe.num_experts + 3 * self.moe.top_k * self.moe.ffn_hidden_size)
+            weights += sum(self.moe.layers) * (experts - mlp)
+        # A pair: the product of query and key, and the key's value times its probability.
+        return CostModel(per_token=2.0 * weights, per_pair=4.0 * self.num_layers * self.num_heads * self.head_dim)
+
 
 # HF architecture name -> (family, q/k norms, whether a QKV bias is there unless config.json says so)
 _FAMILIES = {
@@ -78,6 +113,8 @@ _FAMILIES = {
     "MistralForCausalLM": ("mistral", False, False),
     "Qwen2ForCausalLM": ("qwen2", False, True),
     "Qwen3ForCausalLM": ("qwen3", True, False),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", True, False),
+    "MixtralForCausalLM": ("mixtral", False, False),
 }
 
 
@@ -113,7 +150,7 @@ def _read(config: dict, family: str, qk_norm: bool, qkv_bias: bool) -> Architect
     max_positions = config["max_position_embeddings"]
     # Qwen states a window that only use_sliding_window switches on; Mistral's is always on.
     window = config.get("sliding_window")
-    if window and config.get("use_sliding_window", family == "mistral"):
+    if window and config.get("use_sliding_window", family in ("mistral", "mixtral")):
         max_positions = min(max_positions, window)
     theta, scaling = _rope(config)
     return Architecture(
@@ -133,7 +170,31 @@ def _read(config: dict, family: str, qk_norm: bool, qkv_bias: bool) -> Architect
         qkv_bias=qkv_bias,
         tied_embeddings=config.get("tie_word_embeddings", False),
         dtype=_dtype(config),
+        moe=_moe(config, family),
     )
+
+
+def _moe(config: dict, family: str) -> MoE | None:
+    num_layers = config["num_hidden_layers"]
+    if family == "mixtral":
+        return MoE(
+            num_experts=config["num_local_experts"],
+            top_k=config["num_experts_per_tok"],
+            ffn_hidden_size=config["intermediate_size"],
+            normalize=True,
+            layers=(True,) * num_layers,
+        )
+    if family == "qwen3_moe":
+        dense, every = set(config.get("mlp_only_layers") or ()), config.get("decoder_sparse_step", 1)
+        layers = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))
+        return MoE(
+            num_experts=config.get("num_experts") or config["num_local_experts"],
+            top_k=config["num_experts_per_tok"],
+            ffn_hidden_size=config["moe_intermediate_size"],
+            normalize=config.get("norm_topk_prob", False),
+            layers=layers,
+        )
+    return None
 
 
 def _rope(config: dict) -> tuple[float, RopeScaling | None]:
@@ -162,13 +223,50 @@ def _dtype(config: dict) -> torch.dtype:
     return _DTYPES[name]
 
 
-def transformer_config(arch: Architecture, sizes: ParallelSizes, params_dtype: torch.dtype, fp8: bool = False):
-    """Megatron's TransformerConfig for this model in this layout.
+def _pipeline_layout(arch: Architecture, sizes: ParallelSizes) -> list[list[str]] | None:
+    """Megatron's notation of an uneven split; None for an even one."""
+    if not sizes.pipeline_layers:
+        return None
+    chunks = [["decoder"] * layers for layers in sizes.chunk_layers(arch.num_layers)]
+    return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
+
+
+def _expert_settings(arch: Architecture, spec: ModelSpec) -> dict:
+    if arch.moe is None:
+        return {}
+    return {
+        "num_moe_experts": arch.moe.num_experts,
+        "moe_router_topk": arch.moe.top_k,
+        "moe_ffn_hidden_size": arch.moe.ffn_hidden_size,
+        "moe_layer_freq": [int(has_experts) for has_experts in arch.moe.layers],
+        # Softmax over the chosen experts only is the softmax over all, scaled to sum to 1.
+        "moe_router_pre_softmax": not arch.moe.normalize,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if spec.aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": spec.aux_loss_coeff,
+        "moe_z_loss_coeff": spec.z_loss_coeff or None,
+        "expert_model_parallel_size": spec.sizes.ep,
+        "expert_tensor_parallel_size": spec.sizes.etp,
+        "moe_grouped_gemm": False,
+    }
+
+
+def _recompute_settings(spec: ModelSpec) -> dict:
+    if spec.recompute == Recompute.none:
+        return {}
+    if spec.recompute == Recompute.selective:
+        return {"recompute_granularity": "selective", "recompute_modules": list(spec.recompute_modules)}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def transformer_config(arch: Architecture, spec: ModelSpec):
+    """Megatron's TransformerConfig for this model.
 
     Every fusion that needs apex or TransformerEngine is off; those settings are also what CPU needs.
     """
     from megatron.core.transformer import TransformerConfig
 
+    sizes, params_dtype = spec.sizes, spec.params_dtype
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -188,15 +286,20 @@ def transformer_config(arch: Architecture, sizes: ParallelSizes, params_dtype: t
         attention_softmax_in_fp32=True,
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        pipeline_model_parallel_layout=_pipeline_layout(arch, sizes),
+        # The interleaved schedule is silently wrong on gloo with batched, blocking transfers.
+        overlap_p2p_comm=sizes.vpp > 1,
+        batch_p2p_comm=sizes.vpp == 1,
         context_parallel_size=sizes.cp,
         sequence_parallel=sizes.sequence_parallel,
         params_dtype=params_dtype,
         pipeline_dtype=params_dtype,
         bf16=params_dtype == torch.bfloat16,
-        fp8="hybrid" if fp8 else None,
+        fp8="hybrid" if spec.fp8 else None,
         # Scales from the tensor at hand, without history: the reference, passed through the same
         # layers, then computes exactly what the actor computed.
-        fp8_recipe="tensorwise" if fp8 else "delayed",
+        fp8_recipe="tensorwise" if spec.fp8 else "delayed",
         # Weights come from the checkpoint: skip Megatron's random initialisation.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -205,7 +308,7 @@ def transformer_config(arch: Architecture, sizes: ParallelSizes, params_dtype: t
         calculate_per_token_loss=True,
         # Packs differ in length, so pipeline stages must tell each other the shapes. Megatron
         # insists on the alltoall dispatcher then, for dense models too.
-        variable_seq_lengths=sizes.pp > 1,
+        variable_seq_lengths=sizes.pp > 1 and not spec.constant_length,
         moe_token_dispatcher_type="alltoall",
         # On gloo this frees the storage of a tensor that is still being sent.
         deallocate_pipeline_outputs=torch.cuda.is_available(),
@@ -215,4 +318,6 @@ def transformer_config(arch: Architecture, sizes: ParallelSizes, params_dtype: t
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **_expert_settings(arch, spec),
+        **_recompute_settings(spec),
     )

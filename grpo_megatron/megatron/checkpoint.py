@@ -15,42 +15,51 @@ def _metadata() -> dict:
     }
 
 
-def _state(model, optimizer, loading: bool) -> dict:
-    sharded = model.sharded_state_dict(metadata=_metadata())
+def _weights(chunks) -> dict:
+    """Sharded state of each model chunk; the shards' names are global, whatever the chunk."""
+    return {f"model{i}": chunk.sharded_state_dict(metadata=_metadata()) for i, chunk in enumerate(chunks)}
+
+
+def _load_weights(chunks, state: dict) -> None:
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{i}"])
+
+
+def _state(chunks, optimizer, loading: bool) -> dict:
+    weights = _weights(chunks)
     return {
-        "model": sharded,
-        "optimizer": optimizer.inner.sharded_state_dict(sharded, is_loading=loading, metadata=_metadata()),
+        **weights,
+        "optimizer": optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=_metadata()),
         "scheduler": optimizer.scheduler.state_dict(),
     }
 
 
-def save(folder: str, model, optimizer) -> None:
+def save(folder: str, chunks, optimizer) -> None:
     """Collective over all ranks. `folder` is written as is; rename it into place afterwards."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    dist_checkpointing.save(_state(model, optimizer, loading=False), folder)
+    dist_checkpointing.save(_state(chunks, optimizer, loading=False), folder)
 
 
-def load(folder: str, model, optimizer) -> None:
+def load(folder: str, chunks, optimizer) -> None:
     """Collective; the layout may be another than the one that saved."""
     _fill_optimizer_state(optimizer)
-    state = dist_checkpointing.load(_state(model, optimizer, loading=True), folder)
-    model.load_state_dict(state["model"])
+    state = dist_checkpointing.load(_state(chunks, optimizer, loading=True), folder)
+    _load_weights(chunks, state)
     optimizer.inner.load_state_dict(state["optimizer"])
     optimizer.load_scheduler(state["scheduler"])
 
 
-def save_weights(folder: str, model) -> None:
+def save_weights(folder: str, chunks) -> None:
     """The model part of `save` alone."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    dist_checkpointing.save({"model": model.sharded_state_dict(metadata=_metadata())}, folder)
+    dist_checkpointing.save(_weights(chunks), folder)
 
 
-def load_weights(folder: str, model) -> None:
+def load_weights(folder: str, chunks) -> None:
     """The model's weights out of what `save` or `save_weights` wrote."""
-    state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=_metadata())}, folder)
-    model.load_state_dict(state["model"])
+    _load_weights(chunks, dist_checkpointing.load(_weights(chunks), folder))
 
 
 def _fill_optimizer_state(optimizer) -> None:

@@ -3,7 +3,7 @@
 On scaling: Megatron divides all gradients by the token count that loss functions return, summed
 over micro-batches and ranks (``calculate_per_token_loss``). Ours return (M * sum w l, their share
 of M), with M the tokens of the whole optimizer step, so that exactly ``sum w l`` remains and MoE
-auxiliary losses, which Megatron adds per token, are scaled rightly.
+auxiliary losses, which are added per token, are scaled rightly.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,85 +13,73 @@ import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
 
-from grpo_megatron.algorithm.losses import LossInputs, TokenLoss
-from grpo_megatron.batch import Layout, Pack, TrainBatch
-from grpo_megatron.megatron.logprobs import token_logprobs
-from grpo_megatron.megatron.modules import PackedSequences, describe_pack
+from grpo_megatron.algorithm.losses import TokenLoss
+from grpo_megatron.megatron.logprobs import HeadOutput, token_logprobs
+from grpo_megatron.megatron.micro_batch import MicroBatch, router_share
+from grpo_megatron.megatron.router import Routing, recorded_routing, set_routing
 from grpo_megatron.metrics import Metrics, Sum
-
-
-@dataclass
-class MicroBatch:
-    """One micro-batch as this rank sees it: t local positions, on the rank's device."""
-
-    pack: Pack
-    packed: PackedSequences
-    tokens: torch.Tensor  # int64 [1, t]
-    position_ids: torch.Tensor  # int64 [1, t]
-    target: torch.Tensor  # int64 [t]
-    weight: torch.Tensor  # float32 [t]
-    inputs: LossInputs
-
-
-def prepare(batch: TrainBatch, layout: Layout, device: torch.device, current_is_old: bool = False) -> MicroBatch:
-    """Lay one micro-batch out on this rank. current_is_old: the old policy is the current one."""
-    pack = layout.pack(batch.lengths)
-
-    def local(array: np.ndarray) -> torch.Tensor:
-        return pack.scatter(array).to(device)
-
-    return MicroBatch(
-        pack=pack,
-        packed=describe_pack(pack, device),
-        tokens=local(batch.tokens).long()[None],
-        position_ids=torch.from_numpy(pack.position_ids).to(device)[None],
-        target=local(batch.target).long(),
-        weight=local(batch.weight),
-        inputs=LossInputs(
-            mask=local(batch.loss_mask),
-            advantage=local(batch.advantage),
-            rollout_logp=local(batch.rollout_logp),
-            ref_logp=local(batch.ref_logp),
-            old_logp=None if current_is_old else local(batch.old_logp),
-        ),
-    )
 
 
 @dataclass(frozen=True)
 class Head:
-    """Hidden states of a micro-batch -> log-prob and entropy of its targets, both [t]."""
+    """Hidden states of a micro-batch -> log-prob, entropy (and KL to the reference) of its targets.
+
+    reference_weight: the reference's output projection, for the exact KL; None: no KL.
+    """
 
     weight: Callable[[], torch.Tensor]
     vocab_size: int
     sequence_parallel: bool
+    temperature: float
+    reference_weight: Callable[[], torch.Tensor] | None = None
 
-    def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch, temperature: float):
+    def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool = False) -> HeadOutput:
+        reference = (micro_batch.reference_hidden, self.reference_weight()) if with_kl else None
         return token_logprobs(
             hidden[0],  # [1, t, h]: packs are one row
             self.weight(),
             micro_batch.target,
-            temperature,
+            self.temperature,
             self.vocab_size,
             mpu.get_tensor_model_parallel_group(),
             self.sequence_parallel,
+            reference=reference,
         )
 
 
-def _run(model, micro_batches: list[MicroBatch], loss_func, forward_only: bool) -> list:
-    """Megatron's schedule over the micro-batches; what loss_func stored, on the last stage."""
+def _run(chunks: list, micro_batches: list[MicroBatch], loss_func, forward_only: bool, routing: Routing) -> list:
+    """Megatron's schedule over the micro-batches; what loss_func stored, on the last stage.
+
+    chunks: the (wrapped) model chunks of this stage.
+    """
 
     def forward_step(iterator: Iterator[MicroBatch], model):
         micro_batch = next(iterator)
-        hidden = model(micro_batch.tokens, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed)
+        chunk = unwrap_model(model)
+        padding = None
+        if chunk.config.num_moe_experts:
+            set_routing(chunk, routing, micro_batch.routing)
+            # Megatron gives a TP rank its share of the mask on the first stage only.
+            padding = micro_batch.padding
+            if not chunk.pre_process:
+                padding = router_share(padding[0], micro_batch.pack.layout)[None]
+        hidden = model(
+            micro_batch.tokens, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed, padding_mask=padding
+        )
+        if routing == Routing.record and chunk.config.num_moe_experts:
+            micro_batch.routing = (micro_batch.routing or {}) | recorded_routing(chunk)
         return hidden, lambda output, non_loss_data=False: loss_func(output, micro_batch)
 
+    iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
-        model=model,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].tokens.shape[1],  # only a default: stages exchange the real shapes
+        # Only a default: stages exchange the real shapes, unless all packs are equally long.
+        seq_length=micro_batches[0].tokens.shape[1] * micro_batches[0].pack.layout.cp,
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
@@ -99,18 +87,30 @@ def _run(model, micro_batches: list[MicroBatch], loss_func, forward_only: bool) 
 
 
 @torch.no_grad()
-def forward_logprobs(model, micro_batches: list[MicroBatch], head: Head, temperature: float) -> list[np.ndarray]:
-    """Log-probs of the targets, one float32 [T] per micro-batch; empty except on the last stage."""
+def forward_logprobs(
+    chunks: list, micro_batches: list[MicroBatch], head: Head, routing: Routing = Routing.own, keep_hidden: bool = False
+) -> list[np.ndarray]:
+    """Log-probs of the targets, one float32 [T] per micro-batch; empty except on the last stage.
+
+    keep_hidden: leave the last hidden states in the micro-batches as those of the reference.
+    """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> np.ndarray:
-        logp, _ = head(hidden, micro_batch, temperature)
+        if keep_hidden:
+            micro_batch.reference_hidden = hidden[0].clone()
+        logp = head(hidden, micro_batch).logp
         return micro_batch.pack.gather(logp, mpu.get_context_parallel_group()).cpu().numpy()
 
-    return _run(model, micro_batches, collect, forward_only=True)
+    return _run(chunks, micro_batches, collect, forward_only=True, routing=routing)
 
 
 def forward_backward(
-    model, micro_batches: list[MicroBatch], head: Head, loss: TokenLoss, temperature: float, step_tokens: int
+    chunks: list,
+    micro_batches: list[MicroBatch],
+    head: Head,
+    loss: TokenLoss,
+    step_tokens: int,
+    routing: Routing = Routing.own,
 ) -> list[Metrics]:
     """Gradients of sum_t w_t l_t into the model's buffers; metrics per micro-batch on the last stage.
 
@@ -118,11 +118,11 @@ def forward_backward(
     """
 
     def compute(hidden: torch.Tensor, micro_batch: MicroBatch):
-        logp, entropy = head(hidden, micro_batch, temperature)
-        token_loss, metrics = loss(logp, entropy, micro_batch.inputs)
+        new = head(hidden, micro_batch, loss.needs_full_kl)
+        token_loss, metrics = loss(new.logp, new.entropy, micro_batch.inputs, new.kl)
         total = (micro_batch.weight * token_loss).sum()
         metrics["actor/loss"] = Sum(total.detach().clone())  # schedules divide the loss in place
         share = torch.tensor(int((micro_batch.pack.index >= 0).sum()), dtype=torch.int, device=total.device)
         return total * step_tokens, share, metrics
 
-    return _run(model, micro_batches, compute, forward_only=False)
+    return _run(chunks, micro_batches, compute, forward_only=False, routing=routing)

@@ -1,17 +1,16 @@
-"""The head: hidden states in, log-prob and entropy per token out. It owns the output projection.
+"""The head: hidden states in; log-prob, entropy and KL to a reference per token out.
 
 Megatron's own post-processing turns hidden states into logits first and always; here the
-projection is part of the function, so that it can be fused, chunked and recomputed.
+projection is part of the function (`fused_head`), so that no [t, V] tensor is ever alive.
 """
 
+from typing import NamedTuple
+
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-# Stands for "impossible" in padded vocabulary columns. Minus infinity would give 0 * inf = NaN.
-_NEVER = -1e30
+from grpo_megatron.megatron.fused_head import FusedHead, Tiling
 
 
 class HiddenStatesOutput(ColumnParallelLinear):
@@ -30,6 +29,18 @@ def hand_out_hidden_states(model) -> None:
     model.output_layer.__class__ = HiddenStatesOutput
 
 
+class HeadOutput(NamedTuple):
+    """Per token, float32 [t], natural log; equal on every TP rank.
+
+    logp: of the target. entropy: of the distribution. kl: sum_v p_v (log p_v - log q_v) over the
+    whole vocabulary, q the reference's distribution; None without a reference.
+    """
+
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    kl: torch.Tensor | None
+
+
 def token_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -38,67 +49,64 @@ def token_logprobs(
     vocab_size: int,
     tp_group,
     sequence_parallel: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target and entropy of each distribution; both float32 [t], natural log.
+    reference: tuple[torch.Tensor, torch.Tensor] | None = None,
+    chunk_tokens: int | None = None,
+    chunk_vocab: int | None = None,
+    accumulate_into_main_grad: bool = False,
+) -> HeadOutput:
+    """Log-prob of each target, entropy of each distribution and, with a reference, the exact KL.
 
     hidden [t, h] (with sequence_parallel [t / tp, h], this rank's part); weight [V_padded / tp, h],
-    this rank's rows of the output projection (the embedding if tied); target int64 [t], any id
-    below vocab_size. Distributions are softmax(logits / temperature), in float32 whatever the
-    weights' dtype. Differentiable in hidden and weight; every TP rank returns the same values and
-    must compute the same loss from them.
+    this rank's rows of the output projection (the embedding if tied); target int64 [t], ids below
+    vocab_size (any other id has log-prob NaN). Distributions are softmax(logits / temperature) over
+    vocab_size words, in float32 whatever the weights' dtype. Differentiable in hidden and weight
+    (once); an output the loss does not use costs nothing in the backward pass. Every TP rank must
+    compute the same loss from what is returned.
+
+    reference: (hidden, weight) of the reference model, of the same shapes; no gradient flows into
+    them, and they must stay unchanged until the backward pass, which reads them again.
+    chunk_tokens, chunk_vocab: the size of a tile; None: 8 MiB of float32 logits and at most 1024
+    tokens on a CPU, 128 MiB and 4096 on a GPU. Results differ by rounding only.
+    accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`, as Megatron's
+    gradient_accumulation_fusion does, and leave no meaningful `weight.grad`.
+
+    Raises ValueError for a target, temperature or chunk size that does not fit, or a missing main_grad.
     """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be above 0, is {temperature}")
+    if accumulate_into_main_grad and not hasattr(weight, "main_grad"):
+        raise ValueError("accumulate_into_main_grad: the weight has no main_grad")
+    hidden = _all_tokens(hidden, sequence_parallel, tp_group).to(weight.dtype)
+    if len(hidden) != len(target):
+        raise ValueError(f"{len(hidden)} hidden states for {len(target)} targets")
+    ref_hidden = ref_weight = None
+    if reference is not None:
+        with torch.no_grad():
+            ref_weight = reference[1].detach()
+            ref_hidden = _all_tokens(reference[0].detach(), sequence_parallel, tp_group).to(ref_weight.dtype)
+        if ref_hidden.shape != hidden.shape or ref_weight.shape != weight.shape:
+            raise ValueError(
+                f"reference hidden states {list(ref_hidden.shape)} and weight {list(ref_weight.shape)} for"
+                f" {list(hidden.shape)} and {list(weight.shape)}"
+            )
+    tiling = Tiling.of(weight, len(target), vocab_size, tp_group, chunk_tokens, chunk_vocab)
+    outputs = FusedHead.apply(
+        hidden,
+        weight,
+        ref_hidden,
+        ref_weight,
+        target,
+        float(temperature),
+        vocab_size,
+        tiling,
+        tp_group,
+        accumulate_into_main_grad,
+    )
+    return HeadOutput(*outputs)
+
+
+def _all_tokens(hidden, sequence_parallel: bool, group):
+    """[t, h] on every TP rank; backward sums the ranks' gradients (each has those of its words)."""
     if sequence_parallel:
-        hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp_group)
-    else:
-        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=tp_group)
-    logits = F.linear(hidden.to(weight.dtype), weight).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    start = weight.shape[0] * tp_group.rank()
-    if start + weight.shape[0] > vocab_size:
-        padding = torch.arange(start, start + weight.shape[0], device=logits.device) >= vocab_size
-        logits = logits.masked_fill(padding, _NEVER)
-    return _VocabParallelLogprob.apply(logits, target, start, tp_group)
-
-
-class _VocabParallelLogprob(torch.autograd.Function):
-    """Log-softmax at the target, and entropy, of logits split over TP along the vocabulary.
-
-    With z = logits - max, Z = sum exp z, p = exp(z) / Z:
-        logp = z_target - log Z            d logp / dz_j = [j = target] - p_j
-        H    = log Z - sum p z             d H    / dz_j = -p_j (z_j - log Z + H)
-    """
-
-    @staticmethod
-    def forward(ctx, logits, target, start, group):
-        ctx.set_materialize_grads(False)  # an output the loss does not use costs nothing backward
-
-        def reduce(tensor, op):
-            if group.size() > 1:
-                dist.all_reduce(tensor, op=op, group=group)
-            return tensor
-
-        maximum = reduce(logits.max(dim=-1).values, dist.ReduceOp.MAX)
-        z = logits - maximum[:, None]
-        exp = z.exp()
-        own = (target >= start) & (target < start + logits.shape[1])
-        column = torch.where(own, target - start, 0)
-        z_target = torch.where(own, z.gather(1, column[:, None])[:, 0], 0.0)
-        # One collective for all three sums.
-        sums = reduce(torch.stack([exp.sum(dim=-1), (exp * z).sum(dim=-1), z_target]), dist.ReduceOp.SUM)
-        log_sum = sums[0].log()
-        entropy = log_sum - sums[1] / sums[0]
-        probabilities = exp.div_(sums[0][:, None])
-        ctx.save_for_backward(probabilities, z, log_sum, entropy, own, column)
-        return sums[2] - log_sum, entropy
-
-    @staticmethod
-    def backward(ctx, grad_logp, grad_entropy):
-        probabilities, z, log_sum, entropy, own, column = ctx.saved_tensors
-        grad = torch.zeros_like(probabilities)
-        if grad_logp is not None:
-            grad = -probabilities * grad_logp[:, None]
-            grad.scatter_add_(1, column[:, None], torch.where(own, grad_logp, 0.0)[:, None])
-        if grad_entropy is not None:
-            grad -= probabilities * (z - log_sum[:, None] + entropy[:, None]) * grad_entropy[:, None]
-        return grad, None, None, None
+        return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)

@@ -1,16 +1,21 @@
-"""Builds the GPTModel of this rank's pipeline stage."""
+"""Builds the GPTModel chunks of this rank's pipeline stage."""
+
+from functools import partial
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from grpo_megatron.config.schema import TransformerImpl
 from grpo_megatron.doctor import transformer_engine_problem
 from grpo_megatron.megatron.architecture import Architecture, transformer_config
 from grpo_megatron.megatron.logprobs import hand_out_hidden_states
 from grpo_megatron.megatron.modules import PackedAttention, RMSNorm
-from grpo_megatron.megatron.parallel import ParallelSizes, RankInfo
+from grpo_megatron.megatron.router import Router
+from grpo_megatron.megatron.spec import ModelSpec
 
 
 def uses_transformer_engine(impl: TransformerImpl) -> bool:
@@ -20,54 +25,72 @@ def uses_transformer_engine(impl: TransformerImpl) -> bool:
     return impl == TransformerImpl.transformer_engine
 
 
-def layer_spec(config, transformer_engine: bool):
-    """TransformerEngine's layers, or Megatron's local spec with our norm and attention."""
+def _layer_spec(arch: Architecture, config, transformer_engine: bool, num_experts: int | None):
+    """One layer: TransformerEngine's, or Megatron's local one with our norm and attention."""
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    layer = spec.submodules
-    layer.input_layernorm = RMSNorm
-    layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    num_local = config.num_layers // config.pipeline_model_parallel_size
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_local, layer_norm=RMSNorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm)
+    else:
+        spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        layer = spec.submodules
+        layer.input_layernorm = RMSNorm
+        layer.pre_mlp_layernorm = RMSNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = partial(PackedAttention, rope_frequencies=arch.rope_frequencies())
+        if config.qk_layernorm:
+            attention.q_layernorm = RMSNorm
+            attention.k_layernorm = RMSNorm
+    if num_experts:
+        spec.submodules.mlp.submodules.router = Router
+    return spec
 
 
-def build_model(
-    arch: Architecture,
-    sizes: ParallelSizes,
-    rank: RankInfo,
-    params_dtype: torch.dtype,
-    transformer_engine: bool = False,
-    fp8: bool = False,
-) -> GPTModel:
-    """An uninitialised GPTModel stage that returns hidden states; fill it with weights.load_hf."""
-    config = transformer_config(arch, sizes, params_dtype, fp8)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=layer_spec(config, transformer_engine),
-        vocab_size=arch.padded_vocab_size(sizes.tp),
-        max_sequence_length=arch.max_positions,
-        pre_process=rank.first_stage,
-        post_process=rank.last_stage,
-        parallel_output=True,
-        share_embeddings_and_output_weights=arch.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
-    )
-    # Megatron's own rope scaling has Llama 3.1's numbers built in; these come from config.json.
-    model.rotary_pos_emb.inv_freq = arch.rope_frequencies().to(model.rotary_pos_emb.inv_freq.device)
-    if rank.last_stage:
-        hand_out_hidden_states(model)
-    return model if config.use_cpu_initialization else model.cuda(torch.cuda.current_device())
+def _block_spec(arch: Architecture, config, transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one model chunk, dense or with experts as the architecture says."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    has_experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    specs = [_layer_spec(arch, config, transformer_engine, arch.moe.num_experts if has_experts[i] else None) for i in layers]
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def output_weight(model: GPTModel) -> torch.Tensor:
-    """The rows of the output projection on this TP rank: [V_padded / tp, h]."""
-    if model.share_embeddings_and_output_weights:
-        return model.shared_embedding_or_output_weight()
-    return model.output_layer.weight
+def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
+    """This rank's model chunks (one, or virtual_pipeline of them), in forward order.
+
+    They are uninitialised (fill them with weights.load_hf) and return hidden states for logits.
+    """
+    config = transformer_config(arch, spec)
+    chunks = []
+    for number in range(spec.sizes.vpp):
+        vp_stage = number if spec.sizes.vpp > 1 else None
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=_block_spec(arch, config, spec.transformer_engine, vp_stage),
+            vocab_size=arch.padded_vocab_size(spec.sizes.tp),
+            max_sequence_length=arch.max_positions,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=arch.tied_embeddings,
+            # PackedAttention rotates queries and keys itself.
+            position_embedding_type="rope" if spec.transformer_engine else "none",
+            rotary_base=arch.rope_theta,
+            vp_stage=vp_stage,
+        )
+        if spec.transformer_engine:
+            # Megatron's own rope scaling has Llama 3.1's numbers built in; these come from config.json.
+            chunk.rotary_pos_emb.inv_freq = arch.rope_frequencies().to(chunk.rotary_pos_emb.inv_freq.device)
+        if chunk.post_process:
+            hand_out_hidden_states(chunk)
+        chunks.append(chunk if config.use_cpu_initialization else chunk.cuda(torch.cuda.current_device()))
+    return chunks
+
+
+def output_weight(chunk: GPTModel) -> torch.Tensor:
+    """The rows of the output projection on this TP rank: [V_padded / tp, h]; chunk: the last one."""
+    if chunk.share_embeddings_and_output_weights:
+        return chunk.shared_embedding_or_output_weight()
+    return chunk.output_layer.weight

@@ -4,66 +4,124 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+
+from grpo_megatron.config.schema import LrSchedule
+
+# Megatron's names of the schedules.
+_DECAY_STYLES = {
+    LrSchedule.constant: "constant",
+    LrSchedule.cosine: "cosine",
+    LrSchedule.linear: "linear",
+    LrSchedule.wsd: "WSD",
+}
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """grad_norm: before clipping, over all ranks. dropped: the gradient was not finite."""
+    """grad_norm: before clipping, over all ranks. dropped: it was not finite, or over the limit for a step, or told to."""
 
     grad_norm: float
     lr: float
     dropped: bool
 
 
+def lr_scheduler(optimizer, config) -> OptimizerParamScheduler:
+    """Sets the learning rate of optimizer steps 1, 2, ...; already done for the first one.
+
+    optimizer: whose param_groups get the rates. config: schema.OptimizerConfig; lr_decay_steps may be
+    None for a constant rate only. Step k of a warm-up of n runs at lr * k / n. Step k of the rest, with
+    D = lr_decay_steps and r = (k - n) / (D - n), runs at lr_min + (lr - lr_min) * c, where c is
+    (1 + cos(pi r)) / 2 for cosine (arXiv:1608.03983 eq. 5, one period) and 1 - r for linear. For wsd
+    (arXiv:2404.06395 section 4.2) c is 1 up to step D - wsd_decay_steps and then goes to 0 at step D in
+    the style that config.schema describes. Steps beyond D run at lr_min.
+    """
+    decays = config.lr_schedule != LrSchedule.constant
+    if decays and config.lr_decay_steps is None:
+        raise ValueError(f"optimizer.lr_schedule={config.lr_schedule.value} without a number of lr_decay_steps")
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.lr_min,
+        lr_warmup_steps=config.lr_warmup_steps,
+        # Megatron wants the end beyond the warm-up. Where both coincide lr_min follows the peak either way.
+        lr_decay_steps=max(config.lr_decay_steps if decays else 0, config.lr_warmup_steps + 1),
+        lr_decay_style=_DECAY_STYLES[config.lr_schedule],
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=config.wsd_decay_steps if config.lr_schedule == LrSchedule.wsd else None,
+        lr_wsd_decay_style=config.wsd_decay_style.value,
+    )
+    # Megatron's first step would run at 0.
+    scheduler.step(1)
+    return scheduler
+
+
+def continue_schedule(scheduler: OptimizerParamScheduler, config, state: dict) -> None:
+    """Continue where `state` (of a scheduler) was, with the rates of the present configuration.
+
+    Checkpoints carry the old rates inside the parameter groups; without this a changed
+    optimizer.lr would be ignored on resume without a word.
+    """
+    for group in scheduler.optimizer.param_groups:
+        group.update(max_lr=config.lr, min_lr=config.lr_min, betas=(config.beta1, config.beta2), eps=config.eps)
+        group.update(start_wd=config.weight_decay, end_wd=config.weight_decay)
+    # load_state_dict adds the saved steps to those already made.
+    scheduler.num_steps = 0
+    scheduler.load_state_dict(state)
+
+
+def _is_token_embedding(parameter, name: str) -> bool:
+    """Also the last pipeline stage's copy of a tied one, which would drift away if it decayed alone."""
+    return name.endswith("embedding.word_embeddings.weight") or getattr(parameter, "shared_embedding", False)
+
+
+def _weight_decay_overrides(megatron_config: MegatronOptimizerConfig, config) -> dict[ParamKey, ParamGroupOverride]:
+    """Who has no weight decay: by Megatron's rule all biases and 1-d parameters (norms), and embeddings as configured."""
+    overrides = get_standard_config_overrides(megatron_config)
+    if not config.decay_embeddings:
+        embeddings = ParamKey(with_name_predicate=ParamWithNamePredicate("token_embeddings", _is_token_embedding))
+        overrides[embeddings] = ParamGroupOverride(wd_mult=0.0)
+    return overrides
+
+
 class Optimizer:
-    """One optimizer step: clip, update, schedule; or drop the gradient if it is not finite."""
+    """One optimizer step: clip, update, schedule; or drop the gradient if it is not finite, or extreme."""
 
-    def __init__(self, model, config, params_dtype: torch.dtype):
-        """model: the DDP-wrapped stage, whose ddp_config says how states are split; config: schema.OptimizerConfig."""
+    def __init__(self, chunks: list, config, params_dtype: torch.dtype):
+        """chunks: the DDP-wrapped ones, whose ddp_config says how states are split; config: schema.OptimizerConfig."""
         self._config = config
-        ddp_config = model.ddp_config
-        self.inner = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.beta1,
-                adam_beta2=config.beta2,
-                adam_eps=config.eps,
-                clip_grad=config.clip_grad,
-                bf16=params_dtype == torch.bfloat16,
-                params_dtype=params_dtype,
-                use_distributed_optimizer=ddp_config.use_distributed_optimizer,
-                overlap_param_gather=ddp_config.overlap_param_gather,
-            ),
-            [model],
-            use_gloo_process_groups=False,
+        self._device = next(chunks[0].parameters()).device
+        ddp_config = chunks[0].ddp_config
+        megatron_config = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.lr_min,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=params_dtype == torch.bfloat16,
+            params_dtype=params_dtype,
+            use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+            overlap_param_gather=ddp_config.overlap_param_gather,
         )
-        self.scheduler = OptimizerParamScheduler(
-            self.inner,
-            init_lr=0.0,
-            max_lr=config.lr,
-            min_lr=config.lr,
-            lr_warmup_steps=config.lr_warmup_steps,
-            # A constant rate never decays; Megatron only wants the number to be beyond the warm-up.
-            lr_decay_steps=config.lr_warmup_steps + 1,
-            lr_decay_style="constant",
-            start_wd=config.weight_decay,
-            end_wd=config.weight_decay,
-            wd_incr_steps=1,
-            wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False,
-            override_opt_param_scheduler=True,
-        )
-        # Step k of a warm-up of n runs at k/n of the peak; Megatron's first step would run at 0.
-        self.scheduler.step(1)
+        overrides = _weight_decay_overrides(megatron_config, config)
+        self.inner = get_megatron_optimizer(megatron_config, chunks, overrides, use_gloo_process_groups=False)
+        self.scheduler = lr_scheduler(self.inner, config)
 
-    def _parts(self) -> list:
+    def parts(self) -> list:
         """The optimizers Megatron chains: one per kind of parameter."""
         return getattr(self.inner, "chained_optimizers", [self.inner])
 
@@ -71,29 +129,34 @@ class Optimizer:
         self.inner.zero_grad()
 
     def load_scheduler(self, state: dict) -> None:
-        """Continue the schedule where `state` was, with the rates of the present configuration.
+        """See continue_schedule."""
+        continue_schedule(self.scheduler, self._config, state)
 
-        Checkpoints carry the old rates inside the parameter groups; without this a changed
-        optimizer.lr would be ignored on resume without a word.
+    def _must_drop(self, grad_norm: float) -> bool:
+        """Whether a rank finds the norm not finite or over the limit. Collective over all ranks.
+
+        The norm is global, but replicas may have it from sums in different order, and so a last bit
+        apart: none may step while another drops.
         """
-        config = self._config
-        for group in self.inner.param_groups:
-            group.update(max_lr=config.lr, min_lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-            group.update(start_wd=config.weight_decay, end_wd=config.weight_decay)
-        # load_state_dict adds the saved steps to those already made.
-        self.scheduler.num_steps = 0
-        self.scheduler.load_state_dict(state)
+        limit = self._config.max_grad_norm_to_step
+        found = not math.isfinite(grad_norm) or (limit is not None and grad_norm > limit)
+        flag = torch.tensor(float(found), device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
 
-    def step(self) -> StepOutcome:
+    def step(self, drop: bool = False) -> StepOutcome:
+        """Collective. A dropped step leaves parameters, moments and the learning rate as they are.
+
+        drop: drop it whatever the gradient; the same on all ranks.
+        """
         lr = self.inner.param_groups[0]["lr"]
-        # The norm is global, so all ranks take the same branch.
         self.inner.prepare_grads()
         grad_norm = float(self.inner.get_grad_norm())
-        if not math.isfinite(grad_norm):
+        if self._must_drop(grad_norm) or drop:
             self.inner.zero_grad()
             return StepOutcome(grad_norm, lr, dropped=True)
         # What remains of Megatron's own step(), which would prepare and measure a second time.
-        for optimizer in self._parts():
+        for optimizer in self.parts():
             if optimizer.config.clip_grad > 0 and optimizer.get_parameters():
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, grad_norm)
         self.inner.step_with_ready_grads()

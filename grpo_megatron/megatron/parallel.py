@@ -10,13 +10,23 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How the trainer's ranks are divided; everything else is derived from these."""
+    """How the trainer's ranks are divided; everything else is derived from these.
+
+    tp, pp, dp, cp: tensor, pipeline, data and context parallel; their product is the world. vpp:
+    model chunks per pipeline stage, which the interleaved schedule alternates between. ep, etp:
+    expert and expert-tensor parallel; experts are laid over the same ranks in their own way.
+    pipeline_layers: layers of each of the pp * vpp chunks in forward order; None: equally many.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    pipeline_layers: tuple[int, ...] | None = None
 
     @classmethod
     def from_config(cls, megatron) -> "ParallelSizes":
@@ -27,26 +37,57 @@ class ParallelSizes:
             dp=megatron.data_parallel,
             cp=megatron.context_parallel,
             sequence_parallel=megatron.sequence_parallel,
+            vpp=megatron.virtual_pipeline,
+            ep=megatron.expert_parallel,
+            etp=megatron.expert_tensor_parallel,
+            pipeline_layers=tuple(megatron.pipeline_layers) if megatron.pipeline_layers else None,
         )
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp * self.cp
 
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks over all stages."""
+        return self.pp * self.vpp
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The number of micro-batches of a replica must be a multiple of this."""
+        return self.pp if self.vpp > 1 else 1
+
+    def chunk_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each model chunk in forward order; chunk i is on stage i % pp."""
+        return self.pipeline_layers or (num_layers // self.num_chunks,) * self.num_chunks
+
     def violations(self, arch=None) -> list[str]:
         """Every rule this layout breaks, each as one sentence; `arch`: the model's Architecture."""
         found = []
-        for name in ("tp", "pp", "dp", "cp"):
+        for name in ("tp", "pp", "dp", "cp", "vpp", "ep", "etp"):
             if getattr(self, name) < 1:
                 found.append(f"megatron: {name} must be at least 1, is {getattr(self, name)}")
         if found:
             return found
-        if self.cp > 1:
-            found.append(f"megatron.context_parallel={self.cp}: context parallelism is not supported yet, use 1")
         if self.sequence_parallel and self.tp == 1:
             found.append("megatron.sequence_parallel=true needs megatron.tensor_parallel > 1")
-        if arch is None:
-            return found
+        if self.vpp > 1 and self.pp == 1:
+            found.append(f"megatron.virtual_pipeline={self.vpp} needs megatron.pipeline_parallel > 1")
+        if self.pipeline_layers and (len(self.pipeline_layers) != self.num_chunks or min(self.pipeline_layers) < 1):
+            found.append(
+                f"megatron.pipeline_layers={list(self.pipeline_layers)} must be {self.num_chunks} positive numbers: the layers of "
+                "each of pipeline_parallel * virtual_pipeline model chunks, in forward order"
+            )
+        stage = self.tp * self.cp * self.dp
+        if stage % (self.ep * self.etp):
+            found.append(
+                f"megatron.expert_parallel * expert_tensor_parallel = {self.ep * self.etp} does not divide the {stage} ranks of a "
+                "pipeline stage (tensor_parallel * context_parallel * data_parallel)"
+            )
+        return found if arch is None else found + self._dense_violations(arch) + self._expert_violations(arch)
+
+    def _dense_violations(self, arch) -> list[str]:
+        found = []
         if arch.num_heads % self.tp:
             found.append(f"megatron.tensor_parallel={self.tp} does not divide the model's {arch.num_heads} attention heads")
         if arch.num_kv_heads % self.tp and self.tp % arch.num_kv_heads:
@@ -62,8 +103,35 @@ class ParallelSizes:
             )
         if self.sequence_parallel and arch.hidden_size % self.tp:
             found.append(f"megatron.tensor_parallel={self.tp} does not divide the model's hidden size {arch.hidden_size}")
-        if arch.num_layers % self.pp:
-            found.append(f"megatron.pipeline_parallel={self.pp} does not divide the model's {arch.num_layers} layers")
+        if self.pipeline_layers:
+            if sum(self.pipeline_layers) != arch.num_layers:
+                found.append(
+                    f"megatron.pipeline_layers={list(self.pipeline_layers)} are {sum(self.pipeline_layers)} layers, "
+                    f"the model has {arch.num_layers}"
+                )
+        elif arch.num_layers % self.num_chunks:
+            chunks = f"megatron.pipeline_parallel={self.pp}"
+            if self.vpp > 1:
+                chunks += f" times megatron.virtual_pipeline={self.vpp}"
+            found.append(
+                f"{chunks} does not divide the model's {arch.num_layers} layers; megatron.pipeline_layers can name an uneven split"
+            )
+        return found
+
+    def _expert_violations(self, arch) -> list[str]:
+        if arch.moe is None:
+            asked = {"expert_parallel": self.ep, "expert_tensor_parallel": self.etp}
+            return [f"megatron.{key}={n} needs a model with experts, this one is dense" for key, n in asked.items() if n > 1]
+        found = []
+        if arch.moe.num_experts % self.ep:
+            found.append(f"megatron.expert_parallel={self.ep} does not divide the model's {arch.moe.num_experts} experts")
+        if arch.moe.ffn_hidden_size % self.etp:
+            found.append(
+                f"megatron.expert_tensor_parallel={self.etp} does not divide the experts' intermediate size "
+                f"{arch.moe.ffn_hidden_size}"
+            )
+        if self.tp > 1 and not self.sequence_parallel:
+            found.append("a model with experts and megatron.tensor_parallel > 1 needs megatron.sequence_parallel=true")
         return found
 
 
@@ -77,7 +145,9 @@ class RankInfo:
     pp_rank: int
     dp_rank: int
     cp_rank: int
-    first_stage: bool
+    ep_rank: int
+    etp_rank: int
+    expert_dp_rank: int
     last_stage: bool
 
     @property
@@ -87,11 +157,16 @@ class RankInfo:
 
     @property
     def in_first_replica(self) -> bool:
-        """True on the ranks that weights are taken from; the other replicas hold the same."""
+        """True on the ranks that dense weights are taken from; the other replicas hold the same."""
         return self.dp_rank == 0 and self.cp_rank == 0
 
+    @property
+    def in_first_expert_replica(self) -> bool:
+        """The same for the experts' weights."""
+        return self.expert_dp_rank == 0
+
     def __str__(self):
-        return f"rank {self.rank} (tp{self.tp_rank} pp{self.pp_rank} dp{self.dp_rank})"
+        return f"rank {self.rank} (tp{self.tp_rank} pp{self.pp_rank} cp{self.cp_rank} dp{self.dp_rank} ep{self.ep_rank})"
 
 
 def initialize(sizes: ParallelSizes, rank: int, init_method: str, seed: int, timeout_seconds: float = 600.0) -> RankInfo:
@@ -110,7 +185,10 @@ def initialize(sizes: ParallelSizes, rank: int, init_method: str, seed: int, tim
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
         context_parallel_size=sizes.cp,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
         # Only the distributed optimizer's legacy checkpoints need CPU groups beside NCCL's.
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(timeout_seconds / 60)),
@@ -129,7 +207,9 @@ def rank_info() -> RankInfo:
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
         dp_rank=mpu.get_data_parallel_rank(),
         cp_rank=mpu.get_context_parallel_rank(),
-        first_stage=mpu.is_pipeline_first_stage(),
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
+        expert_dp_rank=mpu.get_expert_data_parallel_rank(),
         last_stage=mpu.is_pipeline_last_stage(),
     )
 

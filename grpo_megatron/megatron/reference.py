@@ -6,24 +6,42 @@ import torch
 
 
 class ReferenceWeights:
-    """A second set of values for the parameters of a model, kept on the host between uses.
+    """A second set of values for the parameters of a model.
 
     Parameters are never rebound: the optimizer holds the tensors (with the distributed optimizer,
     views of one buffer), and one that points elsewhere would silently stop being trained.
     """
 
     @torch.no_grad()
-    def __init__(self, model):
-        """Takes the model's current values as the reference."""
-        self._parameters = list(model.parameters())
-        self._other = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+    def __init__(self, chunks, on_host: bool = True):
+        """Takes the current values of the model's chunks as the reference.
+
+        on_host: kept in the host's memory between uses, else beside the parameters.
+        """
+        self._on_host = on_host
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._other = [self._copy(parameter) for parameter in self._parameters]
+
+    def _copy(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.detach().to("cpu" if self._on_host else parameter.device, copy=True)
+
+    @torch.no_grad()
+    def take_current(self) -> None:
+        """The parameters' present values become the reference."""
+        for parameter, other in zip(self._parameters, self._other, strict=True):
+            other.copy_(parameter)
 
     @torch.no_grad()
     def _exchange(self) -> None:
         for parameter, other in zip(self._parameters, self._other, strict=True):
-            held = parameter.detach().to("cpu", copy=True)
+            held = self._copy(parameter)
             parameter.copy_(other)
             other.copy_(held)
+
+    def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The reference's value of one parameter, on the parameter's device."""
+        index = next(i for i, own in enumerate(self._parameters) if own is parameter)
+        return self._other[index].to(parameter.device)
 
     @contextmanager
     def in_place(self):

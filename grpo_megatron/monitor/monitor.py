@@ -15,6 +15,7 @@ class Monitor:
         """resumed: the step a resumed run continues after; later points of the curves are taken back."""
         from torch.utils.tensorboard import SummaryWriter
 
+        self.directory = directory
         self.tensorboard_dir = f"{directory}/tensorboard"
         self._writer = SummaryWriter(self.tensorboard_dir, purge_step=resumed + 1 if resumed else None)
         self._jsonl = open(f"{directory}/{METRICS}", "a", encoding="utf-8")  # noqa: SIM115 - held for the run
@@ -46,6 +47,9 @@ class Monitor:
             self._writer.add_scalar(name, value, step)
         self._jsonl.write(json.dumps({"step": step, **scalars}) + "\n")
         self._jsonl.flush()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(name, text, step)
 
     def line(self, step: int, scalars: dict[str, float], shown: dict[str, str]) -> None:
         """One line: progress, the scalars in `shown` (name -> label), tokens/s, time per phase."""

@@ -5,7 +5,7 @@ of prompt and response, the reference answer, and a dict of the data record's ot
 returns a number, or a dict with the key "reward" and any further numbers to be logged.
 """
 
-from grpo_megatron.rewards.base import resolve_reward
+from grpo_megatron.rewards.base import resolve_reward, reward_function
 from grpo_megatron.rewards.workers import RewardWorkers
 
-__all__ = ["RewardWorkers", "resolve_reward"]
+__all__ = ["RewardWorkers", "resolve_reward", "reward_function"]

@@ -7,9 +7,12 @@ import sys
 from collections.abc import Callable
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.plugins import Registry
 from grpo_megatron.rewards.answers import find_answer, normalise_number
 
 BUILT_IN = ("exact_match", "math")
+# Of rewards from elsewhere; the built-in ones are made from the configuration.
+reward_function = Registry("reward", "reward.function")
 
 
 def exact_match(config) -> Callable[..., float]:
@@ -123,7 +126,8 @@ def resolve_reward(config) -> Callable[..., float | dict[str, float]]:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        function = getattr(importlib.import_module(module_name), attribute)
+        module = importlib.import_module(module_name)
+        function = reward_function.registered(attribute) or getattr(module, attribute)
     except (ImportError, AttributeError) as error:
         raise UserError(f"reward.function={name!r} cannot be imported: {error}") from error
     if not callable(function):

@@ -6,6 +6,7 @@ changed between minor versions before, so the CPU requirements pin the version.
 """
 
 PLATFORM_NAME = "grpo_cpu"
+ATTENTION_BACKEND = "grpo_batched"  # cpu_attention.BatchedAttention
 
 
 def activate() -> str:
@@ -28,7 +29,7 @@ def __getattr__(name: str):
         capabilities = PlatformCapabilities()  # no Triton, no graph capture, no compiled kernels
 
         def get_default_attention_backend(self) -> str:
-            return "torch_native"
+            return ATTENTION_BACKEND
 
         def get_dispatch_key_name(self) -> str:
             return "native"
@@ -42,9 +43,14 @@ def __getattr__(name: str):
             pass
 
         def init_backend(self) -> None:
-            # The host buffer of routed-expert capture is registered with CUDA by default.
+            from sglang.srt.layers.attention.attention_registry import register_attention_backend
             from sglang.srt.mem_cache.pool_host import common
 
+            from grpo_megatron.rollout.cpu_attention import BatchedAttention
+
+            register_attention_backend(ATTENTION_BACKEND)(BatchedAttention)
+
+            # The host buffer of routed-expert capture is registered with CUDA by default.
             def allocate_plain(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
                 return allocator.allocate(dims, dtype=dtype, device=device)
 

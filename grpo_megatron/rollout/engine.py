@@ -7,6 +7,7 @@ neither update sessions (since 0.5.21) nor weight-version spans (since 0.5.20).
 """
 
 import asyncio
+import base64
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.cluster.processes import ProcessDied, died, redirect_output
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.architecture import read_architecture
-from grpo_megatron.rollout.cpu_platform import PLATFORM_NAME
+from grpo_megatron.rollout.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,23 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request. response_ids int32 [R], logprobs float32 [R] (after temperature)."""
+    """A finished request. response_ids int32 [R], logprobs float32 [R] (after temperature).
+
+    routing: int16 [P + R - 1, L, k], the experts of each token that was computed in each of the L layers
+    with experts; None unless asked for.
+    """
 
     key: tuple[int, int]
     response_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: str
     weight_spans: tuple[WeightSpan, ...]
+    routing: np.ndarray | None = None
 
 
-def engine_arguments(config, model_path: str, seed: int, needs_tokenizer: bool, gpu: bool) -> dict[str, Any]:
-    """Arguments of sglang.Engine; config: config.schema.EngineConfig; gpu: the engine has devices.
+def engine_arguments(config, model_path: str, seed: int, needs_tokenizer: bool, gpu: bool, routing: bool) -> dict[str, Any]:
+    """Arguments of sglang.Engine; config: config.schema.EngineConfig; gpu: the engine has devices;
+    routing: it will be asked which experts tokens went to.
 
     Not asked of torch here: the driver's machine may have a GPU where the engine's has none.
     """
@@ -64,13 +71,19 @@ def engine_arguments(config, model_path: str, seed: int, needs_tokenizer: bool, 
         # Stop strings need text; without them ids are enough, and the detokenizer stays idle.
         "skip_tokenizer_init": not needs_tokenizer,
     }
+    if routing:
+        arguments["enable_return_routed_experts"] = True
     if not gpu:
         arguments |= {
             "device": "cpu",
-            "attention_backend": "torch_native",
+            "attention_backend": ATTENTION_BACKEND,
             "sampling_backend": "pytorch",
             "grammar_backend": "none",
             "disable_cuda_graph": True,
+            # An idle scheduler would poll without a pause, and take a core from the trainer.
+            "sleep_on_idle": True,
+            # There is no device to overlap with, and it decodes one token too many of every response.
+            "disable_overlap_schedule": True,
             # Of host memory, where nothing is reserved: the pool is bounded by max_total_tokens.
             "mem_fraction_static": 0.3,
             "max_total_tokens": config.max_total_tokens or 65536,
@@ -93,11 +106,12 @@ def engine_environment(config, gpu: bool) -> dict[str, str]:
 class SGLangEngine:
     """The engine's process; SGLang's scheduler and detokenizer are its children."""
 
-    def __init__(self, name: str, log: str, arguments: dict[str, Any]):
+    def __init__(self, name: str, log: str, arguments: dict[str, Any], routed_layers: tuple[bool, ...] | None):
+        """routed_layers: for each layer of the model whether it has experts, if their routing is wanted."""
         redirect_output(log)
         import sglang
 
-        self._name, self._log = name, log
+        self._name, self._log, self._routed_layers = name, log, routed_layers
         self._engine = sglang.Engine(**arguments)
         # Not all children: Python's own helpers come and go.
         self._children = [
@@ -142,9 +156,12 @@ class SGLangEngine:
     async def _generate(self, request: Request) -> None:
         try:
             answer = await self._engine.async_generate(
-                input_ids=request.prompt_ids, sampling_params=request.sampling, return_logprob=True
+                input_ids=request.prompt_ids,
+                sampling_params=request.sampling,
+                return_logprob=True,
+                **({"return_routed_experts": True} if self._routed_layers else {}),
             )
-            self._finished.put_nowait(_completion(request.key, answer))
+            self._finished.put_nowait(_completion(request, answer, self._routed_layers))
         except Exception as error:  # handed to the caller by poll
             self._finished.put_nowait(error)
 
@@ -207,27 +224,50 @@ def _check(call: str, answer: tuple[bool, str]) -> None:
         raise UserError(f"the engine refused {call}: {message}")
 
 
-def _completion(key: tuple[int, int], answer: dict) -> Completion:
-    meta = answer["meta_info"]
+def _routing(request: Request, answer: dict, has_experts: tuple[bool, ...]) -> np.ndarray:
+    """int16 [P + R - 1, L, k]; SGLang has a row for every layer, with experts or not."""
+    flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), dtype=np.int32)
+    tokens = len(request.prompt_ids) + len(answer["output_ids"]) - 1
+    return flat.reshape(tokens, len(has_experts), -1)[:, np.array(has_experts)].astype(np.int16)
+
+
+def _completion(request: Request, answer: dict, routed_layers: tuple[bool, ...] | None) -> Completion:
+    key, meta = request.key, answer["meta_info"]
     logprobs = meta["output_token_logprobs"]
     ids = np.array([token for _, token, _ in logprobs], dtype=np.int32)
     if not np.array_equal(ids, answer["output_ids"]):
         raise RuntimeError(f"engine answer {key}: log-probs are of other tokens than the output")
     versions = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
     spans = tuple(WeightSpan(int(span["version"]), span["start"], span["end"]) for span in versions)
-    return Completion(key, ids, np.array([lp for lp, _, _ in logprobs], dtype=np.float32), meta["finish_reason"]["type"], spans)
+    return Completion(
+        key=key,
+        response_ids=ids,
+        logprobs=np.array([logprob for logprob, _, _ in logprobs], dtype=np.float32),
+        finish_reason=meta["finish_reason"]["type"],
+        weight_spans=spans,
+        routing=_routing(request, answer, routed_layers) if routed_layers else None,
+    )
 
 
-def start_engines(cluster: Cluster, rollout_config, model_path: str, seed: int, log_dir: str) -> tuple[list, dict]:
-    """Engine actors, and {index: (name, log file)} for messages; they are starting, not yet ready."""
+def start_engines(
+    cluster: Cluster, rollout_config, model_path: str, seed: int, log_dir: str, routing: bool = False
+) -> tuple[list, dict]:
+    """Engine actors, and {index: (name, log file)} for messages; they are starting, not yet ready.
+
+    routing: samples carry the experts that their tokens went to.
+    """
     config = rollout_config.engine
+    moe = read_architecture(model_path).moe
+    routed_layers = moe.layers if routing and moe else None
     engines, who = [], {}
     for index, slots in enumerate(cluster.engine_slots):
         gpu = slots[0].device is not None
         log = f"{log_dir}/engine{index}.log"
-        arguments = engine_arguments(config, model_path, seed + index, bool(rollout_config.stop), gpu)
+        arguments = engine_arguments(
+            config, model_path, seed + index, bool(rollout_config.stop), gpu, routed_layers is not None
+        )
         devices = [slot.device for slot in slots] if gpu else None
         options = cluster.options(slots[0], engine_environment(config, gpu), devices)
         who[index] = (f"engine {index}", log)
-        engines.append(SGLangEngine.options(**options, max_concurrency=1000).remote(*who[index], arguments))
+        engines.append(SGLangEngine.options(**options, max_concurrency=1000).remote(*who[index], arguments, routed_layers))
     return engines, who

@@ -140,6 +140,7 @@ class RolloutManager:
             finish_reason=completion.finish_reason,
             weight_spans=completion.weight_spans,
             response_text=self._decode(completion.response_ids),
+            routing=_whole_routing(completion.routing),
         )
 
     # -- weights ------------------------------------------------------------------------------
@@ -169,6 +170,17 @@ class RolloutManager:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
                 ray.get(engine.shutdown.remote(), timeout=20)
             ray.kill(engine)
+
+
+def _whole_routing(routing: np.ndarray | None) -> np.ndarray | None:
+    """With a row for the last token, which the engine sampled but never computed.
+
+    Nothing depends on it: the last position predicts nothing, and no other attends to it.
+    """
+    if routing is None:
+        return None
+    anything = np.broadcast_to(np.arange(routing.shape[2], dtype=routing.dtype), (1, *routing.shape[1:]))
+    return np.concatenate([routing, anything])
 
 
 def _task(prompt: Prompt, sample: Sample) -> RewardTask:

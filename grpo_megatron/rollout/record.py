@@ -86,6 +86,7 @@ def _group_to_json(group: Group) -> dict:
         for name in ("response_ids", "loss_mask", "rollout_logprobs"):
             item[name] = item[name].tolist()
         item["weight_spans"] = [asdict(span) for span in sample.weight_spans]
+        item["routing"] = None if sample.routing is None else sample.routing.tolist()
         samples.append(item)
     prompt = {**vars(group.prompt), "ids": group.prompt.ids.tolist()}
     return {"group_id": group.group_id, "prompt": prompt, "samples": samples}
@@ -100,6 +101,8 @@ def _group_from_json(item: dict) -> Group:
             "loss_mask": np.array(values["loss_mask"], dtype=np.bool_),
             "rollout_logprobs": np.array(values["rollout_logprobs"], dtype=np.float32),
         }
+        if values.get("routing") is not None:
+            arrays["routing"] = np.array(values["routing"], dtype=np.int16)
         spans = tuple(WeightSpan(**span) for span in values["weight_spans"])
         samples.append(Sample(**{**values, **arrays, "weight_spans": spans, "prompt_ids": prompt.ids}))
     return Group(item["group_id"], prompt, tuple(samples))

@@ -4,21 +4,34 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.parallel import rank_info
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.maps import Entry
 
+_EXPERTS = "mlp.experts.local_experts."
 
-def local_parameters(model) -> dict[str, torch.nn.Parameter]:
-    """Parameters of this stage under their global names (Megatron numbers layers per stage)."""
+
+def local_parameters(chunks) -> dict[str, torch.nn.Parameter]:
+    """Parameters of this rank's model chunks under their global names.
+
+    Megatron numbers layers per chunk and experts per rank.
+    """
+    first_expert = mpu.get_expert_model_parallel_rank()
     found = {}
-    for name, parameter in model.named_parameters():
-        if name.startswith("decoder.layers."):
-            _, _, local, rest = name.split(".", 3)
-            name = f"decoder.layers.{model.decoder.layers[int(local)].layer_number - 1}.{rest}"
-        found[name] = parameter
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.startswith("decoder.layers."):
+                _, _, local, rest = name.split(".", 3)
+                layer = chunk.decoder.layers[int(local)]
+                if rest.startswith(_EXPERTS):
+                    number, rest = rest.removeprefix(_EXPERTS).split(".", 1)
+                    rest = f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(number)}.{rest}"
+                name = f"decoder.layers.{layer.layer_number - 1}.{rest}"
+            found[name] = parameter
     return found
 
 
@@ -30,20 +43,24 @@ def _entry_of(entries: dict[str, Entry], name: str) -> Entry:
     return entries[name]
 
 
-def mark_tensor_parallel(model, entries: dict[str, Entry]) -> None:
-    """Tell Megatron which parameters are split over TP.
+def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
+    """Tell Megatron which parameters are split over TP, and which belong to experts.
 
-    It notes that while initialising weights, which we skip. Without the mark the gradient norm
-    counts a split parameter on the first TP rank only: too small, and nothing says so.
+    It notes the first while initialising weights, which we skip. Without the mark the gradient norm
+    counts a split parameter on the first TP rank only: too small, and nothing says so. The second
+    says which ranks sum the gradient; Megatron sets it with expert_parallel > 1 only, and without it
+    TP ranks that each have the whole expert would keep the gradients of their own tokens.
     """
-    for name, parameter in local_parameters(model).items():
+    for name, parameter in local_parameters(chunks).items():
         entry = _entry_of(entries, name)
         if entry.axis is not None and not getattr(parameter, "tensor_model_parallel", False):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=entry.axis, stride=1)
+        if entry.expert:
+            parameter.allreduce = False
 
 
 @torch.no_grad()
-def load_hf(model, checkpoint: HFCheckpoint, entries: dict[str, Entry], tp: int, tp_rank: int) -> None:
+def load_hf(chunks, checkpoint: HFCheckpoint, entries: dict[str, Entry]) -> None:
     """Fill this rank's parameters from HF tensors, casting to the parameters' dtype.
 
     Raises UserError on a missing tensor, a wrong shape, or tensors in the checkpoint that no entry
@@ -56,10 +73,11 @@ def load_hf(model, checkpoint: HFCheckpoint, entries: dict[str, Entry], tp: int,
         raise UserError(
             f"{checkpoint.folder}: no weight map entry reads {', '.join(sorted(unread)[:5])} ({len(unread)} tensors)"
         )
-    for name, parameter in local_parameters(model).items():
+    for name, parameter in local_parameters(chunks).items():
         entry = _entry_of(entries, name)
         full = entry.transform.to_megatron([checkpoint.read(hf) for hf in entry.hf])
-        shard = entry.transform.shard(full, entry.axis, tp, tp_rank)
+        group = _split_over(entry)
+        shard = entry.transform.shard(full, entry.axis, group.size(), group.rank())
         if shard.shape != parameter.shape:
             raise UserError(
                 f"{checkpoint.folder}: {' + '.join(entry.hf)} gives a shard of {tuple(shard.shape)}, "
@@ -68,21 +86,30 @@ def load_hf(model, checkpoint: HFCheckpoint, entries: dict[str, Entry], tp: int,
         parameter.copy_(shard)
 
 
-def iterate_hf(model, entries: dict[str, Entry], tp_group) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, full tensor) of this stage's parameters, on the TP group's first rank.
+def _split_over(entry: Entry):
+    """The process group that holds a parameter's shards."""
+    return mpu.get_expert_tensor_parallel_group() if entry.expert else mpu.get_tensor_model_parallel_group()
 
-    The other ranks of the TP group take part in the gathering and get nothing. A generator: at most
-    one gathered tensor is alive beyond what the consumer keeps. Must be exhausted on all ranks.
+
+def iterate_hf(chunks, entries: dict[str, Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF name, full tensor) of this rank's parameters, each on one rank of all.
+
+    That is the first rank of the group that holds its shards, in the first replica; the others take
+    part in the gathering. A generator: at most one gathered tensor is alive beyond what the consumer
+    keeps. Must be exhausted on all ranks. Experts come last: a rank that hands out experts only has
+    then done its part in all gathering before its consumer makes it wait.
     """
-    for name, parameter in local_parameters(model).items():
-        entry = _entry_of(entries, name)
-        if not entry.exported:
+    rank = rank_info()
+    parameters = [(_entry_of(entries, name), parameter) for name, parameter in local_parameters(chunks).items()]
+    for entry, parameter in sorted(parameters, key=lambda item: item[0].expert):
+        if not entry.exported or not (rank.in_first_expert_replica if entry.expert else rank.in_first_replica):
             continue
+        group = _split_over(entry)
         shards = [parameter.detach()]
-        if entry.axis is not None and tp_group.size() > 1:
-            first = tp_group.rank() == 0
-            shards = [torch.empty_like(parameter) for _ in range(tp_group.size())] if first else None
-            dist.gather(parameter.detach().contiguous(), shards, group=tp_group, group_dst=0)
-        if tp_group.rank() == 0:
+        if entry.axis is not None and group.size() > 1:
+            first = group.rank() == 0
+            shards = [torch.empty_like(parameter) for _ in range(group.size())] if first else None
+            dist.gather(parameter.detach().contiguous(), shards, group=group, group_dst=0)
+        if group.rank() == 0:
             full = entry.transform.unshard(shards, entry.axis)
             yield from zip(entry.hf, entry.transform.to_hf(full), strict=True)

@@ -2,13 +2,21 @@
 
 import numpy as np
 
-from grpo_megatron.batch import TrainBatch, schedule
+from grpo_megatron.batch import Layout, TrainBatch, schedule
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec
 
 
-def micro_batches(batch: TrainBatch, spec: ActorSpec, dp_rank: int, packing: bool, max_tokens: int = 128) -> tuple:
-    plan = schedule(batch.lengths, max_tokens, dp=spec.sizes.dp, hidden_size=64, packing=packing)
+def micro_batches(batch: TrainBatch, spec: ActorSpec, dp_rank: int, packing: bool, max_tokens: int = 160) -> tuple:
+    multiple = Layout(cp=spec.sizes.cp).sequence_multiple
+    plan = schedule(
+        batch.lengths,
+        max_tokens,
+        dp=spec.sizes.dp,
+        packing=packing,
+        sequence_multiple=multiple,
+        multiple_of=spec.sizes.micro_batch_multiple,
+    )
     return plan, [batch.select(mb) for mb in plan.micro_batches[dp_rank]]
 
 
@@ -22,16 +30,6 @@ def logprobs(spec: ActorSpec, batch: TrainBatch, packing: bool, reference: bool 
     out = np.zeros(batch.num_tokens, np.float32)
     out[batch.token_index(plan.sequences(actor.rank.dp_rank))] = values
     return out
-
-
-def train_three_steps(spec: ActorSpec, batches: list[TrainBatch], loss, packing: bool, max_tokens: int = 128):
-    """Loss and gradient norm of an optimizer step on each batch; None except on the reporting ranks."""
-    actor = Actor(spec)
-    results = []
-    for batch in batches:
-        _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing, max_tokens)
-        results.append(actor.train_step(parts, loss, step_tokens=batch.num_tokens))
-    return results if actor.rank.reports else None
 
 
 def round_trip(spec: ActorSpec, folder: str, dtype):

@@ -14,11 +14,15 @@ from tests.models import FAMILIES, random_batch, tiny_model, transformers_logpro
 from tests.parallel import actors
 from tests.parallel.test_weights import assert_identical, read_all
 
+EXPERTS = ("qwen3_moe", "mixtral")
+DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
 LAYOUTS = {
     "tp1": ParallelSizes(),
     "tp2": ParallelSizes(tp=2),
     "tp2sp": ParallelSizes(tp=2, sequence_parallel=True),
     "pp2": ParallelSizes(pp=2),
+    "pp2vpp2": ParallelSizes(pp=2, vpp=2),
+    "cp2": ParallelSizes(cp=2),
     "tp2pp2": ParallelSizes(tp=2, pp=2),
 }
 
@@ -40,22 +44,44 @@ def models(tmp_path_factory):
     return make
 
 
+EXPERT_LAYOUTS = {
+    "tp1": ParallelSizes(),
+    "tp2sp": ParallelSizes(tp=2, sequence_parallel=True),
+    "pp2vpp2": ParallelSizes(pp=2, vpp=2),
+    "cp2": ParallelSizes(cp=2),
+    "ep2": ParallelSizes(dp=2, ep=2),
+    "ep2tp2": ParallelSizes(tp=2, ep=2, sequence_parallel=True),
+}
+
+
 def check(ranks, folder, batch, expected, sizes, out):
     spec = ActorSpec(folder, sizes, OptimizerConfig())
-    for values in ranks.run(actors.logprobs_and_round_trip, sizes, spec, batch, str(out)):
-        if values is not None:
-            assert np.abs(values - expected).max() <= 1e-5
+    reported = [v for v in ranks.run(actors.logprobs_and_round_trip, sizes, spec, batch, str(out)) if v is not None]
+    assert len(reported) == sizes.dp
+    # Each replica reports its own sequences, and zeros for those of others.
+    assert np.abs(sum(reported) - expected).max() <= 1e-5
     assert_identical(read_all(out), read_all(folder))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("family", "tied"), list(itertools.product(FAMILIES, [False, True])))
+@pytest.mark.parametrize(("family", "tied"), list(itertools.product(DENSE, [False, True])))
 def test_family(ranks, models, tmp_path, family, tied, layout):
     # 61 words: TP 2 does not divide the vocabulary
     check(ranks, *models(family, tied), LAYOUTS[layout], tmp_path / "out")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("family", EXPERTS)
+def test_family_with_experts(ranks, models, tmp_path, family, layout):
+    check(ranks, *models(family, False), EXPERT_LAYOUTS[layout], tmp_path / "out")
+
+
+def test_weights_of_chosen_experts_left_as_they_are(ranks, models, tmp_path):
+    """norm_topk_prob=false: they do not sum to 1."""
+    check(ranks, *models("qwen3_moe", False, norm_topk_prob=False), ParallelSizes(), tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("sizes", [ParallelSizes(tp=2), ParallelSizes(tp=4)], ids=["tp2", "tp4"])
 def test_fewer_kv_heads_than_tp_ranks(ranks, models, tmp_path, family, sizes):
     check(ranks, *models(family, False, num_key_value_heads=1), sizes, tmp_path / "out")

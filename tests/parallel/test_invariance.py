@@ -1,85 +1,244 @@
-"""Loss and gradient norm of training steps do not depend on the layout."""
+"""Two optimizer steps do not depend on the layout: loss, every gradient, every parameter, to 1e-5."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.batch import token_weights
-from grpo_megatron.config.schema import OptimizerConfig
+from grpo_megatron.batch import Sample, TrainBatch
+from grpo_megatron.config.schema import MoEConfig, OptimizerConfig, Recompute, RoutingReplay
+from grpo_megatron.megatron.architecture import read_architecture
 from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.megatron.spec import ActorSpec
-from grpo_megatron.metrics import merge, to_floats
-from tests.models import random_batch, tiny_qwen3
-from tests.parallel import actors
+from tests.models import tiny_model
+from tests.parallel.invariance import Case, LocalMean, check, two_steps
 
-LOSS = PolicyLoss(use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
+TOKEN = PolicyLoss(use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
+GSPO = replace(TOKEN, ratio_level="sequence")
+FULL_KL = replace(TOKEN, kl_loss_type="full")
+LOSSES = {"token": TOKEN, "gspo": GSPO}
+# With the usual 1e-8 Adam turns rounding into full-sized updates where gradients vanish.
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01)
+
 LAYOUTS = {
-    "tp2": ParallelSizes(tp=2),
-    "tp2sp": ParallelSizes(tp=2, sequence_parallel=True),
-    "pp2": ParallelSizes(pp=2),
-    "dp2": ParallelSizes(dp=2),
-    "tp2pp2": ParallelSizes(tp=2, pp=2),
-    "tp2dp2": ParallelSizes(tp=2, dp=2),
+    "tp2": {"tp": 2},
+    "tp2sp": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "pp2vpp2": {"pp": 2, "vpp": 2},
+    "pp4": {"pp": 4},
+    "pp2uneven": {"pp": 2, "pipeline_layers": (1, 3)},
+    "cp2": {"cp": 2},
+    "cp2tp2sp": {"cp": 2, "tp": 2, "sequence_parallel": True},
+    "dp2": {"dp": 2},
+    "tp2pp2": {"tp": 2, "pp": 2},
 }
 
 
-def make_batches(steps=3):
-    batches = []
-    for seed in range(steps):
-        batch = random_batch(seed=seed)
-        rng = np.random.default_rng(seed)
-        batch.weight = token_weights(batch, "seq-mean-token-mean", 40)
-        for name in ("advantage", "old_logp", "ref_logp"):
-            setattr(batch, name, np.where(batch.loss_mask, rng.normal(size=batch.num_tokens), 0).astype(np.float32))
-        batch.old_logp -= 4 * batch.loss_mask
-        batch.ref_logp -= 4 * batch.loss_mask
-        batches.append(batch)
-    return batches
+def make_batch(seed: int, experts: tuple[int, int, int] | None = None) -> TrainBatch:
+    """Sequences of 2 to 150 tokens with random weights; experts: (layers, number, k) of a given routing."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i, length in enumerate([150, 2, 97, 3, 41, 5, 18, 66, 9, 120, 2, 31]):
+        response = max(1, int(length * rng.uniform(0.3, 0.95)))
+        mask = rng.random(response) < 0.9
+        mask[0] = True
+        samples.append(
+            Sample(
+                group_id=i // 4,
+                trajectory_id=i,
+                prompt_ids=rng.integers(3, 61, length - response).astype(np.int32),
+                response_ids=rng.integers(3, 61, response).astype(np.int32),
+                loss_mask=mask,
+                rollout_logprobs=-4 + rng.normal(size=response).astype(np.float32),
+                finish_reason="stop",
+                reward=0.0,
+            )
+        )
+    batch = TrainBatch.from_samples(samples)
+    count = batch.num_tokens
+    batch.weight = np.where(batch.loss_mask, rng.uniform(0.1, 2.0, count), 0).astype(np.float32) / 256
+    batch.advantage = np.where(batch.loss_mask, rng.normal(size=count), 0).astype(np.float32)
+    batch.old_logp = np.where(batch.loss_mask, -5 + rng.normal(size=count), 0).astype(np.float32)
+    batch.ref_logp = np.where(batch.loss_mask, -5 + rng.normal(size=count), 0).astype(np.float32)
+    if experts:
+        layers, number, k = experts
+        batch.routing = np.stack([[rng.permutation(number)[:k] for _ in range(layers)] for _ in range(count)]).astype(np.int16)
+    return batch
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def model(request, tmp_path_factory):
-    return tiny_qwen3(tmp_path_factory.mktemp("model"), tied=request.param)
+class Suite:
+    """A model, its batches, and what one rank makes of them."""
 
+    def __init__(self, ranks, folder: str, experts=None, **options):
+        self.ranks, self.folder, self.options = ranks, folder, options
+        self.arch = read_architecture(folder)
+        self.batches = [make_batch(seed, experts) for seed in (0, 1)]
+        self._one_rank = {}
 
-def run(ranks, model, sizes, packing=True, **options):
-    spec = ActorSpec(model, sizes, OptimizerConfig(lr=1e-3, eps=1e-3), **options)
-    per_rank = [r for r in ranks.run(actors.train_three_steps, sizes, spec, make_batches(), LOSS, packing) if r is not None]
-    steps = []
-    for replicas in zip(*per_rank, strict=True):
-        metrics = to_floats(merge([replica.metrics for replica in replicas]))
-        assert not any(replica.dropped for replica in replicas)
-        steps.append((metrics["actor/loss"], replicas[0].grad_norm, metrics["actor/entropy"]))
-    return steps
+    def case(self, sizes: ParallelSizes, loss, options=None, **rest) -> Case:
+        spec = ActorSpec(
+            self.folder, sizes, OPTIMIZER, with_reference=loss.needs_full_kl, **{**self.options, **(options or {})}
+        )
+        return Case(spec, loss, self.batches, **rest)
+
+    def one_rank(self, loss, **rest):
+        key = str((loss, rest))
+        if key not in self._one_rank:
+            self._one_rank[key] = self.ranks.run(two_steps, ParallelSizes(), self.case(ParallelSizes(), loss, **rest))[0]
+        return self._one_rank[key]
+
+    def check(self, sizes: ParallelSizes, loss, options=None, expected=None, **rest) -> None:
+        case = self.case(sizes, loss, options, **rest)
+        check(self.arch, case, self.ranks.run(two_steps, sizes, case), expected or self.one_rank(loss))
 
 
 @pytest.fixture(scope="module")
-def one_rank(ranks, model):
-    return run(ranks, model, ParallelSizes())
+def dense(ranks, tmp_path_factory):
+    return Suite(ranks, tiny_model(tmp_path_factory.mktemp("dense"), "qwen3"))
 
 
+@pytest.fixture(scope="module")
+def tied(ranks, tmp_path_factory):
+    return Suite(ranks, tiny_model(tmp_path_factory.mktemp("tied"), "qwen2", tied=True))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_three_steps_equal_one_rank(ranks, model, one_rank, layout):
-    np.testing.assert_allclose(run(ranks, model, LAYOUTS[layout]), one_rank, rtol=1e-5)
+def test_layout(dense, layout, loss):
+    dense.check(ParallelSizes(**LAYOUTS[layout]), LOSSES[loss])
 
 
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "pp2vpp2", "cp2", "tp2pp2"])
+def test_tied_embeddings_and_qkv_bias(tied, layout):
+    tied.check(ParallelSizes(**LAYOUTS[layout]), TOKEN)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
-def test_dp2_with_every_optimizer_equals_one_rank(ranks, model, one_rank, distributed, overlap):
-    rows = run(ranks, model, ParallelSizes(dp=2), distributed_optimizer=distributed, overlap=overlap)
-    np.testing.assert_allclose(rows, one_rank, rtol=1e-5)
+def test_distributed_optimizer(dense, loss, overlap):
+    dense.check(ParallelSizes(dp=2), LOSSES[loss], {"distributed_optimizer": True, "overlap": overlap})
 
 
-def test_four_kv_shards_of_one_kv_head(ranks, tmp_path):
-    folder = tiny_qwen3(tmp_path, num_key_value_heads=1)
-    np.testing.assert_allclose(run(ranks, folder, ParallelSizes(tp=2)), run(ranks, folder, ParallelSizes()), rtol=1e-5)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
+def test_eight_ranks(dense, loss):
+    dense.check(ParallelSizes(tp=2, pp=2, dp=2), LOSSES[loss])
 
 
-def test_packing_changes_nothing(ranks, model, one_rank):
-    np.testing.assert_allclose(run(ranks, model, ParallelSizes(), packing=False), one_rank, rtol=1e-5)
+FACTORS = {
+    "small micro-batches": {"max_tokens": 152},
+    "one sequence per micro-batch": {"packing": False},
+    "partition of two replicas": {"partition": ParallelSizes(dp=2)},
+    "constant-length packs": {"options": {"pack_tokens": 300}},
+    "selective recompute": {"options": {"recompute": Recompute.selective, "recompute_modules": ("core_attn", "mlp")}},
+    "full recompute": {"options": {"recompute": Recompute.full}},
+}
 
 
-def test_the_steps_differ_from_each_other(one_rank):
-    """Otherwise the comparisons above would compare constants."""
-    assert len({round(loss, 6) for loss, _, _ in one_rank}) == 3
-    assert all(norm > 1e-3 for _, norm, _ in one_rank)
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "cp2"])
+def test_other_factor(dense, layout, factor):
+    sizes = ParallelSizes(**LAYOUTS.get(layout, {}))
+    factors = dict(FACTORS[factor])
+    if sizes.cp > 1 and "max_tokens" in factors:
+        factors["max_tokens"] = 160
+    dense.check(sizes, TOKEN, **factors)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2sp", "pp2vpp2", "tp2pp2", "cp2", "dp2"])
+def test_full_kl(dense, layout):
+    dense.check(ParallelSizes(**LAYOUTS[layout]), FULL_KL)
+
+
+def test_overlap_with_the_interleaved_schedule(dense):
+    options = {"distributed_optimizer": True, "overlap": True}
+    dense.check(ParallelSizes(pp=2, vpp=2, dp=2), TOKEN, options)
+
+
+def test_the_comparison_compares_something(dense):
+    """Gradients everywhere, of different sizes, and a loss that changes."""
+    one = dense.one_rank(TOKEN)
+    assert all(float(flat.abs().max()) > 0 for _, flat in one.gradients.values())
+    assert one.loss[0]["actor/loss"].value != one.loss[1]["actor/loss"].value
+    assert one.loss[0]["actor/loss"].value != dense.one_rank(GSPO).loss[0]["actor/loss"].value
+
+
+# --- layers with experts
+
+EXPERT_LAYOUTS = {
+    "tp2sp": {"tp": 2, "sequence_parallel": True},
+    "pp2vpp2": {"pp": 2, "vpp": 2},
+    "cp2": {"cp": 2},
+    "ep2": {"dp": 2, "ep": 2},
+    "ep2cp2": {"cp": 2, "ep": 2},
+    "ep2tp2": {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True},
+    "ep2pp2": {"dp": 2, "ep": 2, "pp": 2},
+    "tp2sp_as_ep2": {"tp": 2, "ep": 2, "sequence_parallel": True},
+}
+REPLAY = MoEConfig(routing_replay=RoutingReplay.engine)
+REPLAYED_LOSSES = MoEConfig(aux_loss_coeff=0.5, z_loss_coeff=0.1, routing_replay=RoutingReplay.engine)
+
+
+@pytest.fixture(scope="module")
+def experts(ranks, tmp_path_factory):
+    folder = tiny_model(tmp_path_factory.mktemp("experts"), "qwen3_moe")
+    return Suite(ranks, folder, experts=(3, 4, 2), moe=REPLAY)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_experts(experts, layout, loss):
+    experts.check(ParallelSizes(**EXPERT_LAYOUTS[layout]), LOSSES[loss])
+
+
+@pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.full])
+def test_experts_with_recompute(experts, recompute):
+    options = {"recompute": recompute, "recompute_modules": ("moe",)}
+    experts.check(ParallelSizes(pp=2, dp=2, ep=2), TOKEN, options)
+
+
+def test_experts_with_distributed_optimizer_and_overlap(experts):
+    experts.check(ParallelSizes(dp=2, ep=2), TOKEN, {"distributed_optimizer": True, "overlap": True})
+
+
+@pytest.mark.parametrize("layout", ["tp2sp", "cp2", "ep2", "ep2tp2", "pp2vpp2"])
+def test_auxiliary_losses_with_the_partition_held_fixed(experts, layout):
+    """The load-balancing loss is not linear in the tokens: one rank follows the same micro-batches."""
+    sizes = ParallelSizes(**EXPERT_LAYOUTS[layout])
+    fixed = {"options": {"moe": REPLAYED_LOSSES}, "partition": sizes, "max_tokens": 160}
+    experts.check(sizes, TOKEN, expected=experts.one_rank(TOKEN, **fixed), **fixed)
+
+
+def test_auxiliary_losses_change_the_gradient(experts):
+    with pytest.raises(AssertionError, match=r"beyond the tolerance|Not equal"):
+        experts.check(ParallelSizes(), TOKEN, {"moe": REPLAYED_LOSSES})
+
+
+# --- planted faults
+
+
+def assert_noticed(suite, sizes, loss, expected=None, **rest):
+    with pytest.raises(AssertionError, match=r"beyond the tolerance|Not equal"):
+        suite.check(sizes, loss, expected=expected, **rest)
+
+
+def test_a_local_denominator_is_noticed(dense):
+    faulty = LocalMean(TOKEN)
+    assert_noticed(dense, ParallelSizes(dp=2), faulty, expected=dense.one_rank(faulty))
+
+
+def test_missing_cp_reductions_are_noticed(dense):
+    assert_noticed(dense, ParallelSizes(cp=2), TOKEN, fault="keys' gradients stay on their CP rank")
+    assert_noticed(dense, ParallelSizes(cp=2), GSPO, fault="sequence sums of one CP rank")
+
+
+def test_auxiliary_losses_scaled_by_one_ranks_tokens_are_noticed(experts):
+    fixed = {"options": {"moe": REPLAYED_LOSSES}}
+    expected = experts.one_rank(TOKEN, **fixed)
+    sizes = ParallelSizes(**EXPERT_LAYOUTS["tp2sp"])
+    assert_noticed(experts, sizes, TOKEN, expected=expected, fault="auxiliary losses by one rank's tokens", **fixed)
+
+
+def test_the_wrong_vpp_order_is_noticed(dense):
+    assert_noticed(dense, ParallelSizes(pp=2, vpp=2), TOKEN, fault="wrong VPP order")

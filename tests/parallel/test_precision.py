@@ -8,7 +8,7 @@ from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.megatron.spec import ActorSpec
 from tests.models import tiny_qwen3
 from tests.parallel import actors
-from tests.parallel.test_invariance import LOSS, make_batches
+from tests.parallel.test_invariance import TOKEN, make_batch
 
 
 def steps(results):
@@ -17,17 +17,27 @@ def steps(results):
     return np.stack([losses, [step.grad_norm for step in replicas[0]]], axis=1)
 
 
-@pytest.mark.parametrize("two", [ParallelSizes(tp=2), ParallelSizes(pp=2), ParallelSizes(dp=2)], ids=["tp2", "pp2", "dp2"])
+LAYOUTS = {
+    "tp2": ParallelSizes(tp=2),
+    "pp2": ParallelSizes(pp=2),
+    "pp2vpp2": ParallelSizes(pp=2, vpp=2),
+    "cp2": ParallelSizes(cp=2),
+    "dp2": ParallelSizes(dp=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
-def test_bf16_follows_fp32_and_a_checkpoint_continues_it(ranks, tmp_path, two, distributed):
+def test_bf16_follows_fp32_and_a_checkpoint_continues_it(ranks, tmp_path, layout, distributed):
     model = tiny_qwen3(tmp_path / "model")
-    batches = make_batches()
+    two = LAYOUTS[layout]
+    batches = [make_batch(seed) for seed in range(3)]
 
     def run(sizes, precision, batches, **where):
         spec = ActorSpec(
             model, sizes, OptimizerConfig(lr=1e-3, eps=1e-3), precision, with_reference=True, distributed_optimizer=distributed
         )
-        return steps(ranks.run(actors.train_with_reference_and_checkpoint, sizes, spec, batches, LOSS, *where.values()))
+        return steps(ranks.run(actors.train_with_reference_and_checkpoint, sizes, spec, batches, TOKEN, *where.values()))
 
     exact = run(ParallelSizes(), Precision.fp32, batches, save=None, load=None)
     half = run(two, Precision.bf16, batches, save=str(tmp_path / "ckpt"), load=None)

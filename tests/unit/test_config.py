@@ -72,7 +72,7 @@ def test_all_broken_rules_are_listed_at_once():
         "rollout.top_p=0.9",
         "optimizer.lr=-1",
         "algorithm.loss_agg_mode=mean",
-        "megatron.context_parallel=2",
+        "megatron.virtual_pipeline=2",
         "train.max_tokens_per_micro_batch=100",
     )
     for key in (
@@ -80,7 +80,7 @@ def test_all_broken_rules_are_listed_at_once():
         "rollout.top_p",
         "optimizer.lr",
         "loss_agg_mode=mean",
-        "context_parallel=2",
+        "virtual_pipeline=2",
         "max_tokens_per_micro_batch=100",
     ):
         assert key in message

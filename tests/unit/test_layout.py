@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,10 +19,7 @@ layouts = st.builds(
 
 
 def ranks_of(layout, lengths):
-    return [
-        Layout(layout.tp, layout.cp, rank, layout.sequence_parallel, layout.alignment).pack(lengths)
-        for rank in range(layout.cp)
-    ]
+    return [replace(layout, cp_rank=rank).pack(lengths) for rank in range(layout.cp)]
 
 
 @given(lengths, layouts)
@@ -58,6 +57,16 @@ def test_gathering_the_scattered_parts_restores_the_stream(lengths, layout):
     assert torch.equal(sum(parts), torch.from_numpy(stream))
 
 
+@given(lengths, layouts)
+def test_gathered_index_puts_the_ranks_parts_in_the_order_of_the_stream(lengths, layout):
+    packs = ranks_of(layout, lengths)
+    parts = np.concatenate([np.stack([pack.sequence_id, pack.position_ids], axis=1) for pack in packs])
+    for pack in packs:
+        in_order = parts[pack.gathered_index]
+        assert in_order[:, 0].tolist() == np.repeat(np.arange(len(lengths)), pack.padded_lengths).tolist()
+        assert in_order[:, 1].tolist() == np.concatenate([np.arange(n) for n in pack.padded_lengths]).tolist()
+
+
 def test_zigzag_of_two_ranks():
     # 8 tokens in 4 chunks: rank 0 holds chunks 0 and 3, rank 1 chunks 1 and 2
     first, second = (Layout(cp=2, cp_rank=rank).pack([8]) for rank in range(2))
@@ -75,6 +84,23 @@ def test_pack_padding_goes_to_the_last_sequence():
     pack = Layout(tp=4, sequence_parallel=True).pack([3, 2])
     assert pack.padded_lengths.tolist() == [3, 5]
     assert pack.index.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+
+
+@given(lengths, layouts, st.integers(0, 500))
+def test_constant_length(lengths, layout, more):
+    least = int(layout.pack(lengths).padded_lengths.sum())
+    total = -(-(least + more) // layout.pack_multiple) * layout.pack_multiple
+    packs = ranks_of(replace(layout, pack_tokens=total), lengths)
+    assert {len(pack.index) for pack in packs} == {total // layout.cp}
+    indices = np.concatenate([pack.index for pack in packs])
+    assert sorted(indices[indices >= 0]) == list(range(sum(lengths)))
+    assert packs[0].padded_lengths.max() <= max(lengths) + layout.sequence_multiple
+    assert packs[0].num_tokens == sum(lengths)
+
+
+def test_constant_length_too_short_is_refused():
+    with pytest.raises(ValueError, match="do not fit packs of 4"):
+        Layout(pack_tokens=4).pack([3, 2])
 
 
 def test_gather_and_sequence_sum_on_one_rank():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_megatron.config.load import load_config
-from grpo_megatron.megatron.architecture import Architecture
+from grpo_megatron.megatron.architecture import Architecture, MoE
 from grpo_megatron.megatron.parallel import ParallelSizes
 
 ARCH = Architecture(
@@ -38,6 +38,8 @@ LLAMA_70B = replace(
     max_positions=131072,
 )
 
+EXPERTS = {"moe": MoE(num_experts=6, top_k=2, ffn_hidden_size=100, normalize=True, layers=(True,) * 12)}
+
 HEADS, KV, FFN, HIDDEN, LAYERS, ROWS = "attention heads", "KV heads", "intermediate size", "hidden size", "layers", "rows of Q"
 CASES = [
     ({"tp": 5}, {}, [HEADS, KV, FFN]),
@@ -51,8 +53,17 @@ CASES = [
     ({"pp": 7}, {}, [LAYERS]),
     ({"pp": 24}, {}, [LAYERS]),
     ({"tp": 5, "pp": 5}, {}, [HEADS, KV, FFN, LAYERS]),
-    ({"tp": 7, "pp": 8, "cp": 2}, {}, [HEADS, KV, FFN, LAYERS, "context"]),
-    ({"cp": 2}, {}, ["context"]),
+    ({"tp": 7, "pp": 8, "vpp": 0}, {}, ["vpp must be at least 1"]),
+    ({"tp": 7, "pp": 8, "ep": 5}, {}, [HEADS, KV, FFN, LAYERS, "does not divide the 7 ranks", "this one is dense"]),
+    ({"vpp": 2}, {}, ["virtual_pipeline=2 needs"]),
+    ({"pp": 2, "vpp": 5}, {}, [LAYERS]),
+    ({"pp": 3, "pipeline_layers": (4, 4)}, {}, ["must be 3 positive numbers"]),
+    ({"pp": 2, "pipeline_layers": (12, 0)}, {}, ["must be 2 positive numbers"]),
+    ({"pp": 2, "pipeline_layers": (4, 6)}, {}, ["are 10 layers"]),
+    ({"dp": 2, "ep": 2}, {}, ["this one is dense"]),
+    ({"dp": 4, "ep": 4, "etp": 1}, EXPERTS, ["4 does not divide the model's 6 experts"]),
+    ({"dp": 3, "etp": 3}, EXPERTS, ["experts' intermediate size"]),
+    ({"tp": 2}, EXPERTS, ["needs megatron.sequence_parallel=true"]),
     ({"sequence_parallel": True}, {}, ["sequence_parallel=true needs"]),
     ({"tp": 0}, {}, ["tp must be at least 1"]),
     ({"pp": -1, "dp": 0}, {}, ["pp must be at least 1", "dp must be at least 1"]),
@@ -71,10 +82,34 @@ def test_all_violations_are_listed(sizes, changes, named):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{}, {"tp": 2}, {"tp": 4, "sequence_parallel": True}, {"tp": 4, "pp": 4}, {"pp": 12}, {"tp": 2, "pp": 3, "dp": 5}]
+    "sizes",
+    [
+        {},
+        {"tp": 2},
+        {"tp": 4, "sequence_parallel": True},
+        {"tp": 4, "pp": 4},
+        {"pp": 12},
+        {"tp": 2, "pp": 3, "dp": 5},
+        {"cp": 3, "tp": 2},
+        {"pp": 2, "vpp": 3},
+        {"pp": 3, "pipeline_layers": (5, 4, 3)},
+    ],
 )
 def test_legal_layouts(sizes):
     assert ParallelSizes(**sizes).violations(ARCH) == []
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2, "ep": 2}, {"cp": 2, "dp": 3, "ep": 6}, {"tp": 2, "ep": 2, "sequence_parallel": True}]
+)
+def test_legal_layouts_with_experts(sizes):
+    assert ParallelSizes(**sizes).violations(replace(ARCH, **EXPERTS)) == []
+
+
+def test_chunks_of_a_pipeline():
+    assert ParallelSizes(pp=2, vpp=3).chunk_layers(12) == (2, 2, 2, 2, 2, 2)
+    assert ParallelSizes(pp=2, pipeline_layers=(5, 7)).chunk_layers(12) == (5, 7)
+    assert ParallelSizes(pp=4, vpp=2).micro_batch_multiple == 4
 
 
 def test_the_70b_configuration_is_legal():

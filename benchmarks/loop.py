@@ -1,0 +1,282 @@
+"""Samples per second of the whole GRPO step, against a plain loop of transformers' `generate` and PyTorch.
+
+    python benchmarks/loop.py [--steps N] [--tokenizer bytes|characters] [key=value ...]
+
+Both sides train the same random Qwen3 of 2.5M parameters on the same prompts: 16 prompts x 8 samples of at most 64 tokens,
+reward by the last digit, KL (k3) to the reference, one optimizer step, float32, two cores. Ours is the program as
+`grpo-megatron train` runs it (one SGLang engine, one Megatron rank, reward processes, weight sync), in synchronous mode.
+The steps of the two alternate; the first ones warm up. `key=value` changes our configuration.
+
+The random model ends a response with the chance of one token among its vocabulary: with `characters` (31 tokens) after 1 to
+64 tokens, 25 on average, with `bytes` (262) mostly not before the limit, 58 on average. There the plain loop's padding costs
+it little, and both sides do nearly the same arithmetic.
+
+`overhead_share` is what is neither generation, log-probs, training nor sync. As its last line it prints one JSON object:
+speedup_over_plain, overhead_share, ours_samples_per_second, plain_samples_per_second, ours_tokens_per_sample,
+plain_tokens_per_sample, background_cores, and the shares generate, logprobs, train, sync, other (medians over the steps).
+background_cores: what our idle processes take of the machine while the plain loop runs, in cores.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+# Before torch loads OpenMP. Our ranks wait like this too; threads that spin lose by an order of magnitude, on either side,
+# as soon as anything else runs on the machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from make_tiny_model import make
+
+from grpo_megatron.batch import Prompt
+from grpo_megatron.config.load import load_config
+from grpo_megatron.config.schema import Config
+from grpo_megatron.controller import Controller
+from grpo_megatron.data import PromptTokenizer
+from grpo_megatron.monitor.phases import Phases
+from grpo_megatron.rewards import resolve_reward
+from grpo_megatron.run_folder import METRICS
+from grpo_megatron.train import assembled, training_prompts
+
+THREADS = 2
+WARM_UP = 3
+PHASES = ("generate", "logprobs", "train", "sync")
+
+
+def write_prompts(path: Path, count: int, seed: int = 0) -> None:
+    """Sums of unequal length; the answer is the last digit, which a random model hits now and then."""
+    rng = random.Random(seed)
+    with open(path, "w", encoding="utf-8") as file:
+        for _ in range(count):
+            a, b = (rng.randrange(10 ** rng.randint(1, 4)) for _ in range(2))
+            file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)}) + "\n")
+
+
+def our_config(folder: str, changes: list[str]) -> Config:
+    return load_config(
+        None,
+        [
+            f"run.root={folder}/runs",
+            f"model.path={folder}/model",
+            f"data.train={folder}/train.jsonl",
+            "data.train_batch_size=16",
+            "data.max_prompt_length=32",
+            "rollout.n=8",
+            "rollout.max_response_length=64",
+            # A second thread does not pay: SGLang's scheduler, between the small matrix products, has one.
+            "rollout.engine.cpu_threads=1",
+            "rollout.engine.max_total_tokens=32768",
+            "reward.function=exact_match",
+            r"reward.extract=\d",
+            "reward.workers=1",
+            "algorithm.use_kl_loss=true",
+            "train.ppo_mini_batch_size=16",
+            # Activations of larger packs fall out of the cache.
+            "train.max_tokens_per_micro_batch=2048",
+            "train.old_logprobs=current",
+            "megatron.precision=fp32",
+            f"megatron.cpu_threads={THREADS}",
+            "optimizer.lr=1e-5",
+            *changes,
+        ],
+    )
+
+
+class PlainLoop:
+    """The same algorithm with transformers and PyTorch alone: left-padded batches, one process."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.tokenizer = PromptTokenizer(config.model.path)
+        self.prompts = training_prompts(config, self.tokenizer)
+        self.reward = resolve_reward(config.reward)
+        self.policy = self._model().train()
+        self.reference = self._model().eval().requires_grad_(False)
+        self.pad = self.policy.config.pad_token_id
+        self.end = self.policy.config.eos_token_id
+        adam = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), adam.lr, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay
+        )
+        self.phases = Phases()
+
+    def _model(self):
+        return AutoModelForCausalLM.from_pretrained(
+            self.config.model.path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
+
+    def step(self) -> int:
+        """One GRPO step; returns the number of response tokens."""
+        torch.set_num_threads(THREADS)
+        prompts = self.prompts.next(self.config.data.train_batch_size)
+        with self.phases("generate"):
+            tokens, mask, width = self.generate(prompts)
+        with self.phases("other"):
+            advantage = self.advantages(prompts, tokens[:, width:], mask[:, width:])
+        with self.phases("logprobs"), torch.no_grad():
+            reference = self.logprobs(self.reference, tokens, mask, width)
+        with self.phases("train"):
+            self.train(tokens, mask, width, advantage, reference)
+        return int(mask[:, width:].sum())
+
+    def generate(self, prompts: list[Prompt]) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """tokens and mask [samples, width + response]; width: columns of the left-padded prompts."""
+        width = max(len(prompt.ids) for prompt in prompts)
+        ids = torch.full((len(prompts), width), self.pad)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt.ids) :] = torch.from_numpy(prompt.ids)
+        tokens = self.policy.generate(
+            input_ids=ids,
+            attention_mask=ids != self.pad,
+            do_sample=True,
+            temperature=self.config.rollout.temperature,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=self.config.rollout.max_response_length,
+            num_return_sequences=self.config.rollout.n,
+            use_cache=True,
+            pad_token_id=self.pad,
+        )
+        ended = (tokens[:, width:] == self.end).cumsum(dim=1) - (tokens[:, width:] == self.end).long()
+        return tokens, torch.cat([tokens[:, :width] != self.pad, ended == 0], dim=1), width
+
+    def advantages(self, prompts: list[Prompt], responses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """float32 [samples]: group-relative rewards."""
+        n, rewards = self.config.rollout.n, []
+        for row, (response, kept) in enumerate(zip(responses, mask, strict=True)):
+            prompt = prompts[row // n]
+            text = self.tokenizer.decode(response[kept].numpy())
+            rewards.append(self.reward(prompt=prompt.text, response=text, answer=prompt.answer, record=prompt.fields))
+        grouped = torch.tensor(rewards).view(-1, n)
+        return ((grouped - grouped.mean(dim=1, keepdim=True)) / (grouped.std(dim=1, keepdim=True) + 1e-6)).flatten()
+
+    def logprobs(self, model, tokens: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
+        """float32 [samples, response]"""
+        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+        keep = tokens.shape[1] - width + 1
+        logits = model(tokens, attention_mask=mask.long(), position_ids=positions, logits_to_keep=keep, use_cache=False).logits[
+            :, :-1
+        ]
+        return torch.log_softmax(logits, dim=-1).gather(2, tokens[:, width:, None])[..., 0]
+
+    def train(self, tokens, mask, width, advantage, reference) -> None:
+        algorithm = self.config.algorithm
+        logp = self.logprobs(self.policy, tokens, mask, width)
+        ratio = torch.exp(logp - logp.detach())
+        clipped = ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
+        policy = -torch.minimum(ratio * advantage[:, None], clipped * advantage[:, None])
+        difference = reference - logp
+        kl = torch.exp(difference) - difference - 1
+        trained = mask[:, width:]
+        loss = ((policy + algorithm.kl_loss_coef * kl) * trained).sum() / trained.sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.optimizer.clip_grad)
+        self.optimizer.step()
+
+
+def our_step(controller: Controller) -> dict[str, float]:
+    """One step of the program; its logged scalars, with the wall time seen from outside as `time/step`."""
+    start = time.perf_counter()
+    controller.step += 1
+    controller.train_step()
+    seconds = time.perf_counter() - start
+    with open(f"{controller.monitor.directory}/{METRICS}", encoding="utf-8") as file:
+        scalars = json.loads(file.readlines()[-1])
+    return {**scalars, "time/step": seconds}
+
+
+def plain_step(plain: PlainLoop) -> dict[str, float]:
+    """One step of the plain loop, described as `our_step` does."""
+    plain.phases.take()
+    start = time.perf_counter()
+    tokens = plain.step()
+    seconds = time.perf_counter() - start
+    samples = plain.config.data.train_batch_size * plain.config.rollout.n
+    phases = {f"time/{name}": value for name, value in plain.phases.take().items()}
+    return {**phases, "time/step": seconds, "response/length_mean": tokens / samples}
+
+
+@contextmanager
+def cpu_of_children(used: list[float]):
+    """Appends the mean number of cores that this process's children kept busy within the context."""
+
+    def seconds() -> float:
+        times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+        return sum(t.user + t.system for t in times)
+
+    before, start = seconds(), time.perf_counter()
+    yield
+    used.append((seconds() - before) / (time.perf_counter() - start))
+
+
+def summary(rows: list[dict[str, float]], samples: int) -> dict[str, float]:
+    """Medians over the steps: rate, tokens per sample, and the share of the step of each phase."""
+    result = {
+        "rate": statistics.median(samples / row["time/step"] for row in rows),
+        "seconds": statistics.median(row["time/step"] for row in rows),
+        "tokens": statistics.mean(row["response/length_mean"] for row in rows),
+    }
+    for name in PHASES:
+        result[name] = statistics.median(row.get(f"time/{name}", 0.0) / row["time/step"] for row in rows)
+    rest = [1 - sum(row.get(f"time/{name}", 0.0) for name in PHASES) / row["time/step"] for row in rows]
+    return {**result, "other": statistics.median(rest)}
+
+
+def measure(config: Config, steps: int) -> tuple[list[dict], list[dict], float]:
+    """Steps of ours and of the plain loop, in turn, after the warm-up; cores our processes took meanwhile."""
+    ours, plains, background = [], [], []
+    with assembled(config) as controller:
+        controller.sync_weights()
+        plain = PlainLoop(config)
+        for _ in range(WARM_UP + steps):
+            ours.append(our_step(controller))
+            with cpu_of_children(background):
+                plains.append(plain_step(plain))
+    return ours[WARM_UP:], plains[WARM_UP:], statistics.median(background[WARM_UP:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each kind")
+    parser.add_argument("--tokenizer", choices=("characters", "bytes"), default="characters", help="decides the lengths")
+    parser.add_argument("changes", nargs="*", metavar="key=value")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        parameters = make(Path(folder, "model"), options.tokenizer, hidden=256, layers=4, heads=8, ffn=512)
+        write_prompts(Path(folder, "train.jsonl"), 1024)
+        config = our_config(folder, [f"run.total_steps={WARM_UP + options.steps}", *options.changes])
+        rows = measure(config, options.steps)
+    samples = config.data.train_batch_size * config.rollout.n
+    ours, plain = (summary(part, samples) for part in rows[:2])
+    columns = ("rate", "seconds", "tokens", *PHASES, "other")
+    print(f"{parameters:,} parameters; {samples} samples a step; medians of {options.steps} steps")
+    print(f"{'':<8}" + "".join(f"{name:>12}" for name in ("samples/s", "s/step", "tokens", *PHASES, "other")))
+    for name, values in (("ours", ours), ("plain", plain)):
+        print(f"{name:<8}" + "".join(f"{values[column]:>12.3f}" for column in columns))
+    result = {
+        "speedup_over_plain": ours["rate"] / plain["rate"],
+        "overhead_share": ours["other"],
+        "ours_samples_per_second": ours["rate"],
+        "plain_samples_per_second": plain["rate"],
+        "ours_tokens_per_sample": ours["tokens"],
+        "plain_tokens_per_sample": plain["tokens"],
+        "background_cores": rows[2],
+        **{name: ours[name] for name in (*PHASES, "other")},
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Which groups, and which samples of them, are trained on.
+
+A filter is a function (list of Group) -> list of Group, registered by `@group_filter("name")`: those
+to keep, in their order.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from grpo_megatron.batch.sample import Group
+from grpo_megatron.errors import UserError
+from grpo_megatron.plugins import Registry
+
+group_filter = Registry("filter", "algorithm.filters")
+
+
+@group_filter("nonzero_variance")
+def nonzero_variance(groups: list[Group]) -> list[Group]:
+    """Groups whose rewards differ: the others have no group-relative advantage (DAPO, arXiv:2503.14476 section 3.2).
+
+    Nothing is sampled in place of what is dropped.
+    """
+    return [group for group in groups if min(group.rewards) != max(group.rewards)]
+
+
+def mask_truncated(groups: list[Group]) -> list[Group]:
+    """Samples cut off at the length limit without any trained token (DAPO's overlong filtering, section 3.4)."""
+
+    def masked(sample):
+        if sample.finish_reason != "length":
+            return sample
+        return replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+
+    return [replace(group, samples=tuple(masked(sample) for sample in group.samples)) for group in groups]
+
+
+def apply_filters(groups: list[Group], options) -> list[Group]:
+    """algorithm.filters in their order, then algorithm.overlong_filter; options: config.schema.AlgorithmConfig.
+
+    Raises UserError if a filter leaves nothing.
+    """
+    for name in options.filters:
+        kept = group_filter.get(name)(groups)
+        if not kept:
+            raise UserError(f"algorithm.filters: {name} leaves none of the step's {len(groups)} groups")
+        groups = kept
+    return mask_truncated(groups) if options.overlong_filter else groups

@@ -1,0 +1,105 @@
+"""What of the policy gradient is a choice: the level of the ratio, and the surrogate objective.
+
+A surrogate is a function (PolicyTerms, options) -> (loss [t], clipped bool [t]), registered by
+`@policy_loss("name")`; options is algorithm.losses.PolicyLoss. `clipped` marks tokens whose gradient
+it removes or limits; it is only counted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from grpo_megatron.algorithm.kl import MAX_LOG_RATIO
+from grpo_megatron.plugins import Registry
+
+policy_loss = Registry("policy loss", "algorithm.surrogate")
+Surrogate = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """Of each of t tokens: logp and log_ratio (to the old policy, at the configured level), both
+    differentiable; advantage; mask bool. Tensors [t], floats of float32."""
+
+    logp: torch.Tensor
+    log_ratio: torch.Tensor
+    advantage: torch.Tensor
+    mask: torch.Tensor
+
+    @property
+    def ratio(self) -> torch.Tensor:
+        return self.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+# --- ratio levels: (log ratio of each token, mask, sequence_sum) -> log ratio used at each token
+
+
+def token_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
+    """Each token's own (PPO, GRPO)."""
+    return log_ratio
+
+
+def sequence_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
+    """GSPO's log importance ratio at each token, [t]: the mean over its sequence's trained tokens.
+
+    log s_i = 1/|y_i| sum_t log r_it (arXiv:2507.18071 eq. 7). Its value is that of the sequence, its
+    gradient that of the token's own log-prob (the GSPO-token form, eq. 14): with equal weights 1/|y_i|
+    over the tokens the sum is exactly GSPO's gradient, and no collective is differentiated through.
+    """
+    total = sequence_sum(torch.where(mask, log_ratio.detach(), 0.0))
+    mean = total / sequence_sum(mask.to(log_ratio.dtype)).clamp(min=1)
+    return mean + log_ratio - log_ratio.detach()
+
+
+def sequence_sum_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
+    """The unnormalised log ratio of the whole sequence, log pi(y) - log pi_old(y), at each token, [t].
+
+    The gradient at a token is n_i times its own: with weights proportional to 1/n_i (group-sum,
+    seq-mean-token-mean) the sum over the n_i tokens is exactly that of the sequence's ratio.
+    """
+    total = sequence_sum(torch.where(mask, log_ratio.detach(), 0.0))
+    count = sequence_sum(mask.to(log_ratio.dtype))
+    return total + count * (log_ratio - log_ratio.detach())
+
+
+RATIO_LEVELS = {"token": token_ratio, "sequence": sequence_ratio, "sequence_sum": sequence_sum_ratio}
+
+
+# --- surrogates
+
+
+@policy_loss("clip")
+def clip(terms: PolicyTerms, options) -> Surrogate:
+    """PPO's clipped objective as a loss, with DAPO's separate limits and, as asked for, dual clip.
+
+    -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347 eq. 7, arXiv:2503.14476 eq. 8); where A < 0
+    and clip_ratio_c = c is set, at most -c A (arXiv:1912.09729 eq. 5).
+    """
+    ratio, advantage = terms.ratio, terms.advantage
+    unclipped = -advantage * ratio
+    limited = -advantage * ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)
+    loss, clipped = torch.maximum(unclipped, limited), limited > unclipped
+    if options.clip_ratio_c is not None:
+        most = -advantage * options.clip_ratio_c
+        beyond = (advantage < 0) & (loss > most)
+        loss, clipped = torch.where(beyond, most, loss), clipped | beyond
+    return loss, clipped
+
+
+@policy_loss("cispo")
+def cispo(terms: PolicyTerms, options) -> Surrogate:
+    """REINFORCE weighted with the clipped ratio, itself without gradient, so that no token loses its own.
+
+    -sg(clip(r, 1 - low, 1 + high)) A logp (MiniMax-M1, arXiv:2506.13585 eq. 4, 5). A low of 1 or more
+    is no lower limit, as in the paper.
+    """
+    ratio = terms.ratio.detach()
+    limited = ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)
+    return -limited * terms.advantage * terms.logp, limited != ratio
+
+
+@policy_loss("reinforce")
+def reinforce(terms: PolicyTerms, options) -> Surrogate:
+    """-A logp (Williams 1992): no ratio, so exact for the first optimizer step on a batch only."""
+    return -terms.advantage * terms.logp, torch.zeros_like(terms.mask)

@@ -1,0 +1,119 @@
+"""One micro-batch as a rank sees it, and what the rank keeps of it between the passes."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from megatron.core import parallel_state as mpu
+
+from grpo_megatron.algorithm.losses import LossInputs
+from grpo_megatron.batch import Layout, Pack, TrainBatch
+from grpo_megatron.megatron.modules import PackedSequences, describe_pack
+
+
+@dataclass
+class MicroBatch:
+    """t local positions, on the rank's device.
+
+    padding: True on padding. routing: {layer: int64 [t, k]} (under SP this rank's share of t), the
+    experts of each token to be used; None: the routers' choice. reference_hidden: the reference
+    model's last hidden states, [t, h] (or that share), on the last stage.
+    """
+
+    pack: Pack
+    packed: PackedSequences
+    tokens: torch.Tensor  # int64 [1, t]
+    position_ids: torch.Tensor  # int64 [1, t]
+    padding: torch.Tensor  # bool [1, t]
+    target: torch.Tensor  # int64 [t]
+    weight: torch.Tensor | None = None  # float32 [t]
+    inputs: LossInputs | None = None
+    routing: dict[int, torch.Tensor] | None = None
+    reference_hidden: torch.Tensor | None = None
+
+
+def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attention: bool) -> MicroBatch:
+    """What the model's input is made of. own_attention: with the plan PackedAttention needs."""
+    pack = layout.pack(batch.lengths)
+    return MicroBatch(
+        pack=pack,
+        packed=describe_pack(pack, device, buckets=own_attention),
+        tokens=pack.scatter(batch.tokens).to(device).long()[None],
+        position_ids=torch.from_numpy(pack.position_ids).to(device)[None],
+        padding=torch.from_numpy(pack.index < 0).to(device)[None],
+        target=pack.scatter(batch.target).to(device).long(),
+    )
+
+
+def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: bool) -> None:
+    """Everything the loss needs, which is known after the log-prob passes only."""
+    pack, device = micro_batch.pack, micro_batch.target.device
+    group = mpu.get_context_parallel_group()
+
+    def local(array: np.ndarray) -> torch.Tensor:
+        return pack.scatter(array).to(device)
+
+    sequence_id = torch.from_numpy(pack.sequence_id).to(device)
+    micro_batch.weight = local(batch.weight)
+    micro_batch.inputs = LossInputs(
+        mask=local(batch.loss_mask),
+        advantage=local(batch.advantage),
+        rollout_logp=local(batch.rollout_logp),
+        ref_logp=local(batch.ref_logp),
+        old_logp=None if current_is_old else local(batch.old_logp),
+        sequence_sum=lambda values: pack.sequence_sum(values, group)[sequence_id],
+        policy_factor=None if batch.policy_factor is None else local(batch.policy_factor),
+        number=None if batch.number is None else local(batch.number),
+    )
+
+
+def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[bool, ...]) -> None:
+    """The engine's routing (R3) for this rank's tokens; layers: which have experts."""
+    given = batch.routing
+    if given is None:
+        raise ValueError("moe.routing_replay=engine needs the engine's routing of every sample, but the samples carry none")
+    if given.shape[1] != sum(layers):
+        raise ValueError(f"the samples carry routing for {given.shape[1]} layers, the model has {sum(layers)} with experts")
+    # Padding needs experts too, different ones; what they compute is used by nobody.
+    anything = np.arange(given.shape[2], dtype=given.dtype)
+    local = micro_batch.pack.scatter(given, fill=anything).to(micro_batch.target.device).long()
+    local = router_share(local, micro_batch.pack.layout)
+    with_experts = [layer for layer, has_experts in enumerate(layers) if has_experts]
+    micro_batch.routing = {layer: local[:, i].contiguous() for i, layer in enumerate(with_experts)}
+
+
+def router_share(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The part of [t, ...] whose activations this TP rank holds between the matrix products."""
+    return tensor.chunk(layout.tp)[mpu.get_tensor_model_parallel_rank()] if layout.sequence_parallel else tensor
+
+
+@dataclass
+class MiniBatchStore:
+    """The micro-batches of the mini-batches of one step, laid out once, by the caller's key.
+
+    A key is (step, number of the mini-batch); the first key of another step empties the store.
+    """
+
+    layout: Layout
+    device: torch.device
+    own_attention: bool
+    _kept: dict[tuple[int, int], list[MicroBatch]] = field(default_factory=dict)
+
+    def get(self, key: tuple[int, int] | None, batches: list[TrainBatch]) -> list[MicroBatch]:
+        """The micro-batches of this mini-batch; key None: laid out for this call alone."""
+        if key is None:
+            return [lay_out(batch, self.layout, self.device, self.own_attention) for batch in batches]
+        if any(step != key[0] for step, _ in self._kept):
+            self._kept.clear()
+        if key not in self._kept:
+            self._kept[key] = self.get(None, batches)
+        kept = self._kept[key]
+        same = len(kept) == len(batches) and all(
+            np.array_equal(k.pack.lengths[k.pack.lengths > 0], b.lengths) for k, b in zip(kept, batches, strict=True)
+        )
+        if not same:
+            raise ValueError(f"mini-batch {key} has another partition into micro-batches than in its first pass")
+        return kept
+
+    def clear(self) -> None:
+        self._kept.clear()

@@ -1,0 +1,138 @@
+"""The router of layers with experts: routing that can be recorded and replayed, and exact own losses."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+import torch
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_tokens_per_expert_and_token_count,
+    switch_load_balancing_loss_func,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+class Routing(Enum):
+    """Whose choice of experts a pass follows."""
+
+    own = "own"  # the routers'
+    record = "record"  # the routers', which is kept with the micro-batch
+    given = "given"  # the one kept with the micro-batch
+
+
+class _Choice:
+    """Which experts each token goes to: Megatron's top-k asks this object instead of computing.
+
+    given: int64 [t, k] to use for the micro-batch in its forward pass, None: the router's own choice.
+    record: keep the choice in `recorded`.
+    """
+
+    def __init__(self):
+        self.given: torch.Tensor | None = None
+        self.record = False
+        self.training = False
+        self.recorded: torch.Tensor | None = None
+        self._for_recompute: list[torch.Tensor] = []
+
+    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+        """(scores of the chosen experts [t, k], their indices [t, k]); Megatron calls it by this name."""
+        indices = self.given
+        if indices is not None and torch.is_grad_enabled() and self._for_recompute:
+            # The backward pass recomputes a micro-batch whose forward was some micro-batches ago.
+            # A stage runs backward in the order of its forward passes.
+            indices = self._for_recompute.pop(0)
+        elif indices is not None and not torch.is_grad_enabled() and self.training:
+            self._for_recompute.append(indices)
+        if indices is None:
+            values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        else:
+            values = scores.gather(1, indices)
+        if self.record:
+            self.recorded = indices
+        return values, indices
+
+    def clear(self) -> None:
+        self.given = self.recorded = None
+        self.record = False
+        self._for_recompute = []
+
+
+class Router(TopKRouter):
+    """Top-k router whose own losses are weighted by tokens of the whole micro-batch.
+
+    Their gradient is that of sum_micro-batches (T / M) * loss, T the tokens of the micro-batch over
+    all TP and CP ranks, M those of the step. Megatron scales by the tokens of one rank, so that under
+    sequence or context parallelism its auxiliary losses shrink with the number of ranks.
+    """
+
+    def __init__(self, config, pg_collection=None):
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.router_replay = _Choice()
+        self.loss_sums: dict[str, torch.Tensor] = {}
+
+    def routing(self, logits, padding_mask=None):
+        self.router_replay.training = self.training
+        return super().routing(logits, padding_mask)
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        self.loss_sums[name] = self.loss_sums.get(name, 0) + value.detach().float()
+
+    def _apply_aux_loss(self, probs, scores_for_aux_loss, routing_map, with_padding_mask=False):
+        coeff = self.get_aux_loss_coeff("aux_loss")
+        if coeff == 0:
+            return probs
+        tokens_per_expert, _, tokens = get_tokens_per_expert_and_token_count(
+            routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=with_padding_mask
+        )
+        # This rank's summand of the loss over the TP and CP ranks (arXiv:2101.03961 eq. 4).
+        loss = switch_load_balancing_loss_func(
+            probs=scores_for_aux_loss,
+            tokens_per_expert=tokens_per_expert,
+            total_num_tokens=tokens,
+            topk=self.topk,
+            num_experts=self.config.num_moe_experts,
+            moe_aux_loss_coeff=coeff,
+        )
+        self._add("load_balancing_loss", loss * tokens / coeff)
+        return MoEAuxLossAutoScaler.apply(probs, loss * tokens)
+
+    def apply_z_loss(self, logits, padding_mask=None):
+        coeff = self.config.moe_z_loss_coeff
+        if coeff is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        squares = torch.logsumexp(logits.float(), dim=-1).square()  # arXiv:2202.08906 eq. 5
+        total = (squares if padding_mask is None else squares * ~padding_mask).sum()
+        self._add("z_loss", total)
+        return MoEAuxLossAutoScaler.apply(logits, coeff * total)
+
+
+def routers(chunk) -> Iterator[tuple[int, Router]]:
+    """(global layer number from 0, router) of a model chunk's layers with experts."""
+    for layer in chunk.decoder.layers:
+        router = getattr(layer.mlp, "router", None)
+        if router is not None:
+            yield layer.layer_number - 1, router
+
+
+def set_routing(chunk, routing: Routing, given: dict[int, torch.Tensor] | None) -> None:
+    """What the routers do in the next forward pass; given: {layer: int64 [t, k], this rank's tokens}."""
+    for layer, router in routers(chunk):
+        router.router_replay.given = given[layer] if routing == Routing.given else None
+        router.router_replay.record = routing == Routing.record
+
+
+def recorded_routing(chunk) -> dict[int, torch.Tensor]:
+    """{layer: int64 [t, k]} of the forward pass just made with record."""
+    return {layer: router.router_replay.recorded for layer, router in routers(chunk)}
+
+
+def take_loss_sums(chunks) -> dict[str, torch.Tensor]:
+    """The routers' own losses times tokens, summed over layers and micro-batches since the last call."""
+    sums: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        for _, router in routers(chunk):
+            for name, value in router.loss_sums.items():
+                sums[name] = sums.get(name, 0) + value
+            router.loss_sums = {}
+            router.router_replay.clear()
+    return sums

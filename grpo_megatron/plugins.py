@@ -1,0 +1,71 @@
+"""Finding a function by name: built in, registered by a decorator, or `module:attribute`."""
+
+import importlib
+import sys
+from collections.abc import Callable
+
+from grpo_megatron.errors import UserError
+
+
+class Registry:
+    """Functions of one kind by name; `@registry("name")` adds one and returns it unchanged.
+
+    kind, key: what it is and the configuration key it is chosen by, for error messages.
+    """
+
+    def __init__(self, kind: str, key: str):
+        self.kind, self.key = kind, key
+        self._known: dict[str, Callable] = {}
+
+    def __call__(self, name: str) -> Callable[[Callable], Callable]:
+        def register(function: Callable) -> Callable:
+            known = self._known.get(name)
+            # A module that is loaded anew registers the same function again.
+            if known is not None and (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
+                raise ValueError(f"{self.kind} {name!r} is registered twice: {known.__module__} and {function.__module__}")
+            self._known[name] = function
+            return function
+
+        return register
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._known)
+
+    def registered(self, name: str) -> Callable | None:
+        return self._known.get(name)
+
+    def get(self, name: str) -> Callable:
+        """The function called `name`, or `module:name`: an attribute of the module, or what its decorator registered.
+
+        Modules are found from the working directory too. Raises UserError if there is no such function.
+        """
+        module_name, separator, attribute = name.partition(":")
+        if not separator:
+            if name in self._known:
+                return self._known[name]
+            known = ", ".join([*self.names, "module:attribute"])
+            raise UserError(f"{self.key}={name} is unknown; choose one of {known}")
+        module = import_module(module_name, f"{self.key}={name}")
+        function = getattr(module, attribute, None) or self._known.get(attribute)
+        if not callable(function):
+            raise UserError(f"{self.key}={name}: {module_name} has no function {attribute}, and registers none of that name")
+        return function
+
+    def problems(self, name: str) -> list[str]:
+        """What `get` would raise, as a list of at most one sentence."""
+        try:
+            self.get(name)
+        except UserError as error:
+            return [str(error)]
+        return []
+
+
+def import_module(name: str, setting: str):
+    """The module; setting: `key=value` that asks for it. Raises UserError if it cannot be imported."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"{setting} cannot be imported: {error}") from error

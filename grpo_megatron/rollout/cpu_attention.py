@@ -1,0 +1,172 @@
+"""An attention backend for SGLang on CPUs that computes the sequences of a batch together.
+
+SGLang's own `torch_native` loops over the sequences in Python, in every layer and for every token: with a hundred running
+requests that is most of the time of a step. This one gathers keys and values of sequences of similar length into one padded
+block each, and computes a block at a time. The results agree with `torch_native`'s to rounding.
+
+Written for SGLang 0.5.23. Imported in SGLang's own processes only.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch.nn.functional import scaled_dot_product_attention
+
+# A block takes sequences down to this share of its longest one: more would waste work on padding, less would make many small
+# blocks.
+_BLOCK_RANGE = 0.6
+# Masks are made for this many queries at a time: that of a whole chunk of a long prompt would take gigabytes.
+_MASKED_QUERIES = 512
+
+
+@dataclass
+class Block:
+    """n sequences computed together, the longest of L tokens, E of them new.
+
+    rows int64 [n, E]: where the queries of the new tokens are in the batch, shorter sequences padded at the end by repeating
+    their last one. real int64: the places in flat `rows` that are no padding. slots int64 [n, L]: where keys and values are in
+    the pool, padded at the end by slot 0, which belongs to no sequence. lengths, prefix int64 [n]: all, and cached tokens.
+    """
+
+    rows: torch.Tensor
+    real: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    prefix: torch.Tensor
+    _head_slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    _padding: torch.Tensor | None = None
+
+    def head_slots(self, heads: int) -> torch.Tensor:
+        """int64 [n * heads * L]: the slots of every head in a pool seen as [slots * heads, head_dim]; made once per batch."""
+        if heads not in self._head_slots:
+            self._head_slots[heads] = (self.slots[:, None] * heads + torch.arange(heads)[:, None]).flatten()
+        return self._head_slots[heads]
+
+    def padding(self) -> torch.Tensor:
+        """float32 [n, 1, 1, L] to be added to scores: -inf behind the end of a sequence, else 0; made once per batch."""
+        if self._padding is None:
+            behind = torch.arange(self.slots.shape[1]) >= self.lengths[:, None]
+            self._padding = torch.zeros(behind.shape).masked_fill(behind, -torch.inf)[:, None, None]
+        return self._padding
+
+
+def make_blocks(req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor, prefix: torch.Tensor) -> list[Block]:
+    """Partition a batch into blocks of sequences that are similar in all tokens and in new ones, all or none with a prefix.
+
+    req_to_token int32 [requests, context]: the pool's slots of each request. requests, lengths, prefix int64 [B]: of the
+    batch, in which lengths - prefix new tokens of each sequence follow each other.
+    """
+    new = lengths - prefix
+    starts = new.cumsum(0) - new
+    sizes = list(zip((prefix > 0).tolist(), new.tolist(), lengths.tolist(), strict=True))
+    blocks = []
+    pending = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+    while pending:
+        cached, most_new, _ = sizes[pending[0]]
+        candidates = [i for i in pending if sizes[i][0] == cached and sizes[i][1] >= _BLOCK_RANGE * most_new]
+        longest = max(sizes[i][2] for i in candidates)
+        chosen = {i for i in candidates if sizes[i][2] >= _BLOCK_RANGE * longest}
+        pending = [i for i in pending if i not in chosen]
+        members = torch.tensor(sorted(chosen))
+        blocks.append(_block(req_to_token, requests[members], lengths[members], prefix[members], starts[members]))
+    return blocks
+
+
+def _block(req_to_token, requests, lengths, prefix, starts) -> Block:
+    new = lengths - prefix
+    position = torch.arange(int(lengths.max()))
+    slots = torch.where(position < lengths[:, None], req_to_token[requests, : len(position)].long(), 0)
+    query = torch.arange(int(new.max()))
+    rows = starts[:, None] + torch.minimum(query, new[:, None] - 1)
+    real = (query < new[:, None]).flatten().nonzero()[:, 0]
+    return Block(rows, real, slots, lengths, prefix)
+
+
+def decode_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
+    """Attention of one new token per sequence: [n, heads, v_dim], float32.
+
+    q [n, heads, d]; keys [slots, kv_heads, d] and values [slots, kv_heads, v_dim]: the pool. The query heads that share a
+    kv head are the rows of one matrix product. Computed in float32, whatever the dtype.
+    """
+    n, heads, _ = q.shape
+    kv_heads = keys.shape[1]
+    index = block.head_slots(kv_heads)
+
+    def gathered(pool: torch.Tensor) -> torch.Tensor:
+        return pool.view(-1, pool.shape[-1]).index_select(0, index).view(n, kv_heads, -1, pool.shape[-1]).float()
+
+    grouped = q.float().reshape(n, kv_heads, heads // kv_heads, -1) * scale
+    scores = grouped @ gathered(keys).transpose(2, 3)
+    scores += block.padding()
+    return (scores.softmax(dim=-1) @ gathered(values)).view(n, heads, -1)
+
+
+def extend_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
+    """Causal attention of the new tokens: [n, E, heads, v_dim]. q [n, E, heads, d]; keys, values as in `decode_attention`."""
+    n, length = block.slots.shape
+    flat = block.slots.flatten()
+    # Gathered before the cast: the pool may be of a smaller dtype than the queries.
+    k, v = (pool.index_select(0, flat).view(n, length, *pool.shape[1:]).transpose(1, 2).to(q.dtype) for pool in (keys, values))
+    q = q.transpose(1, 2)
+    if not block.prefix.any():
+        # Padding sits behind a sequence's real tokens, where the causal mask hides it.
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+    parts = []
+    for start in range(0, q.shape[2], _MASKED_QUERIES):
+        part = q[:, :, start : start + _MASKED_QUERIES]
+        position = block.prefix[:, None] + torch.arange(start, start + part.shape[2])
+        mask = torch.arange(length) <= position[:, :, None]
+        parts.append(scaled_dot_product_attention(part, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=True))
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+class BatchedAttention(TorchNativeAttnBackend):
+    """`torch_native` with whole blocks of sequences at a time.
+
+    Cross-attention, encoders and sliding windows, which the models of this project do not have, are left to `torch_native`.
+    """
+
+    def init_forward_metadata(self, forward_batch):
+        super().init_forward_metadata(forward_batch)
+        lengths = forward_batch.seq_lens.long()
+        decoding = forward_batch.forward_mode.is_decode()
+        prefix = lengths - 1 if decoding else forward_batch.extend_prefix_lens.long()
+        self._blocks = make_blocks(self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices.long(), lengths, prefix)
+
+    def _is_plain(self, layer) -> bool:
+        windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
+        return not (layer.is_cross_attention or windowed or layer.attn_type == AttentionType.ENCODER_ONLY)
+
+    def _store(self, layer, forward_batch, k, v, save_kv_cache: bool):
+        if save_kv_cache and k is not None and v is not None:
+            location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+        pool = self.token_to_kv_pool
+        return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        if not self._is_plain(layer):
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        keys, values = self._store(layer, forward_batch, k, v, save_kv_cache)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        for block in self._blocks:
+            rows = block.rows.flatten()
+            queries = q.index_select(0, rows).view(*block.rows.shape, *q.shape[1:])
+            attended = extend_attention(queries, keys, values, block, layer.scaling).flatten(0, 1)
+            out[rows[block.real]] = attended[block.real]
+        return out.flatten(1)
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        if not self._is_plain(layer):
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        keys, values = self._store(layer, forward_batch, k, v, save_kv_cache)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        for block in self._blocks:
+            rows = block.rows[:, 0]
+            out[rows] = decode_attention(q.index_select(0, rows), keys, values, block, layer.scaling).to(q.dtype)
+        return out.flatten(1)

@@ -1,0 +1,8 @@
+"""A policy loss from outside the package."""
+
+from grpo_megatron.algorithm.surrogates import policy_loss
+
+
+@policy_loss("doubled")
+def doubled_reinforce(terms, options):
+    return -2 * terms.advantage * terms.logp, terms.mask & False

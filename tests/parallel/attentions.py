@@ -1,0 +1,132 @@
+"""What tests/parallel/test_attention.py runs on each rank, and the plain float64 attention it compares with."""
+
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.batch import Layout
+from grpo_megatron.megatron import modules
+from grpo_megatron.megatron.modules import PackedAttention, describe_pack
+from tests.parallel.heads import Recorder
+
+# What padding holds: a query that saw it would be far off.
+PADDING = 30.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One pack; the same tensors on every rank and in the test.
+
+    alignment: see Layout, beyond 1 there is padding. equal_only: see describe_pack. masked_queries: how many queries
+    share a mask under CP; None: the usual number.
+    """
+
+    lengths: tuple[int, ...] = (37, 5, 64, 1, 40, 33, 2, 12)
+    heads: int = 8
+    kv_heads: int = 2
+    dim: int = 16
+    alignment: int = 1
+    equal_only: bool | None = None
+    masked_queries: int | None = None
+
+    @property
+    def frequencies(self) -> torch.Tensor:
+        return 100.0 ** (-torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """query, key, value float32 [T, (kv_)heads, d]; grad [T, heads * d], of the output."""
+        generator = torch.Generator().manual_seed(3)
+        count = sum(self.lengths)
+        shapes = dict.fromkeys(("key", "value"), (count, self.kv_heads, self.dim))
+        shapes |= {"query": (count, self.heads, self.dim), "grad": (count, self.heads * self.dim)}
+        return {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _rotated(x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """[l, heads, d]: pairs (i, i + d/2) turned by position times frequency, as complex numbers."""
+    angle = torch.arange(len(x), dtype=x.dtype)[:, None] * frequencies.to(x.dtype)
+    turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def exact(problem: Problem) -> dict[str, np.ndarray]:
+    """Output [T, heads * d] and gradients of query, key and value, sequence by sequence in float64."""
+    tensors = {name: tensor.double() for name, tensor in problem.tensors().items()}
+    inputs = [tensors[name].requires_grad_() for name in ("query", "key", "value")]
+    outputs = []
+    for query, key, value in zip(*(tensor.split(problem.lengths) for tensor in inputs), strict=True):
+        query, key = (_rotated(x, problem.frequencies) for x in (query, key))
+        key, value = (x.repeat_interleave(problem.heads // problem.kv_heads, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / problem.dim**0.5
+        future = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
+        share = scores.masked_fill(future, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", share, value).flatten(1))
+    output = torch.cat(outputs)
+    (output * tensors["grad"]).sum().backward()
+    values = {"output": output.detach(), **{name: tensors[name].grad for name in ("query", "key", "value")}}
+    return {name: value.numpy() for name, value in values.items()}
+
+
+def config(problem: Problem, cp: int = 1):
+    """Megatron's TransformerConfig of one such layer."""
+    from megatron.core.transformer import TransformerConfig  # not before grpo_megatron.megatron is imported
+
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=problem.heads * problem.dim,
+        num_attention_heads=problem.heads,
+        num_query_groups=problem.kv_heads,
+        kv_channels=problem.dim,
+        context_parallel_size=cp,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+    )
+
+
+class OneRank:
+    """This rank's part of the problem and the attention over it."""
+
+    def __init__(self, problem: Problem):
+        cp = dist.get_world_size()
+        self.attention = PackedAttention(config(problem, cp), 1, None, "self", rope_frequencies=problem.frequencies)
+        self.pack = Layout(cp=cp, cp_rank=dist.get_rank(), alignment=problem.alignment).pack(problem.lengths)
+        with patch.object(modules, "_MASKED_QUERIES", problem.masked_queries or modules._MASKED_QUERIES):
+            self.packed = describe_pack(self.pack, torch.device("cpu"), equal_only=problem.equal_only)
+        tensors = problem.tensors()
+        self.grad = self.pack.scatter(tensors.pop("grad").numpy())
+        self.inputs = {name: self.pack.scatter(x.numpy(), fill=PADDING).requires_grad_() for name, x in tensors.items()}
+
+    def forward(self) -> torch.Tensor:
+        return self.attention(**self.inputs, packed_seq_params=self.packed)
+
+
+def values_and_gradients(problem: Problem) -> dict[str, np.ndarray]:
+    """index [t] (see Pack) and, by name, float32 [t, ...]: the output, the gradients of the inputs."""
+    rank = OneRank(problem)
+    output = rank.forward()
+    output.backward(rank.grad)
+    gradients = {name: tensor.grad.numpy() for name, tensor in rank.inputs.items()}
+    return {"index": rank.pack.index, "output": output.detach().numpy(), **gradients}
+
+
+@dataclass
+class Recorded:
+    """largest: elements of the largest tensor that any operation of the passes returned. buckets: their number.
+
+    calls: of operations on attention scores, {name: number}, forward and backward together.
+    """
+
+    largest: int
+    buckets: int
+    calls: dict[str, int]
+
+
+def recorded(problem: Problem) -> Recorded:
+    rank = OneRank(problem)
+    with Recorder() as recorder:
+        rank.forward().backward(rank.grad)
+    calls = {name: n for name, n in recorder.calls.items() if "attention" in name or "softmax" in name or "bmm" in name}
+    return Recorded(recorder.largest, len(rank.packed.buckets), calls)

@@ -1,0 +1,195 @@
+"""What tests/parallel/test_head.py runs on each rank, and the plain float64 reference it compares with."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_megatron.megatron.logprobs import token_logprobs
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of the head; the same tensors on every rank and in the test."""
+
+    tokens: int = 24
+    hidden_size: int = 16
+    vocab_size: int = 61
+    padded_vocab: int = 64
+    temperature: float = 0.7
+    reference: str = "other"  # other | same | none
+    use: tuple[str, ...] = ("logp", "entropy", "kl")  # outputs that are in the loss
+    chunk_tokens: int | None = None
+    chunk_vocab: int | None = None
+    dtype: torch.dtype = torch.float32
+    trained: tuple[str, ...] = ("hidden", "weight")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """hidden, weight, ref_hidden, ref_weight in `dtype`; target; {use}: the coefficients in the loss."""
+        generator = torch.Generator().manual_seed(7)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        found = {"target": torch.randint(self.vocab_size, (self.tokens,), generator=generator)}
+        for prefix in ("", "ref_"):
+            found[f"{prefix}hidden"] = normal(self.tokens, self.hidden_size).to(self.dtype)
+            weight = 0.5 * normal(self.padded_vocab, self.hidden_size)
+            weight[self.vocab_size :] = 100.0  # a padded column that took part would dominate everything
+            found[f"{prefix}weight"] = weight.to(self.dtype)
+        if self.reference == "same":
+            found |= {f"ref_{name}": found[name].clone() for name in ("hidden", "weight")}
+        return found | {name: normal(self.tokens) for name in ("logp", "entropy", "kl")}
+
+
+def exact(problem: Problem) -> dict[str, torch.Tensor]:
+    """Values and gradients (of the real words) by whole float64 logits and autograd."""
+    tensors = problem.tensors()
+    hidden = tensors["hidden"].double().requires_grad_()
+    weight = tensors["weight"][: problem.vocab_size].double().requires_grad_()
+    log_p = torch.log_softmax(hidden @ weight.t() / problem.temperature, dim=-1)
+    values = {
+        "logp": log_p.gather(1, tensors["target"][:, None])[:, 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+    }
+    if problem.reference != "none":
+        ref_logits = tensors["ref_hidden"].double() @ tensors["ref_weight"][: problem.vocab_size].double().t()
+        values["kl"] = (log_p.exp() * (log_p - torch.log_softmax(ref_logits / problem.temperature, dim=-1))).sum(-1)
+    sum((values[name] * tensors[name]).sum() for name in problem.use).backward()
+    return {name: value.detach() for name, value in values.items()} | {"hidden": hidden.grad, "weight": weight.grad}
+
+
+class Recorder(TorchDispatchMode):
+    """The largest tensor any operation returned, in elements of its storage, and calls by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        self.calls[name] = self.calls.get(name, 0) + 1
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+    @property
+    def products(self) -> int:
+        return sum(self.calls.get(f"aten::{name}", 0) for name in ("mm", "addmm", "addmm_"))
+
+    @property
+    def collectives(self) -> int:
+        return sum(count for name, count in self.calls.items() if name.startswith("c10d::"))
+
+
+def _local(problem: Problem, sequence_parallel: bool) -> dict[str, torch.Tensor]:
+    """This rank's part of the problem, gradients asked for."""
+    group = dist.group.WORLD
+    tensors = problem.tensors()
+    for prefix in ("", "ref_"):
+        tensors[f"{prefix}weight"] = tensors[f"{prefix}weight"].chunk(group.size())[group.rank()].clone()
+        if sequence_parallel:
+            tensors[f"{prefix}hidden"] = tensors[f"{prefix}hidden"].chunk(group.size())[group.rank()].clone()
+    for name in problem.trained:
+        tensors[name].requires_grad_()
+    return tensors
+
+
+def _call(problem: Problem, tensors: dict, sequence_parallel: bool, **options):
+    return token_logprobs(
+        tensors["hidden"],
+        tensors["weight"],
+        tensors["target"],
+        problem.temperature,
+        problem.vocab_size,
+        dist.group.WORLD,
+        sequence_parallel,
+        reference=None if problem.reference == "none" else (tensors["ref_hidden"], tensors["ref_weight"]),
+        chunk_tokens=problem.chunk_tokens,
+        chunk_vocab=problem.chunk_vocab,
+        **options,
+    )
+
+
+def _backward(problem: Problem, tensors: dict, values) -> None:
+    sum((getattr(values, name) * tensors[name]).sum() for name in problem.use).backward()
+
+
+def values_and_gradients(problem: Problem, sequence_parallel: bool) -> dict:
+    """NumPy float32 by name; `hidden` and `weight` are this rank's gradients (absent if there are none)."""
+    tensors = _local(problem, sequence_parallel)
+    values = _call(problem, tensors, sequence_parallel)
+    assert all(value is None or value.dtype == torch.float32 for value in values)
+    _backward(problem, tensors, values)
+    found = {name: value for name, value in values._asdict().items() if value is not None}
+    found |= {name: tensors[name].grad for name in ("hidden", "weight") if tensors[name].grad is not None}
+    assert tensors["ref_hidden"].grad is None
+    assert tensors["ref_weight"].grad is None
+    return {name: value.detach().float().numpy() for name, value in found.items()}
+
+
+def recorded(problem: Problem, sequence_parallel: bool) -> dict:
+    """largest, products, collectives of the forward and the backward pass."""
+    tensors = _local(problem, sequence_parallel)
+    with Recorder() as forward:
+        values = _call(problem, tensors, sequence_parallel)
+    with Recorder() as backward:
+        _backward(problem, tensors, values)
+    return {name: (getattr(forward, name), getattr(backward, name)) for name in ("largest", "products", "collectives")}
+
+
+def accumulated(problem: Problem, main_dtype: torch.dtype, marked: bool, zero_out: bool) -> dict:
+    """The gradient added to a main_grad of ones, and what is left in `weight.grad` (None or NumPy).
+
+    marked: the weight has `grad_added_to_main_grad`, as a parameter of Megatron's DDP does; zero_out: and
+    `zero_out_wgrad`, as a tied embedding does.
+    """
+    tensors = _local(problem, sequence_parallel=False)
+    weight = tensors["weight"]
+    weight.main_grad = torch.ones(weight.shape, dtype=main_dtype)
+    if marked:
+        weight.grad_added_to_main_grad = False
+        weight.zero_out_wgrad = zero_out
+    _backward(problem, tensors, _call(problem, tensors, False, accumulate_into_main_grad=True))
+    assert not marked or weight.grad_added_to_main_grad
+    return {
+        "main_grad": weight.main_grad.float().numpy() - 1,
+        "grad": None if weight.grad is None else weight.grad.float().numpy(),
+    }
+
+
+def evaluated(problem: Problem) -> bool:
+    """Whether values without gradients equal those with, and remember nothing."""
+    tensors = _local(problem, sequence_parallel=False)
+    with torch.no_grad():
+        plain = _call(problem, tensors, False)
+    assert all(value.grad_fn is None for value in plain)
+    return all(torch.equal(a, b) for a, b in zip(plain, _call(problem, tensors, False), strict=True))
+
+
+def refusals(problem: Problem) -> list[str]:
+    """Messages of the calls that are refused; a target no rank has must be seen as NaN."""
+    tensors = _local(problem, sequence_parallel=False)
+    wrong = [
+        (tensors, {"temperature": 0.0}, {}),
+        (tensors | {"target": tensors["target"][1:]}, {}, {}),
+        (tensors | {"ref_hidden": tensors["ref_hidden"][1:]}, {}, {}),
+        (tensors, {"chunk_tokens": 0}, {}),
+        (tensors, {}, {"accumulate_into_main_grad": True}),
+    ]
+    messages = []
+    for changed, fields, options in wrong:
+        try:
+            _call(Problem(**(problem.__dict__ | fields)), changed, False, **options)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    unknown = tensors["target"].clone()
+    unknown[3] = problem.vocab_size  # the id of a padded row
+    logp = _call(problem, tensors | {"target": unknown}, False).logp
+    assert logp.isnan().nonzero().tolist() == [[3]]
+    return messages

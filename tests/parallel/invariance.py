@@ -1,0 +1,205 @@
+"""What the invariance suite runs on each rank, and how it compares with one rank."""
+
+import importlib
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from grpo_megatron.batch import TrainBatch
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.parallel import ParallelSizes, RankInfo
+from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.metrics import Metrics, merge, to_floats
+from grpo_megatron.weights.maps import weight_map
+from grpo_megatron.weights.megatron_weights import local_parameters
+from tests.parallel.actors import micro_batches
+
+
+@dataclass
+class Case:
+    """One way to compute two optimizer steps. partition: the layout the batch is cut in micro-batches for, if
+    another than that of spec (so that one rank can follow the partition of several)."""
+
+    spec: ActorSpec
+    loss: object
+    batches: list[TrainBatch]
+    packing: bool = True
+    max_tokens: int = 256
+    partition: ParallelSizes | None = None
+    fault: str | None = None
+
+
+@dataclass
+class RankResult:
+    """names, values: of this rank. gradients: flat slices {name: (start, values)}, of the first step.
+
+    loss: of each step; metrics: of the last one.
+    """
+
+    rank: RankInfo
+    gradients: dict[str, tuple[int, torch.Tensor]]
+    parameters: dict[str, torch.Tensor]
+    loss: list[Metrics]
+    grad_norm: list[float]
+
+
+def two_steps(case: Case) -> RankResult:
+    with planted(case.fault):
+        actor = Actor(case.spec)
+        gradients, losses, norms = {}, [], []
+        for step, batch in enumerate(case.batches):
+            parts = share(case, batch, actor.rank.dp_rank)
+            reference = case.loss.needs_full_kl
+            if reference:
+                actor.logprobs(parts, reference=True, key=(step, 0), keep_hidden=True)
+            metrics = actor.compute_gradients(parts, case.loss, batch.num_tokens, key=(step, 0))
+            if step == 0:
+                gradients = {name: owned_gradient(actor, p) for name, p in local_parameters(actor.chunks).items()}
+            with actor._optimizer_at_hand():
+                outcome = actor.optimizer.step()
+            assert not outcome.dropped
+            losses.append(metrics)
+            norms.append(outcome.grad_norm)
+        with actor._weights_at_rest():
+            parameters = {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
+        return RankResult(actor.rank, gradients, parameters, losses, norms)
+
+
+def share(case: Case, batch: TrainBatch, dp_rank: int) -> list[TrainBatch]:
+    sizes = case.partition or case.spec.sizes
+    spec = replace(case.spec, sizes=sizes)
+    ranks = [dp_rank] if case.spec.sizes.dp == sizes.dp else range(sizes.dp)
+    return [part for rank in ranks for part in micro_batches(batch, spec, rank, case.packing, case.max_tokens)[1]]
+
+
+def owned_gradient(actor: Actor, parameter) -> tuple[int, torch.Tensor]:
+    """(start, flat values): with the distributed optimizer a replica ends up with a slice of the gradient."""
+    flat = parameter.main_grad.detach().flatten().clone()
+    if not actor.spec.distributed_optimizer:
+        return 0, flat
+    for optimizer in actor.optimizer.parts():
+        if parameter in optimizer.model_param_group_index_map:
+            owned = optimizer._get_model_param_range_map(parameter)["param"]
+            return owned.start, flat[owned.start : owned.end]
+    return 0, flat[:0]
+
+
+def _keys_gradients_stay(plain):
+    return lambda tensor, group: plain(tensor, group=group, tensor_parallel_output_grad=False)
+
+
+def _own_sums_only(plain):
+    return lambda tensor, group, cp: tensor
+
+
+def _chunks_of_a_stage_adjacent(plain):
+    """Layers numbered as if a stage's chunks followed each other, for 2 stages of 2 one-layer chunks."""
+
+    def local_parameters(chunks):
+        wrong = {"0": "0", "2": "1", "1": "2", "3": "3"}
+        return {re.sub(r"(?<=layers\.)\d+", lambda number: wrong[number[0]], n): p for n, p in plain(chunks).items()}
+
+    return local_parameters
+
+
+def _megatrons_own(plain):
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return TopKRouter._apply_aux_loss
+
+
+# Faults of the kinds that stacks of this sort have had: (module[:class], name in it, what replaces it).
+FAULTS = {
+    "keys' gradients stay on their CP rank": (
+        "grpo_megatron.megatron.modules",
+        "gather_from_sequence_parallel_region",
+        _keys_gradients_stay,
+    ),
+    "sequence sums of one CP rank": ("grpo_megatron.batch.layout", "_sum_over", _own_sums_only),
+    "wrong VPP order": ("grpo_megatron.weights.megatron_weights", "local_parameters", _chunks_of_a_stage_adjacent),
+    "auxiliary losses by one rank's tokens": ("grpo_megatron.megatron.router:Router", "_apply_aux_loss", _megatrons_own),
+}
+
+
+@contextmanager
+def planted(fault: str | None):
+    if fault is None:
+        yield
+        return
+    where, name, wrap = FAULTS[fault]
+    module, _, inside = where.partition(":")
+    owner = importlib.import_module(module)
+    owner = getattr(owner, inside) if inside else owner
+    plain = getattr(owner, name)
+    setattr(owner, name, wrap(plain))
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+@dataclass(frozen=True)
+class LocalMean:
+    """A planted fault: a loss that divides by the trained tokens of its own micro-batch."""
+
+    inner: object
+    needs_full_kl = False
+
+    def __call__(self, logp, entropy, inputs, full_kl=None):
+        loss, metrics = self.inner(logp, entropy, inputs, full_kl)
+        return loss / inputs.mask.sum().clamp(min=1), metrics
+
+
+def in_hf_names(arch, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole Megatron tensors of one rank, as HF ones."""
+    found = {}
+    entries = weight_map(arch, tp=1)
+    for name, tensor in tensors.items():
+        found.update(zip(entries[name].hf, entries[name].transform.to_hf(tensor), strict=True))
+    return found
+
+
+def worst_difference(arch, sizes, result: RankResult, expected: RankResult) -> dict[str, float]:
+    """{gradient or parameter: largest difference to one rank's, in units of the tolerance}; above 1 is a failure.
+
+    Tolerance: 1e-5 of the tensor's largest entry, or 1e-11 of the largest of all tensors.
+    """
+    found = {}
+    whole_shape = {name: p.shape for name, p in expected.parameters.items()}
+    gradients = {name: flat.view(whole_shape[name]) for name, (_, flat) in expected.gradients.items()}
+    entries = weight_map(arch, sizes.tp)
+    for kind, one in (("gradient of", gradients), ("parameter", expected.parameters)):
+        reference = in_hf_names(arch, one)
+        largest = max(float(tensor.abs().max()) for tensor in one.values())
+        for name, values in (result.gradients if kind == "gradient of" else result.parameters).items():
+            entry = entries[name]
+            tp, rank = (sizes.etp, result.rank.etp_rank) if entry.expert else (sizes.tp, result.rank.tp_rank)
+            full = entry.transform.to_megatron([reference[hf] for hf in entry.hf])
+            shard = entry.transform.shard(full, entry.axis, tp, rank).flatten()
+            start, own = values if kind == "gradient of" else (0, values.flatten())
+            shard = shard[start : start + own.numel()]
+            if own.numel():
+                tolerance = 1e-5 * max(float(full.abs().max()), 1e-6 * largest)
+                found[f"{kind} {name}"] = float((own - shard).abs().max()) / tolerance
+    return found
+
+
+def check(arch, case: Case, results: list[RankResult], expected: RankResult) -> None:
+    """Loss, every gradient and every parameter of every rank as with one rank."""
+    reporting = [result for result in results if result.rank.reports]
+    assert len(reporting) == case.spec.sizes.dp
+    for step in range(len(case.batches)):
+        metrics = to_floats(merge([result.loss[step] for result in reporting]))
+        for name, value in to_floats(expected.loss[step]).items():
+            np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=f"{name}, step {step}")
+        np.testing.assert_allclose([r.grad_norm[step] for r in results], expected.grad_norm[step], rtol=1e-5)
+    covered: set[str] = set()
+    for result in results:
+        differences = worst_difference(arch, case.spec.sizes, result, expected)
+        wrong = {name: f"{ratio:.1f}" for name, ratio in differences.items() if not ratio <= 1}
+        assert not wrong, f"{result.rank}: beyond the tolerance by these factors: {wrong}"
+        covered |= result.parameters.keys()
+    assert expected.parameters.keys() <= covered

@@ -1,0 +1,42 @@
+"""What the memory tests run on each rank."""
+
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.weights.megatron_weights import local_parameters
+from tests.parallel.actors import micro_batches
+
+
+def _step(actor, batch, loss):
+    parts = micro_batches(batch, actor.spec, actor.rank.dp_rank, packing=True)[1]
+    actor.train_step(parts, loss, batch.num_tokens)
+
+
+def _parameters(actor):
+    with actor._weights_at_rest():
+        return {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
+
+
+def train(spec, batches, loss, sleeping):
+    """(parameters after a step on each batch, what sleeping before each step reported)."""
+    actor = Actor(spec)
+    reports = []
+    for batch in batches:
+        if sleeping:
+            reports.append(actor.sleep())
+            actor.wake()
+        _step(actor, batch, loss)
+    return _parameters(actor), reports[1:]  # before the first step the optimizer has no states
+
+
+def train_and_save(spec, batches, loss, folder):
+    actor = Actor(spec)
+    for batch in batches:
+        _step(actor, batch, loss)
+    actor.save_checkpoint(folder)
+
+
+def load_and_train(spec, batches, loss, folder):
+    actor = Actor(spec)
+    actor.load_checkpoint(folder)
+    for batch in batches:
+        _step(actor, batch, loss)
+    return _parameters(actor)

@@ -1,0 +1,85 @@
+"""What the tests of presets run on each rank: a step as the controller makes it, with one replica."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.algorithm.kl import KLController
+from grpo_megatron.algorithm.losses import PolicyLoss
+from grpo_megatron.algorithm.mismatch import Correction
+from grpo_megatron.algorithm.objective import measure_mismatch, set_advantages, set_weights
+from grpo_megatron.batch import TrainBatch
+from grpo_megatron.config.schema import Config
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.spec import ActorSpec, TrainResult
+from grpo_megatron.metrics import Metrics
+from tests.parallel.actors import micro_batches
+from tests.parallel.optimizers import parameters_of
+
+
+@dataclass
+class Step:
+    """batch: as trained on. mismatch: of the pass before training. moved: largest change of each parameter here."""
+
+    batch: TrainBatch
+    mismatch: Metrics
+    results: list[TrainResult | None]
+    moved: dict[str, float]
+
+
+class OneReplica:
+    def __init__(self, spec: ActorSpec, batch: TrainBatch):
+        self.actor, self.batch = Actor(spec), batch
+        self.plan, self.parts = micro_batches(batch, spec, 0, packing=True)
+
+    def logprobs(self, reference: bool, keep_hidden: bool) -> np.ndarray:
+        """float32 [T], on every rank."""
+        own = self.actor.logprobs(self.parts, reference, key=(1, 0), keep_hidden=keep_hidden)
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        out = np.empty(self.batch.num_tokens, dtype=np.float32)
+        out[self.batch.token_index(self.plan.sequences(0))] = next(part for part in everyone if part is not None)
+        return out
+
+    def train_step(self, loss: PolicyLoss) -> TrainResult | None:
+        parts = [self.batch.select(sequences) for sequences in self.plan.micro_batches[0]]
+        return self.actor.train_step(parts, loss, self.batch.num_tokens, key=(1, 0))
+
+
+def steps(config: Config, spec: ActorSpec, batch: TrainBatch, old_shift: float = 0.0, count: int = 1) -> Step:
+    """`count` optimizer steps on one batch with everything that is configured.
+
+    old_shift: added to the old log-probs, so that the policy ratio is exp(-old_shift) in the first step.
+    """
+    replica = OneReplica(spec, batch)
+    loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=True)
+    batch.number = np.arange(batch.num_tokens)
+    batch.old_logp = replica.logprobs(reference=False, keep_hidden=False)
+    batch.rollout_logp = batch.old_logp + np.where(batch.loss_mask, batch.rollout_logp, 0)
+    mismatch = measure_mismatch(batch)
+    batch.old_logp = batch.old_logp + np.float32(old_shift)
+    if spec.with_reference:
+        batch.ref_logp = replica.logprobs(reference=True, keep_hidden=loss.needs_full_kl)
+    set_advantages([batch], config.algorithm, KLController.from_config(config.algorithm.kl_ctrl))
+    set_weights(batch, config, Correction.from_config(config.mismatch))
+    before = parameters_of(replica.actor)
+    results = [replica.train_step(loss) for _ in range(count)]
+    after = parameters_of(replica.actor)
+    moved = {name: float((after[name] - before[name]).abs().max()) for name in before}
+    return Step(batch, mismatch, results, moved)
+
+
+def reference_reset(spec: ActorSpec, batch: TrainBatch) -> dict[str, torch.Tensor]:
+    """Log-probs of policy and reference: at first, after a step, after a reset, and after another step."""
+    replica = OneReplica(spec, batch)
+    found = {}
+    for when in ("first", "stepped", "reset", "stepped again"):
+        if when.startswith("stepped"):
+            replica.train_step(PolicyLoss())
+        if when == "reset":
+            replica.actor.reset_reference()
+        for name, reference in (("policy", False), ("reference", True)):
+            found[f"{when}: {name}"] = replica.logprobs(reference, keep_hidden=False)
+    return found

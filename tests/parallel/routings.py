@@ -1,0 +1,48 @@
+"""What the routing-replay tests run on each rank."""
+
+import torch
+
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.micro_batch import router_share
+from grpo_megatron.megatron.router import routers
+from tests.parallel.actors import micro_batches
+
+
+def _flip(actor) -> None:
+    for chunk in actor.chunks:
+        for _, router in routers(chunk):
+            router.weight.data.neg_()
+
+
+def _train(actor, parts, batch, loss, key):
+    """(sum, count) of the entropy, on reporting ranks."""
+    metrics = actor.compute_gradients(parts, loss, batch.num_tokens, key=key)
+    return (metrics["actor/entropy"].total, metrics["actor/entropy"].count) if actor.rank.reports else None
+
+
+def record_flip_train(spec, batch, loss):
+    """(entropy of training with flipped routers, {layer: (tokens of the batch, their experts)} recorded)."""
+    actor = Actor(spec)
+    plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    actor.logprobs(parts, key=(1, 0))
+    recorded = {}
+    for part, kept in zip(plan.micro_batches[actor.rank.dp_rank], actor.mini_batches.get((1, 0), parts), strict=True):
+        index = router_share(torch.from_numpy(kept.pack.index), kept.pack.layout).numpy()
+        tokens = batch.token_index(part)[index[index >= 0]]
+        for layer, chosen in kept.routing.items():
+            recorded.setdefault(layer, []).append((tokens, chosen.numpy()[index >= 0]))
+    _flip(actor)
+    entropy = _train(actor, parts, batch, loss, (1, 0))
+    joined = {layer: tuple(map(_concatenate, zip(*pieces, strict=True))) for layer, pieces in recorded.items()}
+    return entropy, joined
+
+
+def _concatenate(arrays):
+    return torch.cat([torch.from_numpy(array) for array in arrays]).numpy()
+
+
+def flip_train(spec, batch, loss):
+    actor = Actor(spec)
+    _flip(actor)
+    parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)[1]
+    return _train(actor, parts, batch, loss, (1, 0)), None

@@ -1,0 +1,124 @@
+"""Attention over packs against plain float64 attention of each sequence: values, gradients, memory, kernels."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from grpo_megatron.megatron.modules import RMSNorm
+from grpo_megatron.megatron.parallel import ParallelSizes
+from tests.parallel import attentions
+from tests.parallel.attentions import Problem
+from tests.parallel.heads import Recorder
+
+CONTEXT = {"cp1": ParallelSizes(), "cp2": ParallelSizes(cp=2)}
+NAMES = ("output", "query", "key", "value")
+EQUAL = (24, 24, 24, 7, 24, 24)
+
+PROBLEMS = {
+    "unequal": Problem(),
+    "equal": Problem(lengths=EQUAL),
+    "one sequence": Problem(lengths=(90,)),
+    "as many kv heads": Problem(heads=4, kv_heads=4),
+    "one kv head": Problem(heads=4, kv_heads=1),
+    "padding": Problem(lengths=(37, 5, 41), alignment=16),
+    "many masks": Problem(lengths=(90, 37, 64), masked_queries=5),
+}
+
+
+def run(ranks, layout: str, problem: Problem) -> dict[str, np.ndarray]:
+    """The ranks' parts put together in the order of the stream; what padding got is checked here."""
+    parts = ranks.run(attentions.values_and_gradients, CONTEXT[layout], problem)
+    index = np.concatenate([part["index"] for part in parts])
+    assert sorted(index[index >= 0]) == list(range(sum(problem.lengths)))
+    found = {}
+    for name in NAMES:
+        values = np.concatenate([part[name] for part in parts])
+        if name != "output":
+            assert not values[index < 0].any(), f"gradient of {name} in padding"
+        found[name] = values[index >= 0][np.argsort(index[index >= 0])]
+    return found
+
+
+def check(found, expected, tolerance=2e-6):
+    for name in NAMES:
+        scale = max(1.0, np.abs(expected[name]).max())
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("equal_only", [True, False], ids=["in_place", "gathered"])
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("layout", CONTEXT)
+def test_values_and_gradients(ranks, layout, problem, equal_only):
+    problem = replace(PROBLEMS[problem], equal_only=equal_only)
+    check(run(ranks, layout, problem), attentions.exact(problem))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_context_parallelism_changes_nothing(ranks, problem):
+    problem = PROBLEMS[problem]
+    check(run(ranks, "cp2", problem), run(ranks, "cp1", problem))
+
+
+def test_sequences_are_kept_apart(ranks):
+    """What the comparison must notice: one sequence of 60 tokens is not two of 30."""
+    with pytest.raises(AssertionError, match="output"):
+        check(run(ranks, "cp1", Problem(lengths=(60,))), attentions.exact(Problem(lengths=(30, 30))))
+
+
+# --- memory and kernels
+
+TOKENS = 2048
+PACKS = {"one sequence": (TOKENS,), "many sequences": tuple(range(8, 264, 16))}
+FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+def limit(lengths, layout: str) -> int:
+    """Elements of the largest tensor there may be: query, output, or keys and values of all CP ranks; or a mask."""
+    problem = Problem(lengths=lengths, heads=4, kv_heads=2)
+    tensors = TOKENS * max(problem.heads // CONTEXT[layout].cp, 2 * problem.kv_heads) * problem.dim
+    return tensors if layout == "cp1" else max(tensors, 64 * max(lengths))
+
+
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
+@pytest.mark.parametrize("layout", CONTEXT)
+def test_no_scores_and_no_mask_of_the_pack(ranks, layout, lengths):
+    assert sum(lengths) == TOKENS
+    problem = Problem(lengths=lengths, heads=4, kv_heads=2, masked_queries=64)
+    for rank in ranks.run(attentions.recorded, CONTEXT[layout], problem):
+        assert rank.largest <= limit(lengths, layout) < TOKENS**2 / 16
+        assert rank.calls == {FLASH: rank.buckets, f"{FLASH}_backward": rank.buckets}
+
+
+def test_the_recorder_sees_scores():
+    """Without the fused kernel the same measurement finds them."""
+    query, key, value = (torch.randn(1, 2, 256, 16, requires_grad=True) for _ in range(3))
+    with Recorder() as recorder, sdpa_kernel(SDPBackend.MATH):
+        torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+    assert recorder.largest >= 2 * 256**2
+    assert FLASH not in recorder.calls
+
+
+# --- the norm
+
+
+@pytest.mark.parametrize("shape", [(40, 1, 64), (40, 4, 16)])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_rms_norm(shape, size):
+    """Value and both gradients as of torch's own norm in float64, for small and large inputs."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = size * torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    norm = RMSNorm(attentions.config(Problem()), shape[-1], eps=1e-6)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
+    found, expected = [], []
+    for dtype, values in ((torch.float32, found), (torch.float64, expected)):
+        norm.to(dtype).zero_grad()
+        given = x.detach().to(dtype).requires_grad_()
+        output = norm(given)
+        output.backward(grad.to(dtype))
+        assert output.dtype == dtype
+        values.extend(value.detach().double() for value in (output, given.grad, norm.weight.grad))
+    for value, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=0, atol=2e-6 * reference.abs().max().item())

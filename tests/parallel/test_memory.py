@@ -1,0 +1,66 @@
+"""Sleeping and offloading: memory really goes, and nothing changes."""
+
+import pytest
+import torch
+
+from grpo_megatron.config.schema import OptimizerConfig, Precision
+from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.megatron.spec import ActorSpec
+from tests.models import tiny_model
+from tests.parallel import memories
+from tests.parallel.test_invariance import TOKEN, make_batch
+
+LAYOUTS = {
+    "tp1": (ParallelSizes(), {}),
+    "tp2": (ParallelSizes(tp=2), {}),
+    "pp2vpp2": (ParallelSizes(pp=2, vpp=2), {}),
+    "dp2 distributed": (ParallelSizes(dp=2), {"distributed_optimizer": True}),
+    "dp2 overlap": (ParallelSizes(dp=2), {"distributed_optimizer": True, "overlap": True}),
+    "dp2 bf16": (ParallelSizes(dp=2), {"distributed_optimizer": True, "precision": Precision.bf16}),
+    "ep2": (ParallelSizes(dp=2, ep=2), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {
+        family: tiny_model(tmp_path_factory.mktemp(family), family, hidden_size=256, intermediate_size=512)
+        for family in ("qwen3", "qwen3_moe")
+    }
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["", "optimizer offloaded"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sleeping_and_offloading_change_nothing(ranks, models, tmp_path, layout, offload):
+    sizes, options = LAYOUTS[layout]
+    model = models["qwen3_moe" if sizes.ep > 1 else "qwen3"]
+    batches = [make_batch(seed) for seed in range(3)]
+
+    def run(optimizer, sleeping):
+        spec = ActorSpec(model, sizes, optimizer, offload_folder=str(tmp_path), **options)
+        return ranks.run(memories.train, sizes, spec, batches, TOKEN, sleeping)
+
+    plain = run(OptimizerConfig(lr=1e-3), sleeping=False)
+    changed = run(OptimizerConfig(lr=1e-3, offload=offload), sleeping=True)
+    for (before, _), (after, reports) in zip(plain, changed, strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        for report in reports:
+            assert report["before"]["parameters"] > 0
+            assert report["before"]["gradients"] > 0
+            assert {kind: size for kind, size in report["asleep"].items() if kind != "occupied" and size} == {}
+            parked = sum(report["before"][kind] for kind in ("parameters", "gradients", "optimizer"))
+            assert report["before"]["occupied"] - report["asleep"]["occupied"] > 0.5 * parked
+            assert (report["before"]["optimizer"] == 0) == offload
+
+
+def test_a_checkpoint_of_offloaded_states_is_whole(ranks, models, tmp_path):
+    def spec(offload):
+        return ActorSpec(models["qwen3"], ParallelSizes(), OptimizerConfig(lr=1e-3, offload=offload))
+
+    batches = [make_batch(seed) for seed in range(3)]
+    folder = str(tmp_path / "checkpoint")
+    straight = ranks.run(memories.train, ParallelSizes(), spec(False), batches, TOKEN, False)[0][0]
+    ranks.run(memories.train_and_save, ParallelSizes(), spec(True), batches[:2], TOKEN, folder)
+    resumed = ranks.run(memories.load_and_train, ParallelSizes(), spec(True), batches[2:], TOKEN, folder)[0]
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)

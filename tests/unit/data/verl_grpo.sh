@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# A GRPO launch as people write them for verl: variables, arithmetic, quotes, Hydra's + and ++.
+set -xeuo pipefail
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+
+project_name='math_grpo'
+exp_name="qwen2.5-7b-dapo-clip"
+NNODES=${NNODES:-2}
+max_prompt_length=$((1024 * 2))
+max_response_length=$((1024 * 6))
+train_files="['/data/gsm8k/train.parquet', '/data/math/train.parquet']"
+
+python3 -m verl.trainer.main_ppo --config-path=config \
+    --config-name='ppo_megatron_trainer.yaml' \
+    algorithm.adv_estimator=grpo \
+    algorithm.norm_adv_by_std_in_grpo=False \
+    algorithm.use_kl_in_reward=False \
+    data.train_files="$train_files" \
+    data.val_files=/data/gsm8k/test.parquet \
+    data.train_batch_size=512 \
+    data.max_prompt_length=${max_prompt_length} \
+    data.max_response_length=$max_response_length \
+    data.filter_overlong_prompts=True \
+    data.truncation='error' \
+    +data.apply_chat_template_kwargs.enable_thinking=False \
+    actor_rollout_ref.model.path="$MODEL_PATH" \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.optim.weight_decay=0.1 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 \
+    actor_rollout_ref.actor.ppo_epochs=2 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(((max_prompt_length + max_response_length) * 2)) \
+    actor_rollout_ref.actor.clip_ratio=0.2 \
+    actor_rollout_ref.actor.clip_ratio_low=0.2 \
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \
+    actor_rollout_ref.actor.clip_ratio_c=10.0 \
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.002 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl+ \
+    actor_rollout_ref.actor.entropy_coeff=0.001 \
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \
+    ++actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full \
+    actor_rollout_ref.rollout.name=sglang \
+    actor_rollout_ref.rollout.n=16 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 \
+    actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=16384 \
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4 \
+    actor_rollout_ref.ref.megatron.param_offload=True \
+    reward_model.overlong_buffer.enable=True \
+    reward_model.overlong_buffer.len=$((1024 * 1)) \
+    reward_model.overlong_buffer.penalty_factor=0.5 \
+    custom_reward_function.path=my_reward.py \
+    trainer.logger=['console','wandb'] \
+    trainer.project_name="${project_name}" \
+    trainer.experiment_name="${exp_name}" \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes="${NNODES}" \
+    trainer.save_freq=20 \
+    trainer.test_freq=-1 \
+    trainer.total_training_steps=$TOTAL_STEPS \
+    trainer.total_epochs=15 \
+    trainer.my_own_flag=1 \
+    my_plugin.strength=3 $@

@@ -1,0 +1,94 @@
+"""Presets as configuration, and the rules about the algorithm."""
+
+import pytest
+
+from grpo_megatron.config.load import PRESETS, load_config
+from grpo_megatron.errors import UserError
+
+NEEDED = ["model.path=m", "data.train=d.jsonl"]
+NAMES = sorted(file.stem for file in PRESETS.glob("*.yaml"))
+
+
+def error_of(*overrides) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(None, [*NEEDED, *overrides])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_is_legal_and_cites_its_paper(name):
+    config = load_config(None, [*NEEDED, f"algorithm.preset={name}"])
+    assert config.algorithm.preset == name
+    text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
+    assert "arXiv:" in text
+    assert len(text.splitlines()) <= 12
+
+
+def test_a_preset_is_below_ones_own_keys(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("algorithm: {clip_ratio_low: 0.1, preset: gspo}\nmismatch: {action: off}\n")
+    config = load_config(str(path), NEEDED)
+    assert (config.algorithm.ratio_level, config.algorithm.clip_ratio_low) == ("sequence", 0.1)
+    assert config.algorithm.clip_ratio_high == 4e-4
+    assert config.mismatch.action == "off"
+    # Only the last one named applies.
+    config = load_config(str(path), [*NEEDED, "algorithm.clip_ratio_low=0.3", "algorithm.preset=rloo"])
+    assert (config.algorithm.adv_estimator, config.algorithm.ratio_level) == ("rloo", "token")
+    assert config.algorithm.clip_ratio_low == 0.3
+    assert config.algorithm.kl_ctrl.kl_coef == 0.03
+    config = load_config(str(path), [*NEEDED, "algorithm.preset=null"])
+    assert config.algorithm.ratio_level == "token"
+
+
+def test_an_unknown_preset_names_the_known_ones():
+    assert "choose one of cispo, dapo, dr_grpo" in error_of("algorithm.preset=ppo")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["algorithm.adv_clip=0"], "algorithm.adv_clip must be greater than 0"),
+        (["algorithm.early_stop_imp_ratio=-1"], "early_stop_imp_ratio must be greater"),
+        (["algorithm.clip_ratio_low=-0.1"], "clip_ratio_low must not be negative"),
+        (["algorithm.clip_ratio_c=1.0"], "clip_ratio_c must be greater than 1"),
+        (["algorithm.clip_ratio_c=3", "algorithm.surrogate=cispo"], "clip_ratio_c goes with algorithm.surrogate=clip"),
+        (["reward.overlong_buffer.length=600"], "is more than rollout.max_response_length=512"),
+        (["reward.overlong_buffer.penalty=-1"], "penalty must not be negative"),
+        (["algorithm.ratio_level=sentence"], "ratio_level=sentence is unknown"),
+        (["algorithm.kl_loss_type=k4"], "kl_loss_type=k4 is unknown"),
+        (["algorithm.kl_penalty=k3+"], "kl_penalty=k3+ is unknown"),
+        (["algorithm.kl_penalty=full"], "kl_penalty=full is unknown"),
+        (["algorithm.ratio_level=sequence_sum"], "needs the weights of algorithm.loss_agg_mode=group-sum or"),
+        (["algorithm.surrogate=reinforce", "algorithm.ratio_level=sequence"], "has no policy ratio"),
+        (["algorithm.early_stop_imp_ratio=5", "train.old_logprobs=current"], "the policy ratio is always 1"),
+        (["algorithm.entropy_floor=1"], "needs algorithm.entropy_coeff"),
+        (["algorithm.kl_loss_unbiased=true"], "needs algorithm.use_kl_loss"),
+        (["algorithm.kl_loss_unbiased=true", "algorithm.use_kl_loss=true", "algorithm.kl_loss_type=k2"], "which is k2"),
+        (["algorithm.use_kl_in_reward=true", "train.old_logprobs=current"], "needs the old log-probs before training"),
+        (["algorithm.kl_ctrl.type=adaptive"], "steers the KL in the reward"),
+        (["ref.reset_every=5"], "there is no reference"),
+        (["ref.reset_every=5", "algorithm.use_kl_loss=true", "checkpoint.every=7"], "must be a multiple of ref.reset_every=5"),
+        (["mismatch.correction=tis", "train.old_logprobs=rollout"], "twice"),
+        (["mismatch.ratio_high=3"], "are bounds of mismatch.correction"),
+        (["mismatch.correction=icepop", "mismatch.ratio_low=3", "mismatch.ratio_high=2"], "is more than mismatch.ratio_high"),
+        (["mismatch.action=off", "mismatch.threshold=0.5"], "means nothing"),
+        (["mismatch.action=mask", "mismatch.threshold=0"], "mismatch.threshold must be greater than 0"),
+        (["rollout.n=1", "algorithm.adv_estimator=rloo"], "rollout.n=1 gives every sample the advantage 0"),
+    ],
+)
+def test_rules(overrides, says):
+    assert says in error_of(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus"],
+        ["mismatch.correction=rejection", "train.old_logprobs=rollout"],
+        ["ref.reset_every=5", "algorithm.use_kl_in_reward=true", "checkpoint.every=10"],
+        ["ref.reset_every=5", "algorithm.use_kl_loss=true"],
+        ["algorithm.ratio_level=sequence_sum", "algorithm.loss_agg_mode=seq-mean-token-mean"],
+    ],
+)
+def test_what_is_legal(overrides):
+    load_config(None, [*NEEDED, *overrides])

@@ -1,0 +1,444 @@
+"""Configurations of verl and RLinf through tools/import_config.py, on whole files."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_megatron.config.importers import RLINF, SYSTEMS, VERL, import_settings, read_settings, to_yaml
+from grpo_megatron.config.importers.mapping import UNSET
+from grpo_megatron.config.load import known_keys, load_config
+from grpo_megatron.errors import UserError
+
+DATA = Path(__file__).parent / "data"
+VERL_SCRIPT = (DATA / "verl_grpo.sh").read_text()
+RLINF_FILE = (DATA / "rlinf_grpo.yaml").read_text()
+
+# What the issue of this tool asks for, key by key.
+ASKED = {
+    "verl": [
+        "actor_rollout_ref.rollout.n",
+        "data.train_batch_size",
+        *(
+            f"actor_rollout_ref.actor.{name}"
+            for name in (
+                "ppo_mini_batch_size",
+                "ppo_epochs",
+                "clip_ratio",
+                "clip_ratio_low",
+                "clip_ratio_high",
+                "clip_ratio_c",
+                "loss_agg_mode",
+                "use_kl_loss",
+                "kl_loss_coef",
+                "kl_loss_type",
+                "entropy_coeff",
+            )
+        ),
+        "algorithm.adv_estimator",
+        "algorithm.norm_adv_by_std_in_grpo",
+        "algorithm.use_kl_in_reward",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    ],
+    "rlinf": [
+        f"algorithm.{name}"
+        for name in (
+            "adv_type",
+            "loss_type",
+            "loss_agg_func",
+            "group_size",
+            "kl_beta",
+            "kl_penalty_type",
+            "ratio_clip_eps",
+            "calculate_entropy",
+            "entropy_bonus",
+            "normalize_advantages",
+            "early_stop_imp_ratio",
+            "use_valid_token_scale",
+        )
+    ],
+}
+
+
+def imported(system, text):
+    return import_settings(system, read_settings(text))
+
+
+def verl(*arguments):
+    """A minimal legal verl command with further arguments."""
+    base = (
+        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.model.path=/m data.train_files=/d.parquet"
+    )
+    return imported(VERL, f"python3 -m verl.trainer.main_ppo {base} {' '.join(arguments)}")
+
+
+def rlinf(**changes):
+    tree = yaml.safe_load(RLINF_FILE)
+    for key, value in changes.items():
+        *sections, name = key.split("__")
+        place = tree
+        for section in sections:
+            place = place[section]
+        place[name] = value
+    return imported(RLINF, yaml.safe_dump(tree))
+
+
+def loaded(result, tmp_path):
+    path = tmp_path / "imported.yaml"
+    path.write_text(to_yaml(result))
+    return load_config(str(path), [])
+
+
+def line_about(lines, key):
+    found = [line for line in lines if line.startswith((f"{key}=", f"{key}:", f"{key} "))]
+    assert len(found) == 1, (key, lines)
+    return found[0]
+
+
+# a verl launch command
+
+
+def test_a_verl_launch_command_gives_our_values(tmp_path):
+    config = loaded(imported(VERL, VERL_SCRIPT), tmp_path)
+    assert config.run.name == "qwen2.5-7b-dapo-clip"
+    assert config.data.train == ["/data/gsm8k/train.parquet", "/data/math/train.parquet"]
+    assert config.data.eval == "/data/gsm8k/test.parquet"
+    assert (config.data.train_batch_size, config.data.max_prompt_length, config.rollout.max_response_length) == (
+        512,
+        2048,
+        6144,
+    )
+    assert config.data.overlong_prompts.name == "skip"
+    assert (config.rollout.n, config.train.ppo_mini_batch_size, config.train.ppo_epochs) == (16, 128, 2)
+    assert config.train.max_tokens_per_micro_batch == 16384
+    algorithm = config.algorithm
+    assert (algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo) == ("grpo", False)
+    assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c) == (0.2, 0.28, 10.0)
+    assert (algorithm.use_kl_loss, algorithm.kl_loss_coef, algorithm.kl_loss_type) == (True, 0.002, "low_var_kl+")
+    assert (algorithm.loss_agg_mode, algorithm.entropy_coeff) == ("seq-mean-token-sum-norm", 0.001)
+    megatron = config.megatron
+    # 2 nodes of 8 GPUs: TP 2, PP 2, so DP 4; engines of 4
+    assert (megatron.tensor_parallel, megatron.pipeline_parallel, megatron.data_parallel) == (2, 2, 4)
+    assert megatron.recompute.name == "full"
+    assert (config.rollout.engine.num_engines, config.rollout.engine.tensor_parallel) == (4, 4)
+    assert (config.cluster.placement.name, config.rollout.engine.mem_fraction) == ("colocated", 0.6)
+    assert (config.reward.overlong_buffer.length, config.reward.overlong_buffer.penalty) == (1024, 0.5)
+    assert (config.checkpoint.every, config.eval.every) == (20, 0)
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-6, 0.1)
+
+
+def test_verls_defaults_come_along_where_ours_are_others(tmp_path):
+    result = verl()
+    config = loaded(result, tmp_path)
+    assert (config.data.train_batch_size, config.train.ppo_mini_batch_size) == (1024, 256)
+    assert (config.optimizer.weight_decay, config.optimizer.beta2) == (0.01, 0.999)
+    assert config.algorithm.clip_ratio_c == 3.0
+    assert (config.rollout.engine.tensor_parallel, config.megatron.data_parallel) == (2, 8)
+    assert result.origins["optimizer.beta2"] == "verl's default of actor_rollout_ref.actor.optim.betas"
+
+
+def test_what_a_verl_command_has_beyond_ours_is_said():
+    result = imported(VERL, VERL_SCRIPT)
+    assert result.unknown == ["my_plugin.strength=3"]
+    assert "set run.total_steps" in line_about(result.not_carried, "trainer.total_epochs")
+    assert "not known here" in line_about(result.not_carried, "trainer.total_training_steps")
+    assert "module:function" in line_about(result.not_carried, "custom_reward_function.path")
+    assert "one partition" in line_about(result.not_carried, "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
+    for key in ("trainer.my_own_flag", "trainer.logger", "data.apply_chat_template_kwargs.enable_thinking"):
+        line_about(result.not_carried, key)
+    assert any("ppo_megatron_trainer.yaml" in word for word in result.unread)
+    assert any(word.startswith("$@") for word in result.unread)
+    # a variable in a path is kept, and said
+    assert result.values["model.path"] == "$MODEL_PATH"
+    assert "replace the variable" in line_about(result.changed, "model.path")
+    assert "nodes -> data-parallel replicas" in line_about(result.changed, "trainer.nnodes")
+
+
+@pytest.mark.parametrize(("system", "text"), [(VERL, VERL_SCRIPT), (RLINF, RLINF_FILE)])
+def test_nothing_is_dropped_silently(system, text):
+    settings = read_settings(text)
+    result = import_settings(system, settings)
+    told = [*result.origins.values(), *result.changed, *result.not_carried, *result.absorbed, *result.unknown]
+    assert len(settings.values) > 40
+    assert [key for key, value in settings.values.items() if not any(line.startswith(f"{key}={value}") for line in told)] == []
+    assert [
+        line for line in told if line.split(" ")[0].split(":")[0] not in result.report() and line not in to_yaml(result)
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("actor_rollout_ref.actor.clip_ratio=0.1", {"algorithm.clip_ratio_low": 0.1, "algorithm.clip_ratio_high": 0.1}),
+        (
+            "actor_rollout_ref.actor.clip_ratio_high=0.3 actor_rollout_ref.actor.clip_ratio=0.1",
+            {"algorithm.clip_ratio_low": 0.1, "algorithm.clip_ratio_high": 0.3},
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+            {"algorithm.ratio_level": "sequence", "algorithm.surrogate": "clip"},
+        ),
+        ("algorithm.adv_estimator=rloo", {"algorithm.adv_estimator": "rloo"}),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive", {"algorithm.use_kl_in_reward": True}),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", {"train.max_tokens_per_micro_batch": 4 * 1024}),
+        (
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512 actor_rollout_ref.actor.use_dynamic_bsz=True",
+            {"train.max_tokens_per_micro_batch": 1024},
+        ),
+        (
+            "trainer.total_training_steps=200 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+            {"optimizer.lr_warmup_steps": 20},
+        ),
+        ("actor_rollout_ref.actor.optim.lr=3e-7", {"optimizer.lr": 3e-7}),
+        ("data.truncation=left", {"data.overlong_prompts": "truncate_left"}),
+        (
+            "reward_model.overlong_buffer.enable=False reward_model.overlong_buffer.len=128",
+            {"reward.overlong_buffer.length": 0},
+        ),
+        (
+            "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=5",
+            {"mismatch.correction": "tis", "mismatch.ratio_high": 5},
+        ),
+        (
+            "algorithm.rollout_correction.rollout_rs=sequence algorithm.rollout_correction.rollout_rs_threshold=4",
+            {"mismatch.correction": "mis", "mismatch.ratio_high": 4, "mismatch.ratio_low": 0.25},
+        ),
+        ("algorithm.rollout_correction.bypass_mode=true", {"train.old_logprobs": "rollout"}),
+        ("data.train_files=\"['a b.parquet','c.parquet']\"", {"data.train": ["a b.parquet", "c.parquet"]}),
+        (
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+            {"megatron.tensor_parallel": 1, "megatron.sequence_parallel": None},
+        ),
+    ],
+)
+def test_verl_values(arguments, expected, tmp_path):
+    result = verl(arguments)
+    for key, value in expected.items():
+        assert result.values.get(key) == value, key
+    loaded(result, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "reason"),
+    [
+        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator", "no critic"),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "no such policy",
+        ),
+        ("data.truncation=middle", "data.truncation", "from the left"),
+        ("actor_rollout_ref.actor.shuffle=True", "actor_rollout_ref.actor.shuffle", "order"),
+        ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.name", "SGLang"),
+        ("algorithm.gamma=0.9", "algorithm.gamma", "discounted"),
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
+            "steps",
+        ),
+        (
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=9999",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            "use_dynamic_bsz",
+        ),
+        ("trainer.n_gpus_per_node=3", "trainer.n_gpus_per_node", "no multiple"),
+        ("data.train_batch_size=$BATCH", "data.train_batch_size", "not known here"),
+        ("actor_rollout_ref.rollout.n=$N", "actor_rollout_ref.rollout.n", "not known here"),
+        ("trainer.resume_from_path=/ckpt", "trainer.resume_from_path", "not ours"),
+        ("algorithm.use_kl_in_reward=maybe", "algorithm.use_kl_in_reward", "neither true nor false"),
+    ],
+)
+def test_what_verl_has_and_we_do_not_is_refused_with_the_reason(arguments, key, reason):
+    assert reason in line_about(verl(arguments).not_carried, key)
+
+
+def test_verl_without_an_estimator_is_not_grpo():
+    result = imported(VERL, "python3 -m verl.trainer.main_ppo data.train_batch_size=8")
+    assert "gae" in line_about(result.not_carried, "algorithm.adv_estimator")
+
+
+def test_verl_settings_as_yaml(tmp_path):
+    tree = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "data": {"train_files": "/d.parquet", "max_prompt_length": 100, "max_response_length": "${data.max_prompt_length}"},
+        "actor_rollout_ref": {"model": {"path": "/m"}, "rollout": {"n": 4, "response_length": "${oc.select:data.x,7}"}},
+    }
+    config = loaded(imported(VERL, yaml.safe_dump(tree)), tmp_path)
+    assert (config.rollout.n, config.rollout.max_response_length) == (4, 100)
+
+
+# an RLinf file
+
+
+def test_an_rlinf_file_gives_our_values(tmp_path):
+    config = loaded(imported(RLINF, RLINF_FILE), tmp_path)
+    algorithm = config.algorithm
+    assert (config.run.name, config.run.total_steps) == ("grpo-16x512", 300)
+    assert (config.rollout.n, config.data.train_batch_size, config.train.ppo_mini_batch_size) == (16, 512, 128)
+    assert (config.data.max_prompt_length, config.rollout.max_response_length) == (1024, 7168)
+    assert config.train.max_tokens_per_micro_batch == 2 * 8192
+    assert (algorithm.adv_estimator, algorithm.surrogate, algorithm.ratio_level) == ("grpo", "clip", "token")
+    assert (algorithm.loss_agg_mode, algorithm.adv_whiten) == ("token-mean", True)
+    assert (algorithm.use_kl_loss, algorithm.kl_loss_coef, algorithm.kl_loss_type) == (True, 0.001, "low_var_kl")
+    assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c) == (0.2, 0.28, None)
+    assert (algorithm.entropy_coeff, algorithm.early_stop_imp_ratio) == (0.002, 5.0)
+    # token-mean is global here, so the scale that makes theirs global must not act a second time
+    assert algorithm.use_valid_token_scale is False
+    assert (config.mismatch.correction.name, config.mismatch.ratio_high) == ("tis", 2.0)
+    assert (config.rollout.temperature, config.rollout.top_k, config.train.old_logprobs.name) == (0.9, -1, "recompute")
+    assert (config.data.train, config.data.eval) == ("/data/boba.jsonl", ["/data/a.jsonl", "/data/b.jsonl"])
+    assert (config.data.answer_key, config.data.overlong_prompts.name) == ("solutions", "skip")
+    assert (config.eval.every, config.checkpoint.every) == (10, 0)
+    assert (config.megatron.tensor_parallel, config.megatron.sequence_parallel, config.megatron.sleep) == (2, True, True)
+    optimizer = config.optimizer
+    assert (optimizer.lr, optimizer.eps, optimizer.weight_decay, optimizer.clip_grad) == (2e-5, 1e-5, 0.05, 0.8)
+    assert optimizer.lr_warmup_steps == 5
+
+
+def test_what_an_rlinf_file_has_beyond_ours_is_said():
+    result = imported(RLINF, RLINF_FILE)
+    assert result.unknown == ["my_own_section.switch=True"]
+    assert "no fp16" in line_about(result.not_carried, "actor.model.precision")
+    assert "means nothing to RLinf" in line_about(result.not_carried, "runner.max_tokens_per_mbs")
+    assert "data_parallel" in line_about(result.not_carried, "cluster.num_nodes")
+    assert "config.json" in line_about(result.not_carried, "actor.model.normalization")
+    assert "mini-batches per step -> prompts per mini-batch" in line_about(result.changed, "algorithm.n_minibatches")
+    assert "prompt and response -> tokens of the response" in line_about(result.changed, "runner.seq_length")
+    assert "micro-batch" in line_about(result.changed, "algorithm.early_stop_imp_ratio")
+    assert "token-mean always is here" in line_about(result.absorbed, "algorithm.use_valid_token_scale")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"algorithm__kl_beta": 0.0}, {"algorithm.use_kl_loss": False}),
+        ({"algorithm__calculate_entropy": False}, {"algorithm.entropy_coeff": 0.0}),
+        ({"algorithm__adv_type": "reinpp"}, {"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.adv_whiten": None}),
+        (
+            {"algorithm__adv_type": "reinpp", "algorithm__use_reinpp_baseline": True},
+            {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
+        ),
+        (
+            {"algorithm__reinpp_kl_beta": 0.01},
+            {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01, "algorithm.kl_penalty": "low_var_kl"},
+        ),
+        ({"algorithm__loss_type": "gspo"}, {"algorithm.ratio_level": "sequence"}),
+        ({"algorithm__clip_ratio_high": None}, {"algorithm.clip_ratio_high": 0.2}),
+        ({"actor__global_batch_size": 1024}, {"train.ppo_mini_batch_size": 64}),
+        ({"runner__enable_dynamic_batch_size": True}, {"train.max_tokens_per_micro_batch": 28672}),
+        (
+            {"algorithm__recompute_logprobs": False, "algorithm__importance_sampling_fix": False},
+            {"train.old_logprobs": "rollout"},
+        ),
+    ],
+)
+def test_rlinf_values(changes, expected, tmp_path):
+    result = rlinf(**changes)
+    for key, value in expected.items():
+        assert result.values.get(key) == value, key
+    loaded(result, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "reason"),
+    [
+        ({"algorithm__adv_type": "gae"}, "algorithm.adv_type", "no critic"),
+        ({"algorithm__loss_type": "actor_critic"}, "algorithm.loss_type", "no critic"),
+        ({"algorithm__loss_agg_func": "seq-mean-token-sum"}, "algorithm.use_valid_token_scale", "only with token-mean"),
+        ({"algorithm__n_minibatches": 7}, "algorithm.n_minibatches", "not divisible"),
+        ({"actor__global_batch_size": 100}, "actor.global_batch_size", "whole groups"),
+        ({"runner__task_type": "embodied"}, "runner.task_type", "only reasoning"),
+    ],
+)
+def test_what_rlinf_has_and_we_do_not_is_refused_with_the_reason(changes, key, reason):
+    assert reason in line_about(rlinf(**changes).not_carried, key)
+
+
+# reading
+
+
+@pytest.mark.parametrize("text", ["", "hello", "- 1\n- 2", "set -x\nexport A=b\n"])
+def test_a_text_that_is_neither_is_refused(text):
+    with pytest.raises(UserError, match="neither"):
+        read_settings(text)
+
+
+def test_words_of_a_command_are_read_as_a_shell_reads_them():
+    text = """
+A=3; B=unused
+N=5
+python3 train.py a.b="x y" 'c.d=[1, 2]' ++e.f=$N +g.h=${M:-7} i.j=${UNSET} k.l=1e-3 m.n=True o.p= q.r=$((N * (N - 1) / 2)) \\
+   s.t=$((N * UNKNOWN)) ~u.v # w.x=1
+"""
+    settings = read_settings(text)
+    assert settings.values == {
+        "a.b": "x y",
+        "c.d": [1, 2],
+        "e.f": 5,
+        "g.h": 7,
+        "i.j": "${UNSET}",
+        "k.l": 1e-3,
+        "m.n": True,
+        "o.p": None,
+        "q.r": 10,
+        "s.t": "$((N*UNKNOWN))",
+    }
+    assert settings.unread == ["~u.v: removes a key of theirs"]
+
+
+# the mapping and the documentation
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_mapping_names_keys_that_exist_and_has_those_asked_for(name):
+    system = SYSTEMS[name]
+    leaves = {key for key, field in known_keys().items() if not dataclasses.is_dataclass(field.type)}
+    for entry in system.entries:
+        assert set(entry.ours) <= leaves, entry.theirs
+        assert entry.ours or entry.note, f"{entry.theirs} goes nowhere and does not say why"
+        assert not (entry.is_pattern and (entry.ours or entry.default is not UNSET)), entry.theirs
+    names = [entry.theirs for entry in system.entries]
+    assert len(names) == len(set(names))
+    assert [key for key in ASKED[name] if system.entry_for(key) is None] == []
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_documentation_holds_the_mapping(name):
+    page = Path(f"docs/coming-from-{name}.md").read_text(encoding="utf-8")
+    assert SYSTEMS[name].table() in page, f"put the output of `python tools/import_config.py --table {name}` into the page"
+
+
+# the tool
+
+
+def tool(*arguments, status=0, stdin=None):
+    done = subprocess.run(
+        [sys.executable, "tools/import_config.py", *map(str, arguments)], capture_output=True, text=True, input=stdin
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("source", ["verl_grpo.sh", "rlinf_grpo.yaml"])
+def test_the_tool_writes_a_file_that_passes_the_check(source, tmp_path):
+    out = tmp_path / "ours.yaml"
+    _, report = tool(DATA / source, "--out", out)
+    assert "no violations" in report
+    assert "not checked: model.path" in report
+    assert "unknown to this tool, not carried over (1):" in report
+    load_config(str(out), [])
+
+
+def test_the_tool_reads_standard_input_and_says_what_is_illegal():
+    command = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=1 actor_rollout_ref.model.path=/m"
+    out, report = tool("-", stdin=command, status=2)
+    assert yaml.safe_load(out)["model"] == {"path": "/m"}
+    assert "rollout.n=1 gives every sample the advantage 0" in report
+    assert "data.train has no value" in report
+    assert "cannot be read" in tool("/nowhere.sh", status=2)[1]

@@ -1,0 +1,154 @@
+"""The examples in docs/plugins.md, run as a user would."""
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_megatron.algorithm.advantages import AdvantageInputs, advantages
+from grpo_megatron.algorithm.filters import apply_filters
+from grpo_megatron.algorithm.losses import PolicyLoss
+from grpo_megatron.batch import Group, Prompt, Sample
+from grpo_megatron.config.load import load_config
+from grpo_megatron.errors import UserError
+from grpo_megatron.plugins import Registry
+from grpo_megatron.rewards import RewardWorkers
+from grpo_megatron.rewards.workers import RewardTask
+from tests.unit.test_losses import inputs as loss_inputs
+
+EXAMPLES = re.findall(r"```python\n(.*?)```", Path("docs/plugins.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture
+def my_plugins(tmp_path, monkeypatch):
+    """All examples in one file, in the working directory."""
+    (tmp_path / "my_plugins.py").write_text("\n\n".join(EXAMPLES), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("my_plugins", None)
+
+
+def configured(*overrides):
+    return load_config(None, ["model.path=m", "data.train=d.jsonl", *overrides])
+
+
+def groups(*rewards):
+    def sample(reward, finish="stop"):
+        ids = np.array([1, 2], dtype=np.int32)
+        return Sample(0, 0, ids, ids, np.ones(2, bool), np.zeros(2, np.float32), finish, reward=reward)
+
+    prompt = Prompt(0, np.array([1], dtype=np.int32), "", "")
+    return [Group(i, prompt, tuple(map(sample, values))) for i, values in enumerate(rewards)]
+
+
+def test_each_is_short():
+    assert len(EXAMPLES) == 4
+    assert all(len([line for line in text.splitlines() if line]) <= 15 for text in EXAMPLES)
+
+
+@pytest.mark.parametrize("attribute", ["best_of_group"])
+def test_advantage(my_plugins, attribute):
+    options = configured(f"algorithm.adv_estimator=my_plugins:{attribute}").algorithm
+    ids = np.arange(3)
+    given = AdvantageInputs(np.array([1.0, 3.0, 2.0]), np.array([5, 5, 6]), ids, ids, np.ones(3, bool))
+    assert advantages(given, options).tolist() == [-1, 1, 1]
+
+
+def test_policy_loss(my_plugins):
+    config = configured("algorithm.surrogate=my_plugins:soft_clip", "algorithm.clip_ratio_high=0.5")
+    loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=True)
+    logp = torch.tensor([-1.0, -1.0], requires_grad=True)
+    old = logp.detach() - torch.tensor([1.0, 2.0]).log()
+    value, _ = loss(logp, torch.zeros(2), loss_inputs([True, True], old, advantage=torch.tensor([2.0, 1.0])))
+    assert value.tolist() == pytest.approx([-2.0, -(1 + 0.5 * np.tanh(2))])
+    value.sum().backward()
+    assert logp.grad.tolist() == pytest.approx([-2.0, -2 / np.cosh(2) ** 2])
+
+
+def test_filter(my_plugins):
+    config = configured("algorithm.filters=[nonzero_variance,my_plugins:not_too_easy]")
+    left = apply_filters(groups([1, 1], [1, 0], [0, 0], [0, 1]), config.algorithm)
+    assert [group.group_id for group in left] == [1, 3]
+
+
+def test_reward(my_plugins):
+    config = configured("reward.function=my_plugins:short_and_right", "reward.workers=1")
+    workers = RewardWorkers(config.reward)
+    try:
+        task = RewardTask(0, "1+1", "it is 2", "2", {})
+        assert workers.result(workers.submit([task])) == [(pytest.approx(0.994), {"right": 1.0})]
+    finally:
+        workers.close()
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("algorithm.adv_estimator=grop", "choose one of grpo, rloo"),
+        ("algorithm.surrogate=clipp", "choose one of clip, cispo, reinforce"),
+        ("algorithm.surrogate=no_such_module:f", "cannot be imported"),
+        ("algorithm.filters=[my_plugins:nothing]", "has no function nothing"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_anything_starts(my_plugins, override, says):
+    with pytest.raises(UserError, match=says):
+        configured(override)
+
+
+def test_a_name_is_registered_once():
+    registry = Registry("thing", "section.thing")
+    registry("a")(test_each_is_short)
+    registry("a")(test_each_is_short)  # a module loaded anew
+    with pytest.raises(ValueError, match="twice"):
+        registry("a")(groups)
+
+
+def test_a_decorated_name_other_than_the_functions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    registry = Registry("thing", "section.thing")
+    monkeypatch.setitem(sys.modules, "made_up", SimpleNamespace())
+    registry("special")(groups)
+    assert registry.get("made_up:special") is groups
+
+
+# --- built-in filters, and what happens to rewards
+
+
+def test_a_filter_that_leaves_nothing():
+    with pytest.raises(UserError, match="nonzero_variance leaves none of the step's 2 groups"):
+        apply_filters(groups([1, 1], [0.1, 0.1]), configured("algorithm.filters=[nonzero_variance]").algorithm)
+
+
+def test_truncated_responses_are_not_trained_on():
+    from dataclasses import replace
+
+    (group,) = groups([1, 0])
+    cut = replace(group, samples=(group.samples[0], replace(group.samples[1], finish_reason="length")))
+    (left,) = apply_filters([cut], configured("algorithm.overlong_filter=true").algorithm)
+    assert [sample.loss_mask.any() for sample in left.samples] == [True, False]
+    (plain,) = apply_filters([cut], configured().algorithm)
+    assert all(sample.loss_mask.all() for sample in plain.samples)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(60, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (101, -1)])
+def test_soft_overlong_punishment(length, expected):
+    """arXiv:2503.14476 eq. 13 with L_max 100 and L_cache 20."""
+    from grpo_megatron.rewards.shaping import overlong_penalty
+
+    assert overlong_penalty(length, longest=100, buffer=20, penalty=1.0) == pytest.approx(expected)
+    assert overlong_penalty(length, longest=100, buffer=20, penalty=0.5) == pytest.approx(expected / 2)
+
+
+def test_overlong_shaping_of_groups():
+    from grpo_megatron.rewards.shaping import shape_overlong
+
+    config = configured("rollout.max_response_length=4", "reward.overlong_buffer.length=4").reward.overlong_buffer
+    (group,) = shape_overlong(groups([1, 0]), 4, config)
+    assert group.rewards == [0.5, -0.5]
+    assert group.samples[0].reward_components == {"overlong_penalty": -0.5}
+    config.length = 0
+    assert shape_overlong(groups([1, 0]), 4, config)[0].rewards == [1, 0]
