@@ -1,4 +1,4 @@
-"""The command line: grpo-megatron train | sft | config | doctor."""
+"""The command line: grpo-megatron train | sft | selftest | config | doctor."""
 
 import argparse
 import json
@@ -10,10 +10,15 @@ from grpo_megatron.errors import UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 for a UserError (one message on stderr); of `config diff`, 1 if anything differs."""
+    """Exit status: 0 done, 2 for a UserError (one message on stderr); 1 if `config diff` finds a difference, or selftest a fault."""
     parser = argparse.ArgumentParser(prog="grpo-megatron", description="GRPO post-training on Megatron-core and SGLang.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("train", "GRPO training"), ("sft", "supervised warm start")):
+    runs = {
+        "train": "GRPO training",
+        "sft": "supervised warm start",
+        "selftest": "do engine and trainer of a training run agree, and if not, why",
+    }
+    for name, text in runs.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("--config", metavar="FILE", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
@@ -29,11 +34,23 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "config":
             return config_commands.run(options)
+        if options.command == "selftest":
+            return _selftest(options)
         print(json.dumps(_run(options)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _selftest(options) -> int:
+    from grpo_megatron.config.load import load_config
+    from grpo_megatron.selftest import as_json, selftest
+
+    verdict = selftest(load_config(options.config, options.overrides))
+    print(verdict.text())
+    print(json.dumps(as_json(verdict)))
+    return 0 if verdict.passed else 1
 
 
 def _run(options) -> dict:

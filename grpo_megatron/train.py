@@ -21,8 +21,8 @@ from grpo_megatron.megatron.architecture import Architecture, read_architecture
 from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.monitor import Monitor
-from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.engine import start_engines
+from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
 from grpo_megatron.run_folder import open_run_folder
@@ -104,7 +104,7 @@ def held_out_prompts(config: Config, tokenizer: PromptTokenizer) -> dict[str, li
 
 
 @contextmanager
-def assembled(config: Config) -> Iterator[Controller]:
+def assembled(config: Config, controller_class: type[Controller] = Controller) -> Iterator[Controller]:
     """A run put together and ready to train: its engines, ranks and reward processes are up within this context."""
     started = time.perf_counter()
     check_model(config)
@@ -116,8 +116,8 @@ def assembled(config: Config) -> Iterator[Controller]:
     held_out = held_out_prompts(config, tokenizer)
     sizes = ParallelSizes.from_config(config.megatron)
     with ExitStack() as cleanup:
-        rewards = RewardWorkers(config.reward)
-        cleanup.callback(rewards.close)
+        episodes = make_episodes(config, tokenizer)
+        cleanup.callback(episodes.close)
         directory = open_run_folder(config, resumed)
         logs = f"{directory}/logs"
         monitor = Monitor(directory, config.run.total_steps, resumed)
@@ -134,7 +134,7 @@ def assembled(config: Config) -> Iterator[Controller]:
             seed = config.run.seed + 1000 * resumed
             routing = config.moe.routing_replay == RoutingReplay.engine
             engines, who = start_engines(cluster, config.rollout, config.model.path, seed, logs, routing)
-            manager = RolloutManager(engines, who, config.rollout, rewards, tokenizer.decode)
+            manager = RolloutManager(engines, who, config.rollout, episodes)
             rollouts = EngineRollouts(manager, config, resumed)
         cleanup.callback(rollouts.close)
         with_reference = config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward
@@ -144,7 +144,7 @@ def assembled(config: Config) -> Iterator[Controller]:
             manager.wait_until_ready()
         evaluation = Evaluation(held_out, config, directory) if held_out else None
         saver = Checkpoints(f"{directory}/checkpoints", config.checkpoint.every)
-        controller = Controller(config, actor, rollouts, prompts, evaluation, saver, monitor, tokenizer.decode_all)
+        controller = controller_class(config, actor, rollouts, prompts, evaluation, saver, monitor, tokenizer.decode_all)
         if state:
             actor.load_checkpoint(actor_folder(config.run.resume))
             controller.load_state_dict(state)

@@ -107,6 +107,14 @@ class DroppedSteps:
         )
 
 
+def _in_order(batch: TrainBatch, plan: Schedule, parts: list[np.ndarray]) -> np.ndarray:
+    """The replicas' values [..., t] of their tokens, as [..., T] in the order of the batch."""
+    out = np.empty((*parts[0].shape[:-1], batch.num_tokens), dtype=np.float32)
+    for dp, part in enumerate(parts):
+        out[..., batch.token_index(plan.sequences(dp))] = part
+    return out
+
+
 class ActorGroup:
     """Every method returns when all ranks are done, and raises if one of them failed."""
 
@@ -186,11 +194,15 @@ class ActorGroup:
         keep_hidden: the reference's hidden states stay on the ranks, for the exact KL.
         """
         arguments = [(micro_batches, reference, key, keep_hidden) for micro_batches in self._split(batch, plan)]
-        parts = self._call("logprobs", arguments)
-        out = np.empty(batch.num_tokens, dtype=np.float32)
-        for dp, part in enumerate(parts):
-            out[batch.token_index(plan.sequences(dp))] = part
-        return out
+        return _in_order(batch, plan, self._call("logprobs", arguments))
+
+    def probe(self, batch: TrainBatch, plan: Schedule, temperature: float, rounding=None) -> np.ndarray:
+        """float32 [2, T]: log-prob of every target and entropy, see `Actor.probe`. rounding: a torch.dtype or None."""
+        arguments = [(micro_batches, temperature, rounding) for micro_batches in self._split(batch, plan)]
+        return _in_order(batch, plan, self._call("probe", arguments))
+
+    def scale_weights(self, factor: float) -> None:
+        self._call_alike("scale_weights", factor)
 
     def train_step(
         self, batch: TrainBatch, plan: Schedule, loss, current_is_old: bool = False, key: tuple[int, int] | None = None

@@ -44,6 +44,11 @@ class RoutingReplay(str, Enum):
     engine = "engine"
 
 
+class LoadFormat(str, Enum):
+    auto = "auto"
+    dummy = "dummy"
+
+
 class OverlongPrompts(str, Enum):
     error = "error"
     skip = "skip"
@@ -113,6 +118,10 @@ class EngineConfig:
     num_engines: int = option(1, "number of SGLang engines")
     tensor_parallel: int = option(1, "tensor-parallel ranks inside one engine")
     dtype: str = option("auto", "weights in the engine: auto (the dtype in config.json), float32, bfloat16, float16")
+    load_format: LoadFormat = option(
+        LoadFormat.auto,
+        "weights an engine starts with: auto (model.path's), dummy (random: faster, and the first weight sync replaces them)",
+    )
     mem_fraction: float = option(0.8, "share of device memory for weights and KV cache (GPU)")
     max_total_tokens: int | None = option(None, "KV cache size; null: from mem_fraction", "tokens")
     max_running_requests: int = option(256, "requests decoded together in one engine")
@@ -127,7 +136,13 @@ class RolloutConfig:
     temperature: float = option(1.0, "sampling temperature; applied in training in the same way")
     top_p: float = option(1.0, "nucleus sampling; only 1.0, see top_k")
     top_k: int = option(-1, "top-k sampling; only -1 (off): else the rollout log-prob is of another distribution")
-    max_response_length: int = option(512, "longest response", "tokens")
+    max_response_length: int = option(512, "longest response; with rollout.environment, of all turns and observations together", "tokens")
+    environment: str | None = option(
+        None,
+        "environment that answers the model over several turns and rewards it (in place of reward.function), as "
+        "module:attribute; null: the model answers once",
+    )
+    max_turns: int = option(8, "most turns of the model in one episode, with rollout.environment", "turns")
     stop: list[str] = option([], "strings that end a response (besides the model's end token)")
     stop_token_ids: list[int] = option([], "token ids that end a response (besides the model's end token)")
     max_concurrency: int = option(256, "samples in flight per engine at a time")
@@ -158,8 +173,8 @@ class RewardConfig:
         [],
         "where the answer is in a response, tried in order: hashes, boxed, last_number, whole; none: the reward's own search",
     )
-    workers: int = option(2, "processes that compute rewards")
-    timeout: float = option(30.0, "longest time for one reward", "seconds")
+    workers: int = option(2, "processes that compute rewards, or hold the environments of rollout.environment")
+    timeout: float = option(30.0, "longest time for one reward, or for one step of an environment", "seconds")
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "punishment of responses near the length limit")
     shuffle_control: bool = option(False, "control experiment: hand rewards out at random among the step's samples")
 

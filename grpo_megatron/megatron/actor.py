@@ -21,13 +21,14 @@ from grpo_megatron.batch import Layout, TrainBatch
 from grpo_megatron.config.schema import Precision, RoutingReplay
 from grpo_megatron.megatron import checkpoint
 from grpo_megatron.megatron.architecture import read_architecture
-from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs
+from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, forward_probe
 from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory, occupied
 from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, set_loss_inputs, set_routing_from
 from grpo_megatron.megatron.model import build_model, output_weight, uses_transformer_engine
 from grpo_megatron.megatron.optimizer import Optimizer
 from grpo_megatron.megatron.parallel import rank_info
 from grpo_megatron.megatron.reference import ReferenceWeights
+from grpo_megatron.megatron.rounding import rounding_noise
 from grpo_megatron.megatron.router import Routing, take_loss_sums
 from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult
 from grpo_megatron.metrics import Mean, Metrics, concrete, merge
@@ -179,6 +180,31 @@ class Actor:
         with self._weights_at_rest(), self.reference.in_place() if reference else nullcontext():
             parts = forward_logprobs(self.ddp, prepared, self.head, routing, keep_hidden and reference)
         return np.concatenate(parts) if self.rank.reports else None
+
+    def probe(self, micro_batches: MicroBatches, temperature: float, rounding: torch.dtype | None) -> np.ndarray | None:
+        """Log-prob and entropy of every target, float32 [2, T], under changed conditions. Collective; None as in `logprobs`.
+
+        temperature: in place of the configured one. rounding: with the rounding errors of this dtype added in every
+        layer, see `rounding_noise`.
+        """
+        prepared = self.mini_batches.get(None, micro_batches)
+        # No routing was recorded for these; with the engine's, the samples bring it.
+        from_engine = self.spec.moe.routing_replay == RoutingReplay.engine
+        routing = self._route(prepared, micro_batches, recording=True) if from_engine else Routing.own
+        for ddp in self.ddp:
+            ddp.eval()
+        head = replace(self.head, temperature=temperature)
+        with self._weights_at_rest(), rounding_noise(self.chunks, rounding) if rounding else nullcontext():
+            parts = forward_probe(self.ddp, prepared, head, routing)
+        return np.concatenate(parts, axis=1) if self.rank.reports else None
+
+    @torch.no_grad()
+    def scale_weights(self, factor: float) -> None:
+        """Multiply every parameter, but not the optimizer's masters: the next step takes it back. Collective."""
+        with self._weights_at_rest():
+            for chunk in self.chunks:
+                for parameter in chunk.parameters():
+                    parameter.mul_(factor)
 
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
         """Whose routing the policy follows in this pass; recording: it is the pass for the old log-probs."""

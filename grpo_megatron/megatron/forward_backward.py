@@ -104,6 +104,19 @@ def forward_logprobs(
     return _run(chunks, micro_batches, collect, forward_only=True, routing=routing)
 
 
+@torch.no_grad()
+def forward_probe(
+    chunks: list, micro_batches: list[MicroBatch], head: Head, routing: Routing = Routing.own
+) -> list[np.ndarray]:
+    """As `forward_logprobs`, but float32 [2, T] per micro-batch: log-probs of the targets, and entropies."""
+
+    def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> np.ndarray:
+        output, group = head(hidden, micro_batch), mpu.get_context_parallel_group()
+        return np.stack([micro_batch.pack.gather(part, group).cpu().numpy() for part in (output.logp, output.entropy)])
+
+    return _run(chunks, micro_batches, collect, forward_only=True, routing=routing)
+
+
 def forward_backward(
     chunks: list,
     micro_batches: list[MicroBatch],

@@ -49,17 +49,22 @@ class Completion:
     routing: np.ndarray | None = None
 
 
+def engine_dtype(config, model_path: str) -> str:
+    """What the engine computes in, as torch names it; config: config.schema.EngineConfig."""
+    # SGLang's own "auto" turns float32 checkpoints into float16.
+    return str(read_architecture(model_path).dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+
+
 def engine_arguments(config, model_path: str, seed: int, needs_tokenizer: bool, gpu: bool, routing: bool) -> dict[str, Any]:
     """Arguments of sglang.Engine; config: config.schema.EngineConfig; gpu: the engine has devices;
     routing: it will be asked which experts tokens went to.
 
     Not asked of torch here: the driver's machine may have a GPU where the engine's has none.
     """
-    # SGLang's own "auto" turns float32 checkpoints into float16.
-    dtype = str(read_architecture(model_path).dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
     arguments = {
         "model_path": model_path,
-        "dtype": dtype,
+        "dtype": engine_dtype(config, model_path),
+        "load_format": config.load_format.value,
         "tp_size": config.tensor_parallel,
         "mem_fraction_static": config.mem_fraction,
         "max_total_tokens": config.max_total_tokens,
@@ -179,6 +184,25 @@ class SGLangEngine:
             if isinstance(item, Exception):
                 raise item
         return done
+
+    async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """Log-prob of every token but the first under the engine's weights, at temperature 1; float32 [n - 1] each."""
+        answers = await self._while_alive(
+            self._engine.async_generate(
+                input_ids=sequences,
+                sampling_params={"max_new_tokens": 1, "temperature": 1.0},
+                return_logprob=True,
+                logprob_start_len=0,
+            )
+        )
+        scored = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+        for ids, entries in zip(sequences, scored, strict=True):
+            # SGLang calls the last word of the vocabulary 0 here (it takes it for a placeholder of an image).
+            if len(entries) != len(ids) or any(
+                token not in (given, 0) for (_, token, _), given in zip(entries, ids, strict=True)
+            ):
+                raise RuntimeError("the engine scored other tokens than it was given")
+        return [np.array([logprob for logprob, _, _ in entries[1:]], dtype=np.float32) for entries in scored]
 
     async def begin_update(self) -> None:
         from sglang.srt.managers import io_struct

@@ -1,6 +1,7 @@
 """What the parallel tests run on each rank (functions must be importable by the pool)."""
 
 import numpy as np
+import torch
 
 from grpo_megatron.batch import Layout, TrainBatch, schedule
 from grpo_megatron.megatron.actor import Actor
@@ -30,6 +31,26 @@ def logprobs(spec: ActorSpec, batch: TrainBatch, packing: bool, reference: bool 
     out = np.zeros(batch.num_tokens, np.float32)
     out[batch.token_index(plan.sequences(actor.rank.dp_rank))] = values
     return out
+
+
+def probes(spec: ActorSpec, batch: TrainBatch, temperature: float):
+    """{what: [T] or [2, T] of this replica's sequences, zero elsewhere}."""
+    actor = Actor(spec)
+    plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    values = {"logprobs": actor.logprobs(parts), "probe": actor.probe(parts, temperature, None)}
+    for dtype in (torch.float32, torch.bfloat16):
+        values[dtype] = actor.probe(parts, temperature, dtype)
+    actor.scale_weights(2.0)
+    values["doubled"] = actor.probe(parts, temperature, None)
+    actor.scale_weights(0.5)
+    values["undone"] = actor.probe(parts, temperature, None)
+    if not actor.rank.reports:
+        return None
+    index = batch.token_index(plan.sequences(actor.rank.dp_rank))
+    for name, value in values.items():
+        values[name] = np.zeros((*value.shape[:-1], batch.num_tokens), np.float32)
+        values[name][..., index] = value
+    return values
 
 
 def round_trip(spec: ActorSpec, folder: str, dtype):

@@ -1,0 +1,36 @@
+"""How much results move by rounding alone: the yardstick for differences between engine and trainer."""
+
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def rounding_noise(chunks: list[torch.nn.Module], dtype: torch.dtype, seed: int = 0):
+    """Within this context every layer's output has a rounding error of `dtype` more.
+
+    Rounding to nearest errs by up to half an eps of the value: outputs are multiplied with 1 + u, u
+    uniform within that. Layers are the modules without children; integers pass unchanged.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    half = torch.finfo(dtype).eps / 2
+
+    def noisy(tensor):
+        if not torch.is_tensor(tensor) or not tensor.is_floating_point():
+            return tensor
+        if tensor.device not in generators:
+            generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
+        # In float64, where 1 + u is not rounded itself.
+        u = torch.rand(tensor.shape, generator=generators[tensor.device], device=tensor.device, dtype=torch.float64)
+        return (tensor.double() * (1 + (2 * u - 1) * half)).to(tensor.dtype)
+
+    def add(module, inputs, output):
+        return type(output)(map(noisy, output)) if type(output) in (tuple, list) else noisy(output)
+
+    layers = [module for chunk in chunks for module in chunk.modules() if not any(module.children())]
+    hooks = [layer.register_forward_hook(add) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,217 @@
+"""`grpo-megatron selftest` finds nothing in a sound run, and names what was planted in a faulty one."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_megatron.cli import main
+from grpo_megatron.config.load import load_config
+from grpo_megatron.selftest import SelftestController, investigate, selftest_config
+from grpo_megatron.train import assembled
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def arguments(ray_here, arithmetic, tmp_path_factory) -> list[str]:
+    """Of a run with a model that is surer of its words than one of random weights."""
+    import shutil
+
+    folder = tmp_path_factory.mktemp("selftest")
+    shutil.copytree(arithmetic / "model", folder / "model")
+    path = folder / "model" / "model.safetensors"
+    weights = load_file(path)
+    weights["lm_head.weight"] *= 15
+    save_file(weights, path, {"format": "pt"})
+    return [
+        f"run.root={folder}",
+        f"model.path={folder}/model",
+        f"data.train={arithmetic}/data/train.jsonl",
+        "data.max_prompt_length=16",
+        "data.train_batch_size=24",
+        "rollout.n=8",
+        "rollout.max_response_length=16",
+        "rollout.engine.dtype=float32",
+        "rollout.engine.max_total_tokens=16384",
+        "reward.function=tests.integration.helpers:digits",
+        "reward.workers=1",
+        "train.ppo_mini_batch_size=24",
+        "megatron.precision=fp32",
+    ]
+
+
+@pytest.fixture(scope="module")
+def controller(arguments):
+    config = load_config(None, [*arguments, "run.name=planted"])
+    with assembled(selftest_config(config, STEPS), SelftestController) as controller:
+        yield controller
+
+
+@pytest.fixture
+def verdict(controller):
+    def run():
+        controller.step, controller.seen = 0, []
+        return investigate(controller)
+
+    return run
+
+
+def test_a_sound_run(verdict):
+    found = verdict()
+    assert found.passed, found.text()
+    assert len(found.mean) == STEPS
+    assert max(found.mean) < found.limit < 1e-4
+    assert abs(found.sampling_z) < 6
+    assert "engine and trainer agree" in found.text()
+
+
+def test_another_temperature(controller, verdict, monkeypatch):
+    monkeypatch.setattr(controller.rollouts, "_sampling", replace(controller.rollouts._sampling, temperature=0.8))
+    (found,) = verdict().explanations
+    assert found.startswith("temperature:")
+    assert "at 0.8;" in found
+
+
+def test_top_p(controller, verdict, monkeypatch):
+    """SGLang's log-probs are of the whole distribution: only the samples themselves tell."""
+    monkeypatch.setattr(controller.rollouts, "_sampling", replace(controller.rollouts._sampling, top_p=0.7))
+    found = verdict()
+    assert max(found.mean) < found.limit
+    assert [text.split(":")[0] for text in found.explanations] == ["top-p"]
+
+
+def test_log_probs_of_a_cut_distribution(controller, verdict, monkeypatch):
+    """As an engine reports them that normalises the nucleus again."""
+    whole = controller.rollouts.groups
+
+    def groups(step, prompts):
+        rng = np.random.default_rng(step)
+        return [
+            replace(
+                group,
+                samples=tuple(
+                    replace(
+                        s, rollout_logprobs=(s.rollout_logprobs - np.log(rng.uniform(0.8, 1, len(s.response_ids)))).astype("f4")
+                    )
+                    for s in group.samples
+                ),
+            )
+            for group in whole(step, prompts)
+        ]
+
+    monkeypatch.setattr(controller.rollouts, "groups", groups)
+    assert verdict().explanations[0].startswith("top-p:")
+
+
+def test_token_ids_changed_after_sampling(controller, verdict, monkeypatch):
+    """As by tokenizing the response's text again: here, two neighbours are exchanged."""
+    sampled = controller.rollouts.groups
+
+    def exchange(ids):
+        ids = ids.copy()
+        ids[1:3] = ids[2:0:-1] if len(ids) > 2 else ids[1:3]
+        return ids
+
+    def groups(step, prompts):
+        return [
+            replace(group, samples=tuple(replace(s, response_ids=exchange(s.response_ids)) for s in group.samples))
+            for group in sampled(step, prompts)
+        ]
+
+    monkeypatch.setattr(controller.rollouts, "groups", groups)
+    (found,) = verdict().explanations
+    assert found.startswith("tokenizer:")
+
+
+def _copy(bucket):
+    return replace(bucket, data=bucket.data.copy())  # the object store's is read-only
+
+
+@contextmanager
+def intercepted(controller, monkeypatch, send):
+    """send(real, buckets, version, number of the update) in place of the manager's update_weights."""
+    real, count = controller.rollouts.manager.update_weights, iter(range(1000))
+
+    def update(buckets, version):
+        send(real, [_copy(ray.get(bucket)) for bucket in buckets], version, next(count))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(controller.rollouts.manager, "update_weights", update)
+        yield
+
+
+def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
+    """Every update brings the weights of the one before; under learning rate 0 that changes nothing but the first."""
+    kept = []
+
+    def send(real, buckets, version, number):
+        kept.append(buckets)
+        real([ray.put(bucket) for bucket in kept[max(number - 1, 0)]], version)
+
+    with intercepted(controller, monkeypatch, send):
+        (found,) = verdict().explanations
+    assert found.startswith("weight version: other weights were synced")
+
+
+def test_weights_that_came_late(controller, verdict, monkeypatch):
+    """The first update after the start is lost, but acknowledged."""
+    controller.actor.scale_weights(2.0)
+    controller.sync_weights()
+    controller.actor.scale_weights(0.5)
+
+    def send(real, buckets, version, number):
+        real([] if number == 0 else [ray.put(bucket) for bucket in buckets], version)
+
+    with intercepted(controller, monkeypatch, send):
+        (found,) = verdict().explanations
+    assert found.startswith("weight version: the mismatch of step 1 is gone")
+
+
+def test_a_tensor_that_never_arrives(controller, verdict, monkeypatch):
+    def send(real, buckets, version, number):
+        for bucket in buckets:
+            for name, tensor in bucket.tensors():
+                if name == "model.layers.0.mlp.down_proj.weight":
+                    tensor.zero_()
+        real([ray.put(bucket) for bucket in buckets], version)
+
+    with intercepted(controller, monkeypatch, send):
+        (found,) = verdict().explanations
+    assert found.startswith("unknown:")
+    assert "weights/maps.py" in found
+    assert verdict().passed  # and the engine is whole again
+
+
+def test_a_version_tag_of_old(controller, verdict, monkeypatch):
+    """What SGLang says of a sample's weights is believed too. The last test of this engine: samples are left in it."""
+    real = controller.rollouts.manager._sample
+
+    def sample(prompt, n, completion):
+        spans = tuple(replace(span, version=span.version - 1) for span in completion.weight_spans)
+        return real(prompt, n, replace(completion, weight_spans=spans))
+
+    monkeypatch.setattr(controller.rollouts.manager, "_sample", sample)
+    (found,) = verdict().explanations
+    assert found.startswith("weight version: the engine answered with weight version")
+
+
+def test_an_engine_in_bf16_by_the_command(arguments, capfd):
+    status = main(["selftest", *arguments, "run.name=bf16", "rollout.engine.dtype=bfloat16"])
+    assert status == 1
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert not report["passed"]
+    (found,) = report["explanations"]
+    assert found.startswith("precision: the engine computes in bfloat16")
+    assert "the trainer in float32" in found
+    assert torch.finfo(torch.float32).eps < report["limit"] < min(report["mean"])
+
+
+def test_a_replay_has_no_engine(arguments, capsys):
+    assert main(["selftest", *arguments, "run.name=replay", "rollout.replay=x.jsonl"]) == 2
+    assert "rollout.replay leaves no engine" in capsys.readouterr().err
