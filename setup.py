@@ -32,6 +32,7 @@ setup(
             "transformer-engine[pytorch]==2.11.0",
         ],
         "data": ["pyarrow", "datasets"],
+        "plot": ["matplotlib"],
         "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "pyarrow", "datasets"],
     },
     entry_points={

@@ -16,6 +16,7 @@ from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
 CONFIGS = TOOLS.parent / "configs"
+CLI = ("-m", "grpo_megatron.cli")
 
 
 def call(title: str, *command: str) -> None:
@@ -23,6 +24,17 @@ def call(title: str, *command: str) -> None:
     status = subprocess.run([sys.executable, *command]).returncode
     if status:
         sys.exit(f"quickstart: {title} failed with exit status {status}")
+
+
+def prepare(root: str, seed: str) -> list[str]:
+    """Make task and model under `root` and warm the model up; the arguments of a GRPO run on them."""
+    data, model = f"{root}/quickstart_data", f"{root}/quickstart_model"
+    call("task: two-digit sums", str(TOOLS / "make_arithmetic.py"), data, "--seed", seed)
+    call("a tiny Qwen3", str(TOOLS / "make_tiny_model.py"), model, "--seed", seed)
+    common = [f"run.root={root}", f"run.seed={seed}"]
+    paths = [f"model.path={model}", f"data.train={data}/sft.jsonl"]
+    call("warm start on a noisy teacher", *CLI, "sft", "--config", str(CONFIGS / "quickstart_sft.yaml"), *common, *paths)
+    return [*common, f"model.path={root}/quickstart_sft/hf", f"data.train={data}/train.jsonl", f"data.eval={data}/eval.jsonl"]
 
 
 def show(warm: dict, run: dict) -> None:
@@ -51,16 +63,9 @@ def main() -> None:
     moved = [text for text in options.overrides if text.startswith(("run.name", "run.root", "run.seed"))]
     if moved:
         parser.error(f"{', '.join(moved)}: use --root and --seed")
-    seed, root = str(options.seed), options.root
-    data, model = f"{root}/quickstart_data", f"{root}/quickstart_model"
-    call("task: two-digit sums", str(TOOLS / "make_arithmetic.py"), data, "--seed", seed)
-    call("a tiny Qwen3", str(TOOLS / "make_tiny_model.py"), model, "--seed", seed)
-    cli = ["-m", "grpo_megatron.cli"]
-    common = [f"run.root={root}", f"run.seed={seed}"]
-    sft = [f"model.path={model}", f"data.train={data}/sft.jsonl"]
-    call("warm start on a noisy teacher", *cli, "sft", "--config", str(CONFIGS / "quickstart_sft.yaml"), *common, *sft)
-    paths = [f"model.path={root}/quickstart_sft/hf", f"data.train={data}/train.jsonl", f"data.eval={data}/eval.jsonl"]
-    call("GRPO", *cli, "train", "--config", str(CONFIGS / "quickstart.yaml"), *common, *paths, *options.overrides)
+    root = options.root
+    arguments = prepare(root, str(options.seed))
+    call("GRPO", *CLI, "train", "--config", str(CONFIGS / "quickstart.yaml"), *arguments, *options.overrides)
     warm, run = (
         json.loads(Path(root, name, "result.json").read_text(encoding="utf-8")) for name in ("quickstart_sft", "quickstart")
     )

@@ -1,0 +1,81 @@
+"""Draw a scalar of several runs as curves over the steps, from their TensorBoard logs, into a PNG.
+
+    python tools/plot_runs.py OUT.png [--scalar eval/mean@4] [--title TEXT] [NAME=]RUN_FOLDER ...
+
+RUN_FOLDER is a run's folder (or any folder with event files in it); NAME the label of its curve, by
+default the folder's. Needs matplotlib (pip install grpo-megatron[plot]).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def read_scalar(folder: str | Path, scalar: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of a scalar in a folder's TensorBoard logs; of a step logged twice, the later value.
+
+    Raises ValueError if there are no logs or no such scalar, naming what is there.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = sorted(Path(folder).rglob("events.out.tfevents.*"))
+    if not files:
+        raise ValueError(f"{folder} holds no TensorBoard logs")
+    found: dict[int, float] = {}
+    known: set[str] = set()
+    for file in files:
+        # 0: all points, where the default keeps a sample of them.
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+        known |= set(events.Tags()["scalars"])
+        if scalar in events.Tags()["scalars"]:
+            found |= {event.step: event.value for event in events.Scalars(scalar)}
+    if not found:
+        raise ValueError(f"{folder} has no scalar {scalar}; it has {', '.join(sorted(known)) or 'none'}")
+    steps = sorted(found)
+    return steps, [found[step] for step in steps]
+
+
+def plot(out: str, scalar: str, runs: dict[str, str], title: str | None = None) -> None:
+    """runs: {label of a curve: folder}."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves = {label: read_scalar(folder, scalar) for label, folder in runs.items()}
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), constrained_layout=True)
+    for (label, (steps, values)), marker in zip(curves.items(), "osv^Dx+*" * len(curves), strict=False):
+        # Marks, because curves may lie on each other.
+        axes.plot(steps, values, label=label, marker=marker, markersize=4, markevery=max(1, len(steps) // 12))
+    axes.set_xlabel("step")
+    axes.set_ylabel(scalar)
+    axes.set_title(title or scalar)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out, dpi=130)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", metavar="OUT.png")
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN_FOLDER")
+    parser.add_argument("--scalar", default="eval/mean@4")
+    parser.add_argument("--title")
+    options = parser.parse_args()
+    runs: dict[str, str] = {}
+    for text in options.runs:
+        name, separator, folder = text.partition("=")
+        label, folder = (name, folder) if separator else (Path(text).name, text)
+        if label in runs:
+            parser.error(f"two curves are called {label}; give them names: NAME=RUN_FOLDER")
+        runs[label] = folder
+    try:
+        plot(options.out, options.scalar, runs, options.title)
+    except ValueError as error:
+        sys.exit(f"plot_runs: {error}")
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main()
