@@ -29,7 +29,7 @@ class Evaluation:
         self._directory = Path(directory) / "eval"
         training = training_sampling(config.rollout)
         length = config.eval.max_response_length or training.max_response_length
-        common = replace(training, max_response_length=length)
+        common = replace(training, max_response_length=length, same_states=True)
         self._sampled = replace(common, n=config.eval.n, temperature=config.eval.temperature, top_p=config.eval.top_p)
         self._greedy = replace(common, n=1, temperature=0.0)
 

@@ -1,26 +1,10 @@
 """What generation produces: Samples, in Groups that share a prompt."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt as the prompt source hands it out.
-
-    ids: int32 [P] tokens; text: what was tokenized; answer: the reference the reward compares
-    with; uid: the record's place among all training records, stable over epochs; fields: the rest
-    of the record; source: name of the file or data set it came from.
-    """
-
-    uid: int
-    ids: np.ndarray
-    text: str
-    answer: str
-    fields: dict[str, Any] = field(default_factory=dict)
-    source: str = ""
+from grpo_megatron.prompt import Prompt
 
 
 @dataclass(frozen=True)
@@ -38,9 +22,9 @@ class Sample:
 
     prompt_ids int32 [P]; response_ids int32 [R]; loss_mask bool [R], False on text the model did
     not write; rollout_logprobs float32 [R], natural log, as sampled (after temperature);
-    finish_reason: "stop", "length" or "abort". routing int16 [P + R, L, k] or None: the experts of each
-    token in each of the model's L layers with experts, as the engine chose them. A trajectory (one episode) may become several
-    samples and still counts once in the loss; here it is one.
+    finish_reason: "stop", "length", "abort", or "max_turns" of an episode; turns: how often the model wrote.
+    routing int16 [P + R, L, k] or None: the experts of each token in each of the model's L layers with experts, as the
+    engine chose them. A trajectory (one episode) may become several samples and still counts once in the loss; here it is one.
     """
 
     group_id: int
@@ -55,6 +39,7 @@ class Sample:
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
     routing: np.ndarray | None = None
+    turns: int = 1
 
     def __post_init__(self):
         length = len(self.response_ids)

@@ -8,6 +8,7 @@ from grpo_megatron.config.schema import Config, LrSchedule, OldLogprobs, Precisi
 from grpo_megatron.doctor import fp8_problem, transformer_engine_problem
 from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.rewards.answers import FINDERS
+from grpo_megatron.rollout.environments import environment
 
 
 def violations(config: Config, command: str = "train") -> list[str]:
@@ -16,7 +17,7 @@ def violations(config: Config, command: str = "train") -> list[str]:
     found += _memory(config) + _experts(config) + _optimizer(config, command)
     found += _data(config)
     if command == "train":
-        found += algorithm_violations(config) + _batch_sizes(config) + _rollout(config)
+        found += algorithm_violations(config) + _batch_sizes(config) + _rollout(config) + _environment(config)
     return found
 
 
@@ -28,6 +29,7 @@ def _ranges(config: Config) -> list[str]:
         "rollout.n": config.rollout.n,
         "rollout.max_response_length": config.rollout.max_response_length,
         "rollout.max_concurrency": config.rollout.max_concurrency,
+        "rollout.max_turns": config.rollout.max_turns,
         "rollout.temperature": config.rollout.temperature,
         "rollout.engine.num_engines": config.rollout.engine.num_engines,
         "rollout.engine.tensor_parallel": config.rollout.engine.tensor_parallel,
@@ -187,4 +189,22 @@ def _rollout(config: Config) -> list[str]:
         found.append("data.train has no value: the file with the training prompts")
     if rollout.n == 1 and config.algorithm.adv_estimator in GROUP_RELATIVE:
         found.append("rollout.n=1 gives every sample the advantage 0; a group needs at least 2")
+    return found
+
+
+def _environment(config: Config) -> list[str]:
+    rollout, reward = config.rollout, config.reward
+    if rollout.environment is None:
+        if rollout.max_turns != type(rollout)().max_turns:
+            return [f"rollout.max_turns={rollout.max_turns} means nothing without rollout.environment"]
+        return []
+    found = environment.problems(rollout.environment)
+    for name in ("function", "extract", "answer_from", "response_from"):
+        if getattr(reward, name) != getattr(type(reward)(), name):
+            found.append(f"reward.{name} means nothing with rollout.environment, which gives the rewards itself: leave it out")
+    if config.moe.routing_replay == RoutingReplay.engine:
+        found.append(
+            "moe.routing_replay=engine cannot follow the several requests of an episode: with rollout.environment use off or "
+            "old_policy"
+        )
     return found

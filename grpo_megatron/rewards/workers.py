@@ -1,23 +1,16 @@
 """Rewards in processes of their own, while generation goes on."""
 
 import math
-import multiprocessing
 import signal
-import threading
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards.base import resolve_reward, time_limit
+from grpo_megatron.worker_pool import WorkerPool
 
 _reward = None  # set once per worker process by _initialize
 _settings = None
-
-
-# What a worker may take to start: a spawned interpreter and the reward's imports.
-_START_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -39,57 +32,23 @@ class RewardWorkers:
 
     def __init__(self, config):
         resolve_reward(config)
-        self._name, self._timeout = config.function, config.timeout
-        self._unfinished, self._lock = 0, threading.Lock()
-        self._pool = ProcessPoolExecutor(
-            max_workers=config.workers,
-            # Not fork: this process has Ray's threads, and a forked lock stays locked forever.
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_initialize,
-            initargs=(config,),
-        )
+        self._pool = WorkerPool("reward", config.function, config.timeout, config.workers, _initialize, config)
 
     def submit(self, tasks: list[RewardTask]) -> Future:
         """A future of [(reward, components)] for the tasks, in order; see `result`."""
-        try:
-            future = self._pool.submit(_score_all, tasks)
-        except BrokenProcessPool as error:
-            raise self._died() from error
-        self._count(len(tasks))
-        future.add_done_callback(lambda _: self._count(-len(tasks)))
-        return future
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._unfinished += change
-
-    def _died(self) -> UserError:
-        return UserError(f"reward {self._name}: a reward process died (out of memory, or it called exit)")
+        return self._pool.submit(_score_all, tasks, units=len(tasks))
 
     def result(self, future: Future) -> list[tuple[float, dict[str, float]]]:
-        """Wait for `submit`'s future. Raises UserError for a reward that failed or is not a number.
+        """Wait for `submit`'s future. Raises UserError for a reward that failed or is not a number."""
+        return self._pool.result(future)
 
-        The wait is bounded by the time limits of everything queued: the limit inside a worker
-        interrupts Python, but not a C extension that never returns.
-        """
-        limit = self._timeout * max(1, self._unfinished) + _START_SECONDS
-        try:
-            return future.result(timeout=limit)
-        except BrokenProcessPool as error:
-            raise self._died() from error
-        except FutureTimeout as error:
-            self._kill()
-            raise UserError(
-                f"reward {self._name} did not return within reward.timeout={self._timeout} s, and cannot be interrupted"
-            ) from error
-
-    def _kill(self) -> None:
-        for process in list((self._pool._processes or {}).values()):
-            process.kill()
+    async def score(self, task: RewardTask) -> tuple[float, dict[str, float]]:
+        """(reward, components). Raises UserError as `result`."""
+        (scored,) = await self._pool.finished(self.submit([task]))
+        return scored
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._kill()  # nobody waits for a result any more
+        self._pool.close()
 
 
 def _initialize(config) -> None:

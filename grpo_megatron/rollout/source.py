@@ -30,6 +30,8 @@ def group_statistics(groups: list[Group]) -> dict[str, float]:
         "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(),
         "response/truncated": np.mean([sample.finish_reason == "length" for sample in samples]),
+        "response/turns_mean": np.mean([sample.turns for sample in samples]),
+        "response/out_of_turns": np.mean([sample.finish_reason == "max_turns" for sample in samples]),
     }
     for name in sorted({name for sample in samples for name in sample.reward_components}):
         values = [sample.reward_components[name] for sample in samples if name in sample.reward_components]

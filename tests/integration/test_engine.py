@@ -21,6 +21,7 @@ from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.engine import start_engines
+from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import RolloutManager, Sampling
 from grpo_megatron.weights.buckets import make_buckets
 from tests.models import transformers_logprobs
@@ -48,7 +49,7 @@ def running(arithmetic, tokenizer, logs, num_engines=1, **engine):
     rewards = RewardWorkers(RewardConfig(function="tests.integration.helpers:digits", workers=1))
     cluster = allocate(config, num_ranks=0, num_engines=num_engines)
     engines, who = start_engines(cluster, config.rollout, str(arithmetic / "model"), 0, str(logs))
-    manager = RolloutManager(engines, who, config.rollout, rewards, tokenizer.decode)
+    manager = RolloutManager(engines, who, config.rollout, SingleTurn(rewards, tokenizer.decode))
     try:
         manager.wait_until_ready()
         yield manager

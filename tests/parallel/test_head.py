@@ -60,7 +60,8 @@ def test_values_and_gradients(ranks, layout, tile):
 @pytest.mark.parametrize("use", [("logp",), ("entropy",), ("kl",), ("logp", "kl"), ("entropy", "kl")], ids="+".join)
 def test_gradient_of_some_outputs(ranks, use):
     problem = Problem(use=use, chunk_tokens=5, chunk_vocab=7)
-    check(run(ranks, "tp2", problem), problem)
+    # The KL's gradient alone is small beside the log-ratios (of about 10) it is made of; how they round depends on the CPU.
+    check(run(ranks, "tp2", problem), problem, tolerance=5e-6 if "kl" in use else 1e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,5 +1,6 @@
 """The examples in docs/plugins.md, run as a user would."""
 
+import asyncio
 import re
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Registry
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.workers import RewardTask
+from grpo_megatron.rollout.engine import Completion
+from grpo_megatron.rollout.environments import Environments
+from grpo_megatron.rollout.episodes import Episode, MultiTurn
 from tests.unit.test_losses import inputs as loss_inputs
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", Path("docs/plugins.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -46,7 +50,7 @@ def groups(*rewards):
 
 
 def test_each_is_short():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
     assert all(len([line for line in text.splitlines() if line]) <= 15 for text in EXAMPLES)
 
 
@@ -83,6 +87,43 @@ def test_reward(my_plugins):
         assert workers.result(workers.submit([task])) == [(pytest.approx(0.994), {"right": 1.0})]
     finally:
         workers.close()
+
+
+def test_environment(my_plugins):
+    """Halving the range finds a number from 0 to 9 within four guesses, and the number is the same for a whole group."""
+    config = configured("rollout.environment=my_plugins:guess_the_number", "reward.workers=1")
+    environments = Environments(config.rollout.environment, config.reward)
+    play = MultiTurn(environments, config.rollout.max_turns, 0, encode, decode).play
+    prompt = Prompt(0, np.array([1], dtype=np.int32), "", "9")
+    try:
+        samples = [asyncio.run(play(Episode(prompt, 0, i, 200, (0, 0)), halving_model)) for i in range(2)]
+    finally:
+        environments.close()
+    for sample in samples:
+        assert (sample.reward, sample.finish_reason) == (1, "stop")
+        assert sample.turns <= 4
+    assert samples[0].response_text == samples[1].response_text
+    *hints, last = samples[0].response_text.split()
+    assert set(hints[1::2]) <= {"higher", "lower"}
+    assert last.isdecimal()
+
+
+def encode(text):
+    return np.array([ord(c) for c in text], dtype=np.int32)
+
+
+def decode(ids):
+    return "".join(map(chr, ids))
+
+
+async def halving_model(ids, most):
+    """The middle of the numbers that are left, after a transcript such as `4\nhigher\n`."""
+    low, high = 0, 9
+    words = decode(ids).split()
+    for guess, hint in zip(words[::2], words[1::2], strict=True):
+        low, high = (int(guess) + 1, high) if hint == "higher" else (low, int(guess) - 1)
+    answer = encode(str((low + high) // 2))
+    return Completion((0, 0), answer, np.zeros(len(answer), np.float32), "stop", ())
 
 
 @pytest.mark.parametrize(
