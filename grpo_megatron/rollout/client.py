@@ -1,0 +1,69 @@
+"""Requests to one engine, for callers in one event loop that each wait for their own answer."""
+
+import asyncio
+import contextlib
+
+from grpo_megatron.cluster.processes import fetch
+from grpo_megatron.errors import UserError
+from grpo_megatron.rollout.engine import Completion, Request
+
+# How long one poll may wait in the engine. Only bounds how late a dead-lock is noticed.
+_POLL_SECONDS = 5.0
+
+
+class EngineClient:
+    """engine: an actor of `start_engines`; name, log: for messages; config: config.schema.RolloutConfig."""
+
+    def __init__(self, engine, name: str, log: str, config):
+        self._engine, self._who = engine, (name, log)
+        self._timeout = config.engine.request_timeout
+        self._slots = asyncio.Semaphore(config.max_concurrency)
+        self._answers: dict[tuple[int, int], asyncio.Future] = {}
+        self._batch: list[Request] = []
+        self._poller: asyncio.Task | None = None
+
+    async def generate(self, request: Request) -> Completion:
+        """Waits while the engine has rollout.max_concurrency requests. One at a time for each key.
+
+        Raises UserError if the engine dies, or finishes nothing for rollout.engine.request_timeout seconds.
+        """
+        async with self._slots:
+            loop = asyncio.get_running_loop()
+            answer = self._answers[request.key] = loop.create_future()
+            self._batch.append(request)
+            if len(self._batch) == 1:
+                loop.call_soon(self._send)  # with what else comes until then
+            return await answer
+
+    def _send(self) -> None:
+        # Not waited for: if it fails, the poll reports the same engine.
+        self._engine.submit.remote(self._batch)
+        self._batch = []
+        if self._poller is None or self._poller.done():
+            self._poller = asyncio.create_task(self._poll())
+
+    async def _poll(self) -> None:
+        try:
+            await self._answer_all()
+        except Exception as error:  # every caller that waits gets it
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(error)
+
+    async def _answer_all(self) -> None:
+        clock = asyncio.get_running_loop().time
+        last_progress = clock()
+        while self._answers:
+            reference = self._engine.poll.remote(_POLL_SECONDS)
+            with contextlib.suppress(Exception):
+                await reference  # what went wrong, fetch says
+            completions: list[Completion] = fetch(reference, *self._who)
+            for completion in completions:
+                self._answers.pop(completion.key).set_result(completion)
+            if completions:
+                last_progress = clock()
+            elif clock() - last_progress > self._timeout:
+                name, log = self._who
+                raise UserError(
+                    f"{name} finished no sample for {self._timeout:.0f} s with {len(self._answers)} in flight; see {log}"
+                )

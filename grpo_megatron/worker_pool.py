@@ -1,0 +1,85 @@
+"""Processes that run code from outside the package: what fails there, or never returns, is one clear error."""
+
+import asyncio
+import multiprocessing
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+
+from grpo_megatron.errors import UserError
+
+# What a worker may take to start: a spawned interpreter and the imports of what it runs.
+_START_SECONDS = 120.0
+
+
+class WorkerPool:
+    """A pool of processes; what is submitted starts in its order.
+
+    kind, name: of what runs there, such as reward and math, for messages. timeout: most seconds of one
+    unit of work, which the work itself keeps to (rewards.base.time_limit) as long as it is Python.
+    initializer: called with the arguments in each process as it starts.
+    """
+
+    def __init__(self, kind: str, name: str, timeout: float, workers: int, initializer: Callable, *arguments):
+        self._what, self._timeout = f"{kind} {name}", timeout
+        self._died = f"{kind} {name}: one of its processes died (out of memory, or it called exit)"
+        self._unfinished, self._lock = 0, threading.Lock()
+        self._pool = ProcessPoolExecutor(
+            max_workers=workers,
+            # Not fork: this process has Ray's threads, and a forked lock stays locked forever.
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=initializer,
+            initargs=arguments,
+        )
+
+    def submit(self, function: Callable, *arguments, units: int = 1) -> Future:
+        """A future of function(*arguments), for `result` or `finished`; units of work it may take."""
+        with self._clear_errors():
+            future = self._pool.submit(function, *arguments)
+        self._count(units)
+        future.add_done_callback(lambda _: self._count(-units))
+        return future
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._unfinished += change
+
+    def _longest(self) -> float:
+        """Seconds in which everything submitted so far is done, or hangs in code that is not Python."""
+        return self._timeout * max(1, self._unfinished) + _START_SECONDS
+
+    @contextmanager
+    def _clear_errors(self):
+        try:
+            yield
+        except BrokenProcessPool as error:
+            raise UserError(self._died) from error
+        except (FutureTimeout, asyncio.TimeoutError) as error:
+            self._kill()
+            raise UserError(
+                f"{self._what} did not return within reward.timeout={self._timeout} s, and cannot be interrupted"
+            ) from error
+
+    def result(self, future: Future):
+        """Wait for a future, at most the time limits of everything queued.
+
+        Raises UserError as the work does, or if it cannot be interrupted, or if its process died.
+        """
+        with self._clear_errors():
+            return future.result(timeout=self._longest())
+
+    async def finished(self, future: Future):
+        """`result` without blocking the event loop."""
+        with self._clear_errors():
+            return await asyncio.wait_for(asyncio.wrap_future(future), self._longest())
+
+    def _kill(self) -> None:
+        for process in list((self._pool._processes or {}).values()):
+            process.kill()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._kill()  # nobody waits for a result any more

@@ -1,0 +1,272 @@
+"""Episodes against environments in real processes; the model's turns are given."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from grpo_megatron.batch import Group, Prompt, TrainBatch, WeightSpan
+from grpo_megatron.config.load import load_config
+from grpo_megatron.config.schema import RewardConfig
+from grpo_megatron.errors import UserError
+from grpo_megatron.rollout.engine import Completion
+from grpo_megatron.rollout.environments import Environments
+from grpo_megatron.rollout.episodes import Episode, MultiTurn
+from grpo_megatron.rollout.source import group_statistics
+
+AB = 500  # one token for "ab", which can also be written as two
+
+
+def encode(text):
+    return np.array([AB if piece == "ab" else ord(piece) for piece in _pieces(text)], dtype=np.int32)
+
+
+def _pieces(text):
+    head, *others = text.split("ab")
+    return [*head, *(piece for other in others for piece in ("ab", *other))]
+
+
+def decode(ids):
+    return "".join("ab" if token == AB else chr(token) for token in ids)
+
+
+def letters(text):
+    """Ids as a model may well choose them: never the merged token."""
+    return [ord(c) for c in text]
+
+
+def joined(parts):
+    return [token for part in parts for token in part]
+
+
+def prompt(**fields):
+    return Prompt(7, encode("ask:"), "ask:", "x", fields)
+
+
+class Script:
+    """Turns of a model, one after the other; keeps what it was asked to continue. A turn is cut to what is allowed."""
+
+    def __init__(self, *turns, version=3):
+        self.turns, self.version = list(turns), version
+        self.asked, self.allowed = [], []
+
+    async def __call__(self, ids, most):
+        self.asked.append(list(ids))
+        self.allowed.append(most)
+        text = self.turns.pop(0)
+        new = letters(text)[:most]
+        # The values tell turn and place, to be found again in the sample.
+        logprobs = -np.arange(1, len(new) + 1, dtype=np.float32) - 100 * len(self.asked)
+        reason = "stop" if len(new) == len(text) else "length"
+        span = WeightSpan(self.version, 0, len(new))
+        return Completion((0, 0), np.array(new, dtype=np.int32), logprobs, reason, (span,))
+
+
+@pytest.fixture(scope="module")
+def counting():
+    environments = Environments("tests.unit.worlds:counting", RewardConfig(workers=2))
+    yield environments
+    environments.close()
+
+
+@pytest.fixture(scope="module")
+def obedient():
+    environments = Environments("tests.unit.worlds:Obedient", RewardConfig(workers=1, timeout=1.0))
+    yield environments
+    environments.close()
+
+
+def play(environments, script, asked=None, limit=100, max_turns=8, state=(0, 0), seed=0):
+    episode = Episode(asked or prompt(), group_id=2, trajectory_id=5, limit=limit, state=state)
+    return asyncio.run(MultiTurn(environments, max_turns, seed, encode, decode).play(episode, script))
+
+
+def test_the_transcript_is_exact_to_the_token(counting):
+    script = Script("cab", "x", "ab end")
+    sample = play(counting, script)
+    observations = [[*letters("1:"), AB, ord(";")], [*letters("2:"), AB, ord(";")]]
+    parts = [letters("cab"), observations[0], letters("x"), observations[1], letters("ab end")]
+    assert sample.response_ids.tolist() == joined(parts)
+    assert sample.response_ids.dtype == np.int32
+    # Every request is the one before, the model's own tokens, and the observation.
+    assert script.asked == [[], joined(parts[:2]), joined(parts[:4])]
+    assert script.allowed == [100, 93, 88]
+    assert sample.loss_mask.tolist() == [True] * 3 + [False] * 4 + [True] + [False] * 4 + [True] * 6
+    logprobs = [-101, -102, -103, 0, 0, 0, 0, -201, 0, 0, 0, 0, *range(-301, -307, -1)]
+    assert sample.rollout_logprobs.tolist() == logprobs
+    assert sample.rollout_logprobs.dtype == np.float32
+    assert sample.weight_spans == (WeightSpan(3, 0, 3), WeightSpan(3, 7, 8), WeightSpan(3, 12, 18))
+    assert (sample.finish_reason, sample.turns, sample.reward) == ("stop", 3, 1.5)
+    assert sample.response_text == "cab1:ab;x2:ab;ab end"
+    assert (sample.group_id, sample.trajectory_id, sample.prompt_ids.tolist()) == (2, 5, letters("ask:"))
+    assert sample.reward_components["one"] == 3
+
+
+def test_in_the_flat_batch_the_model_is_trained_on_its_own_tokens(counting):
+    sample = play(counting, Script("xy", "end"))
+    batch = TrainBatch.from_samples([sample])
+    assert decode(batch.target[batch.loss_mask]) == "xyend"
+    assert batch.rollout_logp[batch.loss_mask].tolist() == [-101, -102, -201, -202, -203]
+    assert not batch.rollout_logp[~batch.loss_mask].any()
+
+
+def test_a_first_observation_follows_the_prompt(counting):
+    script = Script("end")
+    sample = play(counting, script, prompt(first="ab?"))
+    assert script.asked == [[AB, ord("?")]]
+    assert sample.response_ids.tolist() == [AB, ord("?"), *letters("end")]
+    assert sample.loss_mask.tolist() == [False, False, True, True, True]
+    assert sample.weight_spans == (WeightSpan(3, 2, 5),)
+    with pytest.raises(UserError, match=r"record 7: .*first observation has 3 tokens, which leaves none of the 3"):
+        play(counting, Script(), prompt(first="abc?"), limit=3)
+
+
+@pytest.mark.parametrize(
+    ("turns", "limit", "max_turns", "text", "reason"),
+    [
+        (("a", "end"), 8, 8, "a1:ab;end", "stop"),
+        (("a", "end"), 7, 8, "a1:ab;en", "length"),  # the turn is cut off
+        (("a",), 6, 8, "a1:ab;.", "length"),  # one token is left, for the model
+        (("a",), 5, 8, "a", "length"),  # the observation would leave none
+        (("a",), 3, 8, "a", "length"),  # it would not even fit
+        (("end",), 3, 8, "end", "stop"),  # done with the last token
+        (("axe",), 3, 8, "axe", "length"),  # all used up by whole turns
+        (("a", "b"), 100, 2, "a1:ab;b", "max_turns"),
+        (("a", "end"), 100, 2, "a1:ab;end", "stop"),
+        (("a",), 100, 1, "a", "max_turns"),
+    ],
+)
+def test_how_episodes_end(counting, turns, limit, max_turns, text, reason):
+    sample = play(counting, Script(*turns, "......"), limit=limit, max_turns=max_turns)
+    assert (sample.response_text, sample.finish_reason) == (text, reason)
+    assert len(sample.response_ids) <= limit
+    assert sample.loss_mask[-1]
+    assert sample.reward == 0.5 * sample.turns  # of the cut-off turn, too
+
+
+def test_a_group_begins_in_one_state_and_episodes_stay_in_their_process(counting):
+    def starts(**how):
+        samples = [play(counting, Script("a", "b", "end"), **how) for _ in range(2)]
+        assert [sample.reward for sample in samples] == [1.5, 1.5]
+        return [(s.reward_components["state"] / 3, s.reward_components["pid"] / 3) for s in samples]
+
+    (state, pid), (same, other_pid) = starts()
+    assert state == same
+    assert pid != other_pid  # two workers take turns
+    assert {pid, other_pid} == {float(int(pid)), float(int(other_pid))}  # the same one in all three steps
+    assert state not in {starts(state=(0, 1))[0][0], starts(state=(1, 0))[0][0], starts(seed=1)[0][0]}
+
+
+def test_many_episodes_at_once(counting):
+    async def both():
+        turns = MultiTurn(counting, 8, 0, encode, decode)
+        episodes = [Episode(prompt(), i, i, 100, (0, i)) for i in range(20)]
+        return await asyncio.gather(*(turns.play(e, Script(*"x" * (e.group_id % 5), "end")) for e in episodes))
+
+    samples = asyncio.run(both())
+    assert [sample.turns for sample in samples] == [1, 2, 3, 4, 5] * 4
+    groups = [Group(i, prompt(), (sample,)) for i, sample in enumerate(samples)]
+    scalars = group_statistics(groups)
+    assert scalars["response/turns_mean"] == 3
+    assert scalars["response/out_of_turns"] == scalars["response/truncated"] == 0
+    assert scalars["reward/component/one"] == 3
+    capped = [Group(0, prompt(), (play(counting, Script("a", "b"), max_turns=2),))]
+    assert group_statistics(capped)["response/out_of_turns"] == 1
+
+
+STEP = r"environment tests.unit.worlds:Obedient: step\('{}'\) on record 7 "
+
+
+@pytest.mark.parametrize(
+    ("order", "complaint"),
+    [
+        ("raise", "failed: ZeroDivisionError: planted"),
+        ("exit", "failed: SystemExit: 3"),
+        ("text", "returned 'good'; it must return a StepResult"),
+        ("nothing", "returned 'None'; it must return a StepResult"),
+        ("bad observation", "returned .*observation must be text"),
+        ("bad reward", "returned .*finite numbers"),
+        ("nan", "returned .*finite numbers"),
+        ("bad done", "returned .*done true or false"),
+        ("bad component", "returned .*finite numbers"),
+        ("sleep", "took longer than reward.timeout=1.0 s"),
+        ("await", "took longer than reward.timeout=1.0 s"),
+        ("spin", "took longer than reward.timeout=1.0 s"),
+    ],
+)
+def test_a_step_that_fails_is_one_clear_error(obedient, order, complaint):
+    start = time.monotonic()
+    with pytest.raises(UserError, match=STEP.format(order) + complaint):
+        play(obedient, Script("fine", order))
+    assert time.monotonic() - start < 10
+    # The process lives on, and so do its other episodes.
+    assert play(obedient, Script("fine"), max_turns=1).reward == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "complaint"),
+    [
+        ("made to raise", "failed: ZeroDivisionError: planted"),
+        ("reset and raise", "failed: ZeroDivisionError: planted"),
+        ("reset number", "returned '7'; it must return text or None"),
+    ],
+)
+def test_a_start_that_fails(obedient, order, complaint):
+    with pytest.raises(UserError, match=r"environment tests.unit.worlds:Obedient: reset\(\) on record 7 " + complaint):
+        play(obedient, Script("fine"), prompt(do=order))
+
+
+def test_a_process_that_dies():
+    environments = Environments("tests.unit.worlds:Obedient", RewardConfig(workers=1))
+    try:
+        for _ in range(2):  # the second time it is known from the start
+            with pytest.raises(UserError, match=r"environment tests.unit.worlds:Obedient: one of its processes died"):
+                play(environments, Script("die"))
+    finally:
+        environments.close()
+
+
+def test_one_that_cannot_be_interrupted(monkeypatch):
+    """As in a C extension that never returns: nothing in its process can end it, so the process is ended."""
+    environments = Environments("tests.unit.worlds:Obedient", RewardConfig(workers=1, timeout=1.0))
+    try:
+        play(environments, Script("fine"), max_turns=1)  # it has started
+        monkeypatch.setattr("grpo_megatron.worker_pool._START_SECONDS", 0.5)
+        with pytest.raises(UserError, match=r"did not return within reward.timeout=1.0 s, and cannot be interrupted"):
+            play(environments, Script("deaf"))
+    finally:
+        environments.close()
+
+
+# -- the configuration
+
+
+def configured(*overrides):
+    return load_config(None, ["model.path=m", "data.train=d.jsonl", *overrides])
+
+
+WORLD = "rollout.environment=tests.unit.worlds:counting"
+
+
+def test_an_environment_is_legal():
+    assert configured(WORLD, "rollout.max_turns=3").rollout.max_turns == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["rollout.environment=no_such_module:f"], "cannot be imported"),
+        (["rollout.environment=tests.unit.worlds:nothing"], "has no function nothing"),
+        (["rollout.environment=frozen_lake"], "is unknown; choose one of"),
+        ([WORLD, "rollout.max_turns=0"], "rollout.max_turns must be greater than 0"),
+        (["rollout.max_turns=3"], "rollout.max_turns=3 means nothing without rollout.environment"),
+        ([WORLD, "reward.function=math"], "reward.function means nothing with rollout.environment"),
+        ([WORLD, "reward.extract=x"], "reward.extract means nothing with rollout.environment"),
+        ([WORLD, "reward.response_from=[boxed]"], "reward.response_from means nothing with rollout.environment"),
+        ([WORLD, "moe.routing_replay=engine"], "moe.routing_replay=engine cannot follow"),
+    ],
+)
+def test_what_does_not_go_with_it(overrides, says):
+    with pytest.raises(UserError, match=says):
+        configured(*overrides)

@@ -1,0 +1,68 @@
+"""Environments for the tests; light, because they run in processes of their own."""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+
+from grpo_megatron.rollout.environments import StepResult, environment
+
+
+@environment("counting")
+class Counting:
+    """Answers `<turn>:<state>;` to every turn, with reward 0.5, until it hears `end`."""
+
+    def __init__(self, prompt):
+        self.prompt, self.turns = prompt, 0
+
+    async def reset(self, seed):
+        self.state = random.Random(seed).randint(0, 10**9)
+        await asyncio.sleep(0)
+        return self.prompt.fields.get("first")
+
+    async def step(self, response):
+        self.turns += 1
+        seen = {"state": self.state, "pid": os.getpid(), "one": 1}
+        return StepResult(f"{self.turns}:ab;", 0.5, response.endswith("end"), seen)
+
+
+class Obedient:
+    """Does what it is told: by the record's field `do` when it is made or reset, by the response in a step."""
+
+    def __init__(self, prompt):
+        self.order = prompt.fields.get("do", "")
+        self.obey(self.order if self.order.startswith("made") else "")
+
+    def reset(self, seed):
+        return self.obey(self.order) if self.order.startswith("reset") else None
+
+    async def step(self, response):
+        if response == "await":
+            await asyncio.sleep(60)
+        return self.obey(response)
+
+    def obey(self, order):
+        if order.endswith("raise"):
+            raise ZeroDivisionError("planted")
+        if order == "exit":
+            sys.exit(3)
+        if order == "die":
+            os._exit(1)
+        if order == "deaf":
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        if order in ("sleep", "deaf"):
+            time.sleep(60)
+        while order == "spin":
+            pass
+        return {
+            "text": "good",
+            "nothing": None,
+            "reset number": 7,
+            "bad observation": StepResult(observation=b"bytes"),
+            "bad reward": StepResult(reward="high"),
+            "nan": StepResult(reward=float("nan")),
+            "bad done": StepResult(done="no"),
+            "bad component": StepResult(components={"x": "many"}),
+        }.get(order, StepResult("fine", 1.0))
