@@ -1,7 +1,7 @@
 """A pool of persistent processes that become the ranks of one layout after another.
 
-Importing Megatron takes seconds per process; a session pays it once. Between layouts the process
-groups are destroyed and made anew.
+Importing Megatron takes seconds per process; a session pays it once. Process groups are kept as long
+as the layout stays the same, and made anew for another.
 """
 
 import gc
@@ -20,23 +20,43 @@ _MOST_THREADS = 300
 
 class RankPool:
     def __init__(self):
-        self._context = multiprocessing.get_context("spawn")
-        self._workers = []
+        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        # What a layout is compared with, mostly on one rank, does not interrupt it.
+        self._alone, self._together = Team(context, self._folder.name), Team(context, self._folder.name)
 
     def run(self, function, sizes: ParallelSizes, *args, seed: int = 1234) -> list:
         """function(*args) on every rank of the layout; the results in rank order.
 
         `function` must be importable. Raises AssertionError with the traceback of the first rank
-        that failed; the pool is then started anew, because the others may hang in a collective.
+        that failed; the processes are then started anew, because the others may hang in a collective.
         """
-        self._renew()
+        team = self._alone if sizes.world_size == 1 else self._together
+        return team.run(function, sizes, args, seed)
+
+    def close(self):
+        self._alone.close()
+        self._together.close()
+
+
+class Team:
+    """Processes that are, or can become, the ranks of one layout."""
+
+    def __init__(self, context, folder: str):
+        self._context, self._folder = context, folder
+        self._workers = []
+        self._joined: ParallelSizes | None = None  # the layout of their process groups
+        self._init_method = ""
+
+    def run(self, function, sizes: ParallelSizes, args: tuple, seed: int) -> list:
+        if sizes != self._joined:
+            self._renew()
+            self._joined, self._init_method = sizes, f"file://{Path(self._folder) / uuid.uuid4().hex}"
         while len(self._workers) < sizes.world_size:
             self._workers.append(self._start())
-        init_method = f"file://{Path(self._folder.name) / uuid.uuid4().hex}"
         used = self._workers[: sizes.world_size]
         for rank, (_, connection) in enumerate(used):
-            connection.send((function, args, sizes, rank, init_method, seed))
+            connection.send((function, args, sizes, rank, self._init_method, seed))
         results = []
         for rank, (_process, connection) in enumerate(used):
             if not connection.poll(300):
@@ -70,7 +90,7 @@ class RankPool:
 
     def close(self):
         self._end(self._workers)
-        self._workers = []
+        self._workers, self._joined = [], None
 
     @staticmethod
     def _end(workers) -> None:
@@ -85,16 +105,22 @@ def _serve(connection):
     from grpo_megatron.megatron import parallel
 
     torch.set_num_threads(1)
+    joined = None
     while True:
         try:
             function, args, sizes, rank, init_method, seed = connection.recv()
         except EOFError:
             return  # the test session is gone
         try:
-            parallel.initialize(sizes, rank, init_method, seed, timeout_seconds=120)
+            if joined != init_method:
+                parallel.destroy()
+                gc.collect()
+                parallel.initialize(sizes, rank, init_method, seed, timeout_seconds=120)
+                joined = init_method
+            else:
+                parallel.set_seed(seed)
             value = function(*args)
-            parallel.destroy()
-            gc.collect()  # models, optimizers and process groups hold each other
+            gc.collect()  # models and optimizers hold each other
             connection.send((True, value))
         except Exception:
             connection.send((False, traceback.format_exc()))

@@ -172,7 +172,6 @@ class RankInfo:
 def initialize(sizes: ParallelSizes, rank: int, init_method: str, seed: int, timeout_seconds: float = 600.0) -> RankInfo:
     """Create all process groups; NCCL with CUDA, gloo without. Blocks until every rank is here."""
     from megatron.core import parallel_state as mpu
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     cuda = torch.cuda.is_available()
     dist.init_process_group(
@@ -193,8 +192,15 @@ def initialize(sizes: ParallelSizes, rank: int, init_method: str, seed: int, tim
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(timeout_seconds / 60)),
     )
-    model_parallel_cuda_manual_seed(seed)
+    set_seed(seed)
     return rank_info()
+
+
+def set_seed(seed: int) -> None:
+    """Seed Megatron's random number states, which differ between ranks as the layout demands."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(seed)
 
 
 def rank_info() -> RankInfo:

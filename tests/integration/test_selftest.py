@@ -190,13 +190,13 @@ def test_a_tensor_that_never_arrives(controller, verdict, monkeypatch):
 
 def test_a_version_tag_of_old(controller, verdict, monkeypatch):
     """What SGLang says of a sample's weights is believed too. The last test of this engine: samples are left in it."""
-    real = controller.rollouts.manager._sample
+    real = controller.rollouts.manager._check
 
-    def sample(prompt, n, completion):
+    def check(completion, prompt):
         spans = tuple(replace(span, version=span.version - 1) for span in completion.weight_spans)
-        return real(prompt, n, replace(completion, weight_spans=spans))
+        real(replace(completion, weight_spans=spans), prompt)
 
-    monkeypatch.setattr(controller.rollouts.manager, "_sample", sample)
+    monkeypatch.setattr(controller.rollouts.manager, "_check", check)
     (found,) = verdict().explanations
     assert found.startswith("weight version: the engine answered with weight version")
 
