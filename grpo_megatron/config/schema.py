@@ -136,7 +136,9 @@ class RolloutConfig:
     temperature: float = option(1.0, "sampling temperature; applied in training in the same way")
     top_p: float = option(1.0, "nucleus sampling; only 1.0, see top_k")
     top_k: int = option(-1, "top-k sampling; only -1 (off): else the rollout log-prob is of another distribution")
-    max_response_length: int = option(512, "longest response; with rollout.environment, of all turns and observations together", "tokens")
+    max_response_length: int = option(
+        512, "longest response; with rollout.environment, of all turns and observations together", "tokens"
+    )
     environment: str | None = option(
         None,
         "environment that answers the model over several turns and rewards it (in place of reward.function), as "

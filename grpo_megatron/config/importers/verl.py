@@ -272,6 +272,12 @@ ENGINE = (
     same(f"{ROLLOUT}.gpu_memory_utilization", "rollout.engine.mem_fraction", default=0.5),
     same(f"{ROLLOUT}.max_num_seqs", "rollout.engine.max_running_requests", default=1024),
     same(f"{ROLLOUT}.dtype", "rollout.engine.dtype", default="bfloat16"),
+    becomes(
+        f"{ROLLOUT}.load_format",
+        "rollout.engine.load_format",
+        lambda value, source: "dummy" if str(value).startswith("dummy") else "auto",
+        "dummy, dummy_megatron, …: dummy; all others: auto",
+    ),
     becomes(f"{ROLLOUT}.name", (), only(("sglang",), "the engine is always SGLang here"), "only sglang"),
     same(f"{ROLLOUT}.val_kwargs.n", "eval.n", default=1),
     same(f"{ROLLOUT}.val_kwargs.top_p", "eval.top_p", default=1.0),
