@@ -37,7 +37,7 @@ lint: install
 	$(BIN)/ruff format --check .
 
 bench: install
-	for file in schedule logprob train_step memory loop; do $(BIN)/python benchmarks/$$file.py || exit 1; done
+	for file in schedule logprob train_step memory loop learning; do $(BIN)/python benchmarks/$$file.py || exit 1; done
 
 clean:
 	rm -rf runs .pytest_cache .ruff_cache

@@ -100,3 +100,12 @@ def test_shuffled_rewards_teach_nothing(roots):
     result = json.loads((root / "control" / "result.json").read_text())
     print(result["before"], result["after"])
     assert result["after"]["eval/mean@4"] <= result["before"]["eval/mean@4"] + 0.05
+
+
+def test_four_presets_learn_it(tmp_path):
+    lines = run("benchmarks/learning.py", "--root", tmp_path, "--plot", tmp_path / "curves.png")
+    result = json.loads(lines[-1])
+    print(result)
+    assert result["before"] <= 0.45
+    assert all(result[preset] >= 0.80 for preset in ("grpo", "dr_grpo", "dapo", "gspo"))
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
