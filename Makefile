@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 REQUIREMENTS := $(wildcard requirements/*.txt) setup.py Makefile
 
+# Where it is set, every one of the many processes would compile this package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install quickstart test test-all lint bench clean
 
 install: $(STAMP)

@@ -33,7 +33,12 @@ SLOW = [
     r"test_training_follows_the_old_policys_routing\[(tp1|tp2sp|cp2|pp2vpp2)-recompute\]",
     r"test_the_layout_changes_nothing\[.*\{('tp'|'dp').*\]",
     r"test_a_recording_trains_the_same_in_every_layout\[(pipeline_parallel=2|data_parallel=2)\]",
-    r"test_(the_entropy_floor|a_mismatch_is_told|resuming_makes_the_same_steps)$",
+    r"test_(the_entropy_floor|a_mismatch_is_told|resuming_makes_the_same_steps|a_policy_loss_from_a_module_of_ones_own)$",
+    r"test_a_mismatch_stops_the_run\[current\]",
+    # Each starts engines of its own, which alone takes half a minute.
+    r"test_two_engines_(with_two_tensor_parallel_ranks_each|two_replicas_and_two_evaluation_sets)$",
+    r"test_a_checkpoint_of_a_run_converts_to_what_the_run_exported$",
+    r"test_an_environment_that_fails_ends_the_run$",
 ]
 
 
