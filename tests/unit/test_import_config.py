@@ -185,6 +185,7 @@ def test_nothing_is_dropped_silently(system, text):
             {"algorithm.ratio_level": "sequence", "algorithm.surrogate": "clip"},
         ),
         ("algorithm.adv_estimator=rloo", {"algorithm.adv_estimator": "rloo"}),
+        ("actor_rollout_ref.rollout.load_format=dummy_megatron", {"rollout.engine.load_format": "dummy"}),
         ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive", {"algorithm.use_kl_in_reward": True}),
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", {"train.max_tokens_per_micro_batch": 4 * 1024}),
         (
