@@ -333,4 +333,6 @@ def selftest(config: Config, steps: int = 3) -> Verdict:
 
 
 def as_json(verdict: Verdict) -> dict:
-    return {"passed": verdict.passed, **vars(verdict)}
+    """What was not measured is null: JSON has no NaN."""
+    found = {name: None if isinstance(value, float) and np.isnan(value) else value for name, value in vars(verdict).items()}
+    return {"passed": verdict.passed, **found}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_megatron.cli import main
 from grpo_megatron.config.load import load_config
-from grpo_megatron.selftest import SelftestController, investigate, selftest_config
+from grpo_megatron.selftest import SelftestController, Verdict, as_json, investigate, selftest_config
 from grpo_megatron.train import assembled
 
 STEPS = 2
@@ -210,6 +210,12 @@ def test_an_engine_in_bf16_by_the_command(arguments, capfd):
     assert found.startswith("precision: the engine computes in bfloat16")
     assert "the trainer in float32" in found
     assert torch.finfo(torch.float32).eps < report["limit"] < min(report["mean"])
+
+
+def test_what_was_not_measured_is_null():
+    found = as_json(Verdict(explanations=["weight version: old"]))
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert (found["passed"], found["limit"], found["sampling_z"]) == (False, None, None)
 
 
 def test_a_replay_has_no_engine(arguments, capsys):
