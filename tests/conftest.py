@@ -20,7 +20,11 @@ def ranks():
 # Combinations that `make test` leaves to `make test-all`: each differs from one that it runs in a factor that other tests cover.
 SLOW = [
     r"test_family\[\w+-True-(tp2|tp2sp|pp2|pp2vpp2|cp2)\]",
-    r"test_family\[(mistral|qwen2)-False-(tp2|tp2sp|pp2)\]",
+    r"test_family\[(mistral|qwen2)-False-(tp2|tp2sp|pp2|pp2vpp2|cp2)\]",
+    r"test_family\[(llama3-False-(tp2|tp2sp|pp2)|qwen3-False-(tp2|pp2))\]",
+    r"test_fewer_kv_heads_than_tp_ranks\[tp4-(mistral|qwen2)\]",
+    r"test_logprobs_equal_transformers\[tied-.*-unpacked\]",
+    r"test_round_trip_is_bit_identical\[tied-(tp2|pp2)\]",
     r"test_experts\[(pp2vpp2|cp2|ep2cp2|ep2pp2|tp2sp_as_ep2)-gspo\]",
     r"test_other_factor\[.*(selective recompute|partition of two).*\]",
     r"test_full_kl\[(tp2|dp2)\]",
@@ -45,6 +49,9 @@ SLOW = [
     r"test_three_steps_on_questions_in_gsm8k_format$",
     r"test_a_checkpoint_of_a_run_converts_to_what_the_run_exported$",
     r"test_an_environment_that_fails_ends_the_run$",
+    r"test_a_reward_that_is_not_a_number_stops_the_run$",
+    r"test_a_recording_of_turns_trains_the_same$",
+    r"test_a_step_in_which_nothing_is_trained_is_dropped$",
 ]
 
 
