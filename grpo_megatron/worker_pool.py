@@ -2,10 +2,10 @@
 
 import asyncio
 import multiprocessing
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 
@@ -31,16 +31,16 @@ class WorkerPool:
             max_workers=workers,
             # Not fork: this process has Ray's threads, and a forked lock stays locked forever.
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=initializer,
-            initargs=arguments,
+            initializer=_start,
+            initargs=(initializer, *arguments),
         )
 
-    def submit(self, function: Callable, *arguments, units: int = 1) -> Future:
-        """A future of function(*arguments), for `result` or `finished`; units of work it may take."""
+    def submit(self, function: Callable, *arguments) -> Future:
+        """A future of function(*arguments), to be waited for by `finished`."""
         with self._clear_errors():
             future = self._pool.submit(function, *arguments)
-        self._count(units)
-        future.add_done_callback(lambda _: self._count(-units))
+        self._count(1)
+        future.add_done_callback(lambda _: self._count(-1))
         return future
 
     def _count(self, change: int) -> None:
@@ -57,22 +57,17 @@ class WorkerPool:
             yield
         except BrokenProcessPool as error:
             raise UserError(self._died) from error
-        except (FutureTimeout, asyncio.TimeoutError) as error:
+        except asyncio.TimeoutError as error:
             self._kill()
             raise UserError(
                 f"{self._what} did not return within reward.timeout={self._timeout} s, and cannot be interrupted"
             ) from error
 
-    def result(self, future: Future):
-        """Wait for a future, at most the time limits of everything queued.
+    async def finished(self, future: Future):
+        """The result of a future of `submit`, waited for at most the time limits of everything queued.
 
         Raises UserError as the work does, or if it cannot be interrupted, or if its process died.
         """
-        with self._clear_errors():
-            return future.result(timeout=self._longest())
-
-    async def finished(self, future: Future):
-        """`result` without blocking the event loop."""
         with self._clear_errors():
             return await asyncio.wait_for(asyncio.wrap_future(future), self._longest())
 
@@ -83,3 +78,8 @@ class WorkerPool:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._kill()  # nobody waits for a result any more
+
+
+def _start(initializer: Callable, *arguments) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which closes the pool
+    initializer(*arguments)

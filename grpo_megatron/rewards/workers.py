@@ -1,8 +1,6 @@
 """Rewards in processes of their own, while generation goes on."""
 
 import math
-import signal
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from grpo_megatron.errors import UserError
@@ -34,18 +32,9 @@ class RewardWorkers:
         resolve_reward(config)
         self._pool = WorkerPool("reward", config.function, config.timeout, config.workers, _initialize, config)
 
-    def submit(self, tasks: list[RewardTask]) -> Future:
-        """A future of [(reward, components)] for the tasks, in order; see `result`."""
-        return self._pool.submit(_score_all, tasks, units=len(tasks))
-
-    def result(self, future: Future) -> list[tuple[float, dict[str, float]]]:
-        """Wait for `submit`'s future. Raises UserError for a reward that failed or is not a number."""
-        return self._pool.result(future)
-
     async def score(self, task: RewardTask) -> tuple[float, dict[str, float]]:
-        """(reward, components). Raises UserError as `result`."""
-        (scored,) = await self._pool.finished(self.submit([task]))
-        return scored
+        """(reward, components). Raises UserError for a reward that failed or is not a number."""
+        return await self._pool.finished(self._pool.submit(_score, task))
 
     def close(self) -> None:
         self._pool.close()
@@ -53,13 +42,8 @@ class RewardWorkers:
 
 def _initialize(config) -> None:
     global _reward, _settings
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which closes the pool
     _reward = resolve_reward(config)
     _settings = (config.function, config.timeout)
-
-
-def _score_all(tasks: list[RewardTask]) -> list[tuple[float, dict[str, float]]]:
-    return [_score(task) for task in tasks]
 
 
 def _score(task: RewardTask) -> tuple[float, dict[str, float]]:

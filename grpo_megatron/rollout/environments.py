@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import itertools
 import math
-import signal
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -100,7 +99,6 @@ _host: "_Host | None" = None  # set once per process by _initialize
 
 def _initialize(name: str, timeout: float) -> None:
     global _host
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which closes the pool
     _host = _Host(name, timeout)
 
 

@@ -28,12 +28,11 @@ class Sampling:
     same_states: bool = False  # a prompt's environments begin alike in every call, not anew
 
     def parameters(self) -> dict:
-        """SGLang's sampling parameters."""
+        """SGLang's sampling parameters but max_new_tokens, which is what is left to a turn."""
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": -1,
-            "max_new_tokens": self.max_response_length,
             "stop": list(self.stop),
             "stop_token_ids": list(self.stop_token_ids),
         }

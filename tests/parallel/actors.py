@@ -21,6 +21,13 @@ def micro_batches(batch: TrainBatch, spec: ActorSpec, dp_rank: int, packing: boo
     return plan, [batch.select(mb) for mb in plan.micro_batches[dp_rank]]
 
 
+def in_order(batch: TrainBatch, plan, actor: Actor, values: np.ndarray) -> np.ndarray:
+    """A replica's values [..., t] at the places of its tokens in the batch, float32 [..., T]; zero elsewhere."""
+    out = np.zeros((*values.shape[:-1], batch.num_tokens), np.float32)
+    out[..., batch.token_index(plan.sequences(actor.rank.dp_rank))] = values
+    return out
+
+
 def logprobs(spec: ActorSpec, batch: TrainBatch, packing: bool, reference: bool = False):
     """Log-probs of all tokens in the order of the batch (of this replica's sequences)."""
     actor = Actor(spec)
@@ -28,9 +35,7 @@ def logprobs(spec: ActorSpec, batch: TrainBatch, packing: bool, reference: bool 
     values = actor.logprobs(parts, reference)
     if values is None:
         return None
-    out = np.zeros(batch.num_tokens, np.float32)
-    out[batch.token_index(plan.sequences(actor.rank.dp_rank))] = values
-    return out
+    return in_order(batch, plan, actor, values)
 
 
 def probes(spec: ActorSpec, batch: TrainBatch, temperature: float):
@@ -46,11 +51,7 @@ def probes(spec: ActorSpec, batch: TrainBatch, temperature: float):
     values["undone"] = actor.probe(parts, temperature, None)
     if not actor.rank.reports:
         return None
-    index = batch.token_index(plan.sequences(actor.rank.dp_rank))
-    for name, value in values.items():
-        values[name] = np.zeros((*value.shape[:-1], batch.num_tokens), np.float32)
-        values[name][..., index] = value
-    return values
+    return {name: in_order(batch, plan, actor, value) for name, value in values.items()}
 
 
 def round_trip(spec: ActorSpec, folder: str, dtype):
@@ -72,9 +73,7 @@ def logprobs_and_round_trip(spec: ActorSpec, batch: TrainBatch, folder: str):
     actor.save_hf(folder)
     if values is None:
         return None
-    out = np.zeros(batch.num_tokens, np.float32)
-    out[batch.token_index(plan.sequences(actor.rank.dp_rank))] = values
-    return out
+    return in_order(batch, plan, actor, values)
 
 
 def train_with_reference_and_checkpoint(spec: ActorSpec, batches: list[TrainBatch], loss, save: str | None, load: str | None):

@@ -84,7 +84,7 @@ def test_reward(my_plugins):
     workers = RewardWorkers(config.reward)
     try:
         task = RewardTask(0, "1+1", "it is 2", "2", {})
-        assert workers.result(workers.submit([task])) == [(pytest.approx(0.994), {"right": 1.0})]
+        assert asyncio.run(workers.score(task)) == (pytest.approx(0.994), {"right": 1.0})
     finally:
         workers.close()
 

@@ -1,3 +1,4 @@
+import asyncio
 import math
 import os
 import time
@@ -157,7 +158,11 @@ def workers():
 
 def run(pool, *responses, record=None):
     tasks = [RewardTask(7, "p", response, "a", record or {}) for response in responses]
-    return pool.result(pool.submit(tasks))
+
+    async def score_all():
+        return await asyncio.gather(*map(pool.score, tasks))
+
+    return asyncio.run(score_all())
 
 
 def test_numbers_and_components(workers):
