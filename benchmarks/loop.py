@@ -31,6 +31,7 @@ from pathlib import Path
 # Before torch loads OpenMP. Our ranks wait like this too; threads that spin lose by an order of magnitude, on either side,
 # as soon as anything else runs on the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import psutil
 import torch
@@ -77,10 +78,13 @@ def our_config(folder: str, changes: list[str]) -> Config:
             # A second thread does not pay: SGLang's scheduler, between the small matrix products, has one.
             "rollout.engine.cpu_threads=1",
             "rollout.engine.max_total_tokens=32768",
+            # Prompts of a few tokens, and a group's requests arrive together: nothing to find in it.
+            "rollout.engine.prefix_cache=false",
             "reward.function=exact_match",
             r"reward.extract=\d",
             "reward.workers=1",
             "algorithm.use_kl_loss=true",
+            "ref.ahead=true",
             "train.ppo_mini_batch_size=16",
             # Activations of larger packs fall out of the cache.
             "train.max_tokens_per_micro_batch=2048",

@@ -15,6 +15,7 @@ from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.errors import UserError
 from grpo_megatron.metrics import Metrics, merge, nan_max, to_floats
 from grpo_megatron.mini_batch import MiniBatch, partition
+from grpo_megatron.reference import Reference
 from grpo_megatron.rewards.control import shuffle_rewards
 from grpo_megatron.rewards.shaping import shape_overlong
 
@@ -37,7 +38,7 @@ class Controller:
         self.loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=recomputed)
         self.correction = Correction.from_config(config.mismatch) if recomputed else None
         self.kl_controller = KLController.from_config(config.algorithm.kl_ctrl)
-        self.with_reference = config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward
+        self.reference = Reference(config, actor, keep_hidden=self.loss.needs_full_kl)
         self.step = 0
         self.entropy: float | None = None  # mean over the last step's trained tokens
         self.totals = {"tokens": 0, "seconds": 0.0, "mismatch_max": 0.0}
@@ -61,7 +62,7 @@ class Controller:
         self.monitor.start_step()
         memory = self.rest()
         with phases("generate"):
-            groups = self.rollouts.groups(self.step, self.prompts)
+            groups = self.rollouts.groups(self.step, self.prompts, self.reference.start_step())
         with phases("prepare"):
             groups = self.shape_and_filter(groups)
             mini_batches = self.flatten_and_schedule(groups)
@@ -72,6 +73,7 @@ class Controller:
             batches = [mini.batch for mini in mini_batches]
             measured = set_advantages(batches, self.config.algorithm, self.kl_controller)
             measured |= merge([set_weights(batch, self.config, self.correction) for batch in batches])
+            measured |= self.reference.metrics()
         with phases("train"):
             trained = self.train(mini_batches)
         if not mismatch:
@@ -117,10 +119,7 @@ class Controller:
                 mismatch.append(measure_mismatch(batch))
             elif self.config.train.old_logprobs == OldLogprobs.rollout:
                 batch.old_logp = batch.rollout_logp
-            if self.with_reference:
-                batch.ref_logp = self.actor.logprobs(
-                    batch, mini.plan, reference=True, key=mini.key, keep_hidden=self.loss.needs_full_kl
-                )
+            self.reference.fill(mini)
         return merge(mismatch)
 
     def train(self, mini_batches: list[MiniBatch]) -> list[Metrics]:

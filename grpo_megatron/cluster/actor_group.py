@@ -1,9 +1,12 @@
 """The trainer as the controller sees it: all ranks of the Megatron actor behind one object."""
 
+import gc
 import itertools
 import math
 import socket
+from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import ray
@@ -40,10 +43,22 @@ class RankWorker:
             torch.set_num_threads(threads)
         info = parallel.initialize(spec.sizes, rank, f"tcp://{address}", seed, timeout)
         self.actor = Actor(spec)
+        gc.freeze()  # what was imported stays; no collection need walk through it
         return info
 
     def call(self, method: str, *args):
         return getattr(self.actor, method)(*args)
+
+    def call_beside_engines(self, method: str, *args):
+        """As `call`, while engines generate: without a GPU, on one core."""
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self.call(method, *args)
+        finally:
+            torch.set_num_threads(threads)
 
     def weight_buckets(self, max_bytes: int):
         yield from self.actor.weight_buckets(max_bytes)
@@ -58,6 +73,8 @@ def _environment(slot: Slot, megatron_config) -> dict[str, str]:
         "OMP_NUM_THREADS": str(megatron_config.cpu_threads),
         # Waiting OpenMP threads of one rank would take the cores of the others.
         "OMP_WAIT_POLICY": "passive",
+        # But for some microseconds: small operators follow each other faster than a thread wakes. A tenth of a step.
+        "GOMP_SPINCOUNT": "1000",
         "TORCHDYNAMO_DISABLE": "1",
     }
 
@@ -115,6 +132,18 @@ def _in_order(batch: TrainBatch, plan: Schedule, parts: list[np.ndarray]) -> np.
     return out
 
 
+@dataclass(frozen=True)
+class PendingLogprobs:
+    """Of `ActorGroup.start_logprobs`. result: waits for it, float32 [T]; raises as the ranks do."""
+
+    references: list
+    result: Callable[[], np.ndarray]
+
+    def ready(self) -> bool:
+        """Whether `result` would not wait."""
+        return len(ray.wait(self.references, num_returns=len(self.references), timeout=0)[0]) == len(self.references)
+
+
 class ActorGroup:
     """Every method returns when all ranks are done, and raises if one of them failed."""
 
@@ -141,11 +170,17 @@ class ActorGroup:
 
     def _call(self, method: str, args_of_replica: list[tuple]) -> list:
         """Call on all ranks with the arguments of their replica; the replicas' reports, in order."""
+        return self._finish(self._start("call", method, args_of_replica))
+
+    def _start(self, call: str, method: str, args_of_replica: list[tuple]) -> dict:
+        """{rank: reference}; call: `call` or `call_beside_engines` of RankWorker."""
         self._wake()
-        references = {
-            rank: worker.call.remote(method, *args_of_replica[self.ranks[rank].dp_rank])
+        return {
+            rank: getattr(worker, call).remote(method, *args_of_replica[self.ranks[rank].dp_rank])
             for rank, worker in enumerate(self.workers)
         }
+
+    def _finish(self, references: dict) -> list:
         results = gather(references, self._who)
         reporting = sorted((self.ranks[rank].dp_rank, rank) for rank in results if self.ranks[rank].reports)
         return [results[rank] for _, rank in reporting]
@@ -195,6 +230,12 @@ class ActorGroup:
         """
         arguments = [(micro_batches, reference, key, keep_hidden) for micro_batches in self._split(batch, plan)]
         return _in_order(batch, plan, self._call("logprobs", arguments))
+
+    def start_logprobs(self, batch: TrainBatch, plan: Schedule, reference: bool) -> PendingLogprobs:
+        """As `logprobs`, while engines generate and the caller goes on."""
+        arguments = [(micro_batches, reference) for micro_batches in self._split(batch, plan)]
+        references = self._start("call_beside_engines", "logprobs", arguments)
+        return PendingLogprobs(list(references.values()), lambda: _in_order(batch, plan, self._finish(references)))
 
     def probe(self, batch: TrainBatch, plan: Schedule, temperature: float, rounding=None) -> np.ndarray:
         """float32 [2, T]: log-prob of every target and entropy, see `Actor.probe`. rounding: a torch.dtype or None."""

@@ -28,7 +28,7 @@ def ranges(positive: dict[str, float | None], not_negative: dict[str, float | No
 
 def algorithm_violations(config: Config) -> list[str]:
     """Every broken rule as one sentence that names the keys."""
-    return _ranges(config) + _choices(config) + _policy_loss(config) + _kl(config) + _mismatch(config)
+    return _ranges(config) + _choices(config) + _policy_loss(config) + _kl(config) + _reference_ahead(config) + _mismatch(config)
 
 
 def _ranges(config: Config) -> list[str]:
@@ -58,6 +58,21 @@ def _ranges(config: Config) -> list[str]:
             f"reward.overlong_buffer.length={buffer.length} is more than "
             f"rollout.max_response_length={config.rollout.max_response_length}"
         )
+    return found
+
+
+def _reference_ahead(config: Config) -> list[str]:
+    if not config.ref.ahead:
+        return []
+    algorithm, found = config.algorithm, []
+    if not (algorithm.use_kl_loss or algorithm.use_kl_in_reward):
+        found.append("ref.ahead has no reference to ask: algorithm.use_kl_loss and algorithm.use_kl_in_reward are off")
+    if algorithm.use_kl_loss and algorithm.kl_loss_type == FULL_KL:
+        found.append(
+            f"algorithm.kl_loss_type={FULL_KL} needs the reference's hidden states in the packs that are trained; switch ref.ahead off"
+        )
+    if config.megatron.sleep:
+        found.append("megatron.sleep puts the ranks to sleep while the engines generate; switch ref.ahead off")
     return found
 
 

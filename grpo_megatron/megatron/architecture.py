@@ -279,6 +279,7 @@ def transformer_config(arch: Architecture, spec: ModelSpec):
         qk_layernorm=arch.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
+        use_te_activation_func=not spec.transformer_engine,  # of the layer spec, which is ours: modules.SwiGLU
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         hidden_dropout=0.0,

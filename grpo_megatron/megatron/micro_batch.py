@@ -8,7 +8,7 @@ from megatron.core import parallel_state as mpu
 
 from grpo_megatron.algorithm.losses import LossInputs
 from grpo_megatron.batch import Layout, Pack, TrainBatch
-from grpo_megatron.megatron.modules import PackedSequences, describe_pack
+from grpo_megatron.megatron.attention import PackedSequences, describe_pack
 
 
 @dataclass

@@ -12,8 +12,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from grpo_megatron.config.schema import TransformerImpl
 from grpo_megatron.doctor import transformer_engine_problem
 from grpo_megatron.megatron.architecture import Architecture, transformer_config
+from grpo_megatron.megatron.attention import PackedAttention
 from grpo_megatron.megatron.logprobs import hand_out_hidden_states
-from grpo_megatron.megatron.modules import PackedAttention, RMSNorm
+from grpo_megatron.megatron.modules import RMSNorm, SwiGLU
 from grpo_megatron.megatron.router import Router
 from grpo_megatron.megatron.spec import ModelSpec
 
@@ -39,6 +40,9 @@ def _layer_spec(arch: Architecture, config, transformer_engine: bool, num_expert
         if config.qk_layernorm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
+        # Of a dense layer, or of its experts.
+        mlp = layer.mlp.submodules.experts if num_experts else layer.mlp
+        mlp.submodules.activation_func = SwiGLU
     if num_experts:
         spec.submodules.mlp.submodules.router = Router
     return spec

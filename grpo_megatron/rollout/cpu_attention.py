@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 # A block takes sequences down to this share of its longest one: more would waste work on padding, less would make many small
 # blocks.
-_BLOCK_RANGE = 0.6
+_BLOCK_RANGE = 0.5
 # Masks are made for this many queries at a time: that of a whole chunk of a long prompt would take gigabytes.
 _MASKED_QUERIES = 512
 
@@ -37,7 +37,7 @@ class Block:
     lengths: torch.Tensor
     prefix: torch.Tensor
     _head_slots: dict[int, torch.Tensor] = field(default_factory=dict)
-    _padding: torch.Tensor | None = None
+    _padding: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def head_slots(self, heads: int) -> torch.Tensor:
         """int64 [n * heads * L]: the slots of every head in a pool seen as [slots * heads, head_dim]; made once per batch."""
@@ -45,12 +45,13 @@ class Block:
             self._head_slots[heads] = (self.slots[:, None] * heads + torch.arange(heads)[:, None]).flatten()
         return self._head_slots[heads]
 
-    def padding(self) -> torch.Tensor:
-        """float32 [n, 1, 1, L] to be added to scores: -inf behind the end of a sequence, else 0; made once per batch."""
-        if self._padding is None:
+    def padding(self, heads: int) -> torch.Tensor:
+        """float32 [n * heads, 1, L] to be added to scores: -inf behind the end of a sequence, else 0; made once per batch."""
+        if heads not in self._padding:
             behind = torch.arange(self.slots.shape[1]) >= self.lengths[:, None]
-            self._padding = torch.zeros(behind.shape).masked_fill(behind, -torch.inf)[:, None, None]
-        return self._padding
+            once = torch.zeros(behind.shape).masked_fill(behind, -torch.inf)
+            self._padding[heads] = once.repeat_interleave(heads, dim=0)[:, None]
+        return self._padding[heads]
 
 
 def make_blocks(req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor, prefix: torch.Tensor) -> list[Block]:
@@ -61,6 +62,9 @@ def make_blocks(req_to_token: torch.Tensor, requests: torch.Tensor, lengths: tor
     """
     new = lengths - prefix
     starts = new.cumsum(0) - new
+    alike = all(int(size.min()) >= _BLOCK_RANGE * int(size.max()) for size in (new, lengths))
+    if alike and len((prefix > 0).unique()) == 1:  # most decoding steps
+        return [_block(req_to_token, requests, lengths, prefix, starts)]
     sizes = list(zip((prefix > 0).tolist(), new.tolist(), lengths.tolist(), strict=True))
     blocks = []
     pending = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
@@ -91,17 +95,16 @@ def decode_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
     q [n, heads, d]; keys [slots, kv_heads, d] and values [slots, kv_heads, v_dim]: the pool. The query heads that share a
     kv head are the rows of one matrix product. Computed in float32, whatever the dtype.
     """
-    n, heads, _ = q.shape
+    n, heads, d = q.shape
     kv_heads = keys.shape[1]
     index = block.head_slots(kv_heads)
 
     def gathered(pool: torch.Tensor) -> torch.Tensor:
-        return pool.view(-1, pool.shape[-1]).index_select(0, index).view(n, kv_heads, -1, pool.shape[-1]).float()
+        return pool.view(-1, pool.shape[-1]).index_select(0, index).view(n * kv_heads, -1, pool.shape[-1]).float()
 
-    grouped = q.float().reshape(n, kv_heads, heads // kv_heads, -1) * scale
-    scores = grouped @ gathered(keys).transpose(2, 3)
-    scores += block.padding()
-    return (scores.softmax(dim=-1) @ gathered(values)).view(n, heads, -1)
+    grouped = q.float().view(n * kv_heads, heads // kv_heads, d)
+    scores = torch.baddbmm(block.padding(kv_heads), grouped, gathered(keys).transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(dim=-1), gathered(values)).view(n, heads, -1)
 
 
 def extend_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
@@ -165,6 +168,8 @@ class BatchedAttention(TorchNativeAttnBackend):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         keys, values = self._store(layer, forward_batch, k, v, save_kv_cache)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if len(self._blocks) == 1:  # the batch as it is
+            return decode_attention(q, keys, values, self._blocks[0], layer.scaling).to(q.dtype).flatten(1)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for block in self._blocks:
             rows = block.rows[:, 0]

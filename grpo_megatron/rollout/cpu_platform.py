@@ -46,9 +46,11 @@ def __getattr__(name: str):
             from sglang.srt.layers.attention.attention_registry import register_attention_backend
             from sglang.srt.mem_cache.pool_host import common
 
+            from grpo_megatron.rollout import cpu_operators
             from grpo_megatron.rollout.cpu_attention import BatchedAttention
 
             register_attention_backend(ATTENTION_BACKEND)(BatchedAttention)
+            cpu_operators.register(self.get_dispatch_key_name())
 
             # The host buffer of routed-expert capture is registered with CUDA by default.
             def allocate_plain(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,13 +64,16 @@ class RolloutManager:
 
     # -- generation ---------------------------------------------------------------------------
 
-    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Group]:
+    def generate(
+        self, prompts: list[Prompt], sampling: Sampling, finished: Callable[[Sample], None] | None = None
+    ) -> list[Group]:
         """`sampling.n` scored samples for each prompt, groups in the order of the prompts.
 
+        finished: called with every scored sample as soon as there is one; it should not take long.
         Blocks until all are done. Raises UserError if an engine dies or finishes nothing for
         rollout.engine.request_timeout seconds, or as a reward or an environment does.
         """
-        samples = asyncio.run(self._generate(prompts, sampling))
+        samples = asyncio.run(self._generate(prompts, sampling, finished))
         groups = [
             Group(self._next_group + p, prompt, tuple(samples[p * sampling.n : (p + 1) * sampling.n]))
             for p, prompt in enumerate(prompts)
@@ -77,11 +81,18 @@ class RolloutManager:
         self._next_group += len(prompts)
         return groups
 
-    async def _generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
+    async def _generate(self, prompts: list[Prompt], sampling: Sampling, finished) -> list[Sample]:
         # Samples of one group go to one engine, whose prefix cache then holds the prompt.
         clients = [EngineClient(engine, *self._who[i], self._config) for i, engine in enumerate(self._engines)]
         keys = [(p, s) for p in range(len(prompts)) for s in range(sampling.n)]
-        return await asyncio.gather(*(self._play(prompts[p], (p, s), sampling, clients[p % len(clients)]) for p, s in keys))
+
+        async def play(p: int, s: int) -> Sample:
+            sample = await self._play(prompts[p], (p, s), sampling, clients[p % len(clients)])
+            if finished:
+                finished(sample)
+            return sample
+
+        return await asyncio.gather(*(play(p, s) for p, s in keys))
 
     async def _play(self, prompt: Prompt, key: tuple[int, int], sampling: Sampling, client: EngineClient) -> Sample:
         group = self._next_group + key[0]

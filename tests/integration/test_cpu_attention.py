@@ -1,4 +1,4 @@
-"""The engine's attention on CPUs against SGLang's own torch_native, on SGLang's memory pools.
+"""The engine's attention and operators on CPUs against SGLang's own torch_native, on SGLang's memory pools.
 
 In a Ray process: SGLang binds itself to the platform that it finds in the environment when it is imported.
 """
@@ -62,6 +62,7 @@ def _run(backend, requests, pool, kv_heads: int, group: int, head_dim: int, dtyp
     outputs = {"prefill": step(first, [5, 700, 1, 6, 37, 5, 4])}
     outputs["decode"] = step(first, [1] * 7)
     outputs["decode fewer"] = step([40, 7, 1], [1] * 3)
+    outputs["decode alike"] = step([40, 2, 3], [1] * 3)
     # Two more requests on the cached tokens of request 7, one on those of 12, one new, and 7 itself goes on.
     for request, source, cached in ((20, 7, 650), (21, 7, 16), (22, 12, 30)):
         requests.req_to_token[request, :cached] = requests.req_to_token[source, :cached]
@@ -96,7 +97,58 @@ def test_blocks_equal_one_sequence_at_a_time(ray_here, kv_heads, group, dtype, l
     environment = engine_environment(EngineConfig(), gpu=False)
     task = _both.options(num_cpus=0, runtime_env={"env_vars": environment})
     differences = ray.get(task.remote(kv_heads, group, dtype))
-    assert len(differences) == 5
+    assert len(differences) == 6
     for step, (difference, largest) in differences.items():
         assert 0.1 < largest < 10, step  # 50 would be the contents of free slots
         assert difference <= limit, step
+
+
+@ray.remote
+def _operators():
+    """{case: (largest difference, largest value)} of our operators and SGLang's native forms."""
+    import sglang.srt.model_executor.model_runner  # noqa: F401
+    import torch
+    from sglang.kernels.fused_op import BaseFusedOp
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    from grpo_megatron.rollout import cpu_operators
+
+    generator = torch.Generator().manual_seed(7)
+    native = {}
+
+    def compare(case: str, operator: BaseFusedOp, *args):
+        found, expected = operator(*args), operator.forward_native(*args)
+        found, expected = (x if isinstance(x, tuple) else (x,) for x in (found, expected))
+        assert len(found) == len(expected) and all(a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+        pairs = list(zip(found, expected, strict=True))
+        native[case] = (
+            max(float((a - b).abs().max()) for a, b in pairs),
+            max(float(b.abs().max()) for _, b in pairs),
+            operator._resolve_forward_method().__func__.__module__ == cpu_operators.__name__,
+        )
+
+    norm = RMSNorm(32, eps=1e-5)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
+    norm.requires_grad_(False)
+    x, residual = (torch.randn(9, 32, generator=generator) for _ in range(2))
+    compare("norm", norm, x)
+    compare("norm of heads", norm, torch.randn(9, 4, 32, generator=generator))
+    compare("norm of a sum", norm, x, residual)
+    compare("norm of small numbers", norm, 1e-3 * x)
+    compare("norm in bfloat16", norm, x.bfloat16())
+    positions = torch.tensor([0, 1, 2, 500, 7, 999, 3, 3, 12])
+    for name, rotary_dim, neox in (("whole", 32, True), ("half", 16, True), ("interleaved", 32, False)):
+        rotary = RotaryEmbedding(32, rotary_dim, 1000, 10000, neox, torch.float32)
+        q, k = (torch.randn(9, heads * 32, generator=generator) for heads in (4, 2))
+        compare(f"rotation, {name}", rotary, positions, q, k)
+    return native
+
+
+def test_operators_equal_the_native_ones(ray_here):
+    environment = engine_environment(EngineConfig(), gpu=False)
+    differences = ray.get(_operators.options(num_cpus=0, runtime_env={"env_vars": environment}).remote())
+    assert len(differences) == 8
+    for case, (difference, largest, ours) in differences.items():
+        assert ours, f"{case} did not reach our operator"
+        assert difference <= 2e-6 * max(1.0, largest), case

@@ -82,6 +82,7 @@ def recorded(ray_here, arithmetic, root):
                 "eval.every=2",
                 "eval.n=2",
                 "megatron.tensor_parallel=2",
+                "ref.ahead=true",
             ),
         ]
     )
@@ -112,6 +113,7 @@ def test_what_is_logged(recorded, root):
     assert [e.step for e in events.Scalars("eval/greedy")] == [0, 2, 3]
     for row in metrics(root, "live"):
         assert row["actor/optimizer_steps"] == 2
+        assert 0 < row["ref/ahead_share"] <= 1
         phases = sum(row[f"time/{name}"] for name in ("generate", "prepare", "logprobs", "train", "sync", "other"))
         assert phases == pytest.approx(row["time/step"], rel=1e-6)
 

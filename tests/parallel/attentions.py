@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.batch import Layout
-from grpo_megatron.megatron import modules
-from grpo_megatron.megatron.modules import PackedAttention, describe_pack
+from grpo_megatron.megatron import attention
+from grpo_megatron.megatron.attention import PackedAttention, describe_pack
 from tests.parallel.heads import Recorder
 
 # What padding holds: a query that saw it would be far off.
@@ -93,7 +93,7 @@ class OneRank:
         cp = dist.get_world_size()
         self.attention = PackedAttention(config(problem, cp), 1, None, "self", rope_frequencies=problem.frequencies)
         self.pack = Layout(cp=cp, cp_rank=dist.get_rank(), alignment=problem.alignment).pack(problem.lengths)
-        with patch.object(modules, "_MASKED_QUERIES", problem.masked_queries or modules._MASKED_QUERIES):
+        with patch.object(attention, "_MASKED_QUERIES", problem.masked_queries or attention._MASKED_QUERIES):
             self.packed = describe_pack(self.pack, torch.device("cpu"), equal_only=problem.equal_only)
         tensors = problem.tensors()
         self.grad = self.pack.scatter(tensors.pop("grad").numpy())

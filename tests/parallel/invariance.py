@@ -114,7 +114,7 @@ def _megatrons_own(plain):
 # Faults of the kinds that stacks of this sort have had: (module[:class], name in it, what replaces it).
 FAULTS = {
     "keys' gradients stay on their CP rank": (
-        "grpo_megatron.megatron.modules",
+        "grpo_megatron.megatron.attention",
         "gather_from_sequence_parallel_region",
         _keys_gradients_stay,
     ),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from grpo_megatron.megatron.modules import RMSNorm
+from grpo_megatron.megatron.modules import RMSNorm, SwiGLU
 from grpo_megatron.megatron.parallel import ParallelSizes
 from tests.parallel import attentions
 from tests.parallel.attentions import Problem
@@ -23,6 +23,7 @@ PROBLEMS = {
     "one sequence": Problem(lengths=(90,)),
     "as many kv heads": Problem(heads=4, kv_heads=4),
     "one kv head": Problem(heads=4, kv_heads=1),
+    "long": Problem(lengths=(150, 3, 129, 20, 150)),
     "padding": Problem(lengths=(37, 5, 41), alignment=16),
     "many masks": Problem(lengths=(90, 37, 64), masked_queries=5),
 }
@@ -92,6 +93,14 @@ def test_no_scores_and_no_mask_of_the_pack(ranks, layout, lengths):
         assert rank.calls == {FLASH: rank.buckets, f"{FLASH}_backward": rank.buckets}
 
 
+def test_short_sequences_have_few_scores(ranks):
+    """On a CPU they are kept, but none across sequences: at most 128 for each query and head."""
+    problem = Problem(lengths=(128,) * 8 + tuple(range(4, 68)), heads=4, kv_heads=2)
+    (rank,) = ranks.run(attentions.recorded, CONTEXT["cp1"], problem)
+    assert FLASH not in rank.calls and rank.calls["aten::_softmax"] == rank.buckets < 10
+    assert rank.largest <= sum(problem.lengths) * problem.heads * 128 < sum(problem.lengths) ** 2 * problem.heads / 16
+
+
 def test_the_recorder_sees_scores():
     """Without the fused kernel the same measurement finds them."""
     query, key, value = (torch.randn(1, 2, 256, 16, requires_grad=True) for _ in range(3))
@@ -99,6 +108,26 @@ def test_the_recorder_sees_scores():
         torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
     assert recorder.largest >= 2 * 256**2
     assert FLASH not in recorder.calls
+
+
+# --- the activation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu(dtype):
+    """Value and gradient are those of the formula, to the bit: it is computed by the same operators."""
+    generator = torch.Generator().manual_seed(0)
+    given = 3 * torch.randn(40, 1, 64, generator=generator)
+    grad = torch.randn(40, 1, 32, generator=generator).to(dtype)
+    found, expected = [], []
+    plain = lambda x: torch.nn.functional.silu(x[..., :32]) * x[..., 32:]  # noqa: E731
+    for function, values in ((SwiGLU(attentions.config(Problem())), found), (plain, expected)):
+        x = given.to(dtype).requires_grad_()
+        output = function(x)
+        output.backward(grad)
+        values.extend((output.detach(), x.grad))
+    for value, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=0, atol=0)
 
 
 # --- the norm

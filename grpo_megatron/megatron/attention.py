@@ -1,0 +1,298 @@
+"""Causal attention over packs, with rotary embedding, for Megatron's local layer spec.
+
+Megatron's own core attention refuses packed sequences. This one also runs on CUDA without TransformerEngine.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch.autograd.function import once_differentiable
+
+from grpo_megatron.batch.layout import Pack
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary embedding: x [t, heads, d], cos and sin [t, 1, d], the first half of sin negated -> like x."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x, cos, sin):
+    return x.roll(x.shape[-1] // 2, -1).mul_(sin).addcmul_(x, cos)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Queries whose attention is computed together: n stretches of q.
+
+    Their keys are the first n * k rows of key part `part`. q = k: causal; q < k: the queries belong to
+    the last q of the k keys.
+    """
+
+    n: int
+    q: int
+    k: int
+    part: int
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of a pack, with the plan by which PackedAttention computes it.
+
+    position_ids int64 [t]. query_rows int64: rows of this rank's part of the pack in the order of the
+    buckets (shorter members of a bucket repeat their last row); key_rows: rows of the keys of all CP
+    ranks in the order of the key parts, of key_sizes rows each; inverse int64 [t]: where each position
+    of the pack is found in the buckets' outputs. None: in place already. short: buckets are computed by batched
+    matrix products, not by torch's flash kernel.
+    """
+
+    position_ids: torch.Tensor | None = None
+    buckets: tuple[Bucket, ...] = ()
+    query_rows: torch.Tensor | None = None
+    key_rows: torch.Tensor | None = None
+    key_sizes: tuple[int, ...] = ()
+    inverse: torch.Tensor | None = None
+    short: bool = False
+    _kept: dict = field(default_factory=dict, repr=False)
+
+    def rotation(self, frequencies: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin for _Rotate, both [t, 1, d]. Kept: frequencies must be the same in every layer."""
+        if dtype not in self._kept:
+            angle = self.position_ids.to(frequencies.dtype)[:, None] * frequencies.to(self.position_ids.device)
+            cos, sin = angle.cos(), angle.sin()
+            self._kept[dtype] = tuple(torch.cat(halves, dim=-1)[:, None].to(dtype) for halves in ((cos, cos), (-sin, sin)))
+        return self._kept[dtype]
+
+    def mask(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """[q, k] to be added to the scores. Kept: attention saves it, in every layer the same one."""
+        key = (bucket.q, bucket.k, dtype)
+        if key not in self._kept:
+            hidden = torch.full((bucket.q, bucket.k), -torch.inf, dtype=dtype, device=self.position_ids.device)
+            self._kept[key] = hidden.triu_(bucket.k - bucket.q + 1)
+        return self._kept[key]
+
+
+# A bucket takes sequences down to this share of its longest one; more would waste attention FLOPs
+# on padding, less would make many small kernels.
+_BUCKET_RANGE = 0.8
+# On a CPU, packs of sequences up to this length are computed by matrix products of whole buckets: torch's flash kernel
+# makes small ones for each head of each sequence. A query and head has at most as many scores in memory.
+_SHORT = 128
+# There, starting a product costs more than padding does.
+_SHORT_BUCKET_RANGE = 0.5
+# Queries that share a mask. Its size is this times the keys of a sequence, whatever the pack holds.
+_MASKED_QUERIES = 1024
+
+
+def describe_pack(pack: Pack, device: torch.device, buckets: bool = True, equal_only: bool | None = None) -> PackedSequences:
+    """The pack as Megatron and PackedAttention need it, tensors on `device`.
+
+    buckets: with the plan for PackedAttention; TransformerEngine's attention needs none. equal_only: without CP, only
+    neighbours of equal length share a bucket. That wastes nothing and moves no row, but makes more kernels; None: on a
+    CPU, for packs with sequences so long that starting a kernel does not count.
+    """
+    cu_seqlens = torch.from_numpy(pack.cu_seqlens).to(device)
+    cu_seqlens_padded = torch.from_numpy(pack.cu_seqlens_padded).to(device)
+    longest = int(pack.padded_lengths.max())
+    plan = {}
+    if buckets and pack.layout.cp > 1:
+        plan = _masked_stretches(pack, device)
+    elif buckets:
+        short = device.type == "cpu" and longest <= _SHORT
+        if equal_only is None:
+            equal_only = device.type == "cpu" and not short
+        lengths, share = pack.padded_lengths, _SHORT_BUCKET_RANGE if short else _BUCKET_RANGE
+        groups = _equal_neighbours(lengths) if equal_only else _similar(lengths, share)
+        plan = _whole_sequences(pack, device, groups) | {"short": short}
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens_padded,
+        cu_seqlens_kv_padded=cu_seqlens_padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        position_ids=torch.from_numpy(pack.position_ids).to(device),
+        **plan,
+    )
+
+
+def _whole_sequences(pack: Pack, device: torch.device, groups: list[np.ndarray]) -> dict:
+    """Without CP: whole sequences; groups: the members of each bucket."""
+    lengths, starts = pack.padded_lengths, pack.cu_seqlens_padded[:-1].astype(np.int64)
+    buckets, rows, real = [], [], []
+    for members in groups:
+        length = lengths[members][:, None]
+        column = np.arange(length.max())
+        rows.append((starts[members][:, None] + np.minimum(column, length - 1)).ravel())
+        real.append((column < length).ravel())
+        buckets.append(Bucket(len(members), len(column), len(column), len(buckets)))
+    rows, real = np.concatenate(rows), np.concatenate(real)
+    plan = {"buckets": tuple(buckets), "key_sizes": tuple(b.n * b.k for b in buckets)}
+    if not np.array_equal(rows, np.arange(lengths.sum())):
+        inverse = np.empty(lengths.sum(), dtype=np.int64)
+        inverse[rows[real]] = np.flatnonzero(real)
+        plan["query_rows"] = plan["key_rows"] = torch.from_numpy(rows).to(device)
+        plan["inverse"] = torch.from_numpy(inverse).to(device)
+    return plan
+
+
+def _equal_neighbours(lengths: np.ndarray) -> list[np.ndarray]:
+    return np.split(np.arange(len(lengths)), np.flatnonzero(lengths[1:] != lengths[:-1]) + 1)
+
+
+def _similar(lengths: np.ndarray, share: float) -> list[np.ndarray]:
+    order = np.argsort(-lengths, kind="stable")
+    groups = []
+    while len(order):
+        fits = lengths[order] >= share * lengths[order[0]]
+        groups.append(order[fits])
+        order = order[~fits]
+    return groups
+
+
+def _masked_stretches(pack: Pack, device: torch.device) -> dict:
+    """Under CP: the queries in stretches, the keys in the order of the sequences."""
+    buckets = []
+    firsts, lengths = pack.pieces(pack.layout.cp_rank)
+    for sequence in range(len(firsts)):
+        for first, length in zip(firsts[sequence].tolist(), lengths[sequence].tolist(), strict=True):
+            for start in range(0, length, _MASKED_QUERIES):
+                queries = min(_MASKED_QUERIES, length - start)
+                buckets.append(Bucket(1, queries, first + start + queries, sequence))
+    return {
+        "buckets": tuple(buckets),
+        "key_rows": torch.from_numpy(pack.gathered_index).to(device),
+        "key_sizes": tuple(pack.padded_lengths.tolist()),
+    }
+
+
+class PackedAttention(MegatronModule):
+    """Causal self-attention over a pack of sequences with rotary embedding, on torch's scaled_dot_product_attention.
+
+    query [t, heads, d], key and value [t, kv_heads, d] of one TP and CP rank, not yet rotated
+    -> [t, heads * d]. rope_frequencies: float32 [d / 2], of all layers alike; Megatron's own rotation of packs asks for
+    the lengths of all sequences (a synchronisation) and computes cosines anew in every layer, twice.
+    Padding sits behind a sequence's real tokens, where the causal mask hides it. Under CP every rank
+    gathers the keys and values of the pack, and no mask is larger than 1024 times a sequence.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+        *,
+        rope_frequencies: torch.Tensor,
+    ):
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        if config.attention_dropout or attention_dropout:
+            raise NotImplementedError("attention dropout makes log-probs random; RL needs 0")
+        self.cp_group = groups.cp
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.rope_frequencies = rope_frequencies
+
+    def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
+        packed = packed_seq_params
+        rotation = packed.rotation(self.rope_frequencies, query.dtype)
+        query, key = _Rotate.apply(query, *rotation), _Rotate.apply(key, *rotation)
+        if self.cp_group.size() > 1:
+            # One collective for both; its backward sums every rank's gradients (reduce-scatter).
+            both = torch.cat([key, value], dim=1)
+            both = gather_from_sequence_parallel_region(both, group=self.cp_group)
+            key, value = both.split(key.shape[1], dim=1)
+        queries = _take(query, packed.query_rows).split([bucket.n * bucket.q for bucket in packed.buckets])
+        keys, values = (_take(x, packed.key_rows).split(packed.key_sizes) for x in (key, value))
+        outputs = [
+            self._attend(packed, bucket, of_bucket, keys[bucket.part], values[bucket.part])
+            for bucket, of_bucket in zip(packed.buckets, queries, strict=True)
+        ]
+        return _take(torch.cat(outputs), packed.inverse)
+
+    def _attend(self, packed: PackedSequences, bucket: Bucket, query, key, value) -> torch.Tensor:
+        """[n * q, heads, d], [at least n * k, kv_heads, d] twice -> [n * q, heads * d]"""
+        seen = bucket.n * bucket.k
+        if seen < len(key):
+            key, value = key[:seen], value[:seen]
+        query, key, value = (x.unflatten(0, (bucket.n, -1)) for x in (query, key, value))
+        if packed.short and query.dtype == torch.float32:
+            return _ShortAttention.apply(query, key, value, packed.mask(bucket, query.dtype), self.scale)
+        causal = bucket.q == bucket.k
+        attended = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            attn_mask=None if causal else packed.mask(bucket, query.dtype),
+            is_causal=causal,
+            scale=self.scale,
+            enable_gqa=True,
+        )
+        return attended.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class _ShortAttention(torch.autograd.Function):
+    """softmax(scale * q k^T + mask) v by batched matrix products, in which the query heads of one kv head are rows.
+
+    query [n, q, heads, d], key and value [n, k, kv_heads, d], mask [q, k] -> [n * q, heads * d]
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask, scale):
+        ctx.shape, ctx.scale = query.shape, scale
+        groups = query.shape[2] // key.shape[2]
+        query = _rows_of_heads(query * scale, groups)
+        key, value = _rows_of_heads(key), _rows_of_heads(value)
+        share = torch.baddbmm(mask.repeat(groups, 1), query, key.transpose(1, 2)).softmax(dim=-1)
+        ctx.save_for_backward(query, key, value, share)
+        return _heads_of_rows(share @ value, ctx.shape).flatten(2).flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        query, key, value, share = ctx.saved_tensors
+        n, q, heads, _ = ctx.shape
+        kv_shape = (n, key.shape[1], len(key) // n, key.shape[2])
+        grad = _rows_of_heads(grad.view(n, q, heads, -1), heads // kv_shape[2])
+        grad_value = share.transpose(1, 2) @ grad
+        grad_scores = torch._softmax_backward_data(grad @ value.transpose(1, 2), share, -1, share.dtype)
+        grad_query = (grad_scores @ key).mul_(ctx.scale)
+        grad_key = grad_scores.transpose(1, 2) @ query
+        shapes = (ctx.shape, kv_shape, kv_shape)
+        grads = (_heads_of_rows(x, shape) for x, shape in zip((grad_query, grad_key, grad_value), shapes, strict=True))
+        return *grads, None, None
+
+
+def _rows_of_heads(x: torch.Tensor, groups: int = 1) -> torch.Tensor:
+    """[n, length, kv_heads * groups, d] -> [n * kv_heads, groups * length, d]"""
+    return x.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1)
+
+
+def _heads_of_rows(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Undoes `_rows_of_heads`; shape: [n, length, heads, d] before it."""
+    n, length, heads, d = shape
+    kv_heads = len(x) // n
+    return x.view(n, kv_heads, heads // kv_heads, length, d).permute(0, 3, 1, 2, 4).reshape(n, length, heads, d)
+
+
+def _take(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    return tensor if rows is None else tensor.index_select(0, rows)

@@ -1,0 +1,52 @@
+"""SGLang's small operators in fewer steps, for float32 on CPUs.
+
+At the sizes of a decoding step an operator costs what it takes to start it. SGLang's native forms start eight for a norm and
+thirty for a rotation. Other dtypes and the special cases of these classes keep the native forms.
+
+Written for SGLang 0.5.23. Imported in SGLang's own processes only.
+"""
+
+import torch
+from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+
+
+def register(platform_key: str) -> None:
+    """For operators that are called from now on; platform_key: the platform's get_dispatch_key_name."""
+    BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
+    # Subclasses that differ in their frequencies only.
+    for kind in (RotaryEmbedding, LinearScalingRotaryEmbedding, Llama3RotaryEmbedding):
+        BaseFusedOp.register_oot_forward(kind, rotate, platform_key)
+
+
+def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant_linear=None):
+    """x [..., h] -> its norm; with a residual: the norm of the sum, and the sum."""
+    special = self.variance_size_override is not None or self.fp32_residual or not self.has_weight
+    if x.dtype != torch.float32 or special or post_residual_addition is not None:
+        return self.forward_native(x, residual, post_residual_addition)
+    if residual is not None:
+        x = x + residual
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    normed = (x * square.div_(x.shape[-1]).add_(self.variance_epsilon).rsqrt_()).mul_(self.weight)
+    return normed if residual is None else (normed, x)
+
+
+def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
+    """query, key [tokens, heads * head_size], rotated."""
+    whole = self.is_neox_style and self.rotary_dim == self.head_size and not hasattr(self, "sin_cos_cache")
+    if query.dtype != torch.float32 or not whole or offsets is not None or fused_set_kv_buffer_arg is not None:
+        return self.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
+    of_positions = self.cos_sin_cache.index_select(0, positions.flatten()).to(query.dtype)
+    cos, sin = of_positions.view(-1, 1, 2, self.head_size // 2).unbind(2)
+
+    def rotated(x):
+        halves = x.view(len(cos), -1, 2, self.head_size // 2)
+        first, second = halves.unbind(2)
+        turned = halves * cos[:, :, None]
+        turned[:, :, 0].addcmul_(second, sin, value=-1)
+        turned[:, :, 1].addcmul_(first, sin)
+        return turned.view(x.shape)
+
+    return rotated(query), rotated(key)
