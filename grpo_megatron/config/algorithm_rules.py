@@ -28,7 +28,9 @@ def ranges(positive: dict[str, float | None], not_negative: dict[str, float | No
 
 def algorithm_violations(config: Config) -> list[str]:
     """Every broken rule as one sentence that names the keys."""
-    return _ranges(config) + _choices(config) + _policy_loss(config) + _kl(config) + _reference_ahead(config) + _mismatch(config)
+    return (
+        _ranges(config) + _choices(config) + _policy_loss(config) + _kl(config) + _reference_ahead(config) + _mismatch(config)
+    )
 
 
 def _ranges(config: Config) -> list[str]:

@@ -93,8 +93,9 @@ class RefConfig:
     path: str | None = option(None, "HF checkpoint of the reference model; null: the same as model.path")
     offload: bool = option(True, "keep the reference's weights in the host's memory between uses, else in the device's")
     ahead: bool = option(
-        False, "compute the reference's log-probs of finished samples while the engines generate the others; log-probs then come"
-        " from other packs than the trained ones, which changes their rounding"
+        False,
+        "compute the reference's log-probs of finished samples while the engines generate the others; log-probs then come"
+        " from other packs than the trained ones, which changes their rounding",
     )
     reset_every: int = option(0, "the current weights become the reference every this many steps; 0: never", "steps")
 
@@ -130,7 +131,8 @@ class EngineConfig:
     max_total_tokens: int | None = option(None, "KV cache size; null: from mem_fraction", "tokens")
     max_running_requests: int = option(256, "requests decoded together in one engine")
     prefix_cache: bool = option(
-        True, "keep keys and values for requests that begin alike (SGLang's radix cache); a cost where none do: short prompts, one turn"
+        True,
+        "keep keys and values for requests that begin alike (SGLang's radix cache); a cost where none do: short prompts, one turn",
     )
     cpu_threads: int = option(1, "intra-op threads of the engine on a machine without a GPU")
     start_timeout: float = option(600.0, "how long an engine may take to start", "seconds")
