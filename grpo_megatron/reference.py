@@ -27,8 +27,9 @@ class Reference:
         self._config, self._actor, self._keep_hidden = config, actor, keep_hidden
         self._used = config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward
         sizes = ParallelSizes.from_config(config.megatron)
-        self._fewest = sizes.dp * sizes.micro_batch_multiple  # every replica gets its micro-batches
-        self._enough = _SMALLEST_PASS * self._fewest * config.train.max_tokens_per_micro_batch * sizes.cp
+        # So many sequences, or a multiple, can always be divided among the replicas' micro-batches.
+        self._unit = sizes.dp * sizes.micro_batch_multiple
+        self._enough = _SMALLEST_PASS * self._unit * config.train.max_tokens_per_micro_batch * sizes.cp
         self._reset()
 
     def _reset(self) -> None:
@@ -47,12 +48,12 @@ class Reference:
         self._waiting.append(sample)
         if self._running and self._running[1].ready():
             self._take()
-        tokens = sum(sample.num_tokens for sample in self._waiting)
-        if not self._running and len(self._waiting) >= self._fewest and tokens >= self._enough:
-            batch = TrainBatch.from_samples(self._waiting)
+        count = len(self._waiting) // self._unit * self._unit
+        if not self._running and count and sum(sample.num_tokens for sample in self._waiting) >= self._enough:
+            batch = TrainBatch.from_samples(self._waiting[:count])
             plan = partition(self._config, batch.lengths, self._actor.cost_model)
             self._running = batch, self._actor.start_logprobs(batch, plan, reference=True)
-            self._waiting = []
+            self._waiting = self._waiting[count:]
 
     def _take(self) -> None:
         batch, pending = self._running
@@ -75,10 +76,11 @@ class Reference:
         missing = [i for i, trajectory in enumerate(trajectories) if trajectory not in self._known]
         self._tokens["all"] += batch.num_tokens
         self._tokens["ahead"] += batch.num_tokens - int(batch.lengths[missing].sum())
-        if len(missing) == len(trajectories):
+        again = -len(missing) % self._unit
+        if len(missing) + again >= len(trajectories):
             return self._actor.logprobs(batch, mini.plan, reference=True, key=mini.key, keep_hidden=self._keep_hidden)
         if missing:
-            rest = batch.select(missing)
+            rest = batch.select(missing + sorted(set(range(len(trajectories))) - set(missing))[:again])
             plan = partition(self._config, rest.lengths, self._actor.cost_model)
             self._know(rest, self._actor.logprobs(rest, plan, reference=True))
         return np.concatenate([self._known[trajectory] for trajectory in trajectories])
