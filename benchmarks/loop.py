@@ -28,8 +28,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-# Before torch loads OpenMP. Our ranks wait like this too; threads that spin lose by an order of magnitude, on either side,
-# as soon as anything else runs on the machine.
+# Before torch loads OpenMP. Our ranks wait like this too; threads that spin for longer lose by an order of magnitude, on
+# either side, as soon as anything else runs on the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -86,7 +86,6 @@ def our_config(folder: str, changes: list[str]) -> Config:
             "algorithm.use_kl_loss=true",
             "ref.ahead=true",
             "train.ppo_mini_batch_size=16",
-            # Activations of larger packs fall out of the cache.
             "train.max_tokens_per_micro_batch=2048",
             "train.old_logprobs=current",
             "megatron.precision=fp32",

@@ -184,7 +184,8 @@ def _masked_stretches(pack: Pack, device: torch.device) -> dict:
 
 
 class PackedAttention(MegatronModule):
-    """Causal self-attention over a pack of sequences with rotary embedding, on torch's scaled_dot_product_attention.
+    """Causal self-attention over a pack of sequences with rotary embedding, on torch's scaled_dot_product_attention or,
+    for short sequences on a CPU, on batched matrix products.
 
     query [t, heads, d], key and value [t, kv_heads, d] of one TP and CP rank, not yet rotated
     -> [t, heads * d]. rope_frequencies: float32 [d / 2], of all layers alike; Megatron's own rotation of packs asks for
