@@ -3,8 +3,11 @@
 import gc
 import itertools
 import math
+import os
 import socket
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +20,15 @@ from grpo_megatron.cluster.processes import fetch, gather, redirect_output
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.architecture import read_architecture
 from grpo_megatron.metrics import Mean, Metrics, Sum, merge
+
+
+def _step_behind() -> None:
+    """Let this thread run on one core, and only when no other process of the job wants it."""
+    import torch
+
+    torch.set_num_threads(1)
+    if sys.platform == "linux":  # where a priority can be that of a thread
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 @ray.remote
@@ -43,6 +55,7 @@ class RankWorker:
             torch.set_num_threads(threads)
         info = parallel.initialize(spec.sizes, rank, f"tcp://{address}", seed, timeout)
         self.actor = Actor(spec)
+        self._behind = ThreadPoolExecutor(1, initializer=_step_behind)
         gc.freeze()  # what was imported stays; no collection need walk through it
         return info
 
@@ -50,13 +63,14 @@ class RankWorker:
         return getattr(self.actor, method)(*args)
 
     def call_beside_engines(self, method: str, *args):
-        """As `call`, while engines generate: without a GPU, on one core."""
+        """As `call`, while engines generate: without a GPU, on one core, when nothing else wants it."""
         import torch
 
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        if torch.cuda.is_available():
             return self.call(method, *args)
+        threads = torch.get_num_threads()
+        try:
+            return self._behind.submit(self.call, method, *args).result()
         finally:
             torch.set_num_threads(threads)
 

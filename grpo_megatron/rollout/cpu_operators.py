@@ -6,9 +6,13 @@ thirty for a rotation. Other dtypes and the special cases of these classes keep 
 Written for SGLang 0.5.23. Imported in SGLang's own processes only.
 """
 
+from functools import cache
+
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
 
@@ -21,6 +25,23 @@ def register(platform_key: str) -> None:
         BaseFusedOp.register_oot_forward(kind, rotate, platform_key)
 
 
+def store_weights_by_column(model: torch.nn.Module) -> None:
+    """Lay the weights [out, in] of linear layers out so that [in, out] is contiguous; names, shapes and values stay.
+
+    Products of some ten tokens are a quarter to a third faster so. Weight updates copy into the parameter, whatever its layout.
+    """
+    for layer in model.modules():
+        if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod:
+            weight = layer.weight
+            if weight.dtype == torch.float32:
+                weight.data = weight.data.t().contiguous().t()
+
+
+@cache
+def _scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value)
+
+
 def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant_linear=None):
     """x [..., h] -> its norm; with a residual: the norm of the sum, and the sum."""
     special = self.variance_size_override is not None or self.fp32_residual or not self.has_weight
@@ -28,8 +49,9 @@ def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant
         return self.forward_native(x, residual, post_residual_addition)
     if residual is not None:
         x = x + residual
-    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    normed = (x * square.div_(x.shape[-1]).add_(self.variance_epsilon).rsqrt_()).mul_(self.weight)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    inverse = torch.addcmul(_scalar(self.variance_epsilon), length, length, value=1 / x.shape[-1]).rsqrt_()
+    normed = (x * inverse).mul_(self.weight)
     return normed if residual is None else (normed, x)
 
 

@@ -58,5 +58,10 @@ def __getattr__(name: str):
 
             common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_plain
 
+        def post_load_model(self, model) -> None:
+            from grpo_megatron.rollout import cpu_operators
+
+            cpu_operators.store_weights_by_column(model)
+
     globals()[name] = TorchCpuPlatform
     return TorchCpuPlatform
