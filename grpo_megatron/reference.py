@@ -25,7 +25,7 @@ class Reference:
     def __init__(self, config: Config, actor: ActorGroup, keep_hidden: bool):
         """keep_hidden: the ranks keep the reference's hidden states, see ActorGroup.logprobs; not with ref.ahead."""
         self._config, self._actor, self._keep_hidden = config, actor, keep_hidden
-        self._used = config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward
+        self._used = config.algorithm.needs_reference
         sizes = ParallelSizes.from_config(config.megatron)
         # So many sequences, or a multiple, can always be divided among the replicas' micro-batches.
         self._unit = sizes.dp * sizes.micro_batch_multiple

@@ -137,7 +137,7 @@ def assembled(config: Config, controller_class: type[Controller] = Controller) -
             manager = RolloutManager(engines, who, config.rollout, episodes)
             rollouts = EngineRollouts(manager, config, resumed)
         cleanup.callback(rollouts.close)
-        with_reference = config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward
+        with_reference = config.algorithm.needs_reference
         actor = ActorGroup(cluster, actor_spec(config, with_reference), config.megatron, config.run.seed, logs)
         cleanup.callback(actor.close)
         if not replay:

@@ -90,6 +90,10 @@ class AlgorithmConfig:
         MaskAppliesTo.policy, "what a token that the mismatch masks loses: its policy term, or all (KL and entropy too)"
     )
 
+    @property
+    def needs_reference(self) -> bool:
+        return self.use_kl_loss or self.use_kl_in_reward
+
 
 @dataclass
 class MismatchConfig:

@@ -67,7 +67,7 @@ def _reference_ahead(config: Config) -> list[str]:
     if not config.ref.ahead:
         return []
     algorithm, found = config.algorithm, []
-    if not (algorithm.use_kl_loss or algorithm.use_kl_in_reward):
+    if not algorithm.needs_reference:
         found.append("ref.ahead has no reference to ask: algorithm.use_kl_loss and algorithm.use_kl_in_reward are off")
     if algorithm.use_kl_loss and algorithm.kl_loss_type == FULL_KL:
         found.append(
@@ -126,7 +126,7 @@ def _kl(config: Config) -> list[str]:
         )
     if algorithm.kl_ctrl.type == KLControl.adaptive and not algorithm.use_kl_in_reward:
         found.append("algorithm.kl_ctrl.type=adaptive steers the KL in the reward: set algorithm.use_kl_in_reward")
-    if ref.reset_every > 0 and not (algorithm.use_kl_loss or algorithm.use_kl_in_reward):
+    if ref.reset_every > 0 and not algorithm.needs_reference:
         found.append("ref.reset_every: there is no reference without algorithm.use_kl_loss or algorithm.use_kl_in_reward")
     if ref.reset_every > 0 and config.checkpoint.every % ref.reset_every:
         # The reference is then the checkpoint's own weights, and need not be stored.
