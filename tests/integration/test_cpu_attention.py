@@ -105,7 +105,7 @@ def test_blocks_equal_one_sequence_at_a_time(ray_here, kv_heads, group, dtype, l
 
 @ray.remote
 def _operators():
-    """{case: (largest difference, largest value)} of our operators and SGLang's native forms."""
+    """{case: (largest difference, largest value, whether ours ran)} of our operators and SGLang's native forms; `_by_column()`."""
     import sglang.srt.model_executor.model_runner  # noqa: F401
     import torch
     from sglang.kernels.fused_op import BaseFusedOp
@@ -142,12 +142,45 @@ def _operators():
         rotary = RotaryEmbedding(32, rotary_dim, 1000, 10000, neox, torch.float32)
         q, k = (torch.randn(9, heads * 32, generator=generator) for heads in (4, 2))
         compare(f"rotation, {name}", rotary, positions, q, k)
-    return native
+    return native, _by_column()
 
 
-def test_operators_equal_the_native_ones(ray_here):
+def _by_column() -> dict:
+    """What becomes of a linear layer whose weights are stored by column, and then loaded anew."""
+    import torch
+    from sglang.srt.layers.linear import ReplicatedLinear
+
+    from grpo_megatron.rollout import cpu_operators
+
+    generator = torch.Generator().manual_seed(8)
+    layer = ReplicatedLinear(32, 48, bias=False)
+    first, second = (torch.randn(48, 32, generator=generator) for _ in range(2))
+    x = torch.randn(5, 32, generator=generator)
+    weight = layer.weight
+    weight.weight_loader(weight, first)
+    cpu_operators.store_weights_by_column(torch.nn.Sequential(layer))
+    kept = torch.equal(layer.weight, first)
+    weight.weight_loader(weight, second)
+    difference = (layer(x)[0] - x @ second.t()).abs().max()
+    return {
+        "values kept": kept,
+        "by column": layer.weight is weight and weight.shape == (48, 32) and weight.t().is_contiguous(),
+        "new values used": float(difference) < 1e-5,
+    }
+
+
+@pytest.fixture(scope="module")
+def measured(ray_here):
     environment = engine_environment(EngineConfig(), gpu=False)
-    differences = ray.get(_operators.options(num_cpus=0, runtime_env={"env_vars": environment}).remote())
+    return ray.get(_operators.options(num_cpus=0, runtime_env={"env_vars": environment}).remote())
+
+
+def test_weights_by_column_are_the_same_weights_and_take_new_ones(measured):
+    assert all(measured[1].values()), measured[1]
+
+
+def test_operators_equal_the_native_ones(measured):
+    differences = measured[0]
     assert len(differences) == 8
     for case, (difference, largest, ours) in differences.items():
         assert ours, f"{case} did not reach our operator"
