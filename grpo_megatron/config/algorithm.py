@@ -92,6 +92,7 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
+        """Whether log-probs under the reference policy are asked for."""
         return self.use_kl_loss or self.use_kl_in_reward
 
 

@@ -39,6 +39,7 @@ def store_weights_by_column(model: torch.nn.Module) -> None:
 
 @cache
 def _scalar(value: float) -> torch.Tensor:
+    """A constant for operators that take tensors only."""
     return torch.tensor(value)
 
 
