@@ -26,7 +26,7 @@ def _step_behind() -> None:
     """Let this thread run on one core and, where the system can, only when no other process of the job wants it."""
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # this thread's own number
     if sys.platform == "linux":  # where a priority can be that of a thread
         with suppress(OSError):  # some sandboxes know one class of priority only; a pass then takes its share
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -69,11 +69,7 @@ class RankWorker:
 
         if torch.cuda.is_available():
             return self.call(method, *args)
-        threads = torch.get_num_threads()
-        try:
-            return self._behind.submit(self.call, method, *args).result()
-        finally:
-            torch.set_num_threads(threads)
+        return self._behind.submit(self.call, method, *args).result()
 
     def weight_buckets(self, max_bytes: int):
         yield from self.actor.weight_buckets(max_bytes)
