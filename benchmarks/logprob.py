@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from grpo_megatron.megatron import parallel
+from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.logprobs import token_logprobs
-from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
 def baseline(hidden, weight, target):
@@ -79,7 +79,7 @@ class Inputs:
 
 def join(options: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(options.threads)
-    parallel.initialize(ParallelSizes(), 0, f"file://{Path(folder) / 'rendezvous'}", seed=0)
+    process_groups.initialize(ParallelSizes(), 0, f"file://{Path(folder) / 'rendezvous'}", seed=0)
 
 
 def resident_bytes(field: str) -> int:
@@ -104,7 +104,7 @@ def peak_memory(options: argparse.Namespace, side: str) -> int:
         before = torch.cuda.memory_allocated() if cuda else resident_bytes("VmRSS")
         inputs.loss(*SIDES[side](inputs.hidden, inputs.weight, inputs.target)).backward()
         peak = torch.cuda.max_memory_allocated() if cuda else resident_bytes("VmHWM")
-        parallel.destroy()
+        process_groups.destroy()
         return peak - before - inputs.hidden.grad.nbytes - inputs.weight.grad.nbytes
 
 
@@ -159,7 +159,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         for _ in range(options.repeats):
             for side in SIDES:
                 times[side].append(one_pass(options, inputs, side))
-        parallel.destroy()
+        process_groups.destroy()
     forward, total = ({side: statistics.median(t[i] for t in times[side]) for side in SIDES} for i in (0, 1))
     print(f"{'':10} {'memory, MiB':>12} {'forward, s':>11} {'both, s':>9} {'max error':>10}")
     for side in SIDES:

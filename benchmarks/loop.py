@@ -40,15 +40,16 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from make_tiny_model import make
 
-from grpo_megatron.batch import Prompt
-from grpo_megatron.config.load import load_config
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.commands.train import assembled
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.monitor.phases import Phases
+from grpo_megatron.data.sources import training_prompts
+from grpo_megatron.preflight.load import load_config
 from grpo_megatron.rewards import resolve_reward
-from grpo_megatron.run_folder import METRICS
-from grpo_megatron.train import assembled, training_prompts
+from grpo_megatron.run.folder import METRICS
+from grpo_megatron.run.phases import Phases
 
 CORES = 2
 WARM_UP = 3
@@ -84,7 +85,6 @@ def our_config(folder: str, changes: list[str]) -> Config:
             r"reward.extract=\d",
             "reward.workers=1",
             "algorithm.use_kl_loss=true",
-            "ref.ahead=true",
             "train.ppo_mini_batch_size=16",
             "train.max_tokens_per_micro_batch=4096",
             "train.old_logprobs=current",

@@ -25,11 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from make_tiny_model import make
 
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.batch import Sample, TrainBatch, token_weights
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.token_weights import token_weights
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import OptimizerConfig, Precision, Recompute
-from grpo_megatron.megatron import parallel
-from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 CASES = {
     "plain": {},
@@ -91,7 +93,7 @@ def measure(case: str, model: str, tokens: int) -> dict[str, float]:
     torch.set_num_threads(1)
     batch = make_batch(tokens)
     with tempfile.TemporaryDirectory() as folder:
-        parallel.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
+        process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
         imports = occupied()
         options = {"optimizer": OptimizerConfig(), **CASES[case]}
         actor = Actor(ActorSpec(model, ParallelSizes(), precision=Precision.bf16, **options))
@@ -101,7 +103,7 @@ def measure(case: str, model: str, tokens: int) -> dict[str, float]:
         rest = occupied()
         with Peak() as peak:
             actor.train_step([batch], PolicyLoss(), batch.num_tokens, current_is_old=True)
-        parallel.destroy()
+        process_groups.destroy()
     figures = {"rest": rest, "peak": peak.bytes, "asleep": asleep}
     return {name: (value - imports) / 2**20 for name, value in figures.items()}
 

@@ -20,7 +20,7 @@ import time
 
 import numpy as np
 
-from grpo_megatron.batch import CostModel, schedule
+from grpo_megatron.batch.schedule import CostModel, schedule
 
 MAX_TOKENS = 32768
 COST = CostModel()

@@ -39,13 +39,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from make_tiny_model import make
 
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.batch import Layout, Pack, Sample, TrainBatch, schedule, token_weights
+from grpo_megatron.batch.layout import Layout, Pack
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.schedule import schedule
+from grpo_megatron.batch.token_weights import token_weights
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import OptimizerConfig
-from grpo_megatron.megatron import parallel
+from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.megatron.spec import ActorSpec, TrainResult
 from grpo_megatron.metrics import to_floats
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 MAX_TOKENS = 4096
 MAX_RESPONSE = 1024
@@ -163,13 +167,13 @@ def measure(options: argparse.Namespace) -> list[Side]:
     batch = random_batch(options.sequences)
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder, "model"), hidden=256, layers=4, heads=8, ffn=512)
-        parallel.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
+        process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
         sides = make_sides(batch, f"{folder}/model")
         for side in sides:
             side.warm_up(batch.num_tokens)
         for _ in range(options.steps):
             check_equal({side.name: side.step(batch.num_tokens) for side in sides})
-        parallel.destroy()
+        process_groups.destroy()
     return sides
 
 

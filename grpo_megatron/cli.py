@@ -5,7 +5,7 @@ import json
 import sys
 import warnings
 
-from grpo_megatron.config import commands as config_commands
+from grpo_megatron.commands import config as config_commands
 from grpo_megatron.errors import UserError
 
 
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="what this machine has, and what that allows")
     options = parser.parse_args(arguments)
     if options.command == "doctor":
-        from grpo_megatron.doctor import doctor
+        from grpo_megatron.commands.doctor import doctor
 
         return doctor()
     # Optional accelerator packages announce their absence at import, many times over.
@@ -44,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _selftest(options) -> int:
-    from grpo_megatron.config.load import load_config
-    from grpo_megatron.selftest import as_json, selftest
+    from grpo_megatron.commands.selftest import as_json, selftest
+    from grpo_megatron.preflight.load import load_config
 
     verdict = selftest(load_config(options.config, options.overrides))
     print(verdict.text())
@@ -54,14 +54,14 @@ def _selftest(options) -> int:
 
 
 def _run(options) -> dict:
-    from grpo_megatron.config.load import load_config
+    from grpo_megatron.preflight.load import load_config
 
     config = load_config(options.config, options.overrides, options.command)
     if options.command == "sft":
-        from grpo_megatron.sft import sft
+        from grpo_megatron.commands.sft import sft
 
         return sft(config)
-    from grpo_megatron.train import train
+    from grpo_megatron.commands.train import train
 
     return train(config)
 

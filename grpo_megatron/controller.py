@@ -5,19 +5,19 @@ from math import isnan
 
 import numpy as np
 
+from grpo_megatron.algorithm.coefficients import measure_mismatch, mismatch_report, step_advantages, step_coefficients
 from grpo_megatron.algorithm.filters import apply_filters
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.algorithm.mismatch import Correction
-from grpo_megatron.algorithm.objective import measure_mismatch, mismatch_report, set_advantages, set_weights
-from grpo_megatron.batch import Group, TrainBatch
+from grpo_megatron.batch.sample import Group
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.errors import UserError
 from grpo_megatron.metrics import Metrics, merge, nan_max, to_floats
-from grpo_megatron.mini_batch import MiniBatch, partition
-from grpo_megatron.reference import Reference
 from grpo_megatron.rewards.control import shuffle_rewards
 from grpo_megatron.rewards.shaping import shape_overlong
+from grpo_megatron.trainer.mini_batch import MiniBatch, partition
 
 SHOWN = {"reward/mean": "reward", "actor/kl_to_reference": "kl", "actor/entropy": "entropy", "mismatch/max": "mismatch"}
 
@@ -38,7 +38,6 @@ class Controller:
         self.loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=recomputed)
         self.correction = Correction.from_config(config.mismatch) if recomputed else None
         self.kl_controller = KLController.from_config(config.algorithm.kl_ctrl)
-        self.reference = Reference(config, actor, keep_hidden=self.loss.needs_full_kl)
         self.step = 0
         self.entropy: float | None = None  # mean over the last step's trained tokens
         self.totals = {"tokens": 0, "seconds": 0.0, "mismatch_max": 0.0}
@@ -60,26 +59,23 @@ class Controller:
     def train_step(self) -> None:
         phases = self.monitor.phases
         self.monitor.start_step()
-        memory = self.rest()
+        memory = self.trainer_sleeps()
         with phases("generate"):
-            groups = self.rollouts.groups(self.step, self.prompts, self.reference.start_step())
+            groups = self.rollouts.groups(self.step, self.prompts)
         with phases("prepare"):
             groups = self.shape_and_filter(groups)
             mini_batches = self.flatten_and_schedule(groups)
         with phases("logprobs"):
             mismatch = self.old_and_reference_logprobs(mini_batches)
         with phases("prepare"):
-            self.respond(mismatch, mini_batches)
-            batches = [mini.batch for mini in mini_batches]
-            measured = set_advantages(batches, self.config.algorithm, self.kl_controller)
-            measured |= merge([set_weights(batch, self.config, self.correction) for batch in batches])
-            measured |= self.reference.metrics()
+            self.act_on_mismatch(mismatch, mini_batches)
+            measured = self.set_coefficients(mini_batches)
         with phases("train"):
             trained = self.train(mini_batches)
         if not mismatch:
             # Only the first optimizer step sees the weights the engine sampled with.
             mismatch = {name: value for name, value in trained[0].items() if name.startswith("mismatch/")}
-            self.respond(mismatch, mini_batches)
+            self.act_on_mismatch(mismatch, mini_batches)
         if any(metrics["actor/dropped_steps"].result() == 0 for metrics in trained):
             with phases("sync"):
                 self.sync_weights()
@@ -119,8 +115,21 @@ class Controller:
                 mismatch.append(measure_mismatch(batch))
             elif self.config.train.old_logprobs == OldLogprobs.rollout:
                 batch.old_logp = batch.rollout_logp
-            self.reference.fill(mini)
+            if self.config.algorithm.needs_reference:
+                keep_hidden = self.loss.needs_full_kl
+                batch.ref_logp = self.actor.logprobs(batch, mini.plan, reference=True, key=mini.key, keep_hidden=keep_hidden)
         return merge(mismatch)
+
+    def set_coefficients(self, mini_batches: list[MiniBatch]) -> Metrics:
+        """Advantage, weight and policy factor of every token; metrics of that."""
+        batches = [mini.batch for mini in mini_batches]
+        advantages, metrics = step_advantages(batches, self.config.algorithm, self.kl_controller)
+        parts = []
+        for batch, advantage in zip(batches, advantages, strict=True):
+            coefficients, measured = step_coefficients(batch, self.config, self.correction)
+            batch.set(advantage=advantage, **vars(coefficients))
+            parts.append(measured)
+        return metrics | merge(parts)
 
     def train(self, mini_batches: list[MiniBatch]) -> list[Metrics]:
         """One optimizer step per mini-batch and epoch; their metrics."""
@@ -135,7 +144,7 @@ class Controller:
         self.entropy = self.entropy if isnan(entropy) else entropy
         return trained
 
-    def respond(self, mismatch: Metrics, mini_batches: list[MiniBatch]) -> None:
+    def act_on_mismatch(self, mismatch: Metrics, mini_batches: list[MiniBatch]) -> None:
         """Show the tokens that engine and trainer disagree about most, and do as mismatch.action says."""
         if mismatch:
             report = mismatch_report(mismatch, [mini.batch for mini in mini_batches], self.config.mismatch, self.decode)
@@ -145,7 +154,7 @@ class Controller:
             if report.text:
                 self.monitor.say(f"step {self.step}: {report.text}")
 
-    def rest(self) -> dict[str, float]:
+    def trainer_sleeps(self) -> dict[str, float]:
         """Before engines work alone: let the trainer's ranks sleep, if so configured; metrics of that."""
         if not self.config.megatron.sleep:
             return {}
@@ -159,7 +168,7 @@ class Controller:
     def evaluate(self) -> dict[str, float]:
         if self.evaluation is None:
             return {}
-        self.rest()
+        self.trainer_sleeps()
         with self.monitor.phases("evaluate"):
             scalars = self.evaluation.run(self.rollouts, self.step)
         self.monitor.log(self.step, scalars)

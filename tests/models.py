@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from grpo_megatron.batch import Sample, TrainBatch
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.train_batch import TrainBatch
 
 FAMILIES = {
     "llama3": (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 _MOST_THREADS = 300
 
@@ -102,7 +102,7 @@ class Team:
 def _serve(connection):
     import torch
 
-    from grpo_megatron.megatron import parallel
+    from grpo_megatron.megatron import process_groups
 
     torch.set_num_threads(1)
     joined = None
@@ -113,12 +113,12 @@ def _serve(connection):
             return  # the test session is gone
         try:
             if joined != init_method:
-                parallel.destroy()
+                process_groups.destroy()
                 gc.collect()
-                parallel.initialize(sizes, rank, init_method, seed, timeout_seconds=120)
+                process_groups.initialize(sizes, rank, init_method, seed, timeout_seconds=120)
                 joined = init_method
             else:
-                parallel.set_seed(seed)
+                process_groups.set_seed(seed)
             value = function(*args)
             gc.collect()  # models and optimizers hold each other
             connection.send((True, value))

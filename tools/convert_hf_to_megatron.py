@@ -5,7 +5,7 @@ python tools/convert_hf_to_megatron.py HF_DIR OUT_DIR
 
 import argparse
 
-from grpo_megatron.convert import hf_to_megatron
+from grpo_megatron.commands.convert import hf_to_megatron
 from grpo_megatron.errors import UserError
 
 

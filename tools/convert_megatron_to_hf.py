@@ -10,7 +10,7 @@ import argparse
 
 import torch
 
-from grpo_megatron.convert import megatron_to_hf
+from grpo_megatron.commands.convert import megatron_to_hf
 from grpo_megatron.errors import UserError
 
 

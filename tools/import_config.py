@@ -14,9 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from grpo_megatron.config.check import check
-from grpo_megatron.config.importers import SYSTEMS, Settings, import_settings, read_settings, to_yaml
 from grpo_megatron.errors import UserError
+from grpo_megatron.importers import SYSTEMS, Settings, import_settings, read_settings, to_yaml
+from grpo_megatron.preflight.check import check
 
 
 def guess(settings: Settings) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from grpo_megatron.prompt import Prompt
+from grpo_megatron.batch.prompt import Prompt
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,13 @@ class TrainBatch:
                 arrays[spec.name] = np.concatenate(found)
         return cls(**arrays)
 
+    def set(self, **arrays: np.ndarray | None) -> None:
+        """Put these arrays in place of the ones the batch has; each of the shape that its field has."""
+        for name, array in arrays.items():
+            if array is not None and array.shape[:1] != self.tokens.shape:
+                raise ValueError(f"{name} has {len(array)} entries for {self.num_tokens} tokens")
+            setattr(self, name, array)
+
     @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1

@@ -1,4 +1,4 @@
-"""YAML files and `key=value` arguments into a checked Config."""
+"""YAML files and `key=value` arguments into a typed Config."""
 
 import dataclasses
 import difflib
@@ -9,7 +9,6 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_megatron.config.keys import type_name
-from grpo_megatron.config.rules import violations
 from grpo_megatron.config.schema import Config
 from grpo_megatron.config.yaml_lines import key_lines
 from grpo_megatron.errors import UserError
@@ -27,20 +26,16 @@ def known_keys(cls: type = Config, prefix: str = "") -> dict[str, dataclasses.Fi
     return found
 
 
-def load_config(path: str | None, overrides: list[str], command: str = "train") -> Config:
-    """Defaults, then algorithm.preset, then the YAML file, then `key=value` overrides; all checked.
+def read_config(path: str | None, overrides: list[str], command: str = "train") -> Config:
+    """Defaults, then algorithm.preset, then the YAML file, then `key=value` overrides. Rules across keys are not checked.
 
-    command: "train" or "sft"; which keys are required and which rules apply. Raises UserError for
-    an unreadable file, an unknown key (naming the nearest), a wrong type, a missing value, or any
-    broken rule (all of them listed).
+    command: "train" or "sft"; which keys are required. Raises UserError for an unreadable file, an unknown key
+    (naming the nearest), a wrong type, or a missing value.
     """
     config = as_config(merge(layers(path, overrides)))
     missing = missing_keys(config, command)
     if missing:
         raise UserError(f"no value for {', '.join(missing)}; set it in the YAML file or as key=value")
-    broken = violations(config, command)
-    if broken:
-        raise UserError("the configuration is not legal:\n" + "\n".join(f"  - {rule}" for rule in broken))
     return config
 
 
@@ -88,7 +83,7 @@ def missing_keys(config: Config, command: str) -> list[str]:
 
 
 def _required(command: str) -> list[str]:
-    # A replayed run needs no prompts of its own; rules.py says when that is.
+    # A replayed run needs no prompts of its own; preflight.rules says when that is.
     return ["model.path"] if command == "train" else ["model.path", "data.train"]
 
 

@@ -92,11 +92,6 @@ class ModelConfig:
 class RefConfig:
     path: str | None = option(None, "HF checkpoint of the reference model; null: the same as model.path")
     offload: bool = option(True, "keep the reference's weights in the host's memory between uses, else in the device's")
-    ahead: bool = option(
-        False,
-        "compute the reference's log-probs of finished samples while the engines generate the others; log-probs then come"
-        " from other packs than the trained ones, which changes their rounding",
-    )
     reset_every: int = option(0, "the current weights become the reference every this many steps; 0: never", "steps")
 
 

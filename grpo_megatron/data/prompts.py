@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_megatron.batch import Prompt
+from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.schema import OverlongPrompts
 from grpo_megatron.data.records import read_records
 from grpo_megatron.errors import UserError

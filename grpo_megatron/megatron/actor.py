@@ -17,25 +17,26 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 
 from grpo_megatron.algorithm.losses import TokenLoss
-from grpo_megatron.batch import Layout, TrainBatch
+from grpo_megatron.batch.layout import Layout
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Precision, RoutingReplay
-from grpo_megatron.megatron import checkpoint
-from grpo_megatron.megatron.architecture import read_architecture
+from grpo_megatron.megatron import sharded_state
 from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, forward_probe
 from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory, occupied
 from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, set_loss_inputs, set_routing_from
 from grpo_megatron.megatron.model import build_model, output_weight, uses_transformer_engine
 from grpo_megatron.megatron.optimizer import Optimizer
-from grpo_megatron.megatron.parallel import rank_info
+from grpo_megatron.megatron.process_groups import rank_info
 from grpo_megatron.megatron.reference import ReferenceWeights
 from grpo_megatron.megatron.rounding import rounding_noise
 from grpo_megatron.megatron.router import Routing, take_loss_sums
 from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult
+from grpo_megatron.megatron.weights import iterate_hf, load_hf, mark_parallel
 from grpo_megatron.metrics import Mean, Metrics, concrete, merge
+from grpo_megatron.model.architecture import read_architecture
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
 from grpo_megatron.weights.maps import weight_map
-from grpo_megatron.weights.megatron_weights import iterate_hf, load_hf, mark_parallel
 
 PRECISIONS = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.bfloat16}
 MicroBatches = list[TrainBatch]
@@ -45,7 +46,7 @@ FP8_ALIGNMENT = 16
 
 
 class Actor:
-    """Needs `parallel.initialize` to have run in this process."""
+    """Needs `process_groups.initialize` to have run in this process."""
 
     def __init__(self, spec: ActorSpec):
         self.spec = spec
@@ -341,12 +342,12 @@ class Actor:
     def save_checkpoint(self, folder: str) -> None:
         """Collective; see megatron.checkpoint."""
         with self._weights_at_rest(), self._optimizer_at_hand():
-            checkpoint.save(folder, [ddp.module for ddp in self.ddp], self.optimizer)
+            sharded_state.save(folder, [ddp.module for ddp in self.ddp], self.optimizer)
 
     def load_checkpoint(self, folder: str) -> None:
         """Weights, optimizer and learning-rate state; the reference stays what it was. Collective."""
         with self._weights_at_rest(), self._optimizer_at_hand():
-            checkpoint.load(folder, [ddp.module for ddp in self.ddp], self.optimizer)
+            sharded_state.load(folder, [ddp.module for ddp in self.ddp], self.optimizer)
 
 
 def merge_over_context(metrics: Metrics) -> Metrics:

@@ -7,7 +7,8 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from grpo_megatron.algorithm.losses import LossInputs
-from grpo_megatron.batch import Layout, Pack, TrainBatch
+from grpo_megatron.batch.layout import Layout, Pack
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.attention import PackedSequences, describe_pack
 
 

@@ -9,14 +9,15 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, g
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from grpo_megatron.capabilities import transformer_engine_problem
 from grpo_megatron.config.schema import TransformerImpl
-from grpo_megatron.doctor import transformer_engine_problem
-from grpo_megatron.megatron.architecture import Architecture, transformer_config
 from grpo_megatron.megatron.attention import PackedAttention
 from grpo_megatron.megatron.logprobs import hand_out_hidden_states
 from grpo_megatron.megatron.modules import RMSNorm, SwiGLU
 from grpo_megatron.megatron.router import Router
 from grpo_megatron.megatron.spec import ModelSpec
+from grpo_megatron.megatron.transformer_config import transformer_config
+from grpo_megatron.model.architecture import Architecture
 
 
 def uses_transformer_engine(impl: TransformerImpl) -> bool:

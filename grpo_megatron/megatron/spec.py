@@ -1,12 +1,12 @@
 """What goes into an Actor and comes out of a step; light, because the driver imports it too."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from grpo_megatron.config.schema import MoEConfig, OptimizerConfig, Precision, Recompute, TransformerImpl
-from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.config.schema import Config, MoEConfig, OptimizerConfig, Precision, Recompute, TransformerImpl
 from grpo_megatron.metrics import Metrics
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
 @dataclass(frozen=True)
@@ -68,3 +68,37 @@ class TrainResult:
     dropped: bool
     metrics: Metrics
     beyond: tuple[str, ...] = ()
+
+
+def lr_decay_steps(config: Config, command: str) -> int:
+    """Optimizer steps of the learning-rate schedule with its warm-up: as set, else all of the run; command: train or sft."""
+    if config.optimizer.lr_decay_steps is not None:
+        return config.optimizer.lr_decay_steps
+    if command == "sft":
+        return config.run.total_steps
+    mini_batches = config.data.train_batch_size // max(1, config.train.ppo_mini_batch_size)
+    return config.run.total_steps * mini_batches * config.train.ppo_epochs
+
+
+def actor_spec(config: Config, with_reference: bool, command: str = "train") -> ActorSpec:
+    """command: train or sft, by which the length of the learning-rate schedule is known."""
+    return ActorSpec(
+        model_path=config.model.path,
+        sizes=ParallelSizes.from_config(config.megatron),
+        optimizer=replace(config.optimizer, lr_decay_steps=lr_decay_steps(config, command)),
+        precision=config.megatron.precision,
+        transformer_impl=config.megatron.transformer_impl,
+        distributed_optimizer=config.megatron.distributed_optimizer,
+        overlap=config.megatron.overlap,
+        recompute=config.megatron.recompute,
+        recompute_modules=tuple(config.megatron.recompute_modules),
+        moe=config.moe,
+        temperature=config.rollout.temperature,
+        with_reference=with_reference,
+        reference_path=config.ref.path,
+        reference_offload=config.ref.offload,
+        offload_folder=config.megatron.offload_folder,
+        pack_tokens=config.train.max_tokens_per_micro_batch * config.megatron.context_parallel
+        if config.train.constant_length_packs
+        else 0,
+    )

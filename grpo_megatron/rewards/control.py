@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_megatron.batch import Group
+from grpo_megatron.batch.sample import Group
 
 
 def shuffle_rewards(groups: list[Group], rng: np.random.Generator) -> list[Group]:

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from grpo_megatron.cluster.worker_pool import WorkerPool
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards.base import resolve_reward, time_limit
-from grpo_megatron.worker_pool import WorkerPool
 
 _reward = None  # set once per worker process by _initialize
 _settings = None

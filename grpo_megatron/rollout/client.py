@@ -5,7 +5,7 @@ import contextlib
 
 from grpo_megatron.cluster.processes import fetch
 from grpo_megatron.errors import UserError
-from grpo_megatron.rollout.engine import Completion, Request
+from grpo_megatron.sglang.engine import Completion, Request
 
 # How long one poll may wait in the engine. Only bounds how late a dead-lock is noticed.
 _POLL_SECONDS = 5.0

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.cluster.worker_pool import WorkerPool
 from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Registry
-from grpo_megatron.prompt import Prompt
 from grpo_megatron.rewards.base import time_limit
-from grpo_megatron.worker_pool import WorkerPool
 
 environment = Registry("environment", "rollout.environment")
 

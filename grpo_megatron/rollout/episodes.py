@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_megatron.batch import Prompt, Sample, WeightSpan
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Sample, WeightSpan
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.workers import RewardTask
-from grpo_megatron.rollout.engine import Completion
 from grpo_megatron.rollout.environments import Environments
+from grpo_megatron.sglang.engine import Completion
 
 # (response ids so far, most new tokens) -> the model's next turn
 Respond = Callable[[list[int], int], Awaitable[Completion]]

@@ -2,18 +2,18 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import ray
 
-from grpo_megatron.batch import Group, Prompt, Sample
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.cluster.processes import fetch, gather
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.client import EngineClient
-from grpo_megatron.rollout.engine import Completion, Request
 from grpo_megatron.rollout.episodes import Episode, MultiTurn, SingleTurn
+from grpo_megatron.sglang.engine import Completion, Request
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,13 @@ class RolloutManager:
 
     # -- generation ---------------------------------------------------------------------------
 
-    def generate(
-        self, prompts: list[Prompt], sampling: Sampling, finished: Callable[[Sample], None] | None = None
-    ) -> list[Group]:
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Group]:
         """`sampling.n` scored samples for each prompt, groups in the order of the prompts.
 
-        finished: called with every scored sample as soon as there is one; it should not take long.
         Blocks until all are done. Raises UserError if an engine dies or finishes nothing for
         rollout.engine.request_timeout seconds, or as a reward or an environment does.
         """
-        samples = asyncio.run(self._generate(prompts, sampling, finished))
+        samples = asyncio.run(self._generate(prompts, sampling))
         groups = [
             Group(self._next_group + p, prompt, tuple(samples[p * sampling.n : (p + 1) * sampling.n]))
             for p, prompt in enumerate(prompts)
@@ -81,18 +78,11 @@ class RolloutManager:
         self._next_group += len(prompts)
         return groups
 
-    async def _generate(self, prompts: list[Prompt], sampling: Sampling, finished) -> list[Sample]:
+    async def _generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
         # Samples of one group go to one engine, whose prefix cache then holds the prompt.
         clients = [EngineClient(engine, *self._who[i], self._config) for i, engine in enumerate(self._engines)]
         keys = [(p, s) for p in range(len(prompts)) for s in range(sampling.n)]
-
-        async def play(p: int, s: int) -> Sample:
-            sample = await self._play(prompts[p], (p, s), sampling, clients[p % len(clients)])
-            if finished:
-                finished(sample)
-            return sample
-
-        return await asyncio.gather(*(play(p, s) for p, s in keys))
+        return await asyncio.gather(*(self._play(prompts[p], (p, s), sampling, clients[p % len(clients)]) for p, s in keys))
 
     async def _play(self, prompt: Prompt, key: tuple[int, int], sampling: Sampling, client: EngineClient) -> Sample:
         group = self._next_group + key[0]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_megatron.batch import Group, Prompt, Sample, WeightSpan
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Group, Sample, WeightSpan
 from grpo_megatron.errors import UserError
 
 _FORMAT = "grpo_megatron.rollout"

@@ -1,10 +1,8 @@
 """Where a step's groups come from: engines, or a recording. The controller sees one interface."""
 
-from collections.abc import Callable
-
 import numpy as np
 
-from grpo_megatron.batch import Group, Sample
+from grpo_megatron.batch.sample import Group
 from grpo_megatron.rollout.manager import RolloutManager, Sampling
 from grpo_megatron.rollout.record import Recorder, Replay
 
@@ -51,9 +49,8 @@ class EngineRollouts:
         self._sampling = training_sampling(config.rollout)
         self._recorder = Recorder(config.rollout.record, resumed) if config.rollout.record else None
 
-    def groups(self, step: int, prompts, finished: Callable[[Sample], None] | None = None) -> list[Group]:
-        """finished: called with every scored sample as soon as there is one."""
-        groups = self.manager.generate(prompts.next(self._batch_size), self._sampling, finished)
+    def groups(self, step: int, prompts) -> list[Group]:
+        groups = self.manager.generate(prompts.next(self._batch_size), self._sampling)
         if self._recorder:
             self._recorder.write(step, groups)
         return groups
@@ -85,8 +82,7 @@ class ReplayedRollouts:
     def __init__(self, path: str):
         self._replay = Replay(path)
 
-    def groups(self, step: int, prompts, finished: Callable[[Sample], None] | None = None) -> list[Group]:
-        """finished is not called: there is nothing to do meanwhile."""
+    def groups(self, step: int, prompts) -> list[Group]:
         return self._replay.read(step)
 
     def statistics(self, groups: list[Group]) -> dict[str, float]:

@@ -8,7 +8,7 @@ that go shard to shard.
 from dataclasses import dataclass, replace
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.architecture import Architecture
+from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.weights.transforms import Copy, FuseGateUp, FuseQKV, PadVocab
 
 

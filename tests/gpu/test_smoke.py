@@ -11,11 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.batch import schedule, token_weights
+from grpo_megatron.batch.schedule import schedule
+from grpo_megatron.batch.token_weights import token_weights
+from grpo_megatron.capabilities import fp8_problem, transformer_engine_problem
 from grpo_megatron.config.schema import OptimizerConfig, Precision, TransformerImpl
-from grpo_megatron.doctor import fp8_problem, transformer_engine_problem
-from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import FAMILIES, random_batch, tiny_model, transformers_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -23,11 +24,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group(tmp_path_factory):
-    from grpo_megatron.megatron import parallel
+    from grpo_megatron.megatron import process_groups
 
-    parallel.initialize(ParallelSizes(), 0, f"file://{tmp_path_factory.mktemp('store')}/store", seed=0)
+    process_groups.initialize(ParallelSizes(), 0, f"file://{tmp_path_factory.mktemp('store')}/store", seed=0)
     yield
-    parallel.destroy()
+    process_groups.destroy()
 
 
 def make_actor(model, precision=Precision.bf16, impl=TransformerImpl.local):

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_megatron.batch import Group, Prompt, Sample
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.cli import main
 from grpo_megatron.rollout.record import Recorder
 

@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from grpo_megatron.config.schema import EngineConfig
-from grpo_megatron.rollout.engine import engine_environment
+from grpo_megatron.sglang.engine import engine_environment
 
 
 def _pools(kv_heads: int, head_dim: int, dtype):
@@ -79,7 +79,7 @@ def _both(kv_heads: int, group: int, dtype_name: str):
     import torch
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from grpo_megatron.rollout.cpu_platform import ATTENTION_BACKEND
+    from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND
 
     dtype, results = getattr(torch, dtype_name), []
     for name in (ATTENTION_BACKEND, "torch_native"):
@@ -112,7 +112,7 @@ def _operators():
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
-    from grpo_megatron.rollout import cpu_operators
+    from grpo_megatron.sglang import cpu_operators
 
     generator = torch.Generator().manual_seed(7)
     native = {}
@@ -150,7 +150,7 @@ def _by_column() -> dict:
     import torch
     from sglang.srt.layers.linear import ReplicatedLinear
 
-    from grpo_megatron.rollout import cpu_operators
+    from grpo_megatron.sglang import cpu_operators
 
     generator = torch.Generator().manual_seed(8)
     layer = ReplicatedLinear(32, 48, bias=False)

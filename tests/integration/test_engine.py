@@ -13,16 +13,17 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_megatron.batch import Prompt, TrainBatch
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.schema import Config, EngineConfig, RewardConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import RewardWorkers
-from grpo_megatron.rollout.engine import start_engines
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import RolloutManager, Sampling
+from grpo_megatron.sglang.engine import start_engines
 from grpo_megatron.weights.buckets import make_buckets
 from tests.models import transformers_logprobs
 

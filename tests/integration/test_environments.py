@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_megatron.batch import TrainBatch
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cli import main
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.rollout.record import Replay
+from tests.integration.question_environments import share_of_digits
 from tests.integration.test_train import arguments, metrics
-from tests.integration.worlds import share_of_digits
 from tests.models import transformers_logprobs
 
 LONGEST = 48
@@ -27,7 +27,7 @@ def several_turns(arithmetic, root, name, *changes):
         *taken,
         f"run.name={name}",
         "run.total_steps=2",
-        "rollout.environment=tests.integration.worlds:three_questions",
+        "rollout.environment=tests.integration.question_environments:three_questions",
         f"rollout.max_response_length={LONGEST}",
         f"rollout.stop_token_ids={ends}",
         "train.max_tokens_per_micro_batch=256",
@@ -123,8 +123,10 @@ def test_a_recording_of_turns_trains_the_same(played, arithmetic, root):
 
 
 def test_an_environment_that_fails_ends_the_run(ray_here, arithmetic, root, capsys):
-    changes = ["rollout.environment=tests.integration.worlds:Broken"]
+    changes = ["rollout.environment=tests.integration.question_environments:Broken"]
     assert main(["train", *several_turns(arithmetic, root, "fails", *changes)]) == 2
     message = capsys.readouterr().err
-    assert re.search(r"error: environment tests.integration.worlds:Broken: step\(.*\) on record \d+ failed: KeyError", message)
+    assert re.search(
+        r"error: environment tests.integration.question_environments:Broken: step\(.*\) on record \d+ failed: KeyError", message
+    )
     assert "Traceback" not in message

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_megatron.config.load import load_config
 from grpo_megatron.data import PromptTokenizer, load_prompts
+from grpo_megatron.preflight.load import load_config
 from grpo_megatron.rewards import resolve_reward
 from tests.parallel.test_weights import assert_identical, read_all
 

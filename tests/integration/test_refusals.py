@@ -6,8 +6,8 @@ import shutil
 import pytest
 import ray
 
+from grpo_megatron.capabilities import fp8_problem
 from grpo_megatron.cli import main
-from grpo_megatron.doctor import fp8_problem
 from tests.models import tiny_qwen3
 
 

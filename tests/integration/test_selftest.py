@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.cli import main
-from grpo_megatron.config.load import load_config
-from grpo_megatron.selftest import SelftestController, Verdict, as_json, investigate, selftest_config
-from grpo_megatron.train import assembled
+from grpo_megatron.commands.selftest import SelftestController, Verdict, as_json, investigate, selftest_config
+from grpo_megatron.commands.train import assembled
+from grpo_megatron.preflight.load import load_config
 
 STEPS = 2
 
@@ -90,7 +90,7 @@ def test_log_probs_of_a_cut_distribution(controller, verdict, monkeypatch):
     """As an engine reports them that normalises the nucleus again."""
     whole = controller.rollouts.groups
 
-    def groups(step, prompts, finished=None):
+    def groups(step, prompts):
         rng = np.random.default_rng(step)
         return [
             replace(
@@ -118,7 +118,7 @@ def test_token_ids_changed_after_sampling(controller, verdict, monkeypatch):
         ids[1:3] = ids[2:0:-1] if len(ids) > 2 else ids[1:3]
         return ids
 
-    def groups(step, prompts, finished=None):
+    def groups(step, prompts):
         return [
             replace(group, samples=tuple(replace(s, response_ids=exchange(s.response_ids)) for s in group.samples))
             for group in sampled(step, prompts)

@@ -3,7 +3,9 @@
 import numpy as np
 import torch
 
-from grpo_megatron.batch import Layout, TrainBatch, schedule
+from grpo_megatron.batch.layout import Layout
+from grpo_megatron.batch.schedule import schedule
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.batch import Layout
+from grpo_megatron.batch.layout import Layout
 from grpo_megatron.megatron import attention
 from grpo_megatron.megatron.attention import PackedAttention, describe_pack
 from tests.parallel.heads import Recorder

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from grpo_megatron.batch import TrainBatch
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.parallel import ParallelSizes, RankInfo
 from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.megatron.weights import local_parameters
 from grpo_megatron.metrics import Metrics, merge, to_floats
+from grpo_megatron.model.parallel_sizes import ParallelSizes, RankInfo
 from grpo_megatron.weights.maps import weight_map
-from grpo_megatron.weights.megatron_weights import local_parameters
 from tests.parallel.actors import micro_batches
 
 
@@ -119,7 +119,7 @@ FAULTS = {
         _keys_gradients_stay,
     ),
     "sequence sums of one CP rank": ("grpo_megatron.batch.layout", "_sum_over", _own_sums_only),
-    "wrong VPP order": ("grpo_megatron.weights.megatron_weights", "local_parameters", _chunks_of_a_stage_adjacent),
+    "wrong VPP order": ("grpo_megatron.megatron.weights", "local_parameters", _chunks_of_a_stage_adjacent),
     "auxiliary losses by one rank's tokens": ("grpo_megatron.megatron.router:Router", "_apply_aux_loss", _megatrons_own),
 }
 

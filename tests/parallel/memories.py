@@ -1,7 +1,7 @@
 """What the memory tests run on each rank."""
 
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.weights.megatron_weights import local_parameters
+from grpo_megatron.megatron.weights import local_parameters
 from tests.parallel.actors import micro_batches
 
 

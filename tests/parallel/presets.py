@@ -6,11 +6,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.algorithm.coefficients import measure_mismatch, step_advantages, step_coefficients
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.algorithm.mismatch import Correction
-from grpo_megatron.algorithm.objective import measure_mismatch, set_advantages, set_weights
-from grpo_megatron.batch import TrainBatch
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec, TrainResult
@@ -62,8 +62,9 @@ def steps(config: Config, spec: ActorSpec, batch: TrainBatch, old_shift: float =
     batch.old_logp = batch.old_logp + np.float32(old_shift)
     if spec.with_reference:
         batch.ref_logp = replica.logprobs(reference=True, keep_hidden=loss.needs_full_kl)
-    set_advantages([batch], config.algorithm, KLController.from_config(config.algorithm.kl_ctrl))
-    set_weights(batch, config, Correction.from_config(config.mismatch))
+    (advantage,), _ = step_advantages([batch], config.algorithm, KLController.from_config(config.algorithm.kl_ctrl))
+    coefficients, _ = step_coefficients(batch, config, Correction.from_config(config.mismatch))
+    batch.set(advantage=advantage, **vars(coefficients))
     before = parameters_of(replica.actor)
     results = [replica.train_step(loss) for _ in range(count)]
     after = parameters_of(replica.actor)

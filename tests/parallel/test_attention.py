@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from grpo_megatron.megatron.modules import RMSNorm, SwiGLU
-from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.parallel import attentions
 from tests.parallel.attentions import Problem
 from tests.parallel.heads import Recorder

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron.megatron.parallel import ParallelSizes
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.parallel import heads
 from tests.parallel.heads import Problem
 

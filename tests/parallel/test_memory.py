@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from grpo_megatron.config.schema import OptimizerConfig, Precision
-from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import tiny_model
 from tests.parallel import memories
 from tests.parallel.test_invariance import TOKEN, make_batch

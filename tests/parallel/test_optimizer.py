@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.batch import schedule
-from grpo_megatron.cluster.actor_group import ActorGroup
+from grpo_megatron.batch.schedule import schedule
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.config.schema import Config, LrSchedule, OptimizerConfig, Precision
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.trainer.policy import ActorGroup
 from tests.models import tiny_model
 from tests.parallel import optimizers
 from tests.parallel.invariance import worst_difference

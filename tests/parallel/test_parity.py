@@ -6,8 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_megatron.config.schema import OptimizerConfig
-from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import random_batch, tiny_qwen3, transformers_logprobs
 from tests.parallel import actors
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from grpo_megatron.config.schema import OptimizerConfig, Precision
-from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import tiny_qwen3
 from tests.parallel import actors
 from tests.parallel.test_invariance import TOKEN, make_batch

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.batch import Sample, TrainBatch
-from grpo_megatron.config.load import PRESETS, load_config
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.load import PRESETS
 from grpo_megatron.config.schema import OptimizerConfig
-from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.metrics import merge, to_floats
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.load import load_config
 from tests.models import tiny_model
 from tests.parallel import presets
 from tests.parallel.test_invariance import Suite

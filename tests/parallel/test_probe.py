@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from grpo_megatron.config.schema import OptimizerConfig
-from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import random_batch, tiny_qwen3
 from tests.parallel import actors
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from grpo_megatron.config.schema import MoEConfig, Recompute, RoutingReplay
-from grpo_megatron.megatron.parallel import ParallelSizes
 from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import tiny_model
 from tests.parallel import routings
 from tests.parallel.test_invariance import OPTIMIZER, TOKEN, make_batch

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from grpo_megatron.algorithm.losses import LossInputs
-from grpo_megatron.batch import TrainBatch
+from grpo_megatron.batch.train_batch import TrainBatch
 
 
 @dataclass

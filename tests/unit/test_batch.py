@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 
-from grpo_megatron.batch import Sample, TrainBatch, token_weights
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.token_weights import token_weights
+from grpo_megatron.batch.train_batch import TrainBatch
 from tests.models import random_batch, random_samples
 
 

@@ -2,9 +2,10 @@ import re
 
 import pytest
 
-from grpo_megatron.config.load import known_keys, load_config
+from grpo_megatron.config.load import known_keys
 from grpo_megatron.config.schema import OldLogprobs
 from grpo_megatron.errors import UserError
+from grpo_megatron.preflight.load import load_config
 
 NEEDED = ["model.path=m", "data.train=d.jsonl"]
 

@@ -10,8 +10,11 @@ import pytest
 import yaml
 
 from grpo_megatron.cli import main
-from grpo_megatron.config.docs import COMMAND
-from grpo_megatron.config.interactions import (
+from grpo_megatron.config.keys import default_of, type_name, value_text
+from grpo_megatron.config.load import known_keys
+from grpo_megatron.config.origins import resolve
+from grpo_megatron.preflight.docs import COMMAND
+from grpo_megatron.preflight.interactions import (
     choices,
     dotted_names,
     interacting_keys,
@@ -20,9 +23,7 @@ from grpo_megatron.config.interactions import (
     rule_modules,
     rule_sentences,
 )
-from grpo_megatron.config.keys import default_of, type_name, value_text
-from grpo_megatron.config.load import known_keys, load_config
-from grpo_megatron.config.origins import resolve
+from grpo_megatron.preflight.load import load_config
 
 QUICKSTART = "configs/quickstart.yaml"
 CONFIGS = sorted(map(str, Path("configs").glob("*.yaml")))
@@ -286,8 +287,8 @@ def test_check_looks_into_data_without_a_model(capsys, run_files):
 
 def test_check_agrees_with_what_a_run_refuses():
     """check must not be laxer than train: the same settings, the same verdict."""
-    from grpo_megatron.config.check import check
     from grpo_megatron.errors import UserError
+    from grpo_megatron.preflight.check import check
 
     for overrides in (
         ["rollout.n=0"],

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_megatron.batch import Group, Prompt
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.schema import DataConfig, OverlongPrompts
 from grpo_megatron.data import EpochOrder, PromptSource, PromptTokenizer, load_prompts, read_jsonl, read_records
 from grpo_megatron.errors import UserError

@@ -6,14 +6,16 @@ import time
 import numpy as np
 import pytest
 
-from grpo_megatron.batch import Group, Prompt, TrainBatch, WeightSpan
-from grpo_megatron.config.load import load_config
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Group, WeightSpan
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import RewardConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.rollout.engine import Completion
+from grpo_megatron.preflight.load import load_config
 from grpo_megatron.rollout.environments import Environments
 from grpo_megatron.rollout.episodes import Episode, MultiTurn
 from grpo_megatron.rollout.source import group_statistics
+from grpo_megatron.sglang.engine import Completion
 
 AB = 500  # one token for "ab", which can also be written as two
 
@@ -65,14 +67,14 @@ class Script:
 
 @pytest.fixture(scope="module")
 def counting():
-    environments = Environments("tests.unit.worlds:counting", RewardConfig(workers=2))
+    environments = Environments("tests.unit.toy_environments:counting", RewardConfig(workers=2))
     yield environments
     environments.close()
 
 
 @pytest.fixture(scope="module")
 def obedient():
-    environments = Environments("tests.unit.worlds:Obedient", RewardConfig(workers=1, timeout=1.0))
+    environments = Environments("tests.unit.toy_environments:Obedient", RewardConfig(workers=1, timeout=1.0))
     yield environments
     environments.close()
 
@@ -175,7 +177,7 @@ def test_many_episodes_at_once(counting):
     assert group_statistics(capped)["response/out_of_turns"] == 1
 
 
-STEP = r"environment tests.unit.worlds:Obedient: step\('{}'\) on record 7 "
+STEP = r"environment tests.unit.toy_environments:Obedient: step\('{}'\) on record 7 "
 
 
 @pytest.mark.parametrize(
@@ -213,15 +215,17 @@ def test_a_step_that_fails_is_one_clear_error(obedient, order, complaint):
     ],
 )
 def test_a_start_that_fails(obedient, order, complaint):
-    with pytest.raises(UserError, match=r"environment tests.unit.worlds:Obedient: reset\(\) on record 7 " + complaint):
+    with pytest.raises(
+        UserError, match=r"environment tests.unit.toy_environments:Obedient: reset\(\) on record 7 " + complaint
+    ):
         play(obedient, Script("fine"), prompt(do=order))
 
 
 def test_a_process_that_dies():
-    environments = Environments("tests.unit.worlds:Obedient", RewardConfig(workers=1))
+    environments = Environments("tests.unit.toy_environments:Obedient", RewardConfig(workers=1))
     try:
         for _ in range(2):  # the second time it is known from the start
-            with pytest.raises(UserError, match=r"environment tests.unit.worlds:Obedient: one of its processes died"):
+            with pytest.raises(UserError, match=r"environment tests.unit.toy_environments:Obedient: one of its processes died"):
                 play(environments, Script("die"))
     finally:
         environments.close()
@@ -229,10 +233,10 @@ def test_a_process_that_dies():
 
 def test_one_that_cannot_be_interrupted(monkeypatch):
     """As in a C extension that never returns: nothing in its process can end it, so the process is ended."""
-    environments = Environments("tests.unit.worlds:Obedient", RewardConfig(workers=1, timeout=1.0))
+    environments = Environments("tests.unit.toy_environments:Obedient", RewardConfig(workers=1, timeout=1.0))
     try:
         play(environments, Script("fine"), max_turns=1)  # it has started
-        monkeypatch.setattr("grpo_megatron.worker_pool._START_SECONDS", 0.5)
+        monkeypatch.setattr("grpo_megatron.cluster.worker_pool._START_SECONDS", 0.5)
         with pytest.raises(UserError, match=r"did not return within reward.timeout=1.0 s, and cannot be interrupted"):
             play(environments, Script("deaf"))
     finally:
@@ -246,7 +250,7 @@ def configured(*overrides):
     return load_config(None, ["model.path=m", "data.train=d.jsonl", *overrides])
 
 
-WORLD = "rollout.environment=tests.unit.worlds:counting"
+WORLD = "rollout.environment=tests.unit.toy_environments:counting"
 
 
 def test_an_environment_is_legal():
@@ -257,7 +261,7 @@ def test_an_environment_is_legal():
     ("overrides", "says"),
     [
         (["rollout.environment=no_such_module:f"], "cannot be imported"),
-        (["rollout.environment=tests.unit.worlds:nothing"], "has no function nothing"),
+        (["rollout.environment=tests.unit.toy_environments:nothing"], "has no function nothing"),
         (["rollout.environment=frozen_lake"], "is unknown; choose one of"),
         ([WORLD, "rollout.max_turns=0"], "rollout.max_turns must be greater than 0"),
         (["rollout.max_turns=3"], "rollout.max_turns=3 means nothing without rollout.environment"),

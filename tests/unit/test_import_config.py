@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_megatron.config.importers import RLINF, SYSTEMS, VERL, import_settings, read_settings, to_yaml
-from grpo_megatron.config.importers.mapping import UNSET
-from grpo_megatron.config.load import known_keys, load_config
+from grpo_megatron.config.load import known_keys
 from grpo_megatron.errors import UserError
+from grpo_megatron.importers import RLINF, SYSTEMS, VERL, import_settings, read_settings, to_yaml
+from grpo_megatron.importers.mapping import UNSET
+from grpo_megatron.preflight.load import load_config
 
 DATA = Path(__file__).parent / "data"
 VERL_SCRIPT = (DATA / "verl_grpo.sh").read_text()

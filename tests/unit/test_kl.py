@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_megatron.algorithm.coefficients import mean_over_trajectories
 from grpo_megatron.algorithm.kl import KL_TYPES, KLController, kl_penalty, unbiased_kl
-from grpo_megatron.algorithm.objective import mean_over_trajectories
 from grpo_megatron.config.schema import Config
 
 

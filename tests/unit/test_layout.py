@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_megatron.batch import Layout
+from grpo_megatron.batch.layout import Layout
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 layouts = st.builds(

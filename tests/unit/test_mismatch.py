@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_megatron.algorithm.coefficients import measure_mismatch, mismatch_report, step_coefficients
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.algorithm.mismatch import RATIO_BOUNDS, Correction, describe_worst, mismatch_metrics
-from grpo_megatron.algorithm.objective import measure_mismatch, mismatch_report, set_weights
-from grpo_megatron.batch import LOSS_AGG_MODES
+from grpo_megatron.batch.token_weights import LOSS_AGG_MODES
 from grpo_megatron.config.algorithm import MaskAppliesTo
 from grpo_megatron.config.schema import Config
 from grpo_megatron.metrics import concrete, merge, to_floats
@@ -202,7 +202,7 @@ def config_for(kind: str, mode: str, applies_to: str) -> Config:
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @given(seed=st.integers(0, 10**6))
 def test_known_before_training_the_policy_term_is_averaged_over_what_is_kept(mode, seed):
-    from grpo_megatron.batch import token_weights
+    from grpo_megatron.batch.token_weights import token_weights
 
     given = ragged(seed, spread=0.5)
     correction = Correction("icepop", 0.7, 1.4)
@@ -211,14 +211,12 @@ def test_known_before_training_the_policy_term_is_averaged_over_what_is_kept(mod
     weight, kept = correction(inputs.rollout_logp, inputs.old_logp, inputs.mask, inputs.sequence_sum)
     kept_weights = token_weights(replace(given.batch, loss_mask=given.batch.loss_mask & kept.numpy()), mode, 8)
 
-    keeps_kl = replace(given.batch)
-    set_weights(keeps_kl, config_for("icepop", mode, "policy"), correction)
+    keeps_kl, _ = step_coefficients(given.batch, config_for("icepop", mode, "policy"), correction)
     np.testing.assert_array_equal(keeps_kl.weight, plain)
     np.testing.assert_array_equal(keeps_kl.loss_mask, given.batch.loss_mask)
     np.testing.assert_allclose(keeps_kl.weight * keeps_kl.policy_factor, kept_weights * weight.numpy(), rtol=1e-6)
 
-    loses_all = replace(given.batch)
-    set_weights(loses_all, config_for("icepop", mode, "all"), correction)
+    loses_all, _ = step_coefficients(given.batch, config_for("icepop", mode, "all"), correction)
     np.testing.assert_array_equal(loses_all.weight, kept_weights)
     np.testing.assert_array_equal(loses_all.loss_mask, given.batch.loss_mask & kept.numpy())
     np.testing.assert_allclose(loses_all.policy_factor[loses_all.loss_mask], weight.numpy()[loses_all.loss_mask])

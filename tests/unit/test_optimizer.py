@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_megatron.cluster.actor_group import DroppedSteps
-from grpo_megatron.config.load import load_config
-from grpo_megatron.config.rules import lr_decay_steps
 from grpo_megatron.config.schema import LrSchedule, OptimizerConfig, WsdDecayStyle
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.optimizer import continue_schedule, lr_scheduler
+from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.rules import lr_decay_steps
+from grpo_megatron.trainer.policy import DroppedSteps
 
 # lr 1, down to 0.2 at step 12, 4 steps of warm-up; wsd decays in steps 9 to 12.
 CONFIG = OptimizerConfig(lr=1.0, lr_min=0.2, lr_warmup_steps=4, lr_decay_steps=12, wsd_decay_steps=4, weight_decay=0.1)

@@ -13,15 +13,16 @@ import torch
 from grpo_megatron.algorithm.advantages import AdvantageInputs, advantages
 from grpo_megatron.algorithm.filters import apply_filters
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.batch import Group, Prompt, Sample
-from grpo_megatron.config.load import load_config
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Registry
+from grpo_megatron.preflight.load import load_config
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.workers import RewardTask
-from grpo_megatron.rollout.engine import Completion
 from grpo_megatron.rollout.environments import Environments
 from grpo_megatron.rollout.episodes import Episode, MultiTurn
+from grpo_megatron.sglang.engine import Completion
 from tests.unit.test_losses import inputs as loss_inputs
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", Path("docs/plugins.md").read_text(encoding="utf-8"), re.DOTALL)

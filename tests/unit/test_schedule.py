@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_megatron.batch import CostModel, schedule
-from grpo_megatron.batch.schedule import _split
+from grpo_megatron.batch.schedule import CostModel, _split, schedule
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.architecture import read_architecture
+from grpo_megatron.model.architecture import read_architecture
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=24, max_size=120)
 

@@ -1,0 +1,1 @@
+"""What `grpo-megatron COMMAND` does; the tools call some of it too."""

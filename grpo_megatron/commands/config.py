@@ -1,0 +1,57 @@
+"""The command line of `grpo-megatron config`."""
+
+import argparse
+import sys
+
+
+def add_parser(commands) -> None:
+    """commands: what ArgumentParser.add_subparsers returns."""
+    parser = commands.add_parser("config", help="show, explain, compare and check configurations")
+    actions = parser.add_subparsers(dest="action", required=True)
+    show = actions.add_parser("show", help="every value in effect, and where it comes from")
+    show.add_argument("--only-set", action="store_true", help="leave out the defaults")
+    check = actions.add_parser("check", help="all that is wrong, as far as it can be known here; exit status 2 if anything is")
+    check.add_argument("--for", dest="purpose", choices=("train", "sft"), default="train", help="the command it is meant for")
+    for action in (show, check):
+        action.add_argument("--config", metavar="FILE", help="YAML file")
+        action.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
+    explain = actions.add_parser("explain", help="what a key means and interacts with; of a section, its keys")
+    explain.add_argument("key", metavar="KEY")
+    diff = actions.add_parser("diff", help="keys whose values differ; exit status 1 if any does")
+    diff.add_argument("a", metavar="A", help="YAML file")
+    diff.add_argument("b", metavar="B", help="YAML file")
+    diff.add_argument("--json", action="store_true", help="for programs")
+    actions.add_parser("docs", help="the text of docs/config.md")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status: 0; 1 if diff found differences; 2 if check found violations. Raises UserError."""
+    if options.action == "show":
+        from grpo_megatron.preflight.show import show
+
+        print(show(options.config, options.overrides, options.only_set))
+    elif options.action == "explain":
+        from grpo_megatron.preflight.show import explain
+
+        print(explain(options.key))
+    elif options.action == "diff":
+        from grpo_megatron.preflight.show import diff_text
+
+        text, differs = diff_text(options.a, options.b, options.json)
+        print(text)
+        return 1 if differs else 0
+    elif options.action == "check":
+        return _check(options)
+    else:
+        from grpo_megatron.preflight.docs import markdown
+
+        print(markdown())
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from grpo_megatron.preflight.check import check
+
+    report = check(options.config, options.overrides, options.purpose)
+    print(report.text(), file=sys.stderr if report.violations else sys.stdout)
+    return 2 if report.violations else 0

@@ -1,0 +1,28 @@
+"""The prompts of a run, from all of its sources."""
+
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.config.schema import Config
+from grpo_megatron.data.prompts import PromptSource, PromptTokenizer, as_list, load_prompts
+
+
+def training_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSource:
+    sources, uid = [], 0
+    for source in as_list(config.data.train):
+        prompts, counts = load_prompts(source, tokenizer, config.data, uid)
+        uid += len(prompts) + counts["skipped"]
+        sources.append(prompts)
+        changed = ", ".join(f"{count} {what} for their length" for what, count in counts.items() if count)
+        print(f"{source}: {len(prompts)} prompts" + (f" ({changed})" if changed else ""), flush=True)
+    return PromptSource(sources, config.run.seed, config.data.shuffle, config.data.train_weights)
+
+
+def held_out_prompts(config: Config, tokenizer: PromptTokenizer) -> dict[str, list[Prompt]]:
+    """{name of the data set: its prompts}; a name that occurs twice gets a number."""
+    datasets: dict[str, list[Prompt]] = {}
+    for source in as_list(config.data.eval):
+        prompts, counts = load_prompts(source, tokenizer, config.data)
+        if any(counts.values()):
+            print(f"{source}: {counts['skipped']} skipped and {counts['truncated']} truncated for their length", flush=True)
+        name = prompts[0].source
+        datasets[name if name not in datasets else f"{name}_{len(datasets)}"] = prompts
+    return datasets

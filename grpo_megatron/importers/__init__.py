@@ -1,0 +1,11 @@
+"""Configurations of other GRPO systems, turned into ours."""
+
+from grpo_megatron.importers.convert import Import, import_settings, to_yaml
+from grpo_megatron.importers.mapping import System
+from grpo_megatron.importers.rlinf import RLINF
+from grpo_megatron.importers.sources import Settings, read_settings
+from grpo_megatron.importers.verl import VERL
+
+SYSTEMS: dict[str, System] = {"verl": VERL, "rlinf": RLINF}
+
+__all__ = ["RLINF", "SYSTEMS", "VERL", "Import", "Settings", "System", "import_settings", "read_settings", "to_yaml"]

@@ -1,0 +1,104 @@
+"""The process groups of the parallel layout, and this process's place in them."""
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """This process's place in the layout."""
+
+    rank: int
+    pid: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    cp_rank: int
+    ep_rank: int
+    etp_rank: int
+    expert_dp_rank: int
+    last_stage: bool
+
+    @property
+    def reports(self) -> bool:
+        """True on the one rank per data-parallel replica whose results are handed out."""
+        return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def in_first_replica(self) -> bool:
+        """True on the ranks that dense weights are taken from; the other replicas hold the same."""
+        return self.dp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def in_first_expert_replica(self) -> bool:
+        """The same for the experts' weights."""
+        return self.expert_dp_rank == 0
+
+    def __str__(self):
+        return f"rank {self.rank} (tp{self.tp_rank} pp{self.pp_rank} cp{self.cp_rank} dp{self.dp_rank} ep{self.ep_rank})"
+
+
+def initialize(sizes: ParallelSizes, rank: int, init_method: str, seed: int, timeout_seconds: float = 600.0) -> RankInfo:
+    """Create all process groups; NCCL with CUDA, gloo without. Blocks until every rank is here."""
+    from megatron.core import parallel_state as mpu
+
+    cuda = torch.cuda.is_available()
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=sizes.world_size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        context_parallel_size=sizes.cp,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
+        # Only the distributed optimizer's legacy checkpoints need CPU groups beside NCCL's.
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, round(timeout_seconds / 60)),
+    )
+    set_seed(seed)
+    return rank_info()
+
+
+def set_seed(seed: int) -> None:
+    """Seed Megatron's random number states, which differ between ranks as the layout demands."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(seed)
+
+
+def rank_info() -> RankInfo:
+    from megatron.core import parallel_state as mpu
+
+    return RankInfo(
+        rank=dist.get_rank(),
+        pid=os.getpid(),
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        pp_rank=mpu.get_pipeline_model_parallel_rank(),
+        dp_rank=mpu.get_data_parallel_rank(),
+        cp_rank=mpu.get_context_parallel_rank(),
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
+        expert_dp_rank=mpu.get_expert_data_parallel_rank(),
+        last_stage=mpu.is_pipeline_last_stage(),
+    )
+
+
+def destroy() -> None:
+    """Undo `initialize`, so that the same process can join another layout (the tests do)."""
+    from megatron.core import parallel_state as mpu
+
+    mpu.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,110 @@
+"""Megatron's TransformerConfig of a model: what its config.json says, and how it is to be built."""
+
+import torch
+import torch.nn.functional as F
+
+from grpo_megatron.config.schema import Recompute
+from grpo_megatron.megatron.spec import ModelSpec
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+
+
+def _pipeline_layout(arch: Architecture, sizes: ParallelSizes) -> list[list[str]] | None:
+    """Megatron's notation of an uneven split; None for an even one."""
+    if not sizes.pipeline_layers:
+        return None
+    chunks = [["decoder"] * layers for layers in sizes.chunk_layers(arch.num_layers)]
+    return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
+
+
+def _expert_settings(arch: Architecture, spec: ModelSpec) -> dict:
+    if arch.moe is None:
+        return {}
+    return {
+        "num_moe_experts": arch.moe.num_experts,
+        "moe_router_topk": arch.moe.top_k,
+        "moe_ffn_hidden_size": arch.moe.ffn_hidden_size,
+        "moe_layer_freq": [int(has_experts) for has_experts in arch.moe.layers],
+        # Softmax over the chosen experts only is the softmax over all, scaled to sum to 1.
+        "moe_router_pre_softmax": not arch.moe.normalize,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if spec.aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": spec.aux_loss_coeff,
+        "moe_z_loss_coeff": spec.z_loss_coeff or None,
+        "expert_model_parallel_size": spec.sizes.ep,
+        "expert_tensor_parallel_size": spec.sizes.etp,
+        "moe_grouped_gemm": False,
+    }
+
+
+def _recompute_settings(spec: ModelSpec) -> dict:
+    if spec.recompute == Recompute.none:
+        return {}
+    if spec.recompute == Recompute.selective:
+        return {"recompute_granularity": "selective", "recompute_modules": list(spec.recompute_modules)}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def transformer_config(arch: Architecture, spec: ModelSpec):
+    """Megatron's TransformerConfig for this model.
+
+    Every fusion that needs apex or TransformerEngine is off; those settings are also what CPU needs.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    sizes, params_dtype = spec.sizes, spec.params_dtype
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads,
+        kv_channels=arch.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        qk_layernorm=arch.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        use_te_activation_func=not spec.transformer_engine,  # of the layer spec, which is ours: modules.SwiGLU
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        pipeline_model_parallel_layout=_pipeline_layout(arch, sizes),
+        # The interleaved schedule is silently wrong on gloo with batched, blocking transfers.
+        overlap_p2p_comm=sizes.vpp > 1,
+        batch_p2p_comm=sizes.vpp == 1,
+        context_parallel_size=sizes.cp,
+        sequence_parallel=sizes.sequence_parallel,
+        params_dtype=params_dtype,
+        pipeline_dtype=params_dtype,
+        bf16=params_dtype == torch.bfloat16,
+        fp8="hybrid" if spec.fp8 else None,
+        # Scales from the tensor at hand, without history: the reference, passed through the same
+        # layers, then computes exactly what the actor computed.
+        fp8_recipe="tensorwise" if spec.fp8 else "delayed",
+        # Weights come from the checkpoint: skip Megatron's random initialisation.
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # The loss function divides by nothing; Megatron divides by the token count it is given
+        # (see forward_backward.py).
+        calculate_per_token_loss=True,
+        # Packs differ in length, so pipeline stages must tell each other the shapes. Megatron
+        # insists on the alltoall dispatcher then, for dense models too.
+        variable_seq_lengths=sizes.pp > 1 and not spec.constant_length,
+        moe_token_dispatcher_type="alltoall",
+        # On gloo this frees the storage of a tensor that is still being sent.
+        deallocate_pipeline_outputs=torch.cuda.is_available(),
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **_expert_settings(arch, spec),
+        **_recompute_settings(spec),
+    )

@@ -1,5 +1,0 @@
-"""What a run tells about itself."""
-
-from grpo_megatron.monitor.monitor import Monitor
-
-__all__ = ["Monitor"]

@@ -1,0 +1,57 @@
+"""docs/config.md: every key of the schema, generated from it."""
+
+import dataclasses
+
+from omegaconf import MISSING
+
+from grpo_megatron.config.keys import default_of, type_name, value_text
+from grpo_megatron.config.load import known_keys
+from grpo_megatron.preflight.interactions import choices, limits
+
+COMMAND = "grpo-megatron config docs > docs/config.md"
+
+_HEAD = f"""# Configuration keys
+
+Generated from grpo_megatron/config/schema.py by `{COMMAND}`; not edited by hand.
+
+`grpo-megatron config explain KEY` adds what a key interacts with and the rules that name it. A key is set in a YAML
+file (`rollout: {{n: 8}}`) or as an argument (`rollout.n=8`), which wins.
+"""
+
+
+def markdown() -> str:
+    """The whole page, without a newline at its end."""
+    known = known_keys()
+    parts = [_HEAD]
+    for section, field in known.items():
+        if dataclasses.is_dataclass(field.type):
+            parts.append(f"## {section}\n\n{_sentence(field.metadata['help'])}\n")
+            parts.append("| key | meaning | type | default |\n|---|---|---|---|")
+            parts += [_row(key) for key in known if key.rpartition(".")[0] == section and not _is_section(key)]
+            parts.append("")
+    return "\n".join(parts).rstrip("\n")
+
+
+def _is_section(key: str) -> bool:
+    return dataclasses.is_dataclass(known_keys()[key].type)
+
+
+def _row(key: str) -> str:
+    field = known_keys()[key]
+    kind = type_name(field)
+    named = choices(key)
+    if named and not kind.startswith("one of"):
+        kind = ("list of " if kind.startswith("list") else "") + f"one of {', '.join(named)}"
+    kind = "; ".join([kind, *limits(key)])
+    default = default_of(field)
+    text = "must be set" if default == MISSING else f"`{value_text(default)}`"
+    unit = f" {field.metadata['unit']}" if field.metadata["unit"] else ""
+    return f"| `{key}` | {_cell(field.metadata['help'])} | {_cell(kind)} | {_cell(text)}{unit} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."

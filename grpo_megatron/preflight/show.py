@@ -1,0 +1,105 @@
+"""`grpo-megatron config show | explain | diff`: what is set, what it means, what differs."""
+
+import dataclasses
+import json
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+from grpo_megatron.config.keys import default_of, nested_yaml, type_name, value_text
+from grpo_megatron.config.load import known_keys, nearest_key
+from grpo_megatron.config.origins import DEFAULT, Resolved, resolve
+from grpo_megatron.errors import UserError
+from grpo_megatron.preflight.interactions import choices, interacting_keys, limits, rules_about
+
+
+def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
+    """YAML that loads to the same configuration, each value with its origin as a comment."""
+    resolved = resolve(path, overrides)
+    values, comments = {}, dict(resolved.origins)
+    for key, value in resolved.values.items():
+        if only_set and resolved.origins[key] == DEFAULT:
+            continue
+        values[key] = value
+        if value in (MISSING, "") and _required(key):
+            values[key] = MISSING
+            comments[key] += "; no value yet"
+    return nested_yaml(values, comments)
+
+
+def _required(key: str) -> bool:
+    return default_of(known_keys()[key]) == MISSING
+
+
+def explain(key: str) -> str:
+    """All there is to say about a key; for a section, its keys. Raises UserError for another name."""
+    known = known_keys()
+    if key not in known:
+        nearest = nearest_key(key)
+        raise UserError(f"unknown key {key!r}" + (f"; did you mean {nearest!r}?" if nearest else ""))
+    if dataclasses.is_dataclass(known[key].type):
+        return _explain_section(key)
+    field = known[key]
+    rows = [("type", type_name(field)), ("unit", field.metadata["unit"]), ("default", _default_text(field))]
+    rows += [("limits", ", ".join(limits(key))), ("choices", "" if _is_enum(field) else ", ".join(choices(key)))]
+    lines = [key, f"  {field.metadata['help']}", "", *(f"  {name:<8} {text}" for name, text in rows if text)]
+    others = interacting_keys(key)
+    if others:
+        width = max(map(len, others))
+        lines += ["", "interacts with", *(f"  {other:<{width}}  {known[other].metadata['help']}" for other in others)]
+    rules = rules_about(key)
+    if rules:
+        lines += ["", "what is refused, or said of it (… is filled in)", *(f"  - {rule}" for rule in rules)]
+    return "\n".join(lines)
+
+
+def _explain_section(key: str) -> str:
+    known = known_keys()
+    children = {name: field for name, field in known.items() if name.rpartition(".")[0] == key}
+    width = max(map(len, children))
+    lines = [f"{key}: {known[key].metadata['help']}", ""]
+    for name, field in children.items():
+        what = "section" if dataclasses.is_dataclass(field.type) else _default_text(field)
+        lines.append(f"  {name:<{width}}  {field.metadata['help']} [{what}]")
+    return "\n".join(lines)
+
+
+def _default_text(field: dataclasses.Field) -> str:
+    default = default_of(field)
+    return "none: must be set" if default == MISSING else value_text(default)
+
+
+def _is_enum(field: dataclasses.Field) -> bool:
+    return isinstance(field.type, type) and issubclass(field.type, Enum)
+
+
+def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """{key: {"a": {"value", "origin"}, "b": ...}} of the keys whose resolved values differ."""
+    left, right = resolve(a, []), resolve(b, [])
+    return {
+        key: {"a": _entry(left, key), "b": _entry(right, key)} for key in left.values if left.values[key] != right.values[key]
+    }
+
+
+def _entry(resolved: Resolved, key: str) -> dict[str, Any]:
+    value = resolved.values[key]
+    return {"value": value.name if isinstance(value, Enum) else value, "origin": resolved.origins[key]}
+
+
+def diff_text(a: str, b: str, as_json: bool) -> tuple[str, bool]:
+    """(what to print, whether anything differs)."""
+    found = diff(a, b)
+    if as_json:
+        return json.dumps(found, indent=2), bool(found)
+    if not found:
+        return f"{a} and {b} resolve to the same configuration", False
+    lines = []
+    for key, sides in found.items():
+        lines.append(key)
+        texts = [value_text(side["value"]) for side in sides.values()]
+        width = max(map(len, texts))
+        lines += [
+            f"  {name} {text:<{width}}  # {side['origin']}" for (name, side), text in zip(sides.items(), texts, strict=True)
+        ]
+    return "\n".join(lines), True

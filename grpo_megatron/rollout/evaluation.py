@@ -1,0 +1,81 @@
+"""Accuracy on held-out prompts: mean@k and unbiased pass@k, per data set."""
+
+import json
+from dataclasses import replace
+from math import comb
+from pathlib import Path
+
+import numpy as np
+
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Group
+from grpo_megatron.rollout.source import EngineRollouts, training_sampling
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Chance that at least one of k samples is right, from `samples` of which `correct` were.
+
+    1 - C(n-c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
+    """
+    return 1.0 - comb(samples - correct, k) / comb(samples, k)
+
+
+class Evaluation:
+    """Samples every held-out prompt with the evaluation's own parameters and scores the responses."""
+
+    def __init__(self, datasets: dict[str, list[Prompt]], config, directory: str):
+        """datasets: by name; config: config.schema.Config; directory: of the run, for the samples."""
+        self.datasets = datasets
+        self._config = config.eval
+        self._directory = Path(directory) / "eval"
+        training = training_sampling(config.rollout)
+        length = config.eval.max_response_length or training.max_response_length
+        common = replace(training, max_response_length=length, same_states=True)
+        self._sampled = replace(common, n=config.eval.n, temperature=config.eval.temperature, top_p=config.eval.top_p)
+        self._greedy = replace(common, n=1, temperature=0.0)
+
+    def run(self, rollouts: EngineRollouts, step: int) -> dict[str, float]:
+        """{"eval/mean@n", "eval/pass@k" for k = 2, 4, .. n, "eval/greedy"}; with several data sets eval/NAME/...
+
+        mean@n: mean reward of n samples per prompt; a sample passes if its reward reaches
+        eval.pass_reward.
+        """
+        scalars = {}
+        for name, prompts in self.datasets.items():
+            prefix = "eval" if len(self.datasets) == 1 else f"eval/{name}"
+            groups = rollouts.manager.generate(prompts, self._sampled)
+            scalars |= {f"{prefix}/{metric}": value for metric, value in self._scores(groups).items()}
+            if self._config.greedy:
+                greedy = rollouts.manager.generate(prompts, self._greedy)
+                scalars[f"{prefix}/greedy"] = float(np.mean([reward for group in greedy for reward in group.rewards]))
+            if self._config.save_samples:
+                self._save(step, name, groups)
+        return scalars
+
+    def _scores(self, groups: list[Group]) -> dict[str, float]:
+        n = self._sampled.n
+        scores = {f"mean@{n}": float(np.mean([group.rewards for group in groups]))}
+        correct = [sum(reward >= self._config.pass_reward for reward in group.rewards) for group in groups]
+        k = 2
+        while k <= n:
+            scores[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for c in correct]))
+            k *= 2
+        return scores
+
+    def _save(self, step: int, name: str, groups: list[Group]) -> None:
+        """One line per prompt: eval/step_00000010_NAME.jsonl in the run's folder."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with open(self._directory / f"step_{step:08d}_{name}.jsonl", "w", encoding="utf-8") as file:
+            for group in groups:
+                responses = [
+                    {
+                        "text": s.response_text,
+                        "reward": s.reward,
+                        "tokens": len(s.response_ids),
+                        "finish_reason": s.finish_reason,
+                    }
+                    for s in group.samples
+                ]
+                prompt = group.prompt
+                line = {"uid": prompt.uid, "prompt": prompt.text, "answer": prompt.answer, "responses": responses}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -1,0 +1,311 @@
+"""One SGLang engine as a Ray actor: token ids in, token ids and log-probs out.
+
+Requests go in by `submit`, finished ones come out of `poll` as soon as they end: one Ray call
+carries many samples, and nobody waits for the slowest of a group. This file is the only one that
+calls SGLang. Written for 0.5.23 (the CPU stack) and 0.5.17 (the GPU stack, not run yet), which has
+neither update sessions (since 0.5.21), nor weight-version spans (since 0.5.20), nor `update_weight_version`.
+"""
+
+import asyncio
+import base64
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+
+from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.cluster.placement import Cluster
+from grpo_megatron.cluster.processes import ProcessDied, died, redirect_output
+from grpo_megatron.errors import UserError
+from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to be sampled. key: how the caller recognises it."""
+
+    key: tuple[int, int]
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request. response_ids int32 [R], logprobs float32 [R] (after temperature).
+
+    routing: int16 [P + R - 1, L, k], the experts of each token that was computed in each of the L layers
+    with experts; None unless asked for.
+    """
+
+    key: tuple[int, int]
+    response_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: str
+    weight_spans: tuple[WeightSpan, ...]
+    routing: np.ndarray | None = None
+
+
+def engine_dtype(config, model_path: str) -> str:
+    """What the engine computes in, as torch names it; config: config.schema.EngineConfig."""
+    # SGLang's own "auto" turns float32 checkpoints into float16.
+    return str(read_architecture(model_path).dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+
+
+def engine_arguments(config, model_path: str, seed: int, needs_tokenizer: bool, gpu: bool, routing: bool) -> dict[str, Any]:
+    """Arguments of sglang.Engine; config: config.schema.EngineConfig; gpu: the engine has devices;
+    routing: it will be asked which experts tokens went to.
+
+    Not asked of torch here: the driver's machine may have a GPU where the engine's has none.
+    """
+    arguments = {
+        "model_path": model_path,
+        "dtype": engine_dtype(config, model_path),
+        "load_format": config.load_format.value,
+        "tp_size": config.tensor_parallel,
+        "mem_fraction_static": config.mem_fraction,
+        "max_total_tokens": config.max_total_tokens,
+        "max_running_requests": config.max_running_requests,
+        "disable_radix_cache": not config.prefix_cache,
+        "random_seed": seed,
+        "skip_server_warmup": True,
+        "log_level": "warning",
+        "weight_version": "0",
+        # Stop strings need text; without them ids are enough, and the detokenizer stays idle.
+        "skip_tokenizer_init": not needs_tokenizer,
+    }
+    if routing:
+        arguments["enable_return_routed_experts"] = True
+    if not gpu:
+        arguments |= {
+            "device": "cpu",
+            "attention_backend": ATTENTION_BACKEND,
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "disable_cuda_graph": True,
+            # An idle scheduler would poll without a pause, and take a core from the trainer.
+            "sleep_on_idle": True,
+            # There is no device to overlap with, and it decodes one token too many of every response.
+            "disable_overlap_schedule": True,
+            # Of host memory, where nothing is reserved: the pool is bounded by max_total_tokens.
+            "mem_fraction_static": 0.3,
+            "max_total_tokens": config.max_total_tokens or 65536,
+        }
+    return arguments
+
+
+def engine_environment(config, gpu: bool) -> dict[str, str]:
+    """What must be in the environment before the engine's process starts."""
+    if gpu:
+        return {}
+    env = {
+        "SGLANG_PLATFORM": PLATFORM_NAME,
+        "OMP_NUM_THREADS": str(config.cpu_threads),
+        "CUDA_VISIBLE_DEVICES": "",
+        # Where starting an operator costs as much as the operator, what autograd adds to it is a tenth of decoding.
+        "SGLANG_ENABLE_TORCH_INFERENCE_MODE": "true",
+    }
+    if config.tensor_parallel > 1:
+        cores = os.cpu_count() or 1
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(config.tensor_parallel))
+    return env
+
+
+@ray.remote
+class SGLangEngine:
+    """The engine's process; SGLang's scheduler and detokenizer are its children."""
+
+    def __init__(self, name: str, log: str, arguments: dict[str, Any], routed_layers: tuple[bool, ...] | None):
+        """routed_layers: for each layer of the model whether it has experts, if their routing is wanted."""
+        redirect_output(log)
+        import sglang
+
+        self._name, self._log, self._routed_layers = name, log, routed_layers
+        self._engine = sglang.Engine(**arguments)
+        # Not all children: Python's own helpers come and go.
+        self._children = [
+            child for child in psutil.Process().children(recursive=True) if "sglang::" in " ".join(child.cmdline())
+        ]
+        self._tp_size = arguments["tp_size"]
+        self._finished: asyncio.Queue = asyncio.Queue()
+        self._tasks: set[asyncio.Task] = set()
+
+    async def ready(self) -> int:
+        """Returns the process id once the engine can serve."""
+        # As SGLang's server does after its start: else garbage collections walk through all that was imported, 0.1 to
+        # 0.3 s each in its three processes.
+        await self._engine.tokenizer_manager.freeze_gc()
+        return os.getpid()
+
+    async def _while_alive(self, awaitable, timeout: float | None = None):
+        """The awaitable's result; raises ProcessDied if a child of SGLang's dies meanwhile.
+
+        SGLang ends this process when a child of its dies, but not always: seen after a SIGKILL of the
+        scheduler, when every call then waits forever. Raises asyncio.TimeoutError after `timeout`.
+        """
+        task = asyncio.ensure_future(awaitable)
+        waited = 0.0
+        while not task.done():
+            step = 1.0 if timeout is None else min(1.0, timeout - waited)
+            await asyncio.wait({task}, timeout=step)
+            waited += step
+            if not task.done():
+                gone = [c for c in self._children if not c.is_running() or c.status() == psutil.STATUS_ZOMBIE]
+                if gone:
+                    task.cancel()
+                    raise ProcessDied(died(self._name, self._log))
+                if timeout is not None and waited >= timeout:
+                    task.cancel()
+                    raise asyncio.TimeoutError
+        return task.result()
+
+    async def submit(self, requests: list[Request]) -> None:
+        for request in requests:
+            task = asyncio.create_task(self._generate(request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _generate(self, request: Request) -> None:
+        try:
+            answer = await self._engine.async_generate(
+                input_ids=request.prompt_ids,
+                sampling_params=request.sampling,
+                return_logprob=True,
+                **({"return_routed_experts": True} if self._routed_layers else {}),
+            )
+            self._finished.put_nowait(_completion(request, answer, self._routed_layers))
+        except Exception as error:  # handed to the caller by poll
+            self._finished.put_nowait(error)
+
+    async def poll(self, timeout: float) -> list[Completion]:
+        """What finished since the last call; waits up to `timeout` seconds for the first one."""
+        try:
+            done = [await self._while_alive(self._finished.get(), timeout)]
+        except asyncio.TimeoutError:
+            return []
+        # Requests of one decoding step end together: let the others arrive before answering.
+        await asyncio.sleep(0.002)
+        while not self._finished.empty():
+            done.append(self._finished.get_nowait())
+        for item in done:
+            if isinstance(item, Exception):
+                raise item
+        return done
+
+    async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """Log-prob of every token but the first under the engine's weights, at temperature 1; float32 [n - 1] each."""
+        answers = await self._while_alive(
+            self._engine.async_generate(
+                input_ids=sequences,
+                sampling_params={"max_new_tokens": 1, "temperature": 1.0},
+                return_logprob=True,
+                logprob_start_len=0,
+            )
+        )
+        scored = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+        for ids, entries in zip(sequences, scored, strict=True):
+            # SGLang calls the last word of the vocabulary 0 here (it takes it for a placeholder of an image).
+            if len(entries) != len(ids) or any(
+                token not in (given, 0) for (_, token, _), given in zip(entries, ids, strict=True)
+            ):
+                raise RuntimeError("the engine scored other tokens than it was given")
+        return [np.array([logprob for logprob, _, _ in entries[1:]], dtype=np.float32) for entries in scored]
+
+    async def begin_update(self) -> None:
+        from sglang.srt.managers import io_struct
+
+        manager = self._engine.tokenizer_manager
+        if hasattr(manager, "begin_weight_update"):
+            request = io_struct.BeginWeightUpdateReqInput()
+            _check("begin_weight_update", await self._while_alive(manager.begin_weight_update(request, None)))
+
+    async def load_bucket(self, bucket) -> None:
+        """bucket: weights.buckets.Bucket, HF names."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        # One payload per TP rank: the file handles inside each can be taken once only.
+        payloads = [MultiprocessingSerializer.serialize(bucket.tensors()) for _ in range(self._tp_size)]
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
+        update = self._engine.tokenizer_manager.update_weights_from_tensor(request, None)
+        _check("update_weights_from_tensor", await self._while_alive(update))
+
+    async def end_update(self, version: int) -> None:
+        """Close the session, drop cached prefixes of the old weights, and tag what comes now."""
+        from sglang.srt.managers import io_struct
+
+        manager = self._engine.tokenizer_manager
+        if hasattr(manager, "end_weight_update"):
+            request = io_struct.EndWeightUpdateReqInput()
+            _check("end_weight_update", await self._while_alive(manager.end_weight_update(request, None)))
+        flushed = await self._while_alive(manager.flush_cache())
+        if not flushed.success:
+            raise UserError("the engine did not flush its cache after the weight update; requests were still running")
+        # Has no answer to check; the manager compares the version that samples come back with.
+        if hasattr(manager, "update_weight_version"):
+            request = io_struct.UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+            await self._while_alive(manager.update_weight_version(request))
+        else:
+            # Before that call existed, the tag was the tokenizer manager's alone, which sets it like this after an update.
+            manager._update_weight_version_if_provided(str(version))
+
+    async def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+def _check(call: str, answer: tuple[bool, str]) -> None:
+    success, message = answer
+    if not success:
+        raise UserError(f"the engine refused {call}: {message}")
+
+
+def _routing(request: Request, answer: dict, has_experts: tuple[bool, ...]) -> np.ndarray:
+    """int16 [P + R - 1, L, k]; SGLang has a row for every layer, with experts or not."""
+    flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), dtype=np.int32)
+    tokens = len(request.prompt_ids) + len(answer["output_ids"]) - 1
+    return flat.reshape(tokens, len(has_experts), -1)[:, np.array(has_experts)].astype(np.int16)
+
+
+def _completion(request: Request, answer: dict, routed_layers: tuple[bool, ...] | None) -> Completion:
+    key, meta = request.key, answer["meta_info"]
+    logprobs = meta["output_token_logprobs"]
+    ids = np.array([token for _, token, _ in logprobs], dtype=np.int32)
+    if not np.array_equal(ids, answer["output_ids"]):
+        raise RuntimeError(f"engine answer {key}: log-probs are of other tokens than the output")
+    versions = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
+    spans = tuple(WeightSpan(int(span["version"]), span["start"], span["end"]) for span in versions)
+    return Completion(
+        key=key,
+        response_ids=ids,
+        logprobs=np.array([logprob for logprob, _, _ in logprobs], dtype=np.float32),
+        finish_reason=meta["finish_reason"]["type"],
+        weight_spans=spans,
+        routing=_routing(request, answer, routed_layers) if routed_layers else None,
+    )
+
+
+def start_engines(
+    cluster: Cluster, rollout_config, model_path: str, seed: int, log_dir: str, routing: bool = False
+) -> tuple[list, dict]:
+    """Engine actors, and {index: (name, log file)} for messages; they are starting, not yet ready.
+
+    routing: samples carry the experts that their tokens went to.
+    """
+    config = rollout_config.engine
+    moe = read_architecture(model_path).moe
+    routed_layers = moe.layers if routing and moe else None
+    engines, who = [], {}
+    for index, slots in enumerate(cluster.engine_slots):
+        gpu = slots[0].device is not None
+        log = f"{log_dir}/engine{index}.log"
+        arguments = engine_arguments(
+            config, model_path, seed + index, bool(rollout_config.stop), gpu, routed_layers is not None
+        )
+        devices = [slot.device for slot in slots] if gpu else None
+        options = cluster.options(slots[0], engine_environment(config, gpu), devices)
+        who[index] = (f"engine {index}", log)
+        engines.append(SGLangEngine.options(**options, max_concurrency=1000).remote(*who[index], arguments, routed_layers))
+    return engines, who

@@ -1,0 +1,79 @@
+import numpy as np
+import pytest
+
+from grpo_megatron.algorithm.coefficients import step_advantages
+from grpo_megatron.algorithm.kl import KLController
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import AlgorithmConfig
+
+
+def samples(rewards, lengths, first_group=0):
+    """Groups of two, prompts of one token."""
+    made = []
+    for i, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
+        ids = np.arange(1, length + 1, dtype=np.int32)
+        masks = np.ones(length, bool), np.zeros(length, np.float32)
+        made.append(Sample(first_group + i // 2, 10 * first_group + i, ids[:1], ids, *masks, "stop", reward=reward))
+    return made
+
+
+@pytest.fixture
+def batches():
+    """Two optimizer steps: rewards 1, 0 with 1 and 2 tokens; rewards 0, 4 with 1 and 1."""
+    return [
+        TrainBatch.from_samples(samples([1.0, 0.0], [1, 2])),
+        TrainBatch.from_samples(samples([0.0, 4.0], [1, 1], first_group=5)),
+    ]
+
+
+def advantages(batches, controller=None, **options):
+    values, metrics = step_advantages(batches, AlgorithmConfig(**options), controller or KLController(0.0))
+    assert all(not own[~batch.loss_mask].any() for batch, own in zip(batches, values, strict=True))
+    return [own[batch.loss_mask].tolist() for batch, own in zip(batches, values, strict=True)], metrics
+
+
+def test_each_mini_batch_gets_its_own(batches):
+    found, metrics = advantages(batches, norm_adv_by_std_in_grpo=False)
+    assert found == [[0.5, -0.5, -0.5], [-2, 2]]
+    assert metrics == {}
+
+
+def test_whitening_is_over_the_whole_step(batches):
+    found, _ = advantages(batches, norm_adv_by_std_in_grpo=False, adv_whiten=True)
+    values = np.array([0.5, -0.5, -0.5, -2, 2])
+    expected = (values - values.mean()) / values.std(ddof=1)
+    np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-6)
+
+
+def test_valid_token_scale_counts_the_optimizer_step(batches):
+    found, _ = advantages(batches, norm_adv_by_std_in_grpo=False, use_valid_token_scale=True)
+    np.testing.assert_allclose(found[0], np.array([0.5, -0.5, -0.5]) / 3, rtol=1e-6)
+    np.testing.assert_allclose(found[1], [-1, 1])
+
+
+def test_the_kl_in_the_reward_by_hand(batches):
+    """k1 of 0.5 on every token: rewards less 0.1 per token, as the coefficient is 0.2."""
+    for batch in batches:
+        batch.old_logp = np.where(batch.loss_mask, -1.0, 0).astype(np.float32)
+        batch.ref_logp = np.where(batch.loss_mask, -1.5, 7).astype(np.float32)
+    controller = KLController(0.2, adaptive=True, target=0.5 / 1.1, horizon=40)
+    options = {"norm_adv_by_std_in_grpo": False, "use_kl_in_reward": True, "kl_penalty": "k1"}
+    found, metrics = advantages(batches, controller, **options)
+    np.testing.assert_allclose(np.concatenate(found), [0.55, -0.55, -0.55, -2, 2], rtol=1e-6)
+    assert metrics["actor/kl_in_reward"].result() == pytest.approx(0.5)
+    assert metrics["actor/kl_coef"].result() == 0.2
+    assert controller.coef == pytest.approx(0.2 * (1 + 0.1 * 4 / 40))
+
+
+def test_concatenating_mini_batches(batches):
+    batches[0].number, batches[1].number = np.arange(5), np.arange(5, 9)
+    batches[0].policy_factor = np.ones(5, np.float32)
+    whole = TrainBatch.concatenate(batches)
+    assert whole.lengths.tolist() == [2, 3, 2, 2]
+    assert whole.number.tolist() == list(range(9))
+    assert whole.policy_factor is None  # not known of all
+    for part, sequences in zip(batches, ([0, 1], [2, 3]), strict=True):
+        again = whole.select(sequences)
+        for name in ("tokens", "loss_mask", "group_id", "reward", "cu_seqlens", "number"):
+            np.testing.assert_array_equal(getattr(again, name), getattr(part, name))

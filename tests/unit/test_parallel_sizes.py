@@ -1,0 +1,128 @@
+"""Layouts that cannot be: every broken rule is named, all at once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_megatron.model.architecture import Architecture, MoE
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.load import load_config
+
+ARCH = Architecture(
+    family="llama",
+    num_layers=12,
+    hidden_size=768,
+    ffn_hidden_size=2048,
+    num_heads=12,
+    num_kv_heads=4,
+    head_dim=64,
+    vocab_size=1000,
+    max_positions=2048,
+    rope_theta=1e4,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qk_norm=False,
+    qkv_bias=False,
+    tied_embeddings=False,
+    dtype=torch.float32,
+)
+LLAMA_70B = replace(
+    ARCH,
+    num_layers=80,
+    hidden_size=8192,
+    ffn_hidden_size=28672,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    max_positions=131072,
+)
+
+EXPERTS = {"moe": MoE(num_experts=6, top_k=2, ffn_hidden_size=100, normalize=True, layers=(True,) * 12)}
+
+HEADS, KV, FFN, HIDDEN, LAYERS, ROWS = "attention heads", "KV heads", "intermediate size", "hidden size", "layers", "rows of Q"
+CASES = [
+    ({"tp": 5}, {}, [HEADS, KV, FFN]),
+    ({"tp": 8}, {}, [HEADS]),
+    ({"tp": 3}, {}, [KV, FFN]),
+    ({"tp": 6}, {}, [KV, FFN]),
+    ({"tp": 7}, {}, [HEADS, KV, FFN, ROWS]),
+    ({"tp": 9}, {}, [HEADS, KV, FFN]),
+    ({"tp": 16}, {}, [HEADS]),
+    ({"pp": 5}, {}, [LAYERS]),
+    ({"pp": 7}, {}, [LAYERS]),
+    ({"pp": 24}, {}, [LAYERS]),
+    ({"tp": 5, "pp": 5}, {}, [HEADS, KV, FFN, LAYERS]),
+    ({"tp": 7, "pp": 8, "vpp": 0}, {}, ["vpp must be at least 1"]),
+    ({"tp": 7, "pp": 8, "ep": 5}, {}, [HEADS, KV, FFN, LAYERS, "does not divide the 7 ranks", "this one is dense"]),
+    ({"vpp": 2}, {}, ["virtual_pipeline=2 needs"]),
+    ({"pp": 2, "vpp": 5}, {}, [LAYERS]),
+    ({"pp": 3, "pipeline_layers": (4, 4)}, {}, ["must be 3 positive numbers"]),
+    ({"pp": 2, "pipeline_layers": (12, 0)}, {}, ["must be 2 positive numbers"]),
+    ({"pp": 2, "pipeline_layers": (4, 6)}, {}, ["are 10 layers"]),
+    ({"dp": 2, "ep": 2}, {}, ["this one is dense"]),
+    ({"dp": 4, "ep": 4, "etp": 1}, EXPERTS, ["4 does not divide the model's 6 experts"]),
+    ({"dp": 3, "etp": 3}, EXPERTS, ["experts' intermediate size"]),
+    ({"tp": 2}, EXPERTS, ["needs megatron.sequence_parallel=true"]),
+    ({"sequence_parallel": True}, {}, ["sequence_parallel=true needs"]),
+    ({"tp": 0}, {}, ["tp must be at least 1"]),
+    ({"pp": -1, "dp": 0}, {}, ["pp must be at least 1", "dp must be at least 1"]),
+    ({"tp": 7, "sequence_parallel": True}, {}, [HEADS, KV, FFN, HIDDEN]),
+    ({"tp": 2}, {"ffn_hidden_size": 2049}, [FFN]),
+    ({"tp": 4}, {"num_kv_heads": 6}, [KV]),
+    ({"tp": 2, "pp": 2}, {"num_layers": 11, "num_heads": 15, "num_kv_heads": 5}, [HEADS, KV, LAYERS]),
+]
+
+
+@pytest.mark.parametrize(("sizes", "changes", "named"), CASES)
+def test_all_violations_are_listed(sizes, changes, named):
+    found = ParallelSizes(**sizes).violations(replace(ARCH, **changes))
+    for what in named:
+        assert any(what in sentence for sentence in found), (what, found)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"tp": 2},
+        {"tp": 4, "sequence_parallel": True},
+        {"tp": 4, "pp": 4},
+        {"pp": 12},
+        {"tp": 2, "pp": 3, "dp": 5},
+        {"cp": 3, "tp": 2},
+        {"pp": 2, "vpp": 3},
+        {"pp": 3, "pipeline_layers": (5, 4, 3)},
+    ],
+)
+def test_legal_layouts(sizes):
+    assert ParallelSizes(**sizes).violations(ARCH) == []
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2, "ep": 2}, {"cp": 2, "dp": 3, "ep": 6}, {"tp": 2, "ep": 2, "sequence_parallel": True}]
+)
+def test_legal_layouts_with_experts(sizes):
+    assert ParallelSizes(**sizes).violations(replace(ARCH, **EXPERTS)) == []
+
+
+def test_chunks_of_a_pipeline():
+    assert ParallelSizes(pp=2, vpp=3).chunk_layers(12) == (2, 2, 2, 2, 2, 2)
+    assert ParallelSizes(pp=2, pipeline_layers=(5, 7)).chunk_layers(12) == (5, 7)
+    assert ParallelSizes(pp=4, vpp=2).micro_batch_multiple == 4
+
+
+def test_the_70b_configuration_is_legal():
+    config = load_config("configs/llama3_70b_16node.yaml", ["model.path=weights"])
+    sizes = ParallelSizes.from_config(config.megatron)
+    assert sizes.world_size == 16 * 8
+    assert sizes.violations(LLAMA_70B) == []
+    engine = config.rollout.engine
+    assert engine.num_engines * engine.tensor_parallel == 16 * 8
+    assert LLAMA_70B.num_heads % engine.tensor_parallel == 0
+    assert config.data.max_prompt_length + config.rollout.max_response_length <= LLAMA_70B.max_positions
+
+
+def test_the_other_configurations_load():
+    load_config("configs/qwen2.5_0.5b_gsm8k.yaml", ["model.path=weights"])
+    load_config("configs/gsm8k_cpu.yaml", ["data.train=train.jsonl"])
