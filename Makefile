@@ -38,6 +38,7 @@ test-all: install lint
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 bench: install
 	for file in schedule logprob train_step memory loop learning; do $(BIN)/python benchmarks/$$file.py || exit 1; done

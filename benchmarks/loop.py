@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from make_tiny_model import make
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.commands.train import assembled
+from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptTokenizer
@@ -243,7 +243,7 @@ def summary(rows: list[dict[str, float]], samples: int) -> dict[str, float]:
 def measure(config: Config, steps: int) -> tuple[list[dict], list[dict], float]:
     """Steps of ours and of the plain loop, in turn, after the warm-up; cores our processes took meanwhile."""
     ours, plains, background = [], [], []
-    with assembled(config) as controller:
+    with assembled_loop(config) as (controller, _):
         controller.sync_weights()
         plain = PlainLoop(config)
         for _ in range(WARM_UP + steps):

@@ -1,5 +1,6 @@
 """The algorithm, on one screen: sample groups, score, weigh, train, sync, log."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import isnan
 
@@ -13,26 +14,43 @@ from grpo_megatron.algorithm.mismatch import Correction
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config, OldLogprobs
+from grpo_megatron.data import PromptSource
 from grpo_megatron.errors import UserError
 from grpo_megatron.metrics import Metrics, merge, nan_max, to_floats
 from grpo_megatron.rewards.control import shuffle_rewards
 from grpo_megatron.rewards.shaping import shape_overlong
+from grpo_megatron.rollout.evaluation import Evaluation
+from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
+from grpo_megatron.run.checkpoints import Checkpoints
+from grpo_megatron.run.monitor import Monitor
 from grpo_megatron.trainer.mini_batch import MiniBatch, partition
+from grpo_megatron.trainer.policy import PolicyTrainer
+from grpo_megatron.weights.sync.sync import WeightSync
 
 SHOWN = {"reward/mean": "reward", "actor/kl_to_reference": "kl", "actor/entropy": "entropy", "mismatch/max": "mismatch"}
 
 
 class Controller:
-    """Holds the algorithm and the counters; everything else is behind its collaborators.
+    """Holds the algorithm and the counters; everything else is behind its collaborators."""
 
-    actor: cluster.ActorGroup. rollouts: rollout.RolloutSource. prompts: data.PromptSource or None
-    (replay). evaluation: evaluation.Evaluation or None. saver: checkpoints.Checkpoints.
-    """
+    def __init__(
+        self,
+        config: Config,
+        trainer: PolicyTrainer,
+        rollouts: EngineRollouts | ReplayedRollouts,
+        prompts: PromptSource | None,
+        weight_sync: WeightSync | None,
+        evaluation: Evaluation | None,
+        saver: Checkpoints,
+        monitor: Monitor,
+        decode: Callable[[np.ndarray], str] | None = None,
+    ):
+        """prompts, weight_sync: None where recorded rollouts are replayed, which need neither.
 
-    def __init__(self, config: Config, actor, rollouts, prompts, evaluation, saver, monitor, decode=None):
-        """decode: token ids -> text, to show the tokens engine and trainer disagree about most."""
+        decode: token ids -> text, to show the tokens engine and trainer disagree about most.
+        """
         self.config = config
-        self.actor, self.rollouts, self.prompts = actor, rollouts, prompts
+        self.trainer, self.rollouts, self.prompts, self.weight_sync = trainer, rollouts, prompts, weight_sync
         self.evaluation, self.saver, self.monitor, self.decode = evaluation, saver, monitor, decode
         recomputed = config.train.old_logprobs == OldLogprobs.recompute
         self.loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=recomputed)
@@ -53,7 +71,7 @@ class Controller:
             if last or (self.config.eval.every and self.step % self.config.eval.every == 0):
                 after = self.evaluate()
             if self.saver.due(self.step):
-                self.saver.save(self.step, self.actor, self.state_dict())
+                self.saver.save(self.step, self.trainer, self.state_dict())
         return {"before": before, "after": after, **self.totals}
 
     def train_step(self) -> None:
@@ -80,7 +98,7 @@ class Controller:
             with phases("sync"):
                 self.sync_weights()
         if self.config.ref.reset_every and self.step % self.config.ref.reset_every == 0:
-            self.actor.reset_reference()
+            self.trainer.reset_reference()
         metrics = {name: value for name, value in merge(trained).items() if not name.startswith("mismatch/")}
         self.report(groups, mini_batches, {**metrics, **mismatch, **measured}, memory)
 
@@ -102,7 +120,7 @@ class Controller:
             raise UserError(
                 f"train.old_logprobs=current needs one optimizer step per batch; {len(groups)} prompts make several"
             )
-        plans = [partition(self.config, part.lengths, self.actor.cost_model) for part in parts]
+        plans = [partition(self.config, part.lengths, self.trainer.cost_model) for part in parts]
         return [MiniBatch(*pair, (self.step, number)) for number, pair in enumerate(zip(parts, plans, strict=True))]
 
     def old_and_reference_logprobs(self, mini_batches: list[MiniBatch]) -> Metrics:
@@ -111,13 +129,13 @@ class Controller:
         for mini in mini_batches:
             batch = mini.batch
             if self.config.train.old_logprobs == OldLogprobs.recompute:
-                batch.old_logp = self.actor.logprobs(batch, mini.plan, key=mini.key)
+                batch.old_logp = self.trainer.logprobs(batch, mini.plan, key=mini.key)
                 mismatch.append(measure_mismatch(batch))
             elif self.config.train.old_logprobs == OldLogprobs.rollout:
                 batch.old_logp = batch.rollout_logp
             if self.config.algorithm.needs_reference:
                 keep_hidden = self.loss.needs_full_kl
-                batch.ref_logp = self.actor.logprobs(batch, mini.plan, reference=True, key=mini.key, keep_hidden=keep_hidden)
+                batch.ref_logp = self.trainer.logprobs(batch, mini.plan, reference=True, key=mini.key, keep_hidden=keep_hidden)
         return merge(mismatch)
 
     def set_coefficients(self, mini_batches: list[MiniBatch]) -> Metrics:
@@ -138,7 +156,7 @@ class Controller:
         loss = replace(self.loss, entropy_coeff=0.0) if enough else self.loss
         trained: list[Metrics] = []
         for mini in mini_batches * self.config.train.ppo_epochs:
-            trained.append(self.actor.train_step(mini.batch, mini.plan, loss, current, mini.key))
+            trained.append(self.trainer.train_step(mini.batch, mini.plan, loss, current, mini.key))
             loss = replace(loss, mismatch_limit=None)  # later, the policy differs from the engine by right
         entropy = merge(trained)["actor/entropy"].result()
         self.entropy = self.entropy if isnan(entropy) else entropy
@@ -159,18 +177,19 @@ class Controller:
         if not self.config.megatron.sleep:
             return {}
         with self.monitor.phases("sleep"):
-            return self.actor.sleep()
+            return self.trainer.sleep()
 
     def sync_weights(self) -> None:
         """Current weights into the engines, which tag every sample with the new version."""
-        self.rollouts.update_weights(self.actor, self.config.cluster.sync_bucket_bytes)
+        if self.weight_sync:
+            self.weight_sync.run()
 
     def evaluate(self) -> dict[str, float]:
         if self.evaluation is None:
             return {}
         self.trainer_sleeps()
         with self.monitor.phases("evaluate"):
-            scalars = self.evaluation.run(self.rollouts, self.step)
+            scalars = self.evaluation.run(self.step)
         self.monitor.log(self.step, scalars)
         self.monitor.say(
             f"evaluation after {self.step} steps: "
@@ -189,19 +208,26 @@ class Controller:
         self.totals["mismatch_max"] = nan_max(self.totals["mismatch_max"], scalars["mismatch/max"])
 
     def state_dict(self) -> dict:
-        prompts = self.prompts.state_dict() if self.prompts else None
-        algorithm = {"kl_controller": self.kl_controller.state_dict(), "entropy": self.entropy}
-        state = {"step": self.step, "totals": self.totals, "rollouts": self.rollouts.state_dict(), "prompts": prompts}
-        return state | {"algorithm": algorithm}
+        return {
+            "step": self.step,
+            "totals": self.totals,
+            "rollouts": self.rollouts.state_dict(),
+            "prompts": self.prompts.state_dict() if self.prompts else None,
+            "weight_sync": self.weight_sync.state_dict() if self.weight_sync else None,
+            "algorithm": {"kl_controller": self.kl_controller.state_dict(), "entropy": self.entropy},
+        }
 
     def load_state_dict(self, state: dict) -> None:
         self.step, self.totals = state["step"], state["totals"]
         self.rollouts.load_state_dict(state["rollouts"])
-        if self.prompts and state["prompts"]:  # a replayed run has none
+        # A replayed run has neither prompts nor engines.
+        if self.prompts and state["prompts"]:
             self.prompts.load_state_dict(state["prompts"])
+        if self.weight_sync and state["weight_sync"]:
+            self.weight_sync.load_state_dict(state["weight_sync"])
         self.kl_controller.load_state_dict(state["algorithm"]["kl_controller"])
         self.entropy = state["algorithm"]["entropy"]
         if self.config.ref.reset_every:
             if self.step % self.config.ref.reset_every:
                 raise UserError(f"ref.reset_every: the reference of a run resumed at step {self.step} is in no checkpoint")
-            self.actor.reset_reference()  # the last reset was at this checkpoint
+            self.trainer.reset_reference()  # the last reset was at this checkpoint

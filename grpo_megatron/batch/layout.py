@@ -14,6 +14,11 @@ import numpy as np
 import torch
 
 
+def padded_to(lengths, multiple: int):
+    """Each length, an integer or an array of them, as the next multiple."""
+    return -(-lengths // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class Layout:
     """How token streams are padded and split on one rank.
@@ -48,7 +53,7 @@ class Layout:
         lengths = np.asarray(lengths, dtype=np.int64)
         if lengths.ndim != 1 or lengths.size == 0 or lengths.min() < 1:
             raise ValueError(f"a pack needs one or more sequences of at least one token, got lengths {lengths}")
-        padded = -(-lengths // self.sequence_multiple) * self.sequence_multiple
+        padded = padded_to(lengths, self.sequence_multiple)
         if self.pack_tokens:
             empty = self._empty_sequences(padded)
             return Pack(self, np.append(lengths, np.zeros_like(empty)), np.append(padded, empty))
@@ -56,6 +61,11 @@ class Layout:
         # cu_seqlens to cover every position.
         padded[-1] += -int(padded.sum()) % self.pack_multiple
         return Pack(self, lengths, padded)
+
+    def tensor_parallel_share(self, tensor: torch.Tensor, tp_rank: int) -> torch.Tensor:
+        """The part of [t, ...] whose activations a TP rank holds between the matrix products: [t / tp, ...] under
+        sequence parallelism, else all of it."""
+        return tensor.chunk(self.tp)[tp_rank] if self.sequence_parallel else tensor
 
     def _empty_sequences(self, padded: np.ndarray) -> np.ndarray:
         """Padded lengths of sequences without a token that fill a pack up to pack_tokens.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.errors import UserError
 
 # Exchanges stop at this relative difference (of a round's costliest micro-batch, or of a rank, from the mean) ...
@@ -105,7 +106,7 @@ def _padded(lengths, max_tokens: int, sequence_multiple: int) -> np.ndarray:
         raise UserError("there are no sequences to train on; use a larger batch, or filters that leave some of it")
     if lengths.min() < 1:
         raise ValueError(f"sequence {int(lengths.argmin())} has {lengths.min()} tokens")
-    padded = -(-lengths // sequence_multiple) * sequence_multiple
+    padded = padded_to(lengths, sequence_multiple)
     longest = int(padded.argmax())
     if padded[longest] > max_tokens:
         padding = f" ({padded[longest]} with the padding of context parallelism)" if sequence_multiple > 1 else ""
@@ -173,13 +174,13 @@ def _pack(sequences: _Sequences, step: int) -> list[list[int]]:
     There its last micro-batches, those of the shortest sequences, are dealt again, evenly: all, or a quarter, or a 16th ...
     """
     everything = range(len(sequences), 0, -1)
-    fewest = _round_up(-(-sum(sequences.length) // sequences.max_tokens), step)
+    fewest = padded_to(-(-sum(sequences.length) // sequences.max_tokens), step)
     if (even := _emptiest_first(everything, fewest, sequences)) is not None:
         return even
     tight = _first_fit(sequences, pairs=True)
-    if _round_up(len(tight), step) > fewest:
+    if padded_to(len(tight), step) > fewest:
         tight = min(tight, _first_fit(sequences, pairs=False), key=len)
-    count = _round_up(len(tight), step)
+    count = padded_to(len(tight), step)
     kept = 0 if count > fewest else 3 * len(tight) // 4
     while kept < len(tight):
         again = sorted((s for members in tight[kept:] for s in members), reverse=True)
@@ -187,10 +188,6 @@ def _pack(sequences: _Sequences, step: int) -> list[list[int]]:
             return tight[:kept] + even
         kept += -(-3 * (len(tight) - kept) // 4)
     return _split(tight, count)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _emptiest_first(chosen: Sequence[int], count: int, sequences: _Sequences) -> list[list[int]] | None:

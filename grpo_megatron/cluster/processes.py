@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import time
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -11,10 +12,30 @@ from ray.exceptions import RayActorError, RayTaskError
 from grpo_megatron.errors import UserError
 
 logger = logging.getLogger(__name__)
+# How long a failure may wait for the news that another process died, which is then its cause.
+_GRACE_SECONDS = 5.0
 
 
 class ProcessDied(UserError):
-    """A trainer rank or an engine is gone; says which one, and where its log is."""
+    """A trainer rank or an engine is gone; says which one, in what it was asked to do, and where its log is."""
+
+
+class Process(NamedTuple):
+    """How messages speak of a process. name: such as `trainer rank 1 of 8`; log: its file."""
+
+    name: str
+    log: str
+
+    def died(self, call: str) -> ProcessDied:
+        """The error for this process's death in `call`, with the end of its log."""
+        return ProcessDied(f"{self.name} died in `{call}`; its log is {self.log}\n{self._end_of_log()}")
+
+    def _end_of_log(self, lines: int = 15) -> str:
+        try:
+            with open(self.log, encoding="utf-8", errors="replace") as file:
+                return "".join(f"  | {line}" for line in file.readlines()[-lines:])
+        except OSError:
+            return "  (the log cannot be read from here)"
 
 
 def redirect_output(path: str) -> None:
@@ -28,63 +49,52 @@ def redirect_output(path: str) -> None:
     os.close(target)
 
 
-def gather(references: dict, who: dict, timeout: float | None = None) -> dict:
-    """Results of {key: ObjectRef}; raises as soon as the first one fails.
+def gather(references: dict[int, ray.ObjectRef], processes: list[Process], call: str, timeout: float | None = None) -> dict:
+    """Results of {process number: reference}; raises as soon as the first one fails.
 
     Waiting for all of them first would wait for ranks that sit in a collective whose partner is
-    dead. who: {key: (name, log file)} for the message. Errors that a UserError caused on the other
-    side are raised as such.
+    dead. call: what was asked, for messages. Raises UserError after `timeout` seconds. Errors that a
+    UserError caused on the other side are raised as such.
     """
-    keys = {reference: key for key, reference in references.items()}
-    pending, results = list(keys), {}
+    numbers = {reference: number for number, reference in references.items()}
+    pending, results = list(numbers), {}
+    deadline = None if timeout is None else time.monotonic() + timeout
     while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=timeout)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, pending = ray.wait(pending, num_returns=1, timeout=left)
         if not ready:
-            names = ", ".join(who[keys[reference]][0] for reference in pending)
-            raise UserError(f"no answer within {timeout:.0f} s from {names}")
-        key = keys[ready[0]]
+            names = ", ".join(processes[numbers[reference]].name for reference in pending)
+            raise UserError(f"`{call}` was not done within {timeout:.0f} s by {names}")
+        number = numbers[ready[0]]
         try:
-            results[key] = fetch(ready[0], *who[key])
+            results[number] = fetch(ready[0], processes[number], call)
         except RuntimeError:
             # A rank whose partner died in a collective often fails before the death is known.
-            _raise_if_one_died(pending, keys, who)
+            _raise_if_one_died(pending, numbers, processes, call)
             raise
-    return {key: results[key] for key in references}
+    return {number: results[number] for number in references}
 
 
-def _raise_if_one_died(pending: list, keys: dict, who: dict, grace: float = 5.0) -> None:
-    deadline = time.monotonic() + grace
+def _raise_if_one_died(pending: list, numbers: dict, processes: list[Process], call: str) -> None:
+    deadline = time.monotonic() + _GRACE_SECONDS
     while pending and time.monotonic() < deadline:
         ready, pending = ray.wait(pending, num_returns=1, timeout=deadline - time.monotonic())
         for reference in ready:
             try:
-                fetch(reference, *who[keys[reference]])
+                fetch(reference, processes[numbers[reference]], call)
             except ProcessDied:
                 raise
             except Exception:
-                logger.debug("also failed: %s", keys[reference], exc_info=True)
+                logger.debug("also failed: %s", processes[numbers[reference]].name, exc_info=True)
 
 
-def fetch(reference, name: str, log: str):
+def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
     """ray.get with the errors of this module."""
     try:
         return ray.get(reference)
     except RayActorError as error:
-        raise ProcessDied(died(name, log)) from error
+        raise process.died(call) from error
     except RayTaskError as error:
         if isinstance(error.cause, UserError):
             raise error.cause from None
-        raise RuntimeError(f"{name} failed; its log is {log}\n{error}") from None
-
-
-def died(name: str, log: str) -> str:
-    """The message for a process that is gone, with the end of its log."""
-    return f"{name} died; its log is {log}\n{_tail(log)}"
-
-
-def _tail(path: str, lines: int = 15) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return "".join(f"  | {line}" for line in file.readlines()[-lines:])
-    except OSError:
-        return "  (the log cannot be read from here)"
+        raise RuntimeError(f"{process.name} failed in `{call}`; its log is {process.log}\n{error}") from None

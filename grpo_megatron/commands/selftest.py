@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_megatron.commands.train import assembled
+from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.algorithm import MismatchAction, MismatchCorrection
 from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, LoadFormat, LrSchedule, OldLogprobs, Precision
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.manager import StaleWeights
 from grpo_megatron.sglang.engine import engine_dtype
+from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.mini_batch import MiniBatch
 
 # A mean |delta| of up to this many times what the trainer's own rounding moves log-probs by is agreement:
@@ -116,8 +117,8 @@ class Tokens:
 class Investigation:
     """Changes one condition after the other, and looks at what is left of the mismatch."""
 
-    def __init__(self, controller: SelftestController):
-        self.controller, self.config = controller, controller.config
+    def __init__(self, controller: SelftestController, engines: EnginePool):
+        self.controller, self.engines, self.config = controller, engines, controller.config
         self.temperature = self.config.rollout.temperature
         self.dtype = TRAINER_DTYPES[self.config.megatron.precision]
         self.limit = 0.0
@@ -156,7 +157,7 @@ class Investigation:
         """float64 [2, n]: the trainer's log-probs and entropies."""
         temperature = self.temperature if temperature is None else temperature
         parts = [
-            self.controller.actor.probe(mini.batch, mini.plan, temperature, rounding)[:, mini.batch.loss_mask]
+            self.controller.trainer.probe(mini.batch, mini.plan, temperature, rounding)[:, mini.batch.loss_mask]
             for mini in tokens.mini_batches
         ]
         return np.concatenate(parts, axis=1).astype(np.float64)
@@ -172,7 +173,7 @@ class Investigation:
             batch = mini.batch
             pairs = zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
             ids = [batch.tokens[start:end].tolist() for start, end in pairs]
-            parts = self.controller.rollouts.manager.score(ids)
+            parts = self.engines.score(ids)
             scored.append(np.concatenate([np.append(part, 0.0) for part in parts])[batch.loss_mask])
         return self.probe(tokens, 1.0)[0], np.concatenate(scored)
 
@@ -218,11 +219,11 @@ class Investigation:
         """Double all weights and sync, then undo it (both are exact): does the engine follow the trainer?"""
         before = self.scores(tokens)
         try:
-            self.controller.actor.scale_weights(2.0)
+            self.controller.trainer.scale_weights(2.0)
             self.controller.sync_weights()
             after = self.scores(tokens)
         finally:
-            self.controller.actor.scale_weights(0.5)
+            self.controller.trainer.scale_weights(0.5)
         self.controller.sync_weights()
         trainer, engine = (float(np.abs(new - old).mean()) for new, old in zip(after, before, strict=True))
         # How far, not where to: with one tensor wrong the engine moves as much, but elsewhere.
@@ -314,21 +315,20 @@ def _minimum(function, grid: np.ndarray, rounds: int = 12) -> tuple[float, float
     return min([(a, at_a), (b, at_b), (grid[best], values[best])], key=lambda pair: pair[1])
 
 
-def investigate(controller: SelftestController) -> Verdict:
+def investigate(controller: SelftestController, engines: EnginePool) -> Verdict:
     """Run the loop and say what came out. Raises UserError for what has nothing to do with a mismatch."""
     try:
         controller.run()
-        return Investigation(controller).run()
+        return Investigation(controller, engines).run()
     except StaleWeights as error:
         return Verdict(explanations=[f"weight version: {error}"])
 
 
 def selftest(config: Config, steps: int = 3) -> Verdict:
     """config: of a training run; steps: of the loop. Writes selftest.json into the run's folder."""
-    with assembled(selftest_config(config, steps), SelftestController) as controller:
-        verdict = investigate(controller)
-        directory = controller.monitor.directory
-        Path(f"{directory}/selftest.json").write_text(json.dumps(as_json(verdict), indent=2), encoding="utf-8")
+    with assembled_loop(selftest_config(config, steps), SelftestController) as (controller, run):
+        verdict = investigate(controller, run.engines)
+        Path(f"{run.directory}/selftest.json").write_text(json.dumps(as_json(verdict), indent=2), encoding="utf-8")
     return verdict
 
 

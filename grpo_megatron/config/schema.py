@@ -284,6 +284,9 @@ class OptimizerConfig:
 class ClusterConfig:
     ray_address: str | None = option(None, "Ray cluster to join; null: start one on this machine")
     placement: Placement = option(Placement.separate, "colocated: engines share the ranks' devices; separate: own devices")
+    call_timeout: float = option(
+        7200.0, "longest time one call to the trainer's ranks, such as a training step, may take", "seconds"
+    )
     sync_bucket_bytes: int = option(256 * 2**20, "size of the buckets weights travel to the engines in", "bytes")
 
 

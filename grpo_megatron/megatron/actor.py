@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 
 from grpo_megatron.algorithm.losses import TokenLoss
-from grpo_megatron.batch.layout import Layout
+from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Precision, RoutingReplay
 from grpo_megatron.megatron import sharded_state
@@ -71,7 +71,7 @@ class Actor:
         mark_parallel(self.chunks, self.entries)
         layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, FP8_ALIGNMENT if fp8 else 1)
         if spec.pack_tokens:
-            layout = replace(layout, pack_tokens=-(-spec.pack_tokens // layout.pack_multiple) * layout.pack_multiple)
+            layout = replace(layout, pack_tokens=padded_to(spec.pack_tokens, layout.pack_multiple))
         self.mini_batches = MiniBatchStore(layout, self.device, own_attention=not model_spec.transformer_engine)
         self.head = Head(
             lambda: output_weight(self.chunks[-1]), self.arch.vocab_size, sizes.sequence_parallel, spec.temperature
@@ -108,10 +108,10 @@ class Actor:
         config.grad_scale_func = self.optimizer.inner.scale_loss
         self.memory = TrainingMemory(self.ddp, self.optimizer)
         self._parking = Parking(spec.offload_folder)
-        self._rest_optimizer()
+        self._park_optimizer()
 
     @contextmanager
-    def _weights_at_rest(self):
+    def _settled_weights(self):
         """Within this context all parameters are whole, and no forward hook gathers them anew.
 
         With overlap the distributed optimizer's new values arrive during the next training forward;
@@ -133,9 +133,9 @@ class Actor:
         try:
             yield
         finally:
-            self._rest_optimizer()
+            self._park_optimizer()
 
-    def _rest_optimizer(self) -> None:
+    def _park_optimizer(self) -> None:
         if self.spec.optimizer.offload:
             self._parking.park("optimizer", self.memory.optimizer())
 
@@ -146,7 +146,7 @@ class Actor:
         kind, with all the process occupies under "occupied".
         """
         report = {"before": self.memory.resident() | {"occupied": occupied()}}
-        with self._weights_at_rest():
+        with self._settled_weights():
             pass  # values on their way from other replicas arrive first
         self.mini_batches.clear()
         if not self._parking.parked("optimizer"):
@@ -178,7 +178,7 @@ class Actor:
         routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
         for ddp in self.ddp:
             ddp.eval()
-        with self._weights_at_rest(), self.reference.in_place() if reference else nullcontext():
+        with self._settled_weights(), self.reference.in_place() if reference else nullcontext():
             parts = forward_logprobs(self.ddp, prepared, self.head, routing, keep_hidden and reference)
         return np.concatenate(parts) if self.rank.reports else None
 
@@ -195,14 +195,14 @@ class Actor:
         for ddp in self.ddp:
             ddp.eval()
         head = replace(self.head, temperature=temperature)
-        with self._weights_at_rest(), rounding_noise(self.chunks, rounding) if rounding else nullcontext():
+        with self._settled_weights(), rounding_noise(self.chunks, rounding) if rounding else nullcontext():
             parts = forward_probe(self.ddp, prepared, head, routing)
         return np.concatenate(parts, axis=1) if self.rank.reports else None
 
     @torch.no_grad()
     def scale_weights(self, factor: float) -> None:
         """Multiply every parameter, but not the optimizer's masters: the next step takes it back. Collective."""
-        with self._weights_at_rest():
+        with self._settled_weights():
             for chunk in self.chunks:
                 for parameter in chunk.parameters():
                     parameter.mul_(factor)
@@ -303,7 +303,7 @@ class Actor:
         """The current weights become the reference. Collective."""
         if self.reference is None:
             raise RuntimeError("this actor was built without reference weights")
-        with self._weights_at_rest():
+        with self._settled_weights():
             self.reference.take_current()
 
     def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
@@ -311,7 +311,7 @@ class Actor:
 
         Must be exhausted on every rank, because gathering is collective over the TP group.
         """
-        with self._weights_at_rest():
+        with self._settled_weights():
             # On ranks that hand out nothing the loop still drives the collectives.
             yield from make_buckets(iterate_hf(self.chunks, self.entries), max_bytes)
 
@@ -326,7 +326,7 @@ class Actor:
         if self.rank.rank == 0:
             hf_checkpoint.start(folder, final, self.spec.model_path)
         dist.barrier()
-        with self._weights_at_rest():
+        with self._settled_weights():
             writer = hf_checkpoint.HFWriter(folder, f"{self.rank.rank:05d}")
             for name, tensor in iterate_hf(self.chunks, self.entries):
                 writer.add(name, tensor.to(dtype))
@@ -341,12 +341,12 @@ class Actor:
 
     def save_checkpoint(self, folder: str) -> None:
         """Collective; see megatron.checkpoint."""
-        with self._weights_at_rest(), self._optimizer_at_hand():
+        with self._settled_weights(), self._optimizer_at_hand():
             sharded_state.save(folder, [ddp.module for ddp in self.ddp], self.optimizer)
 
     def load_checkpoint(self, folder: str) -> None:
         """Weights, optimizer and learning-rate state; the reference stays what it was. Collective."""
-        with self._weights_at_rest(), self._optimizer_at_hand():
+        with self._settled_weights(), self._optimizer_at_hand():
             sharded_state.load(folder, [ddp.module for ddp in self.ddp], self.optimizer)
 
 

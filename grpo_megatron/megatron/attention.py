@@ -38,7 +38,7 @@ def _rotated(x, cos, sin):
 
 
 @dataclass(frozen=True)
-class Bucket:
+class AttentionBatch:
     """Queries whose attention is computed together: n stretches of q.
 
     Their keys are the first n * k rows of key part `part`. q = k: causal; q < k: the queries belong to
@@ -56,14 +56,14 @@ class PackedSequences(PackedSeqParams):
     """Megatron's description of a pack, with the plan by which PackedAttention computes it.
 
     position_ids int64 [t]. query_rows int64: rows of this rank's part of the pack in the order of the
-    buckets (shorter members of a bucket repeat their last row); key_rows: rows of the keys of all CP
+    batches (shorter members of a batch repeat their last row); key_rows: rows of the keys of all CP
     ranks in the order of the key parts, of key_sizes rows each; inverse int64 [t]: where each position
-    of the pack is found in the buckets' outputs. None: in place already. short: buckets are computed by batched
+    of the pack is found in the batches' outputs. None: in place already. short: batches are computed by batched
     matrix products, not by torch's flash kernel.
     """
 
     position_ids: torch.Tensor | None = None
-    buckets: tuple[Bucket, ...] = ()
+    batches: tuple[AttentionBatch, ...] = ()
     query_rows: torch.Tensor | None = None
     key_rows: torch.Tensor | None = None
     key_sizes: tuple[int, ...] = ()
@@ -79,45 +79,47 @@ class PackedSequences(PackedSeqParams):
             self._kept[dtype] = tuple(torch.cat(halves, dim=-1)[:, None].to(dtype) for halves in ((cos, cos), (-sin, sin)))
         return self._kept[dtype]
 
-    def mask(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, batch: AttentionBatch, dtype: torch.dtype) -> torch.Tensor:
         """[q, k] to be added to the scores. Kept: attention saves it, in every layer the same one."""
-        key = (bucket.q, bucket.k, dtype)
+        key = (batch.q, batch.k, dtype)
         if key not in self._kept:
-            hidden = torch.full((bucket.q, bucket.k), -torch.inf, dtype=dtype, device=self.position_ids.device)
-            self._kept[key] = hidden.triu_(bucket.k - bucket.q + 1)
+            hidden = torch.full((batch.q, batch.k), -torch.inf, dtype=dtype, device=self.position_ids.device)
+            self._kept[key] = hidden.triu_(batch.k - batch.q + 1)
         return self._kept[key]
 
 
-# A bucket takes sequences down to this share of its longest one; more would waste attention FLOPs
+# A batch takes sequences down to this share of its longest one; more would waste attention FLOPs
 # on padding, less would make many small kernels.
-_BUCKET_RANGE = 0.8
-# On a CPU, packs of sequences up to this length are computed by matrix products of whole buckets: torch's flash kernel
+_BATCH_RANGE = 0.8
+# On a CPU, packs of sequences up to this length are computed by matrix products of whole batches: torch's flash kernel
 # makes small ones for each head of each sequence. A query and head has at most as many scores in memory.
 _SHORT = 128
 # There, starting a product costs more than padding does.
-_SHORT_BUCKET_RANGE = 0.5
+_SHORT_BATCH_RANGE = 0.5
 # Queries that share a mask. Its size is this times the keys of a sequence, whatever the pack holds.
 _MASKED_QUERIES = 1024
 
 
-def describe_pack(pack: Pack, device: torch.device, buckets: bool = True, equal_only: bool | None = None) -> PackedSequences:
+def describe_pack(
+    pack: Pack, device: torch.device, own_attention: bool = True, equal_only: bool | None = None
+) -> PackedSequences:
     """The pack as Megatron and PackedAttention need it, tensors on `device`.
 
-    buckets: with the plan for PackedAttention; TransformerEngine's attention needs none. equal_only: without CP, only
-    neighbours of equal length share a bucket. That wastes nothing and moves no row, but makes more kernels; None: on a
+    own_attention: with the plan for PackedAttention; TransformerEngine's attention needs none. equal_only: without CP, only
+    neighbours of equal length share a batch. That wastes nothing and moves no row, but makes more kernels; None: on a
     CPU, for packs with sequences so long that starting a kernel does not count.
     """
     cu_seqlens = torch.from_numpy(pack.cu_seqlens).to(device)
     cu_seqlens_padded = torch.from_numpy(pack.cu_seqlens_padded).to(device)
     longest = int(pack.padded_lengths.max())
     plan = {}
-    if buckets and pack.layout.cp > 1:
+    if own_attention and pack.layout.cp > 1:
         plan = _masked_stretches(pack, device)
-    elif buckets:
+    elif own_attention:
         short = device.type == "cpu" and longest <= _SHORT
         if equal_only is None:
             equal_only = device.type == "cpu" and not short
-        lengths, share = pack.padded_lengths, _SHORT_BUCKET_RANGE if short else _BUCKET_RANGE
+        lengths, share = pack.padded_lengths, _SHORT_BATCH_RANGE if short else _BATCH_RANGE
         groups = _equal_neighbours(lengths) if equal_only else _similar(lengths, share)
         plan = _whole_sequences(pack, device, groups) | {"short": short}
     return PackedSequences(
@@ -134,17 +136,17 @@ def describe_pack(pack: Pack, device: torch.device, buckets: bool = True, equal_
 
 
 def _whole_sequences(pack: Pack, device: torch.device, groups: list[np.ndarray]) -> dict:
-    """Without CP: whole sequences; groups: the members of each bucket."""
+    """Without CP: whole sequences; groups: the members of each batch."""
     lengths, starts = pack.padded_lengths, pack.cu_seqlens_padded[:-1].astype(np.int64)
-    buckets, rows, real = [], [], []
+    batches, rows, real = [], [], []
     for members in groups:
         length = lengths[members][:, None]
         column = np.arange(length.max())
         rows.append((starts[members][:, None] + np.minimum(column, length - 1)).ravel())
         real.append((column < length).ravel())
-        buckets.append(Bucket(len(members), len(column), len(column), len(buckets)))
+        batches.append(AttentionBatch(len(members), len(column), len(column), len(batches)))
     rows, real = np.concatenate(rows), np.concatenate(real)
-    plan = {"buckets": tuple(buckets), "key_sizes": tuple(b.n * b.k for b in buckets)}
+    plan = {"batches": tuple(batches), "key_sizes": tuple(b.n * b.k for b in batches)}
     if not np.array_equal(rows, np.arange(lengths.sum())):
         inverse = np.empty(lengths.sum(), dtype=np.int64)
         inverse[rows[real]] = np.flatnonzero(real)
@@ -169,15 +171,15 @@ def _similar(lengths: np.ndarray, share: float) -> list[np.ndarray]:
 
 def _masked_stretches(pack: Pack, device: torch.device) -> dict:
     """Under CP: the queries in stretches, the keys in the order of the sequences."""
-    buckets = []
+    batches = []
     firsts, lengths = pack.pieces(pack.layout.cp_rank)
     for sequence in range(len(firsts)):
         for first, length in zip(firsts[sequence].tolist(), lengths[sequence].tolist(), strict=True):
             for start in range(0, length, _MASKED_QUERIES):
                 queries = min(_MASKED_QUERIES, length - start)
-                buckets.append(Bucket(1, queries, first + start + queries, sequence))
+                batches.append(AttentionBatch(1, queries, first + start + queries, sequence))
     return {
-        "buckets": tuple(buckets),
+        "batches": tuple(batches),
         "key_rows": torch.from_numpy(pack.gathered_index).to(device),
         "key_sizes": tuple(pack.padded_lengths.tolist()),
     }
@@ -224,26 +226,26 @@ class PackedAttention(MegatronModule):
             both = torch.cat([key, value], dim=1)
             both = gather_from_sequence_parallel_region(both, group=self.cp_group)
             key, value = both.split(key.shape[1], dim=1)
-        queries = _take(query, packed.query_rows).split([bucket.n * bucket.q for bucket in packed.buckets])
+        queries = _take(query, packed.query_rows).split([batch.n * batch.q for batch in packed.batches])
         keys, values = (_take(x, packed.key_rows).split(packed.key_sizes) for x in (key, value))
         outputs = [
-            self._attend(packed, bucket, of_bucket, keys[bucket.part], values[bucket.part])
-            for bucket, of_bucket in zip(packed.buckets, queries, strict=True)
+            self._attend(packed, batch, own, keys[batch.part], values[batch.part])
+            for batch, own in zip(packed.batches, queries, strict=True)
         ]
         return _take(torch.cat(outputs), packed.inverse)
 
-    def _attend(self, packed: PackedSequences, bucket: Bucket, query, key, value) -> torch.Tensor:
+    def _attend(self, packed: PackedSequences, batch: AttentionBatch, query, key, value) -> torch.Tensor:
         """[n * q, heads, d], [at least n * k, kv_heads, d] twice -> [n * q, heads * d]"""
-        seen = bucket.n * bucket.k
+        seen = batch.n * batch.k
         if seen < len(key):
             key, value = key[:seen], value[:seen]
-        query, key, value = (x.unflatten(0, (bucket.n, -1)) for x in (query, key, value))
+        query, key, value = (x.unflatten(0, (batch.n, -1)) for x in (query, key, value))
         if packed.short and query.dtype == torch.float32:
-            return _ShortAttention.apply(query, key, value, packed.mask(bucket, query.dtype), self.scale)
-        causal = bucket.q == bucket.k
+            return _ShortAttention.apply(query, key, value, packed.mask(batch, query.dtype), self.scale)
+        causal = batch.q == batch.k
         attended = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),
-            attn_mask=None if causal else packed.mask(bucket, query.dtype),
+            attn_mask=None if causal else packed.mask(batch, query.dtype),
             is_causal=causal,
             scale=self.scale,
             enable_gqa=True,

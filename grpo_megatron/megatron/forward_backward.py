@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.megatron.logprobs import HeadOutput, token_logprobs
-from grpo_megatron.megatron.micro_batch import MicroBatch, router_share
+from grpo_megatron.megatron.micro_batch import MicroBatch
 from grpo_megatron.megatron.router import Routing, recorded_routing, set_routing
 from grpo_megatron.metrics import Metrics, Sum
 
@@ -64,7 +64,8 @@ def _run(chunks: list, micro_batches: list[MicroBatch], loss_func, forward_only:
             # Megatron gives a TP rank its share of the mask on the first stage only.
             padding = micro_batch.padding
             if not chunk.pre_process:
-                padding = router_share(padding[0], micro_batch.pack.layout)[None]
+                tp_rank = mpu.get_tensor_model_parallel_rank()
+                padding = micro_batch.pack.layout.tensor_parallel_share(padding[0], tp_rank)[None]
         hidden = model(
             micro_batch.tokens, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed, padding_mask=padding
         )

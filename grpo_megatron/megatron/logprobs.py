@@ -79,16 +79,7 @@ def token_logprobs(
     hidden = _all_tokens(hidden, sequence_parallel, tp_group).to(weight.dtype)
     if len(hidden) != len(target):
         raise ValueError(f"{len(hidden)} hidden states for {len(target)} targets")
-    ref_hidden = ref_weight = None
-    if reference is not None:
-        with torch.no_grad():
-            ref_weight = reference[1].detach()
-            ref_hidden = _all_tokens(reference[0].detach(), sequence_parallel, tp_group).to(ref_weight.dtype)
-        if ref_hidden.shape != hidden.shape or ref_weight.shape != weight.shape:
-            raise ValueError(
-                f"reference hidden states {list(ref_hidden.shape)} and weight {list(ref_weight.shape)} for"
-                f" {list(hidden.shape)} and {list(weight.shape)}"
-            )
+    ref_hidden, ref_weight = _of_reference(reference, hidden, weight, sequence_parallel, tp_group)
     tiling = Tiling.of(weight, len(target), vocab_size, tp_group, chunk_tokens, chunk_vocab)
     outputs = FusedHead.apply(
         hidden,
@@ -103,6 +94,22 @@ def token_logprobs(
         accumulate_into_main_grad,
     )
     return HeadOutput(*outputs)
+
+
+def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
+    """(hidden states, weight) of the reference without gradient; (None, None) if there is none. Raises ValueError for other
+    shapes than those of the policy's."""
+    if reference is None:
+        return None, None
+    with torch.no_grad():
+        ref_weight = reference[1].detach()
+        ref_hidden = _all_tokens(reference[0].detach(), sequence_parallel, tp_group).to(ref_weight.dtype)
+    if ref_hidden.shape != hidden.shape or ref_weight.shape != weight.shape:
+        raise ValueError(
+            f"reference hidden states {list(ref_hidden.shape)} and weight {list(ref_weight.shape)} for"
+            f" {list(hidden.shape)} and {list(weight.shape)}"
+        )
+    return ref_hidden, ref_weight
 
 
 def _all_tokens(hidden, sequence_parallel: bool, group):

@@ -38,7 +38,7 @@ def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attenti
     pack = layout.pack(batch.lengths)
     return MicroBatch(
         pack=pack,
-        packed=describe_pack(pack, device, buckets=own_attention),
+        packed=describe_pack(pack, device, own_attention=own_attention),
         tokens=pack.scatter(batch.tokens).to(device).long()[None],
         position_ids=torch.from_numpy(pack.position_ids).to(device)[None],
         padding=torch.from_numpy(pack.index < 0).to(device)[None],
@@ -78,14 +78,9 @@ def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[b
     # Padding needs experts too, different ones; what they compute is used by nobody.
     anything = np.arange(given.shape[2], dtype=given.dtype)
     local = micro_batch.pack.scatter(given, fill=anything).to(micro_batch.target.device).long()
-    local = router_share(local, micro_batch.pack.layout)
+    local = micro_batch.pack.layout.tensor_parallel_share(local, mpu.get_tensor_model_parallel_rank())
     with_experts = [layer for layer, has_experts in enumerate(layers) if has_experts]
     micro_batch.routing = {layer: local[:, i].contiguous() for i, layer in enumerate(with_experts)}
-
-
-def router_share(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The part of [t, ...] whose activations this TP rank holds between the matrix products."""
-    return tensor.chunk(layout.tp)[mpu.get_tensor_model_parallel_rank()] if layout.sequence_parallel else tensor
 
 
 @dataclass

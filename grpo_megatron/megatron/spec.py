@@ -80,8 +80,13 @@ def lr_decay_steps(config: Config, command: str) -> int:
     return config.run.total_steps * mini_batches * config.train.ppo_epochs
 
 
-def actor_spec(config: Config, with_reference: bool, command: str = "train") -> ActorSpec:
-    """command: train or sft, by which the length of the learning-rate schedule is known."""
+def pack_limit(config: Config) -> int:
+    """Most tokens of a micro-batch, over all CP ranks."""
+    return config.train.max_tokens_per_micro_batch * config.megatron.context_parallel
+
+
+def actor_spec(config: Config, command: str = "train") -> ActorSpec:
+    """command: train or sft, by which the length of the learning-rate schedule is known, and whether a reference is needed."""
     return ActorSpec(
         model_path=config.model.path,
         sizes=ParallelSizes.from_config(config.megatron),
@@ -94,11 +99,9 @@ def actor_spec(config: Config, with_reference: bool, command: str = "train") -> 
         recompute_modules=tuple(config.megatron.recompute_modules),
         moe=config.moe,
         temperature=config.rollout.temperature,
-        with_reference=with_reference,
+        with_reference=command == "train" and config.algorithm.needs_reference,
         reference_path=config.ref.path,
         reference_offload=config.ref.offload,
         offload_folder=config.megatron.offload_folder,
-        pack_tokens=config.train.max_tokens_per_micro_batch * config.megatron.context_parallel
-        if config.train.constant_length_packs
-        else 0,
+        pack_tokens=pack_limit(config) if config.train.constant_length_packs else 0,
     )

@@ -17,6 +17,27 @@ def _pipeline_layout(arch: Architecture, sizes: ParallelSizes) -> list[list[str]
     return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
 
 
+def _parallel_settings(arch: Architecture, spec: ModelSpec) -> dict:
+    sizes = spec.sizes
+    return {
+        "tensor_model_parallel_size": sizes.tp,
+        "pipeline_model_parallel_size": sizes.pp,
+        "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
+        "pipeline_model_parallel_layout": _pipeline_layout(arch, sizes),
+        # The interleaved schedule is silently wrong on gloo with batched, blocking transfers.
+        "overlap_p2p_comm": sizes.vpp > 1,
+        "batch_p2p_comm": sizes.vpp == 1,
+        "context_parallel_size": sizes.cp,
+        "sequence_parallel": sizes.sequence_parallel,
+        # Packs differ in length, so pipeline stages must tell each other the shapes. Megatron
+        # insists on the alltoall dispatcher then, for dense models too.
+        "variable_seq_lengths": sizes.pp > 1 and not spec.constant_length,
+        "moe_token_dispatcher_type": "alltoall",
+        # On gloo this frees the storage of a tensor that is still being sent.
+        "deallocate_pipeline_outputs": torch.cuda.is_available(),
+    }
+
+
 def _expert_settings(arch: Architecture, spec: ModelSpec) -> dict:
     if arch.moe is None:
         return {}
@@ -52,7 +73,7 @@ def transformer_config(arch: Architecture, spec: ModelSpec):
     """
     from megatron.core.transformer import TransformerConfig
 
-    sizes, params_dtype = spec.sizes, spec.params_dtype
+    params_dtype = spec.params_dtype
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -71,15 +92,6 @@ def transformer_config(arch: Architecture, spec: ModelSpec):
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        tensor_model_parallel_size=sizes.tp,
-        pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
-        pipeline_model_parallel_layout=_pipeline_layout(arch, sizes),
-        # The interleaved schedule is silently wrong on gloo with batched, blocking transfers.
-        overlap_p2p_comm=sizes.vpp > 1,
-        batch_p2p_comm=sizes.vpp == 1,
-        context_parallel_size=sizes.cp,
-        sequence_parallel=sizes.sequence_parallel,
         params_dtype=params_dtype,
         pipeline_dtype=params_dtype,
         bf16=params_dtype == torch.bfloat16,
@@ -93,18 +105,13 @@ def transformer_config(arch: Architecture, spec: ModelSpec):
         # The loss function divides by nothing; Megatron divides by the token count it is given
         # (see forward_backward.py).
         calculate_per_token_loss=True,
-        # Packs differ in length, so pipeline stages must tell each other the shapes. Megatron
-        # insists on the alltoall dispatcher then, for dense models too.
-        variable_seq_lengths=sizes.pp > 1 and not spec.constant_length,
-        moe_token_dispatcher_type="alltoall",
-        # On gloo this frees the storage of a tensor that is still being sent.
-        deallocate_pipeline_outputs=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **_parallel_settings(arch, spec),
         **_expert_settings(arch, spec),
         **_recompute_settings(spec),
     )

@@ -9,7 +9,9 @@ import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
-from grpo_megatron.rollout.source import EngineRollouts, training_sampling
+from grpo_megatron.config.schema import Config
+from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.source import training_sampling
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -23,8 +25,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 class Evaluation:
     """Samples every held-out prompt with the evaluation's own parameters and scores the responses."""
 
-    def __init__(self, datasets: dict[str, list[Prompt]], config, directory: str):
-        """datasets: by name; config: config.schema.Config; directory: of the run, for the samples."""
+    def __init__(self, manager: RolloutManager, datasets: dict[str, list[Prompt]], config: Config, directory: str):
+        """datasets: by name; directory: of the run, for the samples."""
+        self._manager = manager
         self.datasets = datasets
         self._config = config.eval
         self._directory = Path(directory) / "eval"
@@ -34,7 +37,7 @@ class Evaluation:
         self._sampled = replace(common, n=config.eval.n, temperature=config.eval.temperature, top_p=config.eval.top_p)
         self._greedy = replace(common, n=1, temperature=0.0)
 
-    def run(self, rollouts: EngineRollouts, step: int) -> dict[str, float]:
+    def run(self, step: int) -> dict[str, float]:
         """{"eval/mean@n", "eval/pass@k" for k = 2, 4, .. n, "eval/greedy"}; with several data sets eval/NAME/...
 
         mean@n: mean reward of n samples per prompt; a sample passes if its reward reaches
@@ -43,10 +46,10 @@ class Evaluation:
         scalars = {}
         for name, prompts in self.datasets.items():
             prefix = "eval" if len(self.datasets) == 1 else f"eval/{name}"
-            groups = rollouts.manager.generate(prompts, self._sampled)
+            groups = self._manager.generate(prompts, self._sampled)
             scalars |= {f"{prefix}/{metric}": value for metric, value in self._scores(groups).items()}
             if self._config.greedy:
-                greedy = rollouts.manager.generate(prompts, self._greedy)
+                greedy = self._manager.generate(prompts, self._greedy)
                 scalars[f"{prefix}/greedy"] = float(np.mean([reward for group in greedy for reward in group.rewards]))
             if self._config.save_samples:
                 self._save(step, name, groups)

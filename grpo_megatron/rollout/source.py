@@ -3,12 +3,13 @@
 import numpy as np
 
 from grpo_megatron.batch.sample import Group
+from grpo_megatron.config.schema import Config, RolloutConfig
+from grpo_megatron.data import PromptSource
 from grpo_megatron.rollout.manager import RolloutManager, Sampling
 from grpo_megatron.rollout.record import Recorder, Replay
 
 
-def training_sampling(config) -> Sampling:
-    """config: config.schema.RolloutConfig."""
+def training_sampling(config: RolloutConfig) -> Sampling:
     return Sampling(
         n=config.n,
         temperature=config.temperature,
@@ -42,15 +43,15 @@ def group_statistics(groups: list[Group]) -> dict[str, float]:
 class EngineRollouts:
     """Groups sampled by the engines under the newest weights, optionally recorded."""
 
-    def __init__(self, manager: RolloutManager, config, resumed: int = 0):
-        """config: config.schema.Config; resumed: the step a resumed run continues after."""
-        self.manager = manager
+    def __init__(self, manager: RolloutManager, config: Config, resumed: int = 0):
+        """resumed: the step a resumed run continues after."""
+        self._manager = manager
         self._batch_size = config.data.train_batch_size
         self._sampling = training_sampling(config.rollout)
         self._recorder = Recorder(config.rollout.record, resumed) if config.rollout.record else None
 
-    def groups(self, step: int, prompts) -> list[Group]:
-        groups = self.manager.generate(prompts.next(self._batch_size), self._sampling)
+    def groups(self, step: int, prompts: PromptSource | None) -> list[Group]:
+        groups = self._manager.generate(prompts.next(self._batch_size), self._sampling)
         if self._recorder:
             self._recorder.write(step, groups)
         return groups
@@ -58,22 +59,16 @@ class EngineRollouts:
     def statistics(self, groups: list[Group]) -> dict[str, float]:
         return group_statistics(groups)
 
-    def update_weights(self, actor, bucket_bytes: int) -> None:
-        """actor: cluster.ActorGroup."""
-        with actor.weight_stream(bucket_bytes) as buckets:
-            self.manager.update_weights(buckets, self.manager.weight_version + 1)
-
     def state_dict(self) -> dict:
-        return self.manager.state_dict()
+        return self._manager.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
         if state:  # empty if the checkpoint is of a replayed run
-            self.manager.load_state_dict(state)
+            self._manager.load_state_dict(state)
 
     def close(self) -> None:
         if self._recorder:
             self._recorder.close()
-        self.manager.close()
 
 
 class ReplayedRollouts:
@@ -82,14 +77,11 @@ class ReplayedRollouts:
     def __init__(self, path: str):
         self._replay = Replay(path)
 
-    def groups(self, step: int, prompts) -> list[Group]:
+    def groups(self, step: int, prompts: PromptSource | None) -> list[Group]:
         return self._replay.read(step)
 
     def statistics(self, groups: list[Group]) -> dict[str, float]:
         return group_statistics(groups)
-
-    def update_weights(self, actor, bucket_bytes: int) -> None:
-        pass
 
     def state_dict(self) -> dict:
         return {}

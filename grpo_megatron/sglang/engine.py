@@ -9,6 +9,7 @@ neither update sessions (since 0.5.21), nor weight-version spans (since 0.5.20),
 import asyncio
 import base64
 import os
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,12 @@ import psutil
 import ray
 
 from grpo_megatron.batch.sample import WeightSpan
-from grpo_megatron.cluster.placement import Cluster
-from grpo_megatron.cluster.processes import ProcessDied, died, redirect_output
+from grpo_megatron.cluster.processes import Process, redirect_output
+from grpo_megatron.config.schema import EngineConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import read_architecture
 from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
+from grpo_megatron.weights.buckets import Bucket
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,19 @@ class Completion:
     routing: np.ndarray | None = None
 
 
-def engine_dtype(config, model_path: str) -> str:
-    """What the engine computes in, as torch names it; config: config.schema.EngineConfig."""
+def engine_dtype(config: EngineConfig, model_path: str) -> str:
+    """What the engine computes in, as torch names it."""
     # SGLang's own "auto" turns float32 checkpoints into float16.
     return str(read_architecture(model_path).dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
 
 
-def engine_arguments(config, model_path: str, seed: int, needs_tokenizer: bool, gpu: bool, routing: bool) -> dict[str, Any]:
-    """Arguments of sglang.Engine; config: config.schema.EngineConfig; gpu: the engine has devices;
-    routing: it will be asked which experts tokens went to.
+def engine_arguments(
+    config: EngineConfig, model_path: str, seed: int, needs_tokenizer: bool, gpu: bool, routing: bool
+) -> dict[str, Any]:
+    """Arguments of sglang.Engine. routing: it will be asked which experts tokens went to.
 
-    Not asked of torch here: the driver's machine may have a GPU where the engine's has none.
+    gpu: whether the engine has devices. Torch is not asked here, because the driver's machine may have a GPU where the
+    engine's has none.
     """
     arguments = {
         "model_path": model_path,
@@ -97,7 +101,7 @@ def engine_arguments(config, model_path: str, seed: int, needs_tokenizer: bool, 
     return arguments
 
 
-def engine_environment(config, gpu: bool) -> dict[str, str]:
+def engine_environment(config: EngineConfig, gpu: bool) -> dict[str, str]:
     """What must be in the environment before the engine's process starts."""
     if gpu:
         return {}
@@ -118,12 +122,12 @@ def engine_environment(config, gpu: bool) -> dict[str, str]:
 class SGLangEngine:
     """The engine's process; SGLang's scheduler and detokenizer are its children."""
 
-    def __init__(self, name: str, log: str, arguments: dict[str, Any], routed_layers: tuple[bool, ...] | None):
+    def __init__(self, process: Process, arguments: dict[str, Any], routed_layers: tuple[bool, ...] | None):
         """routed_layers: for each layer of the model whether it has experts, if their routing is wanted."""
-        redirect_output(log)
+        redirect_output(process.log)
         import sglang
 
-        self._name, self._log, self._routed_layers = name, log, routed_layers
+        self._process, self._routed_layers = process, routed_layers
         self._engine = sglang.Engine(**arguments)
         # Not all children: Python's own helpers come and go.
         self._children = [
@@ -135,12 +139,12 @@ class SGLangEngine:
 
     async def ready(self) -> int:
         """Returns the process id once the engine can serve."""
-        # As SGLang's server does after its start: else garbage collections walk through all that was imported, 0.1 to
-        # 0.3 s each in its three processes.
+        # SGLang's own server does this after its start. Without it, garbage collections walk through everything that was
+        # imported, which takes 0.1 to 0.3 s each in its three processes.
         await self._engine.tokenizer_manager.freeze_gc()
         return os.getpid()
 
-    async def _while_alive(self, awaitable, timeout: float | None = None):
+    async def _while_alive(self, call: str, awaitable: Awaitable, timeout: float | None = None) -> Any:
         """The awaitable's result; raises ProcessDied if a child of SGLang's dies meanwhile.
 
         SGLang ends this process when a child of its dies, but not always: seen after a SIGKILL of the
@@ -156,7 +160,7 @@ class SGLangEngine:
                 gone = [c for c in self._children if not c.is_running() or c.status() == psutil.STATUS_ZOMBIE]
                 if gone:
                     task.cancel()
-                    raise ProcessDied(died(self._name, self._log))
+                    raise self._process.died(call)
                 if timeout is not None and waited >= timeout:
                     task.cancel()
                     raise asyncio.TimeoutError
@@ -183,7 +187,7 @@ class SGLangEngine:
     async def poll(self, timeout: float) -> list[Completion]:
         """What finished since the last call; waits up to `timeout` seconds for the first one."""
         try:
-            done = [await self._while_alive(self._finished.get(), timeout)]
+            done = [await self._while_alive("generate", self._finished.get(), timeout)]
         except asyncio.TimeoutError:
             return []
         # Requests of one decoding step end together: let the others arrive before answering.
@@ -198,12 +202,13 @@ class SGLangEngine:
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Log-prob of every token but the first under the engine's weights, at temperature 1; float32 [n - 1] each."""
         answers = await self._while_alive(
+            "score",
             self._engine.async_generate(
                 input_ids=sequences,
                 sampling_params={"max_new_tokens": 1, "temperature": 1.0},
                 return_logprob=True,
                 logprob_start_len=0,
-            )
+            ),
         )
         scored = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
         for ids, entries in zip(sequences, scored, strict=True):
@@ -220,10 +225,10 @@ class SGLangEngine:
         manager = self._engine.tokenizer_manager
         if hasattr(manager, "begin_weight_update"):
             request = io_struct.BeginWeightUpdateReqInput()
-            _check("begin_weight_update", await self._while_alive(manager.begin_weight_update(request, None)))
+            await self._accepted("begin_weight_update", manager.begin_weight_update(request, None))
 
-    async def load_bucket(self, bucket) -> None:
-        """bucket: weights.buckets.Bucket, HF names."""
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """Load tensors under their HF names."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -231,7 +236,7 @@ class SGLangEngine:
         payloads = [MultiprocessingSerializer.serialize(bucket.tensors()) for _ in range(self._tp_size)]
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
         update = self._engine.tokenizer_manager.update_weights_from_tensor(request, None)
-        _check("update_weights_from_tensor", await self._while_alive(update))
+        await self._accepted("update_weights_from_tensor", update)
 
     async def end_update(self, version: int) -> None:
         """Close the session, drop cached prefixes of the old weights, and tag what comes now."""
@@ -240,26 +245,26 @@ class SGLangEngine:
         manager = self._engine.tokenizer_manager
         if hasattr(manager, "end_weight_update"):
             request = io_struct.EndWeightUpdateReqInput()
-            _check("end_weight_update", await self._while_alive(manager.end_weight_update(request, None)))
-        flushed = await self._while_alive(manager.flush_cache())
+            await self._accepted("end_weight_update", manager.end_weight_update(request, None))
+        flushed = await self._while_alive("flush_cache", manager.flush_cache())
         if not flushed.success:
             raise UserError("the engine did not flush its cache after the weight update; requests were still running")
         # Has no answer to check; the manager compares the version that samples come back with.
         if hasattr(manager, "update_weight_version"):
             request = io_struct.UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
-            await self._while_alive(manager.update_weight_version(request))
+            await self._while_alive("update_weight_version", manager.update_weight_version(request))
         else:
             # Before that call existed, the tag was the tokenizer manager's alone, which sets it like this after an update.
             manager._update_weight_version_if_provided(str(version))
 
+    async def _accepted(self, call: str, awaitable: Awaitable[tuple[bool, str]]) -> None:
+        """Waits for SGLang's answer. Raises UserError if it refuses the call."""
+        success, message = await self._while_alive(call, awaitable)
+        if not success:
+            raise UserError(f"the engine refused {call}: {message}")
+
     async def shutdown(self) -> None:
         self._engine.shutdown()
-
-
-def _check(call: str, answer: tuple[bool, str]) -> None:
-    success, message = answer
-    if not success:
-        raise UserError(f"the engine refused {call}: {message}")
 
 
 def _routing(request: Request, answer: dict, has_experts: tuple[bool, ...]) -> np.ndarray:
@@ -285,27 +290,3 @@ def _completion(request: Request, answer: dict, routed_layers: tuple[bool, ...] 
         weight_spans=spans,
         routing=_routing(request, answer, routed_layers) if routed_layers else None,
     )
-
-
-def start_engines(
-    cluster: Cluster, rollout_config, model_path: str, seed: int, log_dir: str, routing: bool = False
-) -> tuple[list, dict]:
-    """Engine actors, and {index: (name, log file)} for messages; they are starting, not yet ready.
-
-    routing: samples carry the experts that their tokens went to.
-    """
-    config = rollout_config.engine
-    moe = read_architecture(model_path).moe
-    routed_layers = moe.layers if routing and moe else None
-    engines, who = [], {}
-    for index, slots in enumerate(cluster.engine_slots):
-        gpu = slots[0].device is not None
-        log = f"{log_dir}/engine{index}.log"
-        arguments = engine_arguments(
-            config, model_path, seed + index, bool(rollout_config.stop), gpu, routed_layers is not None
-        )
-        devices = [slot.device for slot in slots] if gpu else None
-        options = cluster.options(slots[0], engine_environment(config, gpu), devices)
-        who[index] = (f"engine {index}", log)
-        engines.append(SGLangEngine.options(**options, max_concurrency=1000).remote(*who[index], arguments, routed_layers))
-    return engines, who

@@ -8,6 +8,7 @@ from grpo_megatron.batch.layout import Layout
 from grpo_megatron.batch.schedule import CostModel, Schedule, schedule
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
+from grpo_megatron.megatron.spec import pack_limit
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
@@ -28,7 +29,7 @@ def partition(config: Config, lengths: np.ndarray, cost: CostModel) -> Schedule:
     sizes = ParallelSizes.from_config(config.megatron)
     return schedule(
         lengths,
-        config.train.max_tokens_per_micro_batch * sizes.cp,
+        pack_limit(config),
         dp=sizes.dp,
         cost=cost,
         packing=config.train.packing,

@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Slot:
+class PackedTensor:
     """One tensor inside a bucket: bytes [start, end) hold `shape` elements of `dtype`."""
 
     name: str
@@ -22,14 +22,14 @@ class Slot:
 class Bucket:
     """Several named tensors in one uint8 array, which the object store shares without copies."""
 
-    slots: tuple[Slot, ...]
+    contents: tuple[PackedTensor, ...]
     data: np.ndarray
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Named tensors that share memory with `data`, which may be read-only."""
         flat = torch.from_numpy(self.data)
         return [
-            (slot.name, flat[slot.start : slot.end].view(getattr(torch, slot.dtype)).view(slot.shape)) for slot in self.slots
+            (item.name, flat[item.start : item.end].view(getattr(torch, item.dtype)).view(item.shape)) for item in self.contents
         ]
 
 
@@ -49,13 +49,15 @@ def make_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: i
 
 
 def _fill(named_tensors: list[tuple[str, torch.Tensor]]) -> Bucket:
-    slots, parts, offset = [], [], 0
+    contents, parts, offset = [], [], 0
     for name, tensor in named_tensors:
         part = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         # Views of another dtype must start at a multiple of its size; 16 suits all of them.
         padding = -offset % 16
         parts += [torch.zeros(padding, dtype=torch.uint8), part]
         offset += padding
-        slots.append(Slot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, offset + part.numel()))
+        contents.append(
+            PackedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, offset + part.numel())
+        )
         offset += part.numel()
-    return Bucket(tuple(slots), torch.cat(parts).numpy())
+    return Bucket(tuple(contents), torch.cat(parts).numpy())

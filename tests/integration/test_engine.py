@@ -23,8 +23,10 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import RolloutManager, Sampling
-from grpo_megatron.sglang.engine import start_engines
+from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.weights.buckets import make_buckets
+from grpo_megatron.weights.sync.object_store import ObjectStore
+from grpo_megatron.weights.sync.sync import WeightSync
 from tests.models import transformers_logprobs
 
 PROMPTS = ["12+34", "77-19", "5", "10+10"]
@@ -42,28 +44,50 @@ def tokenizer(arithmetic):
 
 @contextmanager
 def running(arithmetic, tokenizer, logs, num_engines=1, **engine):
-    """A RolloutManager over real engines."""
+    """A RolloutManager over real engines, and these."""
     config = Config()
     config.rollout.engine = EngineConfig(dtype="float32", max_total_tokens=4096, request_timeout=60, **engine)
     config.rollout.max_concurrency = 6  # fewer than the tests ask for at a time
     config.rollout.stop = ["7"]  # the engine then has a tokenizer, which stop strings need
     rewards = RewardWorkers(RewardConfig(function="tests.integration.helpers:digits", workers=1))
     cluster = allocate(config, num_ranks=0, num_engines=num_engines)
-    engines, who = start_engines(cluster, config.rollout, str(arithmetic / "model"), 0, str(logs))
-    manager = RolloutManager(engines, who, config.rollout, SingleTurn(rewards, tokenizer.decode))
+    engines = EnginePool(cluster, config.rollout, str(arithmetic / "model"), 0, str(logs))
     try:
-        manager.wait_until_ready()
-        yield manager
+        engines.wait_until_ready()
+        yield RolloutManager(engines, SingleTurn(rewards, tokenizer.decode)), engines
     finally:
-        manager.close()
+        engines.close()
         rewards.close()
         cluster.close()
 
 
 @pytest.fixture(scope="module")
-def manager(ray_here, arithmetic, tokenizer, tmp_path_factory):
-    with running(arithmetic, tokenizer, tmp_path_factory.mktemp("logs")) as manager:
-        yield manager
+def rollouts(ray_here, arithmetic, tokenizer, tmp_path_factory):
+    with running(arithmetic, tokenizer, tmp_path_factory.mktemp("logs")) as pair:
+        yield pair
+
+
+@pytest.fixture
+def manager(rollouts):
+    return rollouts[0]
+
+
+@pytest.fixture
+def engines(rollouts):
+    return rollouts[1]
+
+
+class Weights:
+    """A WeightSource with the weights of a transformers model."""
+
+    def __init__(self, model):
+        self._model = model
+
+    @contextmanager
+    def weight_stream(self, max_bytes):
+        buckets = [ray.put(bucket) for bucket in make_buckets(self._model.state_dict().items(), max_bytes)]
+        assert len(buckets) > 3
+        yield buckets
 
 
 def prompts(tokenizer):
@@ -130,7 +154,7 @@ def test_how_responses_end(manager, tokenizer, model):
     assert ends == {end, seven}
 
 
-def check_update(manager, tokenizer, model):
+def check_update(manager, engines, tokenizer, model):
     """Greedy decoding and log-probs follow the weights through an update, as transformers' do."""
     asked = prompts(tokenizer)
     sampling = Sampling(n=1, temperature=0.0, max_response_length=10)
@@ -145,9 +169,10 @@ def check_update(manager, tokenizer, model):
     torch.manual_seed(11)
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    buckets = [ray.put(bucket) for bucket in make_buckets(other.state_dict().items(), 20_000)]
-    assert len(buckets) > 3
-    manager.update_weights(buckets, version=41)
+    sync = WeightSync(Weights(other), engines, ObjectStore(20_000))
+    sync.load_state_dict({"version": 40})
+    sync.run()
+    assert sync.version == 41
     after = manager.generate(asked, sampling)
     assert responses(after) == [greedy(other, prompt, 10) for prompt in asked]
     assert responses(after) != responses(before)
@@ -156,28 +181,28 @@ def check_update(manager, tokenizer, model):
     assert largest_difference(manager.generate(asked, Sampling(4, 1.0, 10)), other, 1.0) <= 1e-5
 
 
-def test_an_engine_follows_the_weights_through_an_update(manager, tokenizer, model):
-    check_update(manager, tokenizer, model)
+def test_an_engine_follows_the_weights_through_an_update(manager, engines, tokenizer, model):
+    check_update(manager, engines, tokenizer, model)
 
 
 def test_two_engines_with_two_tensor_parallel_ranks_each(ray_here, arithmetic, tokenizer, model, tmp_path):
-    with running(arithmetic, tokenizer, tmp_path, num_engines=2, tensor_parallel=2) as manager:
-        check_update(manager, tokenizer, model)
+    with running(arithmetic, tokenizer, tmp_path, num_engines=2, tensor_parallel=2) as (manager, engines):
+        check_update(manager, engines, tokenizer, model)
 
 
-def test_an_update_the_engine_refuses_is_an_error(manager):
+def test_an_update_the_engine_refuses_is_an_error(engines):
     bucket = next(make_buckets([("model.norm.weight", torch.zeros(64))], 1000))
     with pytest.raises(UserError, match=r"the engine refused update_weights_from_tensor: .*begin_weight_update"):
-        manager._on_all("load_bucket", bucket)  # outside a session
+        engines.load_bucket(ray.put(bucket))  # outside a session
 
 
-def test_an_engine_that_dies_is_named(manager, tokenizer):
+def test_an_engine_that_dies_is_named(manager, engines, tokenizer):
     """Last in this file: the engine is gone afterwards."""
-    process = psutil.Process(ray.get(manager._engines[0].ready.remote()))
+    process = psutil.Process(ray.get(engines._engines[0].ready.remote()))
     scheduler = next(child for child in process.children(recursive=True) if "scheduler" in " ".join(child.cmdline()))
     threading.Timer(1.0, os.kill, (scheduler.pid, signal.SIGKILL)).start()
     start = time.monotonic()
     asked = prompts(tokenizer) * 60  # more than an engine finishes in a second
-    with pytest.raises(ProcessDied, match=r"engine 0 died; its log is .*engine0.log"):
+    with pytest.raises(ProcessDied, match=r"engine 0 died in `generate`; its log is .*engine0.log"):
         manager.generate(asked, Sampling(n=8, temperature=1.0, max_response_length=200))
     assert time.monotonic() - start < 45

@@ -1,5 +1,6 @@
 """`grpo-megatron selftest` finds nothing in a sound run, and names what was planted in a faulty one."""
 
+import itertools
 import json
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_megatron.cli import main
 from grpo_megatron.commands.selftest import SelftestController, Verdict, as_json, investigate, selftest_config
-from grpo_megatron.commands.train import assembled
+from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.preflight.load import load_config
 
 STEPS = 2
@@ -49,7 +50,8 @@ def arguments(ray_here, arithmetic, tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module")
 def controller(arguments):
     config = load_config(None, [*arguments, "run.name=planted"])
-    with assembled(selftest_config(config, STEPS), SelftestController) as controller:
+    with assembled_loop(selftest_config(config, STEPS), SelftestController) as (controller, run):
+        controller.engines = run.engines
         yield controller
 
 
@@ -57,7 +59,7 @@ def controller(arguments):
 def verdict(controller):
     def run():
         controller.step, controller.seen = 0, []
-        return investigate(controller)
+        return investigate(controller, controller.engines)
 
     return run
 
@@ -133,16 +135,22 @@ def _copy(bucket):
     return replace(bucket, data=bucket.data.copy())  # the object store's is read-only
 
 
+class Faulty:
+    """A transport that hands what was sent to `send(load, buckets, number of the sync)`, which loads what it likes."""
+
+    def __init__(self, send):
+        self._send, self._count = send, itertools.count()
+
+    def transfer(self, source, target):
+        with source.weight_stream(2**20) as buckets:
+            taken = [_copy(ray.get(bucket)) for bucket in buckets]
+        self._send(lambda some: [target.load_bucket(ray.put(bucket)) for bucket in some], taken, next(self._count))
+
+
 @contextmanager
 def intercepted(controller, monkeypatch, send):
-    """send(real, buckets, version, number of the update) in place of the manager's update_weights."""
-    real, count = controller.rollouts.manager.update_weights, iter(range(1000))
-
-    def update(buckets, version):
-        send(real, [_copy(ray.get(bucket)) for bucket in buckets], version, next(count))
-
     with monkeypatch.context() as patch:
-        patch.setattr(controller.rollouts.manager, "update_weights", update)
+        patch.setattr(controller.weight_sync, "_transport", Faulty(send))
         yield
 
 
@@ -150,9 +158,9 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
     """Every update brings the weights of the one before; under learning rate 0 that changes nothing but the first."""
     kept = []
 
-    def send(real, buckets, version, number):
+    def send(load, buckets, number):
         kept.append(buckets)
-        real([ray.put(bucket) for bucket in kept[max(number - 1, 0)]], version)
+        load(kept[max(number - 1, 0)])
 
     with intercepted(controller, monkeypatch, send):
         (found,) = verdict().explanations
@@ -161,12 +169,12 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
 
 def test_weights_that_came_late(controller, verdict, monkeypatch):
     """The first update after the start is lost, but acknowledged."""
-    controller.actor.scale_weights(2.0)
+    controller.trainer.scale_weights(2.0)
     controller.sync_weights()
-    controller.actor.scale_weights(0.5)
+    controller.trainer.scale_weights(0.5)
 
-    def send(real, buckets, version, number):
-        real([] if number == 0 else [ray.put(bucket) for bucket in buckets], version)
+    def send(load, buckets, number):
+        load([] if number == 0 else buckets)
 
     with intercepted(controller, monkeypatch, send):
         (found,) = verdict().explanations
@@ -174,12 +182,12 @@ def test_weights_that_came_late(controller, verdict, monkeypatch):
 
 
 def test_a_tensor_that_never_arrives(controller, verdict, monkeypatch):
-    def send(real, buckets, version, number):
+    def send(load, buckets, number):
         for bucket in buckets:
             for name, tensor in bucket.tensors():
                 if name == "model.layers.0.mlp.down_proj.weight":
                     tensor.zero_()
-        real([ray.put(bucket) for bucket in buckets], version)
+        load(buckets)
 
     with intercepted(controller, monkeypatch, send):
         (found,) = verdict().explanations
@@ -190,13 +198,13 @@ def test_a_tensor_that_never_arrives(controller, verdict, monkeypatch):
 
 def test_a_version_tag_of_old(controller, verdict, monkeypatch):
     """What SGLang says of a sample's weights is believed too. The last test of this engine: samples are left in it."""
-    real = controller.rollouts.manager._check
+    real = controller.rollouts._manager._check
 
     def check(completion, prompt):
         spans = tuple(replace(span, version=span.version - 1) for span in completion.weight_spans)
         real(replace(completion, weight_spans=spans), prompt)
 
-    monkeypatch.setattr(controller.rollouts.manager, "_check", check)
+    monkeypatch.setattr(controller.rollouts._manager, "_check", check)
     (found,) = verdict().explanations
     assert found.startswith("weight version: the engine answered with weight version")
 

@@ -23,7 +23,7 @@ from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.preflight.load import load_config
 from grpo_megatron.rollout.record import Replay
-from grpo_megatron.trainer.policy import ActorGroup
+from grpo_megatron.trainer.policy import PolicyTrainer
 from tests.integration.helpers import digits
 
 STEPS = 3
@@ -213,24 +213,28 @@ def test_a_checkpoint_that_is_not_whole_is_refused(recorded, arithmetic, root, t
     assert "not a whole checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("phase", ["logprobs", "sync"])
-def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, phase):
-    """Its partner sits in a collective meanwhile; nobody waits for that to time out."""
+@pytest.mark.parametrize("call", ["logprobs", "weight_buckets"])
+def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
+    """Its partner sits in a collective meanwhile; nobody waits for that to time out. The group can be started anew."""
     config = load_config(None, arguments(arithmetic, root, "megatron.tensor_parallel=2"))
     batch = TrainBatch.from_samples([s for group in Replay(f"{root}/rollouts.jsonl").read(1) for s in group.samples])
     cluster = allocate(config, num_ranks=2, num_engines=0)
-    actor = ActorGroup(cluster, actor_spec(config, with_reference=False), config.megatron, 0, str(tmp_path))
+    actor = PolicyTrainer(cluster, actor_spec(config), config.megatron, 0, str(tmp_path), timeout=60)
 
     def sync():
         with actor.weight_stream(10_000) as buckets:
             return [ray.get(bucket) for bucket in buckets]
 
     assert len(sync()) > 1
-    os.kill(actor.ranks[1].pid, signal.SIGKILL)
+    before = actor.logprobs(batch, schedule(batch.lengths, 128))
+    os.kill(actor.group.ranks[1].pid, signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(ProcessDied, match=r"trainer rank 1 of 2 died; its log is .*rank1.log"):
-        sync() if phase == "sync" else actor.logprobs(batch, schedule(batch.lengths, 128))
+    with pytest.raises(ProcessDied, match=rf"trainer rank 1 of 2 died in `{call}`; its log is .*rank1.log"):
+        sync() if call == "weight_buckets" else actor.logprobs(batch, schedule(batch.lengths, 128))
     assert time.monotonic() - start < 30
+    if call == "logprobs":
+        actor.group.restart()
+        assert np.array_equal(actor.logprobs(batch, schedule(batch.lengths, 128)), before)
     actor.close()
     cluster.close()
 

@@ -114,13 +114,13 @@ def values_and_gradients(problem: Problem) -> dict[str, np.ndarray]:
 
 @dataclass
 class Recorded:
-    """largest: elements of the largest tensor that any operation of the passes returned. buckets: their number.
+    """largest: elements of the largest tensor that any operation of the passes returned. batches: how many were computed.
 
     calls: of operations on attention scores, {name: number}, forward and backward together.
     """
 
     largest: int
-    buckets: int
+    batches: int
     calls: dict[str, int]
 
 
@@ -129,4 +129,4 @@ def recorded(problem: Problem) -> Recorded:
     with Recorder() as recorder:
         rank.forward().backward(rank.grad)
     calls = {name: n for name, n in recorder.calls.items() if "attention" in name or "softmax" in name or "bmm" in name}
-    return Recorded(recorder.largest, len(rank.packed.buckets), calls)
+    return Recorded(recorder.largest, len(rank.packed.batches), calls)

@@ -90,7 +90,7 @@ def test_no_scores_and_no_mask_of_the_pack(ranks, layout, lengths):
     problem = Problem(lengths=lengths, heads=4, kv_heads=2, masked_queries=64)
     for rank in ranks.run(attentions.recorded, CONTEXT[layout], problem):
         assert rank.largest <= limit(lengths, layout) < TOKENS**2 / 16
-        assert rank.calls == {FLASH: rank.buckets, f"{FLASH}_backward": rank.buckets}
+        assert rank.calls == {FLASH: rank.batches, f"{FLASH}_backward": rank.batches}
 
 
 def test_short_sequences_have_few_scores(ranks):
@@ -98,7 +98,7 @@ def test_short_sequences_have_few_scores(ranks):
     problem = Problem(lengths=(128,) * 8 + tuple(range(4, 68)), heads=4, kv_heads=2)
     (rank,) = ranks.run(attentions.recorded, CONTEXT["cp1"], problem)
     assert FLASH not in rank.calls
-    assert rank.calls["aten::_softmax"] == rank.buckets < 10
+    assert rank.calls["aten::_softmax"] == rank.batches < 10
     assert rank.largest <= sum(problem.lengths) * problem.heads * 128 < sum(problem.lengths) ** 2 * problem.heads / 16
 
 

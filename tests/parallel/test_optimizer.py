@@ -14,7 +14,7 @@ from grpo_megatron.config.schema import Config, LrSchedule, OptimizerConfig, Pre
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.trainer.policy import ActorGroup
+from grpo_megatron.trainer.policy import PolicyTrainer
 from tests.models import tiny_model
 from tests.parallel import optimizers
 from tests.parallel.invariance import worst_difference
@@ -214,13 +214,13 @@ def test_replicas_with_norms_a_last_bit_apart_drop_together(ranks, folder):
 
 
 def test_too_many_dropped_steps_stop_the_run(folder, tmp_path):
-    """ActorGroup is what both `train` and `sft` step with."""
+    """PolicyTrainer is what both `train` and `sft` step with."""
     config = Config()
     sizes = ParallelSizes(dp=2)
     cluster = allocate(config, num_ranks=2, num_engines=0)
     try:
         spec = ActorSpec(folder, sizes, OptimizerConfig(max_dropped_steps=2))
-        actor = ActorGroup(cluster, spec, config.megatron, seed=0, log_dir=str(tmp_path))
+        actor = PolicyTrainer(cluster, spec, config.megatron, seed=0, log_dir=str(tmp_path), timeout=120)
         good, bad = make_batch(0), with_fault(make_batch(2), "advantage")
 
         def step(number: int, batch) -> float:

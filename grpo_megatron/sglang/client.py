@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 
-from grpo_megatron.cluster.processes import fetch
+import ray
+
+from grpo_megatron.cluster.processes import Process, fetch
+from grpo_megatron.config.schema import RolloutConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.sglang.engine import Completion, Request
 
@@ -12,10 +15,10 @@ _POLL_SECONDS = 5.0
 
 
 class EngineClient:
-    """engine: an actor of `start_engines`; name, log: for messages; config: config.schema.RolloutConfig."""
+    """See EnginePool.clients. Keeps at most rollout.max_concurrency requests in flight."""
 
-    def __init__(self, engine, name: str, log: str, config):
-        self._engine, self._who = engine, (name, log)
+    def __init__(self, engine: ray.actor.ActorHandle, process: Process, config: RolloutConfig):
+        self._engine, self._process = engine, process
         self._timeout = config.engine.request_timeout
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._answers: dict[tuple[int, int], asyncio.Future] = {}
@@ -57,13 +60,13 @@ class EngineClient:
             reference = self._engine.poll.remote(_POLL_SECONDS)
             with contextlib.suppress(Exception):
                 await reference  # what went wrong, fetch says
-            completions: list[Completion] = fetch(reference, *self._who)
+            completions: list[Completion] = fetch(reference, self._process, "generate")
             for completion in completions:
                 self._answers.pop(completion.key).set_result(completion)
             if completions:
                 last_progress = clock()
             elif clock() - last_progress > self._timeout:
-                name, log = self._who
                 raise UserError(
-                    f"{name} finished no sample for {self._timeout:.0f} s with {len(self._answers)} in flight; see {log}"
+                    f"{self._process.name} finished no sample for {self._timeout:.0f} s with {len(self._answers)} in flight; "
+                    f"see {self._process.log}"
                 )

@@ -1,0 +1,111 @@
+"""Processes that compute as one, such as the ranks of a distributed model: started, called, watched, restarted together.
+
+What they compute is somebody else's: every process builds one object, and calls go to its methods.
+"""
+
+import gc
+import itertools
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from grpo_megatron.cluster.processes import Process, fetch, gather, redirect_output
+
+# (rank, host:port on which rank 0 listens) -> (the object that calls go to, what the group keeps of this rank)
+Build = Callable[[int, str], tuple[Any, Any]]
+
+
+@ray.remote
+class _Worker:
+    """One rank in its own process."""
+
+    def __init__(self, log: str):
+        redirect_output(log)
+
+    def address(self) -> str:
+        """host:port on which rank 0 will listen for the others."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    def build(self, build: Build, rank: int, address: str) -> Any:
+        self._target, info = build(rank, address)
+        gc.freeze()  # what was imported stays; no collection need walk through it
+        return info
+
+    def call(self, method: str, *arguments) -> Any:
+        return getattr(self._target, method)(*arguments)
+
+    def stream(self, method: str, *arguments) -> Iterator[Any]:
+        yield from getattr(self._target, method)(*arguments)
+
+
+class WorkerGroup:
+    """Every method returns when all ranks are done, and raises if one of them failed, died or took too long.
+
+    ranks: what each rank's `build` said of itself.
+    """
+
+    def __init__(self, name: str, options: list[dict], log_dir: str, build: Build, timeout: float):
+        """name: of one process in messages, such as `trainer rank`. options: Ray's for each process, see
+        placement.Cluster.options. build: runs in every process. timeout: most seconds of any one call."""
+        world = len(options)
+        self.processes = [Process(f"{name} {rank} of {world}", f"{log_dir}/rank{rank}.log") for rank in range(world)]
+        self._options, self._build, self._timeout = options, build, timeout
+        self._workers: list = []
+        self.ranks: list[Any] = []
+        self.start()
+
+    def start(self) -> None:
+        """Start all processes and build their objects. Raises RuntimeError if they run already."""
+        if self._workers:
+            raise RuntimeError("the processes of this group run already")
+        for options, process in zip(self._options, self.processes, strict=True):
+            self._workers.append(_Worker.options(**options).remote(process.log))
+        address = self._gather({0: self._workers[0].address.remote()}, "start")[0]
+        started = {rank: worker.build.remote(self._build, rank, address) for rank, worker in enumerate(self._workers)}
+        self.ranks = list(self._gather(started, "start").values())
+
+    def restart(self) -> None:
+        """End what is left of the processes, and start the group anew; nothing of its state survives."""
+        self.close()
+        self.start()
+
+    def call(self, method: str, arguments: list[tuple] | None = None) -> list[Any]:
+        """Call `method` on every rank, with the arguments of each (none: without); all results, in the order of ranks."""
+        arguments = [()] * len(self._workers) if arguments is None else arguments
+        pairs = enumerate(zip(self._workers, arguments, strict=True))
+        calls = {rank: worker.call.remote(method, *own) for rank, (worker, own) in pairs}
+        return list(self._gather(calls, method).values())
+
+    def _gather(self, references: dict[int, ray.ObjectRef], call: str) -> dict[int, Any]:
+        return gather(references, self.processes, call, self._timeout)
+
+    @contextmanager
+    def stream(self, method: str, *arguments) -> Iterator[Iterator[ray.ObjectRef]]:
+        """Within this context: references to what the ranks' generators `method` yield, rank by rank, made as they are taken.
+
+        The bytes stay in the object store; the driver only passes references on. All must be taken. A
+        rank that failed is named also where the consumer stumbled over its item first.
+        """
+        # Held back to two items a rank: else all of them would lie in the object store.
+        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2}
+        streams = [worker.stream.options(**options).remote(method, *arguments) for worker in self._workers]
+        ended = {stream.completed(): rank for rank, stream in enumerate(streams)}
+        try:
+            yield itertools.chain.from_iterable(streams)
+        except Exception:
+            ready, _ = ray.wait(list(ended), num_returns=len(ended), timeout=5.0)
+            for reference in ready:
+                fetch(reference, self.processes[ended[reference]], method)
+            raise
+        self._gather({rank: reference for reference, rank in ended.items()}, method)
+
+    def close(self) -> None:
+        """End all processes; nothing is waited for."""
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers = []

@@ -1,0 +1,92 @@
+"""Puts the processes of a run together from its configuration, and takes them down again; one way for every command."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.cluster.placement import allocate
+from grpo_megatron.config.schema import Config, RoutingReplay
+from grpo_megatron.megatron.spec import actor_spec
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.model import check_model
+from grpo_megatron.run.checkpoints import Checkpoints, actor_folder, read_state
+from grpo_megatron.run.folder import open_run_folder
+from grpo_megatron.run.monitor import Monitor
+from grpo_megatron.sglang.pool import EnginePool
+from grpo_megatron.trainer.policy import PolicyTrainer
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run, up and ready. engines: None where the command or a replay needs none. state: of the
+    checkpoint that the run continues, which the trainer has loaded; None for a new run."""
+
+    config: Config
+    directory: str
+    monitor: Monitor
+    saver: Checkpoints
+    trainer: PolicyTrainer
+    engines: EnginePool | None
+    state: dict | None
+    started: float
+
+    @property
+    def resumed(self) -> int:
+        """The step that the run continues after; 0 for a new run."""
+        return self.state["step"] if self.state else 0
+
+    def finish(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Export the model if so configured; the result with where everything is and how long it took, as result.json has it."""
+        if self.config.checkpoint.export_hf:
+            result["model"] = f"{self.directory}/hf"
+            self.trainer.save_hf(result["model"])
+        result["phases"] = self.monitor.phases.total
+        result["run_dir"], result["tensorboard"] = self.directory, self.monitor.tensorboard_dir
+        result["wall_seconds"] = time.perf_counter() - self.started
+        Path(f"{self.directory}/result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
+        return result
+
+
+@contextmanager
+def assemble(config: Config, command: str) -> Iterator[Run]:
+    """Within this context the trainer's ranks, and the engines if `command` (train or sft) generates, are up.
+
+    Raises UserError for a model, a checkpoint or a folder that is not right, before any process starts.
+    """
+    started = time.perf_counter()
+    check_model(config)
+    state = read_state(config.run.resume)
+    resumed = state["step"] if state else 0
+    generates = command == "train" and not config.rollout.replay
+    num_engines = config.rollout.engine.num_engines if generates else 0
+    num_ranks = ParallelSizes.from_config(config.megatron).world_size
+    with ExitStack() as cleanup:
+        directory = open_run_folder(config, resumed)
+        logs = f"{directory}/logs"
+        monitor = Monitor(directory, config.run.total_steps, resumed)
+        cleanup.callback(monitor.close)
+        monitor.say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
+        cluster = allocate(config, num_ranks, num_engines)
+        cleanup.callback(cluster.close)
+        engines = None
+        if generates:
+            # Engines are slow to start: they do so while the ranks build the model.
+            # A resumed run must not draw the random numbers of its first steps again.
+            seed = config.run.seed + 1000 * resumed
+            routing = config.moe.routing_replay == RoutingReplay.engine
+            engines = EnginePool(cluster, config.rollout, config.model.path, seed, logs, routing)
+            cleanup.callback(engines.close)
+        spec = actor_spec(config, command)
+        trainer = PolicyTrainer(cluster, spec, config.megatron, config.run.seed, logs, config.cluster.call_timeout)
+        cleanup.callback(trainer.close)
+        if engines:
+            engines.wait_until_ready()
+        if state:
+            trainer.load_checkpoint(actor_folder(config.run.resume))
+        monitor.say(f"everything is up after {time.perf_counter() - started:.1f} s")
+        saver = Checkpoints(f"{directory}/checkpoints", config.checkpoint.every)
+        yield Run(config, directory, monitor, saver, trainer, engines, state, started)

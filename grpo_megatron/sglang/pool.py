@@ -1,0 +1,83 @@
+"""All engines of a run behind one object: started, waited for, asked, given weights, closed."""
+
+import contextlib
+
+import numpy as np
+import ray
+
+from grpo_megatron.cluster.placement import Cluster
+from grpo_megatron.cluster.processes import Process, fetch, gather
+from grpo_megatron.config.schema import RolloutConfig
+from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.sglang.client import EngineClient
+from grpo_megatron.sglang.engine import SGLangEngine, engine_arguments, engine_environment
+
+_SHUTDOWN_SECONDS = 20.0
+
+
+class EnginePool:
+    """Engines that serve the same weights. weight_version: of the weights they were given last, 0 before that."""
+
+    def __init__(
+        self, cluster: Cluster, config: RolloutConfig, model_path: str, seed: int, log_dir: str, routing: bool = False
+    ):
+        """Start all engines and return at once; `wait_until_ready` waits for them.
+
+        routing: completions carry the experts that their tokens went to.
+        """
+        self._config = config
+        self.weight_version = 0
+        self.processes: list[Process] = []
+        self._engines: list = []
+        moe = read_architecture(model_path).moe
+        routed_layers = moe.layers if routing and moe else None
+        for number, slots in enumerate(cluster.engine_slots):
+            process = Process(f"engine {number}", f"{log_dir}/engine{number}.log")
+            gpu = slots[0].device is not None
+            arguments = engine_arguments(
+                config.engine, model_path, seed + number, bool(config.stop), gpu, routed_layers is not None
+            )
+            devices = [slot.device for slot in slots] if gpu else None
+            options = cluster.options(slots[0], engine_environment(config.engine, gpu), devices)
+            self.processes.append(process)
+            # Many calls at a time: `poll` waits in the engine while requests and updates arrive.
+            self._engines.append(
+                SGLangEngine.options(**options, max_concurrency=1000).remote(process, arguments, routed_layers)
+            )
+
+    def wait_until_ready(self) -> None:
+        """Raises UserError for an engine that died, or did not start within rollout.engine.start_timeout seconds."""
+        self._on_all("ready", timeout=self._config.engine.start_timeout)
+
+    def clients(self) -> list[EngineClient]:
+        """One client for each engine, to be used within one event loop."""
+        pairs = zip(self._engines, self.processes, strict=True)
+        return [EngineClient(engine, process, self._config) for engine, process in pairs]
+
+    def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """See SGLangEngine.score; by the first engine."""
+        return fetch(self._engines[0].score.remote(sequences), self.processes[0], "score")
+
+    def begin_update(self) -> None:
+        """Open an update session on every engine."""
+        self._on_all("begin_update")
+
+    def load_bucket(self, bucket: ray.ObjectRef) -> None:
+        """Load a part of the new weights into every engine; bucket: reference to a weights.buckets.Bucket."""
+        self._on_all("load_bucket", bucket)
+
+    def end_update(self, version: int) -> None:
+        """Close the session; what is sampled from now on carries `version`."""
+        self._on_all("end_update", version)
+        self.weight_version = version
+
+    def _on_all(self, method: str, *arguments, timeout: float | None = None) -> dict:
+        calls = {number: getattr(engine, method).remote(*arguments) for number, engine in enumerate(self._engines)}
+        return gather(calls, self.processes, method, timeout)
+
+    def close(self) -> None:
+        for engine in self._engines:
+            # Asked first, so that SGLang ends its children; one that is dead already ended them.
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                ray.get(engine.shutdown.remote(), timeout=_SHUTDOWN_SECONDS)
+            ray.kill(engine)
