@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_megatron.config.schema import Placement
+from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import UserError
 
 
@@ -75,8 +75,8 @@ def connect(address: str | None, num_slots: int) -> bool:
     return True
 
 
-def allocate(config, num_ranks: int, num_engines: int, timeout: float = 120.0) -> Cluster:
-    """Reserve slots for trainer ranks and engines; config: config.schema.Config.
+def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0) -> Cluster:
+    """Reserve slots for trainer ranks and engines.
 
     Colocated engines use the first ranks' slots; separate ones get their own. Raises UserError if
     the cluster is too small.
@@ -104,7 +104,7 @@ def allocate(config, num_ranks: int, num_engines: int, timeout: float = 120.0) -
         raise
 
 
-def _cluster(group: PlacementGroup, config, num_ranks: int, num_engines: int, gpus: bool, started: bool) -> Cluster:
+def _cluster(group: PlacementGroup, config: Config, num_ranks: int, num_engines: int, gpus: bool, started: bool) -> Cluster:
     per_engine = config.rollout.engine.tensor_parallel
     colocated = config.cluster.placement == Placement.colocated
     slots = _sorted_slots(group, group.bundle_count, gpus)

@@ -146,6 +146,22 @@ class _Sums:
         self.maximum[:, tokens] = maximum
 
 
+@dataclass(frozen=True)
+class HeadTask:
+    """What FusedHead computes, beside its differentiable inputs.
+
+    target int64 [t]: the word whose log-prob is asked for. vocab_size: without padding. group: the TP group that the
+    words are divided over. into_main_grad: the weight's gradient is added to its `main_grad`.
+    """
+
+    target: torch.Tensor
+    temperature: float
+    vocab_size: int
+    tiling: Tiling
+    group: dist.ProcessGroup
+    into_main_grad: bool
+
+
 class FusedHead(torch.autograd.Function):
     """Projection, log-softmax at the target, entropy and KL. With p = softmax(z), q = softmax(r):
 
@@ -155,7 +171,8 @@ class FusedHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, ref_hidden, ref_weight, target, temperature, vocab_size, tiling, group, into_main_grad):
+    def forward(ctx, hidden, weight, ref_hidden, ref_weight, task: "HeadTask"):
+        target, temperature, tiling = task.target, task.temperature, task.tiling
         ctx.set_materialize_grads(False)  # an output the loss does not use costs nothing backward
         with_reference = ref_hidden is not None
         policy = _Projection(hidden, weight, temperature, tiling)
@@ -166,10 +183,10 @@ class FusedHead(torch.autograd.Function):
             for tokens in tiling.token_blocks():
                 r = reference(tokens, words) if with_reference else None
                 state.add(tokens, policy(tokens, words), r, *tiling.columns(target[tokens], words), scratch)
-        state.reduce(group)
+        state.reduce(task.group)
         norm, linear, z_target, *of_reference = state.sums
         log_norm = norm.log()
-        known = (target >= 0) & (target < vocab_size)
+        known = (target >= 0) & (target < task.vocab_size)
         logp = torch.where(known, z_target - state.maximum[0] - log_norm, torch.nan)
         entropy = log_norm - linear / norm
         kl = log_ref_norm = None
@@ -180,7 +197,7 @@ class FusedHead(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, weight, ref_hidden, ref_weight, target, state.maximum, log_norm, log_ref_norm, entropy, kl
         )
-        ctx.temperature, ctx.tiling, ctx.into_main_grad = temperature, tiling, into_main_grad
+        ctx.temperature, ctx.tiling, ctx.into_main_grad = temperature, tiling, task.into_main_grad
         return logp, entropy, kl
 
     @staticmethod
@@ -210,7 +227,7 @@ class FusedHead(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.result(),
-            *[None] * 8,
+            *[None] * 3,  # the reference's two, and the task
         )
 
 

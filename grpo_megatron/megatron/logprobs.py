@@ -10,7 +10,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from grpo_megatron.megatron.fused_head import FusedHead, Tiling
+from grpo_megatron.megatron.fused_head import FusedHead, HeadTask, Tiling
 
 
 class HiddenStatesOutput(ColumnParallelLinear):
@@ -81,19 +81,8 @@ def token_logprobs(
         raise ValueError(f"{len(hidden)} hidden states for {len(target)} targets")
     ref_hidden, ref_weight = _of_reference(reference, hidden, weight, sequence_parallel, tp_group)
     tiling = Tiling.of(weight, len(target), vocab_size, tp_group, chunk_tokens, chunk_vocab)
-    outputs = FusedHead.apply(
-        hidden,
-        weight,
-        ref_hidden,
-        ref_weight,
-        target,
-        float(temperature),
-        vocab_size,
-        tiling,
-        tp_group,
-        accumulate_into_main_grad,
-    )
-    return HeadOutput(*outputs)
+    task = HeadTask(target, float(temperature), vocab_size, tiling, tp_group, accumulate_into_main_grad)
+    return HeadOutput(*FusedHead.apply(hidden, weight, ref_hidden, ref_weight, task))
 
 
 def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):

@@ -6,6 +6,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -27,7 +28,7 @@ def uses_transformer_engine(impl: TransformerImpl) -> bool:
     return impl == TransformerImpl.transformer_engine
 
 
-def _layer_spec(arch: Architecture, config, transformer_engine: bool, num_experts: int | None):
+def _layer_spec(arch: Architecture, config: TransformerConfig, transformer_engine: bool, num_experts: int | None):
     """One layer: TransformerEngine's, or Megatron's local one with our norm and attention."""
     if transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm)
@@ -49,7 +50,9 @@ def _layer_spec(arch: Architecture, config, transformer_engine: bool, num_expert
     return spec
 
 
-def _block_spec(arch: Architecture, config, transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(
+    arch: Architecture, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """The layers of one model chunk, dense or with experts as the architecture says."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     has_experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers

@@ -11,7 +11,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
-from grpo_megatron.config.schema import LrSchedule
+from grpo_megatron.config.schema import LrSchedule, OptimizerConfig
 
 # Megatron's names of the schedules.
 _DECAY_STYLES = {
@@ -31,11 +31,11 @@ class StepOutcome:
     dropped: bool
 
 
-def lr_scheduler(optimizer, config) -> OptimizerParamScheduler:
+def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
     """Sets the learning rate of optimizer steps 1, 2, ...; already done for the first one.
 
-    optimizer: whose param_groups get the rates. config: schema.OptimizerConfig; lr_decay_steps may be
-    None for a constant rate only. Step k of a warm-up of n runs at lr * k / n. Step k of the rest, with
+    optimizer: whose param_groups get the rates. lr_decay_steps may be None for a constant rate only.
+    Step k of a warm-up of n runs at lr * k / n. Step k of the rest, with
     D = lr_decay_steps and r = (k - n) / (D - n), runs at lr_min + (lr - lr_min) * c, where c is
     (1 + cos(pi r)) / 2 for cosine (arXiv:1608.03983 eq. 5, one period) and 1 - r for linear. For wsd
     (arXiv:2404.06395 section 4.2) c is 1 up to step D - wsd_decay_steps and then goes to 0 at step D in
@@ -67,7 +67,7 @@ def lr_scheduler(optimizer, config) -> OptimizerParamScheduler:
     return scheduler
 
 
-def continue_schedule(scheduler: OptimizerParamScheduler, config, state: dict) -> None:
+def continue_schedule(scheduler: OptimizerParamScheduler, config: OptimizerConfig, state: dict) -> None:
     """Continue where `state` (of a scheduler) was, with the rates of the present configuration.
 
     Checkpoints carry the old rates inside the parameter groups; without this a changed
@@ -86,7 +86,9 @@ def _is_token_embedding(parameter, name: str) -> bool:
     return name.endswith("embedding.word_embeddings.weight") or getattr(parameter, "shared_embedding", False)
 
 
-def _weight_decay_overrides(megatron_config: MegatronOptimizerConfig, config) -> dict[ParamKey, ParamGroupOverride]:
+def _weight_decay_overrides(
+    megatron_config: MegatronOptimizerConfig, config: OptimizerConfig
+) -> dict[ParamKey, ParamGroupOverride]:
     """Who has no weight decay: by Megatron's rule all biases and 1-d parameters (norms), and embeddings as configured."""
     overrides = get_standard_config_overrides(megatron_config)
     if not config.decay_embeddings:
@@ -98,7 +100,7 @@ def _weight_decay_overrides(megatron_config: MegatronOptimizerConfig, config) ->
 class Optimizer:
     """One optimizer step: clip, update, schedule; or drop the gradient if it is not finite, or extreme."""
 
-    def __init__(self, chunks: list, config, params_dtype: torch.dtype):
+    def __init__(self, chunks: list, config: OptimizerConfig, params_dtype: torch.dtype):
         """chunks: the DDP-wrapped ones, whose ddp_config says how states are split; config: schema.OptimizerConfig."""
         self._config = config
         self._device = next(chunks[0].parameters()).device

@@ -1,5 +1,6 @@
 """The router of layers with experts: routing that can be recorded and replayed, and exact own losses."""
 
+from collections import deque
 from collections.abc import Iterator
 from enum import Enum
 
@@ -32,17 +33,11 @@ class _Choice:
         self.record = False
         self.training = False
         self.recorded: torch.Tensor | None = None
-        self._for_recompute: list[torch.Tensor] = []
+        self._to_recompute: deque[torch.Tensor] = deque()
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         """(scores of the chosen experts [t, k], their indices [t, k]); Megatron calls it by this name."""
-        indices = self.given
-        if indices is not None and torch.is_grad_enabled() and self._for_recompute:
-            # The backward pass recomputes a micro-batch whose forward was some micro-batches ago.
-            # A stage runs backward in the order of its forward passes.
-            indices = self._for_recompute.pop(0)
-        elif indices is not None and not torch.is_grad_enabled() and self.training:
-            self._for_recompute.append(indices)
+        indices = self._given_to_this_pass()
         if indices is None:
             values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         else:
@@ -51,10 +46,25 @@ class _Choice:
             self.recorded = indices
         return values, indices
 
+    def _given_to_this_pass(self) -> torch.Tensor | None:
+        """`given`, or where a backward pass computes activations again, what was given to the same micro-batch's forward.
+
+        By then `given` belongs to a later micro-batch, and Megatron does not say which one it computes again. A stage
+        runs its backward passes in the order of its forward passes, so a queue knows. A training forward without
+        gradient is one whose activations will be computed again.
+        """
+        if self.given is None:
+            return None
+        if not torch.is_grad_enabled():
+            if self.training:
+                self._to_recompute.append(self.given)
+            return self.given
+        return self._to_recompute.popleft() if self._to_recompute else self.given
+
     def clear(self) -> None:
         self.given = self.recorded = None
         self.record = False
-        self._for_recompute = []
+        self._to_recompute.clear()
 
 
 class Router(TopKRouter):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from grpo_megatron.cluster.worker_pool import WorkerPool
 from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Registry
 from grpo_megatron.rewards.base import time_limit
+
+if TYPE_CHECKING:  # not at run time: processes with environments start with this module alone
+    from grpo_megatron.config.schema import RewardConfig
 
 environment = Registry("environment", "rollout.environment")
 
@@ -53,9 +56,9 @@ class Environment(Protocol):
 
 
 class Environments:
-    """Processes that hold environments; config: config.schema.RewardConfig (workers, timeout)."""
+    """Processes that hold environments, reward.workers of them."""
 
-    def __init__(self, name: str, config):
+    def __init__(self, name: str, config: "RewardConfig"):
         environment.get(name)  # a wrong name fails before any work is done
         # One pool per process: an episode returns to the process that its instance is in.
         self._pools = [

@@ -7,6 +7,8 @@ import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample, WeightSpan
+from grpo_megatron.config.schema import Config
+from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.workers import RewardTask
@@ -152,8 +154,8 @@ class MultiTurn:
         self._environments.close()
 
 
-def make_episodes(config, tokenizer) -> SingleTurn | MultiTurn:
-    """As rollout.environment says; config: config.schema.Config; tokenizer: data.PromptTokenizer."""
+def make_episodes(config: Config, tokenizer: PromptTokenizer) -> SingleTurn | MultiTurn:
+    """As rollout.environment says."""
     rollout = config.rollout
     if rollout.environment is None:
         return SingleTurn(RewardWorkers(config.reward), tokenizer.decode)
