@@ -53,6 +53,11 @@ class Verdict:
     def passed(self) -> bool:
         return not self.explanations
 
+    @property
+    def beyond_limit(self) -> list[int]:
+        """Steps, from 0, whose mean |delta| is beyond the limit, or NaN."""
+        return [step for step, mean in enumerate(self.mean) if not mean <= self.limit]
+
     def text(self) -> str:
         lines = [f"{'step':>6} {'mean |delta|':>14} {'max |delta|':>14}"]
         lines += [f"{i + 1:>6} {m:>14.3g} {w:>14.3g}" for i, (m, w) in enumerate(zip(self.mean, self.maximum, strict=True))]
@@ -124,32 +129,47 @@ class Investigation:
         self.limit = 0.0
 
     def run(self) -> Verdict:
-        verdict = Verdict()
-        steps = [Tokens.of(mini_batches) for mini_batches in self.controller.seen]
-        verdict.mean = [tokens.mismatch for tokens in steps]
-        verdict.maximum = [float(np.abs(tokens.trainer - tokens.engine).max()) for tokens in steps]
-        last = steps[-1]
-        verdict.limit = self.limit = TOLERANCE * self.rounding(last, self.dtype)
-        bad = [index for index, mean in enumerate(verdict.mean) if not mean <= verdict.limit]
-        stale = self.weight_version(last)
-        if stale:
-            verdict.explanations.append(stale)
-        elif bad and len(steps) - 1 not in bad:
-            verdict.explanations.append(
-                f"weight version: the mismatch of step {bad[-1] + 1} is gone in the next, under the same weights; the engine got "
-                "them too late"
-            )
-        elif bad:
-            verdict.explanations.append(self.explain(last))
-        if len(bad) == len(steps) and max(verdict.mean) > FLAT * min(verdict.mean):
-            verdict.explanations.append(
-                "drift: the mismatch changes from step to step although the learning rate is 0; the weight sync changes weights"
-            )
+        verdict, steps = self.measured()
+        self.limit = verdict.limit
+        verdict.explanations = self.mismatch_explained(verdict, steps) + self.drift(verdict)
+        # Samples can be held against the trainer's distribution where log-probs agree, or differ in a way that is known.
         if verdict.passed or verdict.explanations[0].startswith(("temperature", "precision")):
             verdict.sampling_z = self.surprise(steps)
             if abs(verdict.sampling_z) > SAMPLING_Z:
                 verdict.explanations.append(self.sampling(verdict.sampling_z))
         return verdict
+
+    def measured(self) -> tuple[Verdict, list[Tokens]]:
+        """The numbers of each step, and its tokens."""
+        steps = [Tokens.of(mini_batches) for mini_batches in self.controller.seen]
+        verdict = Verdict(
+            mean=[tokens.mismatch for tokens in steps],
+            maximum=[float(np.abs(tokens.trainer - tokens.engine).max()) for tokens in steps],
+            limit=TOLERANCE * self.rounding(steps[-1], self.dtype),
+        )
+        return verdict, steps
+
+    def mismatch_explained(self, verdict: Verdict, steps: list[Tokens]) -> list[str]:
+        """Why the mismatch is beyond the limit; nothing if it is not."""
+        stale = self.weight_version(steps[-1])
+        if stale:
+            return [stale]
+        bad = verdict.beyond_limit
+        if not bad:
+            return []
+        if len(steps) - 1 in bad:
+            return [self.explain(steps[-1])]
+        return [
+            f"weight version: the mismatch of step {bad[-1] + 1} is gone in the next, under the same weights; the engine got "
+            "them too late"
+        ]
+
+    def drift(self, verdict: Verdict) -> list[str]:
+        if len(verdict.beyond_limit) < len(verdict.mean) or max(verdict.mean) <= FLAT * min(verdict.mean):
+            return []
+        return [
+            "drift: the mismatch changes from step to step although the learning rate is 0; the weight sync changes weights"
+        ]
 
     # -- measurements -------------------------------------------------------------------------
 

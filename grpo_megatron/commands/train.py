@@ -9,11 +9,14 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts, training_prompts
+from grpo_megatron.model.architecture import read_architecture
 from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
+from grpo_megatron.weights.maps import weight_map
 from grpo_megatron.weights.sync.object_store import ObjectStore
+from grpo_megatron.weights.sync.plan import Plan
 from grpo_megatron.weights.sync.sync import WeightSync
 
 
@@ -34,7 +37,9 @@ def assembled_loop(config: Config, controller_class: type[Controller] = Controll
         else:
             manager = RolloutManager(run.engines, episodes)
             rollouts = EngineRollouts(manager, config, run.resumed)
-            weight_sync = WeightSync(run.trainer, run.engines, ObjectStore(config.cluster.sync_bucket_bytes))
+            transport = ObjectStore(config.cluster.sync_bucket_bytes)
+            plan = Plan(weight_map(read_architecture(config.model.path), tp=1).values())
+            weight_sync = WeightSync(run.trainer, run.engines, transport, plan)
             evaluation = Evaluation(manager, held_out, config, run.directory) if held_out else None
         cleanup.callback(rollouts.close)
         controller = controller_class(

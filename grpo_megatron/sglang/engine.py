@@ -227,8 +227,8 @@ class SGLangEngine:
             request = io_struct.BeginWeightUpdateReqInput()
             await self._accepted("begin_weight_update", manager.begin_weight_update(request, None))
 
-    async def load_bucket(self, bucket: Bucket) -> None:
-        """Load tensors under their HF names."""
+    async def load_bucket(self, bucket: Bucket) -> list[str]:
+        """Load tensors by their HF names, which are returned."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -237,6 +237,7 @@ class SGLangEngine:
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
         update = self._engine.tokenizer_manager.update_weights_from_tensor(request, None)
         await self._accepted("update_weights_from_tensor", update)
+        return [item.name for item in bucket.contents]
 
     async def end_update(self, version: int) -> None:
         """Close the session, drop cached prefixes of the old weights, and tag what comes now."""

@@ -62,9 +62,12 @@ class EnginePool:
         """Open an update session on every engine."""
         self._on_all("begin_update")
 
-    def load_bucket(self, bucket: ray.ObjectRef) -> None:
-        """Load a part of the new weights into every engine; bucket: reference to a weights.buckets.Bucket."""
-        self._on_all("load_bucket", bucket)
+    def load_bucket(self, bucket: ray.ObjectRef) -> list[str]:
+        """Load a part of the new weights into every engine; the HF names of its tensors.
+
+        bucket: reference to a weights.buckets.Bucket.
+        """
+        return self._on_all("load_bucket", bucket)[0]
 
     def end_update(self, version: int) -> None:
         """Close the session; what is sampled from now on carries `version`."""

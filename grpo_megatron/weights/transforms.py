@@ -1,11 +1,23 @@
 """How one Megatron tensor is made of HF tensors, and split over tensor-parallel ranks.
 
-A transform is pure: HF tensors (full) <-> Megatron tensor (full) <-> the shards of TP ranks.
+A transform is pure: HF tensors (full) <-> Megatron tensor (full) <-> the shards of TP ranks. It also knows what shape the
+engine's own, fused and sharded, parameter has.
 """
 
 from dataclasses import dataclass
 
 import torch
+
+Shape = tuple[int, ...]
+# SGLang pads embedding and output layer to a multiple of this many words.
+ENGINE_VOCAB_MULTIPLE = 64
+
+
+def divided(shape: Shape, axis: int | None, parts: int) -> Shape:
+    """The shape of one of equal parts along `axis`; None: every part is the whole."""
+    if axis is None:
+        return tuple(shape)
+    return tuple(size // parts if dimension == axis else size for dimension, size in enumerate(shape))
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,10 @@ class Copy:
 
     def unshard(self, shards: list[torch.Tensor], axis: int | None) -> torch.Tensor:
         return shards[0] if axis is None else torch.cat(shards, dim=axis)
+
+    def engine_shape(self, hf_shapes: list[Shape], axis: int | None, tp: int) -> Shape:
+        """Shape of the engine's parameter on each of `tp` ranks, which divide it along `axis`."""
+        return divided(hf_shapes[0], axis, tp)
 
 
 @dataclass(frozen=True)
@@ -43,6 +59,11 @@ class FuseQKV(Copy):
         parts = [x.reshape(groups, -1, *rest) for x in (q, k, v)]
         return torch.cat(parts, dim=1).reshape(-1, *rest)
 
+    def engine_shape(self, hf_shapes, axis, tp):
+        # The engine repeats KV heads where there are fewer of them than ranks.
+        heads = self.num_heads // tp + 2 * max(1, self.num_kv_heads // tp)
+        return (heads * self.head_dim, *hf_shapes[0][1:])
+
     def to_hf(self, full):
         rest = full.shape[1:]
         queries = self.num_heads // self.num_kv_heads * self.head_dim
@@ -60,6 +81,10 @@ class FuseGateUp(Copy):
 
     def to_hf(self, full):
         return list(full.chunk(2, dim=0))
+
+    def engine_shape(self, hf_shapes, axis, tp):
+        gate, up = hf_shapes
+        return divided((gate[0] + up[0], *gate[1:]), axis, tp)
 
     def shard(self, full, axis, tp, rank):
         return torch.cat([half.chunk(tp, dim=0)[rank] for half in full.chunk(2, dim=0)], dim=0)
@@ -82,3 +107,7 @@ class PadVocab(Copy):
 
     def to_hf(self, full):
         return [full[: self.vocab_size]]
+
+    def engine_shape(self, hf_shapes, axis, tp):
+        rows = -(-self.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
+        return divided((rows, *hf_shapes[0][1:]), axis, tp)

@@ -20,12 +20,15 @@ from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.schema import Config, EngineConfig, RewardConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
+from grpo_megatron.model.architecture import read_architecture
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import RolloutManager, Sampling
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.weights.buckets import make_buckets
+from grpo_megatron.weights.maps import weight_map
 from grpo_megatron.weights.sync.object_store import ObjectStore
+from grpo_megatron.weights.sync.plan import Plan
 from grpo_megatron.weights.sync.sync import WeightSync
 from tests.models import transformers_logprobs
 
@@ -154,7 +157,7 @@ def test_how_responses_end(manager, tokenizer, model):
     assert ends == {end, seven}
 
 
-def check_update(manager, engines, tokenizer, model):
+def check_update(manager, engines, tokenizer, model, model_path):
     """Greedy decoding and log-probs follow the weights through an update, as transformers' do."""
     asked = prompts(tokenizer)
     sampling = Sampling(n=1, temperature=0.0, max_response_length=10)
@@ -169,7 +172,8 @@ def check_update(manager, engines, tokenizer, model):
     torch.manual_seed(11)
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    sync = WeightSync(Weights(other), engines, ObjectStore(20_000))
+    plan = Plan(weight_map(read_architecture(model_path), tp=1).values())
+    sync = WeightSync(Weights(other), engines, ObjectStore(20_000), plan)
     sync.load_state_dict({"version": 40})
     sync.run()
     assert sync.version == 41
@@ -181,13 +185,13 @@ def check_update(manager, engines, tokenizer, model):
     assert largest_difference(manager.generate(asked, Sampling(4, 1.0, 10)), other, 1.0) <= 1e-5
 
 
-def test_an_engine_follows_the_weights_through_an_update(manager, engines, tokenizer, model):
-    check_update(manager, engines, tokenizer, model)
+def test_an_engine_follows_the_weights_through_an_update(manager, engines, tokenizer, model, arithmetic):
+    check_update(manager, engines, tokenizer, model, str(arithmetic / "model"))
 
 
 def test_two_engines_with_two_tensor_parallel_ranks_each(ray_here, arithmetic, tokenizer, model, tmp_path):
     with running(arithmetic, tokenizer, tmp_path, num_engines=2, tensor_parallel=2) as (manager, engines):
-        check_update(manager, engines, tokenizer, model)
+        check_update(manager, engines, tokenizer, model, str(arithmetic / "model"))
 
 
 def test_an_update_the_engine_refuses_is_an_error(engines):

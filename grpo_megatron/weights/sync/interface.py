@@ -26,7 +26,8 @@ class WeightTarget(Protocol):
 
     def begin_update(self) -> None: ...
 
-    def load_bucket(self, bucket: ray.ObjectRef) -> None: ...
+    def load_bucket(self, bucket: ray.ObjectRef) -> list[str]:
+        """Load a weights.buckets.Bucket; returns the HF names of what every engine has loaded."""
 
     def end_update(self, version: int) -> None:
         """What is sampled from now on carries `version`."""
@@ -35,4 +36,5 @@ class WeightTarget(Protocol):
 class Transport(Protocol):
     """One way for the weights to travel; called within an update session of the target."""
 
-    def transfer(self, source: WeightSource, target: WeightTarget) -> None: ...
+    def transfer(self, source: WeightSource, target: WeightTarget) -> list[str]:
+        """Returns the HF names of the tensors that arrived."""

@@ -12,7 +12,6 @@ class ObjectStore:
     def __init__(self, bucket_bytes: int):
         self._bucket_bytes = bucket_bytes
 
-    def transfer(self, source: WeightSource, target: WeightTarget) -> None:
+    def transfer(self, source: WeightSource, target: WeightTarget) -> list[str]:
         with source.weight_stream(self._bucket_bytes) as buckets:
-            for bucket in buckets:
-                target.load_bucket(bucket)
+            return [name for bucket in buckets for name in target.load_bucket(bucket)]

@@ -1,0 +1,83 @@
+"""The engine's side of every weight map against the parameters of a real SGLang engine."""
+
+import json
+import os
+
+import pytest
+import ray
+import torch
+from safetensors import safe_open
+
+from grpo_megatron.config.schema import EngineConfig
+from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.sglang.engine import engine_arguments, engine_environment
+from grpo_megatron.weights.maps import weight_map
+from grpo_megatron.weights.sync.plan import Plan
+from tests.models import FAMILIES, tiny_model
+
+DOOR = "tests.integration.engine_door.describe"
+
+
+@ray.remote(num_cpus=0)
+class Engine:
+    def __init__(self, arguments):
+        import sglang
+
+        self._engine = sglang.Engine(**arguments, custom_weight_loader=[DOOR])
+
+    async def describe(self, path, tp):
+        from sglang.srt.managers import io_struct
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        manager = self._engine.tokenizer_manager
+        await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
+        tensor = torch.tensor(list(path.encode()), dtype=torch.uint8)
+        payloads = [MultiprocessingSerializer.serialize([("path", tensor)]) for _ in range(tp)]
+        request = io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads, load_format=DOOR, flush_cache=False
+        )
+        return await manager.update_weights_from_tensor(request, None)
+
+    def shutdown(self):
+        self._engine.shutdown()
+
+
+def parameters_of_an_engine(model, tp, path):
+    """[{name: shape} of each TP rank]"""
+    config = EngineConfig(dtype="float32", tensor_parallel=tp, max_total_tokens=1024)
+    environment = engine_environment(config, gpu=False) | {"PYTHONPATH": os.getcwd()}
+    arguments = engine_arguments(config, model, 0, needs_tokenizer=False, gpu=False, routing=False)
+    engine = Engine.options(runtime_env={"env_vars": environment}).remote(arguments)
+    try:
+        success, message = ray.get(engine.describe.remote(str(path), tp), timeout=240)
+        assert success, message
+    finally:
+        ray.get(engine.shutdown.remote(), timeout=30)
+        ray.kill(engine)
+    return [json.loads(path.with_name(f"{path.name}.{rank}").read_text()) for rank in range(tp)]
+
+
+def planned(model, tp):
+    arch = read_architecture(model)
+    with safe_open(f"{model}/model.safetensors", framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+    return Plan(weight_map(arch, tp=1).values()).engine_shapes(shapes, tp)
+
+
+CASES = [
+    ("qwen3_moe", False, 1),
+    *[(family, tied, 1) for family in FAMILIES for tied in (False, True) if family != "qwen3_moe" or tied],
+]
+CASES += [(family, False, 2) for family in FAMILIES] + [("qwen3", False, 4)]
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "tp"), [pytest.param(*case, marks=() if i == 0 else pytest.mark.slow) for i, case in enumerate(CASES)]
+)
+def test_the_plan_names_every_parameter_of_the_engine(ray_here, tmp_path, family, tied, tp):
+    # SGLang's Qwen3-MoE has experts in every layer.
+    changes = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
+    model = tiny_model(tmp_path / "model", family, tied, **changes)
+    expected = planned(model, tp)
+    for shapes in parameters_of_an_engine(model, tp, tmp_path / "shapes"):
+        assert {name: tuple(shape) for name, shape in shapes.items()} == expected
