@@ -10,10 +10,11 @@ import torch
 
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.process_groups import RankInfo
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.weights import local_parameters
 from grpo_megatron.metrics import Metrics, merge, to_floats
-from grpo_megatron.model.parallel_sizes import ParallelSizes, RankInfo
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.weights.maps import weight_map
 from tests.parallel.actors import micro_batches
 
