@@ -26,6 +26,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow_when(lambda layout, distributed: layout not in (("dp2",) if distributed else ("tp2", "pp2vpp2")))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
 def test_bf16_follows_fp32_and_a_checkpoint_continues_it(ranks, tmp_path, layout, distributed):
