@@ -70,6 +70,13 @@ def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
     return str(folder)
 
 
+def aligned_model(folder, family):
+    """A tiny_model whose sizes are multiples of 16, as GPU kernels want them."""
+    sizes = {"head_dim": 32, "moe_intermediate_size": 48}
+    changes = {name: size for name, size in sizes.items() if name in FAMILIES[family][1]}
+    return tiny_model(folder, family, vocab_size=64, hidden_size=128, intermediate_size=192, **changes)
+
+
 def tiny_qwen3(folder, tied=False, seed=0, dtype=torch.float32, **changes):
     """A random Qwen3 checkpoint; head_dim differs from hidden/heads."""
     tiny_model(folder, "qwen3", tied, seed, **changes)

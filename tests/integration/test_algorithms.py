@@ -115,6 +115,7 @@ def test_the_kl_in_the_reward_and_its_coefficient(everything):
         coefficient *= 1 + np.clip(row["actor/kl_in_reward"] / 0.1 - 1, -0.2, 0.2) * trajectories / 100
 
 
+@pytest.mark.slow
 def test_resuming_makes_the_same_steps(train, everything):
     """Coefficient, entropy and reference included."""
     folder = train.root / "everything" / "checkpoints" / "step_00000002"
@@ -126,6 +127,7 @@ def test_resuming_makes_the_same_steps(train, everything):
                 assert row[name] == pytest.approx(value, rel=1e-6, abs=1e-7, nan_ok=True), name
 
 
+@pytest.mark.slow
 def test_the_entropy_floor(train):
     """Entropy begins at 3.4: with a floor of 9 the bonus acts from step 2 on, with one of 1 never, as without a bonus."""
     runs = {
@@ -141,7 +143,8 @@ def test_the_entropy_floor(train):
     assert runs["high"][1] == pytest.approx(runs["none"][1] - 0.5 * 3.4, abs=0.1)
 
 
-@pytest.mark.parametrize("old_logprobs", ["recompute", "current", pytest.param("rollout", marks=pytest.mark.slow)])
+@pytest.mark.slow_when(lambda old_logprobs: old_logprobs != "recompute")
+@pytest.mark.parametrize("old_logprobs", ["recompute", "current", "rollout"])
 def test_a_mismatch_stops_the_run(train, capsys, old_logprobs):
     name = f"stop_{old_logprobs}"
     status, rows = train(name, f"train.old_logprobs={old_logprobs}", "mismatch.action=stop", "mismatch.threshold=0.2")
@@ -152,6 +155,7 @@ def test_a_mismatch_stops_the_run(train, capsys, old_logprobs):
     assert len([line for line in said.splitlines() if line.startswith("|delta|")]) == 5
 
 
+@pytest.mark.slow
 def test_a_mismatch_is_told(train, capsys):
     status, rows = train("warn", "train.old_logprobs=current", "mismatch.action=warn", "mismatch.threshold=0.2")
     assert status == 0
@@ -160,6 +164,7 @@ def test_a_mismatch_is_told(train, capsys):
     assert rows[0]["mismatch/ratio_p01"] < rows[0]["mismatch/ratio_p50"] < rows[0]["mismatch/ratio_p99"]
 
 
+@pytest.mark.slow
 def test_known_before_or_in_the_forward_masks_the_same_tokens(train):
     masking = ["run.total_steps=1", "mismatch.action=mask", "mismatch.threshold=0.2"]
     (before,) = train("mask_before", *masking)[1]
@@ -170,6 +175,7 @@ def test_known_before_or_in_the_forward_masks_the_same_tokens(train):
     assert before["actor/loss"] * (1 - before["mismatch/masked"]) == pytest.approx(forward["actor/loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_policy_loss_from_a_module_of_ones_own(train):
     (plain,) = train("plain", "run.total_steps=1", "algorithm.surrogate=reinforce")[1]
     (own,) = train("own", "run.total_steps=1", "algorithm.surrogate=tests.integration.surrogates:doubled")[1]
@@ -177,6 +183,7 @@ def test_a_policy_loss_from_a_module_of_ones_own(train):
     assert own["actor/grad_norm"] == pytest.approx(2 * plain["actor/grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_in_which_nothing_is_trained_is_dropped(train, recording, tmp_path):
     text = Path(recording).read_text().replace('"finish_reason": "stop"', '"finish_reason": "length"')
     (tmp_path / "cut.jsonl").write_text(text)

@@ -189,6 +189,7 @@ def test_an_engine_follows_the_weights_through_an_update(manager, engines, token
     check_update(manager, engines, tokenizer, model, str(arithmetic / "model"))
 
 
+@pytest.mark.slow
 def test_two_engines_with_two_tensor_parallel_ranks_each(ray_here, arithmetic, tokenizer, model, tmp_path):
     with running(arithmetic, tokenizer, tmp_path, num_engines=2, tensor_parallel=2) as (manager, engines):
         check_update(manager, engines, tokenizer, model, str(arithmetic / "model"))

@@ -2,12 +2,14 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import ray
 import torch
 from safetensors import safe_open
 
+from grpo_megatron.cluster.processes import redirect_output
 from grpo_megatron.config.schema import EngineConfig
 from grpo_megatron.model.architecture import read_architecture
 from grpo_megatron.sglang.engine import engine_arguments, engine_environment
@@ -20,7 +22,8 @@ DOOR = "tests.integration.engine_door.describe"
 
 @ray.remote(num_cpus=0)
 class Engine:
-    def __init__(self, arguments):
+    def __init__(self, arguments, log):
+        redirect_output(log)
         import sglang
 
         self._engine = sglang.Engine(**arguments, custom_weight_loader=[DOOR])
@@ -47,10 +50,13 @@ def parameters_of_an_engine(model, tp, path):
     config = EngineConfig(dtype="float32", tensor_parallel=tp, max_total_tokens=1024)
     environment = engine_environment(config, gpu=False) | {"PYTHONPATH": os.getcwd()}
     arguments = engine_arguments(config, model, 0, needs_tokenizer=False, gpu=False, routing=False)
-    engine = Engine.options(runtime_env={"env_vars": environment}).remote(arguments)
+    log = f"{path}.log"
+    engine = Engine.options(runtime_env={"env_vars": environment}).remote(arguments, log)
     try:
         success, message = ray.get(engine.describe.remote(str(path), tp), timeout=240)
         assert success, message
+    except ray.exceptions.RayActorError:
+        pytest.fail(Path(log).read_text(encoding="utf-8")[-3000:])
     finally:
         ray.get(engine.shutdown.remote(), timeout=30)
         ray.kill(engine)

@@ -210,6 +210,7 @@ def test_a_version_tag_of_old(controller, verdict, monkeypatch):
     assert found.startswith("weight version: the engine answered with weight version")
 
 
+@pytest.mark.slow
 def test_an_engine_in_bf16_by_the_command(arguments, capfd):
     status = main(["selftest", *arguments, "run.name=bf16", "rollout.engine.dtype=bfloat16"])
     assert status == 1

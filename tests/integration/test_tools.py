@@ -30,6 +30,7 @@ def test_conversion_there_and_back_is_bit_identical(arithmetic, tmp_path):
     assert "holds no actor/" in tool("convert_megatron_to_hf", tmp_path / "hf", tmp_path / "x", status=2)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_converts_to_what_the_run_exported(ray_here, arithmetic, tmp_path):
     data = [f"data.train={arithmetic}/data/sft.jsonl", "data.max_prompt_length=16", "rollout.max_response_length=32"]
     layout = ["megatron.tensor_parallel=2", "megatron.precision=fp32", "checkpoint.every=3"]
@@ -69,6 +70,7 @@ def gsm8k_run(byte_model, root, train):
     assert all(row["mismatch/max"] <= 1e-4 for row in rows)
 
 
+@pytest.mark.slow
 def test_three_steps_on_questions_in_gsm8k_format(ray_here, byte_model, tmp_path):
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     gsm8k_run(byte_model, tmp_path, tmp_path / "q.jsonl")
@@ -91,6 +93,7 @@ def test_prepare_gsm8k(tmp_path):
     assert "record 0 has no line '#### number'" in tool("prepare_gsm8k", source, tmp_path / "out.jsonl", status=2)
 
 
+@pytest.mark.slow
 def test_two_engines_two_replicas_and_two_evaluation_sets(ray_here, arithmetic, tmp_path):
     data = arithmetic / "data"
     (tmp_path / "hard.jsonl").write_text((data / "eval.jsonl").read_text())

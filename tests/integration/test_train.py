@@ -164,8 +164,8 @@ def assert_same(rows, expected, rtol):
     "layout",
     [
         "tensor_parallel=1",
-        "pipeline_parallel=2",
-        "data_parallel=2",
+        pytest.param("pipeline_parallel=2", marks=pytest.mark.slow),
+        pytest.param("data_parallel=2", marks=pytest.mark.slow),
         "data_parallel=2 distributed_optimizer=true overlap=true",
         "tensor_parallel=2 pipeline_parallel=2",
     ],
@@ -191,6 +191,7 @@ def test_a_resumed_run_continues_as_if_undisturbed(recorded, arithmetic, root):
     assert metrics(root, "live")[0]["actor/loss"] != pytest.approx(rest[0]["actor/loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_the_configured_rate(recorded, arithmetic, root):
     checkpoint = root / "whole" / "checkpoints" / "step_00000002"
     rows = replay(arithmetic, root, "slower", f"run.resume={checkpoint}", "optimizer.lr=0.0003")
@@ -198,6 +199,7 @@ def test_a_resumed_run_takes_the_configured_rate(recorded, arithmetic, root):
     assert rows[0]["actor/lr"] == pytest.approx(0.0003 * (5 + 6) / 2 / 20)
 
 
+@pytest.mark.slow
 def test_a_run_of_the_same_name_is_moved_aside(recorded, arithmetic, root):
     before = (root / "rest" / "metrics.jsonl").read_text()
     rows = replay(arithmetic, root, "rest", "run.total_steps=1", "megatron.pipeline_parallel=2")
@@ -213,7 +215,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(recorded, arithmetic, root, t
     assert "not a whole checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("call", ["logprobs", "weight_buckets"])
+@pytest.mark.parametrize("call", [pytest.param("logprobs", marks=pytest.mark.slow), "weight_buckets"])
 def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
     """Its partner sits in a collective meanwhile; nobody waits for that to time out. The group can be started anew."""
     config = load_config(None, arguments(arithmetic, root, "megatron.tensor_parallel=2"))
@@ -239,6 +241,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
     cluster.close()
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_not_a_number_stops_the_run(ray_here, arithmetic, root, capsys):
     changes = ["run.name=nan", "reward.function=tests.integration.helpers:nan_reward"]
     assert main(["train", *arguments(arithmetic, root, *changes)]) == 2

@@ -1,6 +1,7 @@
 """What the routing-replay tests run on each rank."""
 
 import torch
+from megatron.core import parallel_state as mpu
 
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.router import routers
@@ -26,7 +27,8 @@ def record_flip_train(spec, batch, loss):
     actor.logprobs(parts, key=(1, 0))
     recorded = {}
     for part, kept in zip(plan.micro_batches[actor.rank.dp_rank], actor.mini_batches.get((1, 0), parts), strict=True):
-        index = kept.pack.layout.tensor_parallel_share(torch.from_numpy(kept.pack.index), actor.rank.tp_rank).numpy()
+        local = torch.from_numpy(kept.pack.index)
+        index = kept.pack.layout.tensor_parallel_share(local, mpu.get_tensor_model_parallel_rank()).numpy()
         tokens = batch.token_index(part)[index[index >= 0]]
         for layer, chosen in kept.routing.items():
             recorded.setdefault(layer, []).append((tokens, chosen.numpy()[index >= 0]))

@@ -158,6 +158,7 @@ def test_refusals(ranks):
         assert part in message
 
 
+@pytest.mark.slow
 def test_benchmark_runs_small():
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "logprob.py"
     options = ["--hidden", "64", "--vocab", "20000", "--tokens-memory", "512", "--tokens-time", "128", "--repeats", "1"]

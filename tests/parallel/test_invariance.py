@@ -137,6 +137,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.slow_when(lambda factor: factor in ("selective recompute", "partition of two replicas"))
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "cp2"])
 def test_other_factor(dense, layout, factor):
@@ -147,6 +148,7 @@ def test_other_factor(dense, layout, factor):
     dense.check(sizes, TOKEN, **factors)
 
 
+@pytest.mark.slow_when(lambda layout: layout in ("tp2", "dp2"))
 @pytest.mark.parametrize("layout", ["tp2", "tp2sp", "pp2vpp2", "tp2pp2", "cp2", "dp2"])
 def test_full_kl(dense, layout):
     dense.check(ParallelSizes(**LAYOUTS[layout]), FULL_KL)
@@ -187,6 +189,7 @@ def experts(ranks, tmp_path_factory):
     return Suite(ranks, folder, experts=(3, 4, 2), moe=REPLAY)
 
 
+@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" and layout not in ("tp2sp", "ep2", "ep2tp2"))
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts(experts, layout, loss):

@@ -51,7 +51,7 @@ def decays(name: str, tied: bool, decay_embeddings: bool) -> bool:
     return decay_embeddings or not embedding
 
 
-@pytest.mark.parametrize("decay_embeddings", [True, False])
+@pytest.mark.parametrize("decay_embeddings", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("layout", GROUPS)
 def test_norms_and_biases_do_not_decay(ranks, families, layout, decay_embeddings):
     """By what a step does whose gradient is zero: 1 - lr * weight_decay, or nothing."""
@@ -112,6 +112,7 @@ def reference_step(before, gradients, config: OptimizerConfig, clip_grad: float)
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
+@pytest.mark.slow_when(lambda layout: layout in ("pp2", "ep2", "ep2 distributed"))
 @pytest.mark.parametrize("layout", CLIPPING)
 def test_a_clipped_step_is_the_references(ranks, suites, layout):
     model, sizes, options = CLIPPING[layout]
@@ -193,7 +194,7 @@ def check_dropping(ranks, spec, fault: str) -> None:
         assert all(math.isnan(norm) for norm in norms)
 
 
-@pytest.mark.parametrize("fault", ["weight", "advantage"])
+@pytest.mark.parametrize("fault", ["weight", pytest.param("advantage", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", DROPPING)
 def test_a_nan_on_one_replica_drops_the_step_on_all(ranks, folder, layout, fault):
     sizes, options = DROPPING[layout]
@@ -213,6 +214,7 @@ def test_replicas_with_norms_a_last_bit_apart_drop_together(ranks, folder):
     assert outcomes == [(1.0, True), (math.nextafter(1.0, 2.0), True)]
 
 
+@pytest.mark.slow
 def test_too_many_dropped_steps_stop_the_run(folder, tmp_path):
     """PolicyTrainer is what both `train` and `sft` step with."""
     config = Config()

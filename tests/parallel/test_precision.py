@@ -1,13 +1,15 @@
-"""bf16 with fp32 master weights, on the CPU."""
+"""bf16, with fp32 master weights where it trains, on the CPU."""
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from grpo_megatron.config.schema import OptimizerConfig, Precision
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from tests.models import tiny_qwen3
-from tests.parallel import actors
+from tests.models import FAMILIES, aligned_model, random_batch, tiny_qwen3, transformers_logprobs
+from tests.parallel import actors, precisions
 from tests.parallel.test_invariance import TOKEN, make_batch
 
 
@@ -26,6 +28,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow_when(lambda layout, distributed: layout not in (("dp2",) if distributed else ("tp2", "pp2vpp2")))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
 def test_bf16_follows_fp32_and_a_checkpoint_continues_it(ranks, tmp_path, layout, distributed):
@@ -46,3 +49,13 @@ def test_bf16_follows_fp32_and_a_checkpoint_continues_it(ranks, tmp_path, layout
     # The checkpoint is of after the first step; fp32 master weights and moments come back whole.
     rest = run(two, Precision.bf16, batches[1:], save=None, load=str(tmp_path / "ckpt"))
     np.testing.assert_array_equal(rest, half[1:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_in_bf16_differ_by_their_rounding(ranks, tmp_path, family):
+    """What tests/gpu asks of every kind of layers: the local ones meet it, and a small fault does not pass for rounding."""
+    model, batch = aligned_model(tmp_path, family), random_batch(count=48, vocab_size=64)
+    exact = transformers_logprobs(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), batch)
+    (found,) = ranks.run(precisions.errors_in_bf16, ParallelSizes(), model, batch, exact)
+    print(found)
+    assert 0 < found.sound <= found.allowed < found.faulty

@@ -110,6 +110,7 @@ def suite(ranks, folders):
     return Suite(ranks, folders[0], reference_path=folders[1])
 
 
+@pytest.mark.slow_when(lambda layout: "cp" not in layout)
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}], ids=str)
 @pytest.mark.parametrize("name", INVARIANT)
 def test_the_layout_changes_nothing(suite, name, layout):

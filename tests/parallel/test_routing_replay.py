@@ -41,6 +41,7 @@ def whole(results, batch):
     return routing
 
 
+@pytest.mark.slow_when(lambda layout, recompute: recompute == Recompute.full and layout != "ep2pp2")
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full], ids=["", "recompute"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_follows_the_old_policys_routing(ranks, model, layout, recompute):
