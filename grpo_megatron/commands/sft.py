@@ -17,6 +17,7 @@ from grpo_megatron.data.examples import load_examples
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.metrics import to_floats
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.cluster import check_cluster
 from grpo_megatron.preflight.model import check_model
 from grpo_megatron.run.checkpoints import Checkpoints, actor_folder, read_state
 from grpo_megatron.run.folder import open_run_folder
@@ -33,6 +34,7 @@ def sft(config: Config) -> dict:
     step = state["step"] if state else 0
     examples = load_examples(config, PromptTokenizer(config.model.path))
     order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
+    check_cluster(config, "sft")
     directory = open_run_folder(config, step)
     sizes = ParallelSizes.from_config(config.megatron)
     metrics: dict[str, float] = {}

@@ -13,6 +13,7 @@ from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts, training_prompts
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.cluster import check_cluster
 from grpo_megatron.preflight.model import check_model
 from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.evaluation import Evaluation
@@ -37,6 +38,7 @@ def assembled(config: Config, controller_class: type[Controller] = Controller) -
     prompts = None if replay else training_prompts(config, tokenizer)
     held_out = held_out_prompts(config, tokenizer)
     sizes = ParallelSizes.from_config(config.megatron)
+    check_cluster(config, "train")
     with ExitStack() as cleanup:
         episodes = make_episodes(config, tokenizer)
         cleanup.callback(episodes.close)

@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.schedule import schedule
 from grpo_megatron.batch.token_weights import token_weights
-from grpo_megatron.capabilities import fp8_problem, transformer_engine_problem
+from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.schema import OptimizerConfig, Precision, TransformerImpl
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import FAMILIES, random_batch, tiny_model, transformers_logprobs
 
+HERE = Capabilities.of_this_machine()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
@@ -56,7 +57,7 @@ IMPLS = [
     pytest.param(
         TransformerImpl.transformer_engine,
         id="te",
-        marks=pytest.mark.skipif(transformer_engine_problem() is not None, reason=str(transformer_engine_problem())),
+        marks=pytest.mark.skipif(HERE.transformer_engine_problem is not None, reason=str(HERE.transformer_engine_problem)),
     ),
 ]
 
@@ -75,7 +76,7 @@ def test_logprobs_equal_transformers(tmp_path, family, impl):
         assert np.abs(run_logprobs(make_actor(model, Precision.fp32), batch) - hf).max() <= 1e-4
 
 
-@pytest.mark.skipif(fp8_problem() is not None, reason=str(fp8_problem()))
+@pytest.mark.skipif(HERE.fp8_problem is not None, reason=str(HERE.fp8_problem))
 def test_fp8_is_near_bf16(tmp_path):
     model = gpu_model(tmp_path, "qwen3")
     batch = random_batch(vocab_size=64)
