@@ -1,6 +1,104 @@
-"""What this machine can do. Asked on the machine that will do it, or where a check is made on its behalf."""
+"""What the machines of a run can do: found out on such a machine, or given as facts where another one checks."""
 
+from dataclasses import dataclass
 from importlib import metadata
+
+# The first and the first too new release of TransformerEngine that megatron-core 0.16.1 works with.
+TRANSFORMER_ENGINE_RELEASES = ((2, 9), (2, 12))
+
+# The least compute capability with FP8 matrix products: Ada.
+_FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """compute_capability: CUDA's (major, minor). memory: bytes."""
+
+    compute_capability: tuple[int, int]
+    memory: int
+
+
+# By the names that configurations use; memory as NVIDIA's data sheets give it, in units of 10**9 bytes.
+GPUS = {
+    "a100-40g": GPU((8, 0), 40 * 10**9),
+    "a100-80g": GPU((8, 0), 80 * 10**9),
+    "l40s": GPU((8, 9), 48 * 10**9),
+    "h100-80g": GPU((9, 0), 80 * 10**9),
+    "h200": GPU((9, 0), 141 * 10**9),
+    "b200": GPU((10, 0), 180 * 10**9),
+}
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What is known of the machines of a run. What is not known is not held against a configuration.
+
+    where: for messages, such as `here`. gpus: whether ranks and engines run on GPUs; None: not known.
+    gpu: None if there is none, or which one is not known. transformer_engine_problem: why TransformerEngine
+    cannot be used, as far as is known. nodes, gpus_per_node: None where not known.
+    """
+
+    where: str
+    gpus: bool | None = None
+    gpu: GPU | None = None
+    transformer_engine_problem: str | None = None
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+
+    @classmethod
+    def of_this_machine(cls) -> "Capabilities":
+        import torch
+
+        gpus = torch.cuda.is_available()
+        gpu = None
+        if gpus:
+            properties = torch.cuda.get_device_properties(0)
+            gpu = GPU((properties.major, properties.minor), properties.total_memory)
+        installed = version("transformer_engine") or version("transformer-engine")
+        problem = _transformer_engine_problem(installed, gpus)
+        return cls("here", gpus, gpu, problem, nodes=1, gpus_per_node=torch.cuda.device_count() if gpus else None)
+
+    @classmethod
+    def of_facts(cls, gpu: str | None, nodes: int | None, gpus_per_node: int | None) -> "Capabilities":
+        """The values of cluster.gpu, cluster.nodes and cluster.gpus_per_node, all of which may be unknown.
+
+        gpu: `none`, a name of GPUS, or another one, of which nothing is known. TransformerEngine is taken to be installed where
+        there are GPUs; a rank without it says so as it starts.
+        """
+        if gpu is None:
+            return cls("in the cluster", nodes=nodes, gpus_per_node=gpus_per_node)
+        where = f"with cluster.gpu={gpu}"
+        if gpu == "none":
+            return cls(where, False, None, _WITHOUT_CUDA, nodes)
+        return cls(where, True, GPUS.get(gpu), None, nodes, gpus_per_node)
+
+    @property
+    def num_gpus(self) -> int | None:
+        """GPUs of all nodes; None where not known, or where there are none."""
+        return self.nodes * self.gpus_per_node if self.nodes and self.gpus_per_node else None
+
+    @property
+    def fp8_problem(self) -> str | None:
+        """Why FP8 training is not possible; None if it is, as far as is known."""
+        if self.transformer_engine_problem:
+            return self.transformer_engine_problem
+        if self.gpu is None or self.gpu.compute_capability >= _FP8_CAPABILITY:
+            return None
+        major, minor = self.gpu.compute_capability
+        return f"FP8 needs compute capability 8.9 (Ada) or 9.0 (Hopper), this GPU has {major}.{minor}"
+
+
+_WITHOUT_CUDA = "TransformerEngine needs CUDA, which is not available"
+
+
+def _transformer_engine_problem(installed: str | None, gpus: bool) -> str | None:
+    """installed: its version, None if it is not."""
+    if installed is None:
+        return "TransformerEngine is not installed"
+    first, beyond = TRANSFORMER_ENGINE_RELEASES
+    if not first <= release(installed) < beyond:
+        return f"TransformerEngine {installed} does not fit megatron-core 0.16.1, which takes 2.9 to 2.11"
+    return None if gpus else _WITHOUT_CUDA
 
 
 def version(package: str) -> str | None:
@@ -14,30 +112,3 @@ def version(package: str) -> str | None:
 def release(text: str) -> tuple[int, ...]:
     digits = text.split("+")[0].split(".")[:3]
     return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in digits)
-
-
-def transformer_engine_problem() -> str | None:
-    """Why FP8 training and the TransformerEngine layers are not possible here; None if they are."""
-    have = version("transformer_engine") or version("transformer-engine")
-    if have is None:
-        return "TransformerEngine is not installed"
-    if not (2, 9) <= release(have) < (2, 12):
-        return f"TransformerEngine {have} does not fit megatron-core 0.16.1, which takes 2.9 to 2.11"
-    import torch
-
-    if not torch.cuda.is_available():
-        return "TransformerEngine needs CUDA, which is not available"
-    return None
-
-
-def fp8_problem() -> str | None:
-    """Why FP8 training is not possible here; None if it is."""
-    problem = transformer_engine_problem()
-    if problem:
-        return problem
-    import torch
-
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 9):
-        return f"FP8 needs compute capability 8.9 (Ada) or 9.0 (Hopper), this GPU has {capability[0]}.{capability[1]}"
-    return None

@@ -12,6 +12,7 @@ from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.config.schema import Config, RoutingReplay
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.cluster import check_cluster
 from grpo_megatron.preflight.model import check_model
 from grpo_megatron.run.checkpoints import Checkpoints, actor_folder, read_state
 from grpo_megatron.run.folder import open_run_folder
@@ -55,10 +56,11 @@ class Run:
 def assemble(config: Config, command: str) -> Iterator[Run]:
     """Within this context the trainer's ranks, and the engines if `command` (train or sft) generates, are up.
 
-    Raises UserError for a model, a checkpoint or a folder that is not right, before any process starts.
+    Raises UserError for a model, machines, a checkpoint or a folder that are not right, before any process starts.
     """
     started = time.perf_counter()
     check_model(config)
+    check_cluster(config, command)
     state = read_state(config.run.resume)
     resumed = state["step"] if state else 0
     generates = command == "train" and not config.rollout.replay

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 
-from grpo_megatron.capabilities import fp8_problem, release, transformer_engine_problem, version
+from grpo_megatron.capabilities import Capabilities, release, version
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -99,7 +99,11 @@ def examine() -> list[Finding]:
         _package("apex", None, "no apex kernels; nothing needs them", required=False),
         _shared_memory(),
     ]
-    for subject, problem in (("TransformerEngine layers", transformer_engine_problem()), ("FP8 training", fp8_problem())):
+    here = Capabilities.of_this_machine()
+    for subject, problem in (
+        ("TransformerEngine layers", here.transformer_engine_problem),
+        ("FP8 training", here.fp8_problem),
+    ):
         found.append(Finding(NOTE, subject, f"not possible: {problem}") if problem else Finding(OK, subject, "possible"))
     return found
 

@@ -1,16 +1,22 @@
 """What a key of the schema is made of."""
 
-from dataclasses import field
+from dataclasses import Field, field
 from typing import Any
 
+from grpo_megatron.config.limits import Limits
 
-def option(default: Any, help: str, unit: str = "") -> Any:
-    """A field with its one-line help and, for quantities, its unit."""
-    metadata = {"help": help, "unit": unit}
+
+def option(default: Any, help: str, unit: str = "", **limits: Any) -> Any:
+    """A field with its one-line help and, for quantities, its unit. limits: arguments of Limits, such as `above=0`."""
+    metadata = {"help": help, "unit": unit, "limits": Limits(**limits)}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def section(cls: type, help: str) -> Any:
-    return field(default_factory=cls, metadata={"help": help, "unit": ""})
+    return field(default_factory=cls, metadata={"help": help, "unit": "", "limits": Limits()})
+
+
+def limits_of(key: Field) -> Limits:
+    return key.metadata["limits"]

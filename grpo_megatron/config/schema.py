@@ -10,8 +10,16 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.algorithm import AlgorithmConfig, MismatchConfig
+from grpo_megatron.config.limits import Text
 from grpo_megatron.config.options import option, section
+
+# Seconds, four months: timers of the operating system and of libraries overflow at very large values.
+LONGEST_WAIT = 10**7
+
+# Where the answer can stand in a text; rewards.answers.FINDERS knows how to find it there.
+ANSWER_PLACES = ("hashes", "boxed", "last_number", "whole")
 
 
 class OldLogprobs(str, Enum):
@@ -76,84 +84,94 @@ class Placement(str, Enum):
 
 @dataclass
 class RunConfig:
-    name: str = option("run", "name of the run; also its folder under run.root")
-    root: str = option("runs", "folder that holds the runs")
-    seed: int = option(1234, "seed of data order, weights made here, and sampling in the trainer")
-    total_steps: int = option(100, "number of rollout-and-train steps (sft: optimizer steps)", "steps")
-    resume: str | None = option(None, "checkpoint folder to continue from; null starts anew")
+    name: str = option("run", "name of the run; also its folder under run.root", text=Text.folder_name)
+    root: str = option("runs", "folder that holds the runs", text=Text.path)
+    seed: int = option(
+        1234, "seed of data order, weights made here, and sampling in the trainer", at_least=0, at_most=2**31 - 1
+    )
+    total_steps: int = option(100, "number of rollout-and-train steps (sft: optimizer steps)", "steps", above=0)
+    resume: str | None = option(None, "checkpoint folder to continue from; null starts anew", text=Text.path)
 
 
 @dataclass
 class ModelConfig:
-    path: str = option(MISSING, "HF checkpoint folder (config.json, safetensors, tokenizer) to start from")
+    path: str = option(MISSING, "HF checkpoint folder (config.json, safetensors, tokenizer) to start from", text=Text.path)
 
 
 @dataclass
 class RefConfig:
-    path: str | None = option(None, "HF checkpoint of the reference model; null: the same as model.path")
+    path: str | None = option(None, "HF checkpoint of the reference model; null: the same as model.path", text=Text.path)
     offload: bool = option(True, "keep the reference's weights in the host's memory between uses, else in the device's")
-    reset_every: int = option(0, "the current weights become the reference every this many steps; 0: never", "steps")
+    reset_every: int = option(
+        0, "the current weights become the reference every this many steps; 0: never", "steps", at_least=0
+    )
 
 
 @dataclass
 class DataConfig:
     train: Any = option(None, "training prompts (sft: prompt/response pairs): a .jsonl or .parquet file, hf:NAME, or a list")
-    train_weights: list[float] = option([], "share of each source of data.train; none: each prompt once per epoch")
+    train_weights: list[float] = option([], "share of each source of data.train; none: each prompt once per epoch", above=0)
     eval: Any = option(None, "held-out prompts, as data.train; null: no evaluation")
     prompt_key: str = option("prompt", "field with the prompt: a string, or a list of chat messages")
     answer_key: str = option("answer", "field with the reference answer given to the reward")
     response_key: str = option("response", "sft only: field with the response to learn")
-    system_prompt: str | None = option(None, "system message put before prompts that have none")
-    prompt_suffix: str = option("", "text appended to every prompt that is a string, such as an instruction")
-    max_prompt_length: int = option(512, "longest prompt accepted", "tokens")
+    system_prompt: str | None = option(None, "system message put before prompts that have none", text=Text.any)
+    prompt_suffix: str = option("", "text appended to every prompt that is a string, such as an instruction", text=Text.any)
+    max_prompt_length: int = option(512, "longest prompt accepted", "tokens", above=0)
     overlong_prompts: OverlongPrompts = option(
         OverlongPrompts.error, "what happens to longer prompts: error, skip (counted), truncate_left (counted)"
     )
     shuffle: bool = option(True, "new order in every epoch (from run.seed); false keeps the order of the file")
-    train_batch_size: int = option(32, "prompts per step (sft: examples per optimizer step)", "prompts")
+    train_batch_size: int = option(32, "prompts per step (sft: examples per optimizer step)", "prompts", above=0)
 
 
 @dataclass
 class EngineConfig:
-    num_engines: int = option(1, "number of SGLang engines")
-    tensor_parallel: int = option(1, "tensor-parallel ranks inside one engine")
-    dtype: str = option("auto", "weights in the engine: auto (the dtype in config.json), float32, bfloat16, float16")
+    num_engines: int = option(1, "number of SGLang engines", above=0)
+    tensor_parallel: int = option(1, "tensor-parallel ranks inside one engine", above=0)
+    dtype: str = option(
+        "auto",
+        "weights in the engine: auto (the dtype in config.json), float32, bfloat16, float16",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     load_format: LoadFormat = option(
         LoadFormat.auto,
         "weights an engine starts with: auto (model.path's), dummy (random: faster, and the first weight sync replaces them)",
     )
-    mem_fraction: float = option(0.8, "share of device memory for weights and KV cache (GPU)")
-    max_total_tokens: int | None = option(None, "KV cache size; null: from mem_fraction", "tokens")
-    max_running_requests: int = option(256, "requests decoded together in one engine")
+    mem_fraction: float = option(0.8, "share of device memory for weights and KV cache (GPU)", above=0, below=1)
+    max_total_tokens: int | None = option(None, "KV cache size; null: from mem_fraction", "tokens", above=0)
+    max_running_requests: int = option(256, "requests decoded together in one engine", above=0)
     prefix_cache: bool = option(
         True,
         "keep keys and values for requests that begin alike (SGLang's radix cache); a cost where none do: short prompts, one turn",
     )
-    cpu_threads: int = option(1, "intra-op threads of the engine on a machine without a GPU")
-    start_timeout: float = option(600.0, "how long an engine may take to start", "seconds")
-    request_timeout: float = option(1800.0, "how long to wait without any sample finishing before giving up", "seconds")
+    cpu_threads: int = option(1, "intra-op threads of the engine on a machine without a GPU", above=0)
+    start_timeout: float = option(600.0, "how long an engine may take to start", "seconds", above=0, at_most=LONGEST_WAIT)
+    request_timeout: float = option(
+        1800.0, "how long to wait without any sample finishing before giving up", "seconds", above=0, at_most=LONGEST_WAIT
+    )
 
 
 @dataclass
 class RolloutConfig:
-    n: int = option(8, "responses sampled per prompt (the group size)")
-    temperature: float = option(1.0, "sampling temperature; applied in training in the same way")
-    top_p: float = option(1.0, "nucleus sampling; only 1.0, see top_k")
-    top_k: int = option(-1, "top-k sampling; only -1 (off): else the rollout log-prob is of another distribution")
+    n: int = option(8, "responses sampled per prompt (the group size)", above=0)
+    temperature: float = option(1.0, "sampling temperature; applied in training in the same way", above=0)
+    top_p: float = option(1.0, "nucleus sampling; only 1.0, see top_k", above=0, at_most=1)
+    top_k: int = option(-1, "top-k sampling; only -1 (off): else the rollout log-prob is of another distribution", at_least=-1)
     max_response_length: int = option(
-        512, "longest response; with rollout.environment, of all turns and observations together", "tokens"
+        512, "longest response; with rollout.environment, of all turns and observations together", "tokens", above=0
     )
     environment: str | None = option(
         None,
         "environment that answers the model over several turns and rewards it (in place of reward.function), as "
         "module:attribute; null: the model answers once",
     )
-    max_turns: int = option(8, "most turns of the model in one episode, with rollout.environment", "turns")
+    max_turns: int = option(8, "most turns of the model in one episode, with rollout.environment", "turns", above=0)
     stop: list[str] = option([], "strings that end a response (besides the model's end token)")
-    stop_token_ids: list[int] = option([], "token ids that end a response (besides the model's end token)")
-    max_concurrency: int = option(256, "samples in flight per engine at a time")
-    record: str | None = option(None, "file to write every step's samples to, for rollout.replay")
-    replay: str | None = option(None, "file of recorded samples to train on instead of generating")
+    stop_token_ids: list[int] = option([], "token ids that end a response (besides the model's end token)", at_least=0)
+    max_concurrency: int = option(256, "samples in flight per engine at a time", above=0)
+    record: str | None = option(None, "file to write every step's samples to, for rollout.replay", text=Text.path)
+    replay: str | None = option(None, "file of recorded samples to train on instead of generating", text=Text.path)
     engine: EngineConfig = section(EngineConfig, "the SGLang engines")
 
 
@@ -164,32 +182,38 @@ class OverlongBufferConfig:
         "soft overlong punishment (DAPO, arXiv:2503.14476 eq. 13) in the last this many tokens before "
         "rollout.max_response_length; 0: none",
         "tokens",
+        at_least=0,
     )
-    penalty: float = option(1.0, "what the reward of a response of full length loses")
+    penalty: float = option(1.0, "what the reward of a response of full length loses", at_least=0)
 
 
 @dataclass
 class RewardConfig:
     function: str = option("exact_match", "exact_match, math, or module:function")
-    extract: str | None = option(None, "exact_match: regular expression; its last match (group 1 if any) is the answer")
+    extract: str | None = option(
+        None, "exact_match: regular expression; its last match (group 1 if any) is the answer", text=Text.pattern
+    )
     answer_from: list[str] = option(
-        ["whole"], "where the reference answer is in its field: whole, hashes (####), boxed, last_number"
+        ["whole"], "where the reference answer is in its field: whole, hashes (####), boxed, last_number", choices=ANSWER_PLACES
     )
     response_from: list[str] = option(
         [],
         "where the answer is in a response, tried in order: hashes, boxed, last_number, whole; none: the reward's own search",
+        choices=ANSWER_PLACES,
     )
-    workers: int = option(2, "processes that compute rewards, or hold the environments of rollout.environment")
-    timeout: float = option(30.0, "longest time for one reward, or for one step of an environment", "seconds")
+    workers: int = option(2, "processes that compute rewards, or hold the environments of rollout.environment", above=0)
+    timeout: float = option(
+        30.0, "longest time for one reward, or for one step of an environment", "seconds", above=0, at_most=LONGEST_WAIT
+    )
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "punishment of responses near the length limit")
     shuffle_control: bool = option(False, "control experiment: hand rewards out at random among the step's samples")
 
 
 @dataclass
 class TrainConfig:
-    ppo_epochs: int = option(1, "passes over a step's samples")
-    ppo_mini_batch_size: int = option(32, "prompts per optimizer step; divides data.train_batch_size", "prompts")
-    max_tokens_per_micro_batch: int = option(16384, "limit of a packed micro-batch (per CP rank)", "tokens")
+    ppo_epochs: int = option(1, "passes over a step's samples", above=0)
+    ppo_mini_batch_size: int = option(32, "prompts per optimizer step; divides data.train_batch_size", "prompts", above=0)
+    max_tokens_per_micro_batch: int = option(16384, "limit of a packed micro-batch (per CP rank)", "tokens", above=0)
     packing: bool = option(True, "several sequences per micro-batch; false: one each")
     constant_length_packs: bool = option(
         False, "pad every micro-batch to max_tokens_per_micro_batch: pipeline stages then need not exchange shapes"
@@ -203,25 +227,31 @@ class TrainConfig:
 
 @dataclass
 class MegatronConfig:
-    tensor_parallel: int = option(1, "tensor-parallel ranks (TP)")
-    pipeline_parallel: int = option(1, "pipeline stages (PP)")
-    data_parallel: int = option(1, "data-parallel replicas (DP)")
-    context_parallel: int = option(1, "context-parallel ranks (CP): every sequence is split over them")
+    tensor_parallel: int = option(1, "tensor-parallel ranks (TP)", above=0)
+    pipeline_parallel: int = option(1, "pipeline stages (PP)", above=0)
+    data_parallel: int = option(1, "data-parallel replicas (DP)", above=0)
+    context_parallel: int = option(1, "context-parallel ranks (CP): every sequence is split over them", above=0)
     sequence_parallel: bool = option(False, "split activations over TP between the matrix products (SP)")
-    virtual_pipeline: int = option(1, "model chunks per pipeline stage, for the interleaved schedule (VPP)")
+    virtual_pipeline: int = option(1, "model chunks per pipeline stage, for the interleaved schedule (VPP)", above=0)
     pipeline_layers: list[int] = option(
-        [], "layers of each of pipeline_parallel * virtual_pipeline chunks, in forward order; none: equally many"
+        [], "layers of each of pipeline_parallel * virtual_pipeline chunks, in forward order; none: equally many", above=0
     )
-    expert_parallel: int = option(1, "ranks the experts of a layer are divided over (EP)")
-    expert_tensor_parallel: int = option(1, "ranks each expert is split over; more than 1 needs GPUs")
+    expert_parallel: int = option(1, "ranks the experts of a layer are divided over (EP)", above=0)
+    expert_tensor_parallel: int = option(1, "ranks each expert is split over; more than 1 needs GPUs", above=0)
     recompute: Recompute = option(
         Recompute.none,
         "activations computed again in the backward pass: none, selective (recompute_modules), full (whole layers)",
     )
-    recompute_modules: list[str] = option(["core_attn"], "what selective recomputes: core_attn, mlp, layernorm, moe, moe_act")
+    recompute_modules: list[str] = option(
+        ["core_attn"],
+        "what selective recomputes: core_attn, mlp, layernorm, moe, moe_act",
+        choices=("core_attn", "mlp", "layernorm", "moe", "moe_act"),
+    )
     sleep: bool = option(False, "give back the memory of weights, gradients and optimizer while engines generate")
     offload_folder: str | None = option(
-        None, "where sleeping and offloaded tensors go; null: pinned host memory, or temporary files on a machine without a GPU"
+        None,
+        "where sleeping and offloaded tensors go; null: pinned host memory, or temporary files on a machine without a GPU",
+        text=Text.path,
     )
     distributed_optimizer: bool = option(False, "split optimizer states (and fp32 master weights) over DP")
     overlap: bool = option(False, "overlap gradient reduction, and the distributed optimizer's gathering, with compute")
@@ -231,14 +261,16 @@ class MegatronConfig:
     transformer_impl: TransformerImpl = option(
         TransformerImpl.auto, "layers: transformer_engine, local (torch), or auto (the former where it can run)"
     )
-    cpu_threads: int = option(1, "intra-op threads of a rank on a machine without a GPU")
-    collective_timeout: float = option(600.0, "how long a collective may wait for a missing rank", "seconds")
+    cpu_threads: int = option(1, "intra-op threads of a rank on a machine without a GPU", above=0)
+    collective_timeout: float = option(
+        600.0, "how long a collective may wait for a missing rank", "seconds", above=0, at_most=LONGEST_WAIT
+    )
 
 
 @dataclass
 class MoEConfig:
-    aux_loss_coeff: float = option(0.0, "coefficient of the routers' load-balancing loss; 0: off")
-    z_loss_coeff: float = option(0.0, "coefficient of the routers' z-loss; 0: off")
+    aux_loss_coeff: float = option(0.0, "coefficient of the routers' load-balancing loss; 0: off", at_least=0)
+    z_loss_coeff: float = option(0.0, "coefficient of the routers' z-loss; 0: off", at_least=0)
     routing_replay: RoutingReplay = option(
         RoutingReplay.off,
         "experts of each token in training: off (the router's choice), old_policy (as in the pass for the old log-probs; R2), "
@@ -248,36 +280,38 @@ class MoEConfig:
 
 @dataclass
 class OptimizerConfig:
-    lr: float = option(1e-6, "peak learning rate")
+    lr: float = option(1e-6, "peak learning rate", above=0)
     lr_schedule: LrSchedule = option(
         LrSchedule.constant,
         "after the warm-up: constant; cosine (arXiv:1608.03983) or linear, down to lr_min; "
         "wsd (constant, then lr_min within the last wsd_decay_steps; arXiv:2404.06395)",
     )
-    lr_warmup_steps: int = option(0, "linear warm-up from 0; step k of n runs at k/n of lr", "optimizer steps")
-    lr_min: float = option(0.0, "rate of the last step of the schedule, and of all beyond it; not for constant")
+    lr_warmup_steps: int = option(0, "linear warm-up from 0; step k of n runs at k/n of lr", "optimizer steps", at_least=0)
+    lr_min: float = option(0.0, "rate of the last step of the schedule, and of all beyond it; not for constant", at_least=0)
     lr_decay_steps: int | None = option(
-        None, "length of the whole schedule, with its warm-up; null: all optimizer steps of the run", "optimizer steps"
+        None, "length of the whole schedule, with its warm-up; null: all optimizer steps of the run", "optimizer steps", above=0
     )
-    wsd_decay_steps: int | None = option(None, "wsd only: length of the decay at the schedule's end", "optimizer steps")
+    wsd_decay_steps: int | None = option(
+        None, "wsd only: length of the decay at the schedule's end", "optimizer steps", above=0
+    )
     wsd_decay_style: WsdDecayStyle = option(
         WsdDecayStyle.linear,
         "share of lr - lr_min left after the part r of wsd's decay: linear 1 - r, cosine (1 + cos(pi r)) / 2, "
         "exponential 2 * 0.5^r - 1, minus_sqrt 1 - sqrt(r) (arXiv:2405.18392)",
     )
-    weight_decay: float = option(0.0, "decoupled weight decay (AdamW) of matrices; norms and biases never decay")
+    weight_decay: float = option(0.0, "decoupled weight decay (AdamW) of matrices; norms and biases never decay", at_least=0)
     decay_embeddings: bool = option(
         True, "token embeddings (and an output layer tied to them) decay like the other matrices; false: not at all"
     )
-    beta1: float = option(0.9, "Adam's beta1")
-    beta2: float = option(0.95, "Adam's beta2")
-    eps: float = option(1e-8, "Adam's epsilon")
+    beta1: float = option(0.9, "Adam's beta1", at_least=0, below=1)
+    beta2: float = option(0.95, "Adam's beta2", at_least=0, below=1)
+    eps: float = option(1e-8, "Adam's epsilon", above=0)
     offload: bool = option(False, "keep moments and fp32 master weights off the device between optimizer steps")
-    clip_grad: float = option(1.0, "global gradient norm limit; 0: off")
+    clip_grad: float = option(1.0, "global gradient norm limit; 0: off", at_least=0)
     max_grad_norm_to_step: float | None = option(
-        None, "drop a step whose gradient norm, before clipping, is more than this; null: only one that is not finite"
+        None, "drop a step whose gradient norm, before clipping, is more than this; null: only one that is not finite", above=0
     )
-    max_dropped_steps: int = option(5, "stop the run after this many dropped steps in a row", "optimizer steps")
+    max_dropped_steps: int = option(5, "stop the run after this many dropped steps in a row", "optimizer steps", above=0)
 
 
 @dataclass
@@ -285,18 +319,28 @@ class ClusterConfig:
     ray_address: str | None = option(None, "Ray cluster to join; null: start one on this machine")
     placement: Placement = option(Placement.separate, "colocated: engines share the ranks' devices; separate: own devices")
     call_timeout: float = option(
-        7200.0, "longest time one call to the trainer's ranks, such as a training step, may take", "seconds"
+        7200.0, "longest time one call to the trainer's ranks, such as a training step, may take", "seconds", above=0
     )
-    sync_bucket_bytes: int = option(256 * 2**20, "size of the buckets weights travel to the engines in", "bytes")
+    gpu: str | None = option(
+        None,
+        "GPU of the cluster, for checks on another machine: none (the run is on CPUs) or a name; null: what the machine or the Ray "
+        "cluster has",
+        choices=("none", *GPUS),
+    )
+    nodes: int | None = option(None, "nodes of the cluster, for checks on another machine; null: unknown", above=0)
+    gpus_per_node: int | None = option(None, "GPUs of each node, for checks on another machine; null: unknown", above=0)
+    sync_bucket_bytes: int = option(256 * 2**20, "size of the buckets weights travel to the engines in", "bytes", above=0)
 
 
 @dataclass
 class EvalConfig:
-    every: int = option(0, "evaluate every this many steps; 0: only before and after", "steps")
-    n: int = option(4, "samples per held-out prompt; mean@n is reported")
-    temperature: float = option(1.0, "sampling temperature of the evaluation")
-    top_p: float = option(1.0, "nucleus sampling in the evaluation")
-    max_response_length: int | None = option(None, "longest response in the evaluation; null: as in training", "tokens")
+    every: int = option(0, "evaluate every this many steps; 0: only before and after", "steps", at_least=0)
+    n: int = option(4, "samples per held-out prompt; mean@n is reported", above=0)
+    temperature: float = option(1.0, "sampling temperature of the evaluation", at_least=0)
+    top_p: float = option(1.0, "nucleus sampling in the evaluation", above=0, at_most=1)
+    max_response_length: int | None = option(
+        None, "longest response in the evaluation; null: as in training", "tokens", above=0
+    )
     pass_reward: float = option(1.0, "a sample passes, for pass@k, if its reward is at least this")
     greedy: bool = option(True, "also evaluate greedy decoding")
     save_samples: bool = option(True, "write the samples of every evaluation to eval/ in the run's folder")
@@ -304,7 +348,7 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
-    every: int = option(0, "save a checkpoint every this many steps; 0: never", "steps")
+    every: int = option(0, "save a checkpoint every this many steps; 0: never", "steps", at_least=0)
     export_hf: bool = option(True, "write the trained model as an HF checkpoint at the end")
 
 

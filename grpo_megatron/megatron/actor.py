@@ -58,7 +58,7 @@ class Actor:
         model_spec = ModelSpec(
             sizes=sizes,
             params_dtype=PRECISIONS[spec.precision],
-            transformer_engine=uses_transformer_engine(spec.transformer_impl),
+            transformer_engine=uses_transformer_engine(spec.transformer_impl, spec.precision),
             fp8=fp8,
             recompute=spec.recompute,
             recompute_modules=tuple(spec.recompute_modules),

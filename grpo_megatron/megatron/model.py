@@ -10,8 +10,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from grpo_megatron.capabilities import transformer_engine_problem
-from grpo_megatron.config.schema import TransformerImpl
+from grpo_megatron.capabilities import Capabilities
+from grpo_megatron.config.schema import Precision, TransformerImpl
+from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.attention import PackedAttention
 from grpo_megatron.megatron.logprobs import hand_out_hidden_states
 from grpo_megatron.megatron.modules import RMSNorm, SwiGLU
@@ -21,11 +22,21 @@ from grpo_megatron.megatron.transformer_config import transformer_config
 from grpo_megatron.model.architecture import Architecture
 
 
-def uses_transformer_engine(impl: TransformerImpl) -> bool:
-    """Whether layers are TransformerEngine's here; `auto` takes it where it can run."""
-    if impl == TransformerImpl.auto:
-        return transformer_engine_problem() is None
-    return impl == TransformerImpl.transformer_engine
+def uses_transformer_engine(impl: TransformerImpl, precision: Precision) -> bool:
+    """Whether layers are TransformerEngine's here; `auto` takes it where it can run.
+
+    Raises UserError where it cannot run and is needed. A configuration that was checked with given facts about the cluster
+    (cluster.gpu) may meet another machine, or one without TransformerEngine.
+    """
+    here = Capabilities.of_this_machine()
+    if precision == Precision.fp8 and here.fp8_problem:
+        raise UserError(f"megatron.precision=fp8 is not possible on the machine of this rank: {here.fp8_problem}; use bf16")
+    if impl == TransformerImpl.transformer_engine and here.transformer_engine_problem:
+        raise UserError(
+            "megatron.transformer_impl=transformer_engine is not possible on the machine of this rank: "
+            f"{here.transformer_engine_problem}; use local or auto"
+        )
+    return impl != TransformerImpl.local and here.transformer_engine_problem is None
 
 
 def _layer_spec(arch: Architecture, config: TransformerConfig, transformer_engine: bool, num_experts: int | None):

@@ -1,138 +1,227 @@
 """Rules about the algorithm: sections algorithm, mismatch, ref, and reward.overlong_buffer."""
 
-from grpo_megatron.algorithm.advantages import advantage_estimator
+from collections.abc import Iterator
+
+from grpo_megatron.algorithm.advantages import GROUP_RELATIVE, advantage_estimator
 from grpo_megatron.algorithm.filters import group_filter
-from grpo_megatron.algorithm.kl import FULL_KL, KL_TYPES, UNBIASED_TYPES
+from grpo_megatron.algorithm.kl import UNBIASED_TYPES
 from grpo_megatron.algorithm.mismatch import WEIGHTING
-from grpo_megatron.algorithm.surrogates import RATIO_LEVELS, policy_loss
-from grpo_megatron.batch.token_weights import LOSS_AGG_MODES
-from grpo_megatron.config.algorithm import KLControl, MismatchAction
+from grpo_megatron.algorithm.surrogates import policy_loss
+from grpo_megatron.config.algorithm import KLControl, MismatchAction, MismatchConfig, MismatchCorrection
 from grpo_megatron.config.schema import Config, OldLogprobs
+from grpo_megatron.preflight.rule import RuleBook
+
+# Their checks take a Config. All are for training alone, since supervised fine-tuning has no algorithm to choose.
+ALGORITHM = RuleBook()
+
+_TRAIN = ("train",)
+_WITHOUT_RATIO = ("cispo", "reinforce")
+_PER_SEQUENCE = ("group-sum", "seq-mean-token-mean")
 
 
-def choice(key: str, value: str, choices) -> list[str]:
-    return [] if value in choices else [f"{key}={value} is unknown; choose one of {', '.join(choices)}"]
+@ALGORITHM.rule(
+    "The estimator is a registered one, or a function that can be imported.", "algorithm.adv_estimator", commands=_TRAIN
+)
+def estimator_is_known(config: Config) -> Iterator[str]:
+    yield from advantage_estimator.problems(config.algorithm.adv_estimator)
 
 
-def ranges(positive: dict[str, float | None], not_negative: dict[str, float | None]) -> list[str]:
-    """Values that are too small, or NaN; None stands for an option that is off."""
-    set_ones = {key: value for key, value in (positive | not_negative).items() if value is not None}
-    found = [
-        f"{key} must be greater than 0, is {value}" for key, value in set_ones.items() if key in positive and not value > 0
-    ]
-    found += [
-        f"{key} must not be negative, is {value}" for key, value in set_ones.items() if key in not_negative and not value >= 0
-    ]
-    return found
+@ALGORITHM.rule(
+    "The policy loss is a registered one, or a function that can be imported.", "algorithm.surrogate", commands=_TRAIN
+)
+def policy_loss_is_known(config: Config) -> Iterator[str]:
+    yield from policy_loss.problems(config.algorithm.surrogate)
 
 
-def algorithm_violations(config: Config) -> list[str]:
-    """Every broken rule as one sentence that names the keys."""
-    return _ranges(config) + _choices(config) + _policy_loss(config) + _kl(config) + _mismatch(config)
+@ALGORITHM.rule("Each filter is a registered one, or a function that can be imported.", "algorithm.filters", commands=_TRAIN)
+def filters_are_known(config: Config) -> Iterator[str]:
+    for name in config.algorithm.filters:
+        yield from group_filter.problems(name)
 
 
-def _ranges(config: Config) -> list[str]:
-    algorithm, mismatch, buffer = config.algorithm, config.mismatch, config.reward.overlong_buffer
-    not_negative = {
-        "algorithm.clip_ratio_low": algorithm.clip_ratio_low,
-        "algorithm.clip_ratio_high": algorithm.clip_ratio_high,
-        "mismatch.ratio_low": mismatch.ratio_low,
-        "mismatch.ratio_high": mismatch.ratio_high,
-        "reward.overlong_buffer.length": buffer.length,
-        "reward.overlong_buffer.penalty": buffer.penalty,
-        "ref.reset_every": config.ref.reset_every,
-    }
-    positive = {
-        "algorithm.adv_clip": algorithm.adv_clip,
-        "algorithm.early_stop_imp_ratio": algorithm.early_stop_imp_ratio,
-        "algorithm.entropy_floor": algorithm.entropy_floor,
-        "algorithm.kl_ctrl.target_kl": algorithm.kl_ctrl.target_kl,
-        "algorithm.kl_ctrl.horizon": algorithm.kl_ctrl.horizon,
-        "mismatch.threshold": mismatch.threshold,
-    }
-    found = ranges(positive, not_negative)
-    if algorithm.clip_ratio_c is not None and not algorithm.clip_ratio_c > 1:
-        found.append(f"algorithm.clip_ratio_c must be greater than 1, is {algorithm.clip_ratio_c}")
-    if buffer.length > config.rollout.max_response_length:
-        found.append(
-            f"reward.overlong_buffer.length={buffer.length} is more than "
-            f"rollout.max_response_length={config.rollout.max_response_length}"
-        )
-    return found
+@ALGORITHM.rule(
+    "An estimator that compares the samples of a group needs groups of several.",
+    "rollout.n",
+    "algorithm.adv_estimator",
+    commands=_TRAIN,
+)
+def groups_can_be_compared(config: Config) -> Iterator[str]:
+    if config.rollout.n == 1 and config.algorithm.adv_estimator in GROUP_RELATIVE:
+        yield "rollout.n=1 gives every sample the advantage 0; a group needs at least 2"
 
 
-def _choices(config: Config) -> list[str]:
+@ALGORITHM.rule(
+    "The soft overlong punishment begins within the response.",
+    "reward.overlong_buffer.length",
+    "rollout.max_response_length",
+    commands=_TRAIN,
+)
+def overlong_buffer_is_within_the_response(config: Config) -> Iterator[str]:
+    length, longest = config.reward.overlong_buffer.length, config.rollout.max_response_length
+    if length > longest:
+        yield f"reward.overlong_buffer.length={length} is more than rollout.max_response_length={longest}"
+
+
+@ALGORITHM.rule(
+    "The ratio of a whole sequence goes with one equal weight for all tokens of a sequence.",
+    "algorithm.ratio_level",
+    "algorithm.loss_agg_mode",
+    commands=_TRAIN,
+)
+def sequence_sum_has_its_weights(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    found = advantage_estimator.problems(algorithm.adv_estimator) + policy_loss.problems(algorithm.surrogate)
-    for name in algorithm.filters:
-        found += group_filter.problems(name)
-    found += choice("algorithm.loss_agg_mode", algorithm.loss_agg_mode, LOSS_AGG_MODES)
-    found += choice("algorithm.kl_loss_type", algorithm.kl_loss_type, (*KL_TYPES, FULL_KL))
-    found += choice("algorithm.kl_penalty", algorithm.kl_penalty, [name for name in KL_TYPES if not name.endswith("+")])
-    found += choice("algorithm.ratio_level", algorithm.ratio_level, RATIO_LEVELS)
-    return found
-
-
-def _policy_loss(config: Config) -> list[str]:
-    algorithm = config.algorithm
-    found = []
-    per_sequence = ("group-sum", "seq-mean-token-mean")
-    if algorithm.ratio_level == "sequence_sum" and algorithm.loss_agg_mode not in per_sequence:
-        found.append(
-            f"algorithm.ratio_level=sequence_sum needs the weights of algorithm.loss_agg_mode={' or '.join(per_sequence)}, "
+    if algorithm.ratio_level == "sequence_sum" and algorithm.loss_agg_mode not in _PER_SEQUENCE:
+        yield (
+            f"algorithm.ratio_level=sequence_sum needs the weights of algorithm.loss_agg_mode={' or '.join(_PER_SEQUENCE)}, "
             f"which is {algorithm.loss_agg_mode}"
         )
+
+
+@ALGORITHM.rule(
+    "A level of the policy ratio means something only for a policy loss with a ratio.",
+    "algorithm.surrogate",
+    "algorithm.ratio_level",
+    commands=_TRAIN,
+)
+def reinforce_has_no_ratio(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
     if algorithm.surrogate == "reinforce" and algorithm.ratio_level != "token":
-        found.append(
-            f"algorithm.surrogate=reinforce has no policy ratio, so algorithm.ratio_level={algorithm.ratio_level} means nothing"
-        )
-    if algorithm.clip_ratio_c is not None and algorithm.surrogate in ("cispo", "reinforce"):
-        found.append(f"algorithm.clip_ratio_c goes with algorithm.surrogate=clip, not with {algorithm.surrogate}")
-    if algorithm.early_stop_imp_ratio is not None and config.train.old_logprobs == OldLogprobs.current:
-        found.append("algorithm.early_stop_imp_ratio: with train.old_logprobs=current the policy ratio is always 1")
-    if algorithm.entropy_floor is not None and not algorithm.entropy_coeff > 0:
-        found.append("algorithm.entropy_floor needs algorithm.entropy_coeff, the bonus that acts below it")
-    return found
+        yield f"algorithm.surrogate=reinforce has no policy ratio, so algorithm.ratio_level={algorithm.ratio_level} means nothing"
 
 
-def _kl(config: Config) -> list[str]:
-    algorithm, ref = config.algorithm, config.ref
-    found = []
+@ALGORITHM.rule(
+    "Dual clip is a part of the clipped policy loss.", "algorithm.clip_ratio_c", "algorithm.surrogate", commands=_TRAIN
+)
+def dual_clip_has_its_loss(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.clip_ratio_c is not None and algorithm.surrogate in _WITHOUT_RATIO:
+        yield f"algorithm.clip_ratio_c goes with algorithm.surrogate=clip, not with {algorithm.surrogate}"
+
+
+@ALGORITHM.rule(
+    "A limit of the policy ratio needs old log-probs that are not the current ones.",
+    "algorithm.early_stop_imp_ratio",
+    "train.old_logprobs",
+    commands=_TRAIN,
+)
+def early_stop_has_a_ratio(config: Config) -> Iterator[str]:
+    if config.algorithm.early_stop_imp_ratio is not None and config.train.old_logprobs == OldLogprobs.current:
+        yield "algorithm.early_stop_imp_ratio: with train.old_logprobs=current the policy ratio is always 1"
+
+
+@ALGORITHM.rule(
+    "The entropy floor switches a bonus on and off, so there must be one.",
+    "algorithm.entropy_floor",
+    "algorithm.entropy_coeff",
+    commands=_TRAIN,
+)
+def entropy_floor_has_a_bonus(config: Config) -> Iterator[str]:
+    if config.algorithm.entropy_floor is not None and not config.algorithm.entropy_coeff > 0:
+        yield "algorithm.entropy_floor needs algorithm.entropy_coeff, the bonus that acts below it"
+
+
+@ALGORITHM.rule(
+    "The unbiased KL is that in the loss, of an estimator that has one.",
+    "algorithm.kl_loss_unbiased",
+    "algorithm.use_kl_loss",
+    "algorithm.kl_loss_type",
+    commands=_TRAIN,
+)
+def unbiased_kl_has_its_estimator(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
     if algorithm.kl_loss_unbiased and (not algorithm.use_kl_loss or algorithm.kl_loss_type not in UNBIASED_TYPES):
-        found.append(
+        yield (
             f"algorithm.kl_loss_unbiased needs algorithm.use_kl_loss and algorithm.kl_loss_type of {', '.join(UNBIASED_TYPES)}, "
             f"which is {algorithm.kl_loss_type}"
         )
-    if algorithm.use_kl_in_reward and config.train.old_logprobs == OldLogprobs.current:
-        found.append(
-            "algorithm.use_kl_in_reward needs the old log-probs before training: train.old_logprobs=recompute or rollout"
-        )
-    if algorithm.kl_ctrl.type == KLControl.adaptive and not algorithm.use_kl_in_reward:
-        found.append("algorithm.kl_ctrl.type=adaptive steers the KL in the reward: set algorithm.use_kl_in_reward")
-    if ref.reset_every > 0 and not algorithm.needs_reference:
-        found.append("ref.reset_every: there is no reference without algorithm.use_kl_loss or algorithm.use_kl_in_reward")
-    if ref.reset_every > 0 and config.checkpoint.every % ref.reset_every:
-        # The reference is then the checkpoint's own weights, and need not be stored.
-        found.append(
-            f"checkpoint.every={config.checkpoint.every} must be a multiple of ref.reset_every={ref.reset_every}, "
-            "so that a resumed run knows its reference"
-        )
-    return found
 
 
-def _mismatch(config: Config) -> list[str]:
-    mismatch = config.mismatch
-    found = []
-    if config.train.old_logprobs == OldLogprobs.rollout and mismatch.correction in WEIGHTING:
-        found.append(
-            f"mismatch.correction={mismatch.correction.value} with train.old_logprobs=rollout would count the ratio to the engine "
+@ALGORITHM.rule(
+    "The KL in the reward is known before training only if the old log-probs are.",
+    "algorithm.use_kl_in_reward",
+    "train.old_logprobs",
+    commands=_TRAIN,
+)
+def kl_in_reward_is_known_in_time(config: Config) -> Iterator[str]:
+    if config.algorithm.use_kl_in_reward and config.train.old_logprobs == OldLogprobs.current:
+        yield "algorithm.use_kl_in_reward needs the old log-probs before training: train.old_logprobs=recompute or rollout"
+
+
+@ALGORITHM.rule(
+    "The adaptive coefficient is that of the KL in the reward.",
+    "algorithm.kl_ctrl.type",
+    "algorithm.use_kl_in_reward",
+    commands=_TRAIN,
+)
+def adaptive_kl_has_its_kl(config: Config) -> Iterator[str]:
+    if config.algorithm.kl_ctrl.type == KLControl.adaptive and not config.algorithm.use_kl_in_reward:
+        yield "algorithm.kl_ctrl.type=adaptive steers the KL in the reward: set algorithm.use_kl_in_reward"
+
+
+@ALGORITHM.rule(
+    "Only a reference that a KL asks for can be reset.",
+    "ref.reset_every",
+    "algorithm.use_kl_loss",
+    "algorithm.use_kl_in_reward",
+    commands=_TRAIN,
+)
+def there_is_a_reference_to_reset(config: Config) -> Iterator[str]:
+    if config.ref.reset_every > 0 and not config.algorithm.needs_reference:
+        yield "ref.reset_every: there is no reference without algorithm.use_kl_loss or algorithm.use_kl_in_reward"
+
+
+@ALGORITHM.rule(
+    "Checkpoints fall on resets of the reference, which is then the checkpoint's own weights and need not be stored.",
+    "checkpoint.every",
+    "ref.reset_every",
+    commands=_TRAIN,
+)
+def checkpoints_fall_on_resets(config: Config) -> Iterator[str]:
+    every, reset_every = config.checkpoint.every, config.ref.reset_every
+    if reset_every > 0 and every % reset_every:
+        yield (
+            f"checkpoint.every={every} must be a multiple of ref.reset_every={reset_every}, so that a resumed run knows its "
+            "reference"
+        )
+
+
+@ALGORITHM.rule(
+    "A correction that weights with the ratio to the engine needs a policy ratio that is not to the engine.",
+    "mismatch.correction",
+    "train.old_logprobs",
+    commands=_TRAIN,
+)
+def mismatch_is_weighted_once(config: Config) -> Iterator[str]:
+    correction = config.mismatch.correction
+    if config.train.old_logprobs == OldLogprobs.rollout and correction in WEIGHTING:
+        yield (
+            f"mismatch.correction={correction.value} with train.old_logprobs=rollout would count the ratio to the engine "
             "twice: the policy ratio is to the engine already; use none or rejection"
         )
-    if mismatch.correction == "none" and (mismatch.ratio_low is not None or mismatch.ratio_high is not None):
-        found.append("mismatch.ratio_low and ratio_high are bounds of mismatch.correction, which is none")
-    low, high = mismatch.ratio_low, mismatch.ratio_high
+
+
+@ALGORITHM.rule(
+    "The bounds are those of a correction, so there must be one.",
+    "mismatch.ratio_low",
+    "mismatch.ratio_high",
+    "mismatch.correction",
+    commands=_TRAIN,
+)
+def bounds_have_a_correction(config: Config) -> Iterator[str]:
+    mismatch = config.mismatch
+    if mismatch.correction == MismatchCorrection.none and (mismatch.ratio_low, mismatch.ratio_high) != (None, None):
+        yield "mismatch.ratio_low and ratio_high are bounds of mismatch.correction, which is none"
+
+
+@ALGORITHM.rule("The lower bound is not above the upper one.", "mismatch.ratio_low", "mismatch.ratio_high", commands=_TRAIN)
+def bounds_are_in_order(config: Config) -> Iterator[str]:
+    low, high = config.mismatch.ratio_low, config.mismatch.ratio_high
     if low is not None and high is not None and low > high:
-        found.append(f"mismatch.ratio_low={low} is more than mismatch.ratio_high={high}")
-    if mismatch.action == MismatchAction.off and mismatch.threshold != type(mismatch)().threshold:
-        found.append(f"mismatch.threshold={mismatch.threshold} means nothing with mismatch.action=off")
-    return found
+        yield f"mismatch.ratio_low={low} is more than mismatch.ratio_high={high}"
+
+
+@ALGORITHM.rule("A threshold is one of an action.", "mismatch.threshold", "mismatch.action", commands=_TRAIN)
+def threshold_has_an_action(config: Config) -> Iterator[str]:
+    mismatch = config.mismatch
+    if mismatch.action == MismatchAction.off and mismatch.threshold != MismatchConfig().threshold:
+        yield f"mismatch.threshold={mismatch.threshold} means nothing with mismatch.action=off"

@@ -11,6 +11,7 @@ from grpo_megatron.config.origins import leaves
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data.records import HUB_PREFIX
 from grpo_megatron.errors import UserError
+from grpo_megatron.preflight.cluster_rules import known_capabilities
 from grpo_megatron.preflight.rules import violations
 
 
@@ -54,6 +55,8 @@ def check(path: str | None, overrides: list[str], command: str = "train") -> Rep
         report.violations.append(f"no value for {', '.join(missing)}; set it in the YAML file or as key=value")
     report.violations += violations(config, command)
     report.checked.append("rules across keys")
+    if known_capabilities(config.cluster).gpus is None:
+        report.not_checked.append("what the cluster can do: set cluster.gpu, cluster.nodes and cluster.gpus_per_node")
     model_is_here = _check_model(config, report)
     _check_data(config, command, model_is_here, report)
     _check_paths(config, command, report)

@@ -6,7 +6,7 @@ from omegaconf import MISSING
 
 from grpo_megatron.config.keys import default_of, type_name, value_text
 from grpo_megatron.config.load import known_keys
-from grpo_megatron.preflight.interactions import choices, limits
+from grpo_megatron.preflight.keys import choices, limits
 
 COMMAND = "grpo-megatron config docs > docs/config.md"
 
@@ -14,8 +14,8 @@ _HEAD = f"""# Configuration keys
 
 Generated from grpo_megatron/config/schema.py by `{COMMAND}`; not edited by hand.
 
-`grpo-megatron config explain KEY` adds what a key interacts with and the rules that name it. A key is set in a YAML
-file (`rollout: {{n: 8}}`) or as an argument (`rollout.n=8`), which wins.
+`grpo-megatron config explain KEY` adds what a key interacts with and the rules about it. Every number must be
+finite. A key is set in a YAML file (`rollout: {{n: 8}}`) or as an argument (`rollout.n=8`), which wins.
 """
 
 
@@ -41,8 +41,8 @@ def _row(key: str) -> str:
     kind = type_name(field)
     named = choices(key)
     if named and not kind.startswith("one of"):
-        kind = ("list of " if kind.startswith("list") else "") + f"one of {', '.join(named)}"
-    kind = "; ".join([kind, *limits(key)])
+        kind = kind.replace("text", f"one of {', '.join(named)}")
+    kind = "; ".join(filter(None, [kind, limits(key)]))
     default = default_of(field)
     text = "must be set" if default == MISSING else f"`{value_text(default)}`"
     unit = f" {field.metadata['unit']}" if field.metadata["unit"] else ""

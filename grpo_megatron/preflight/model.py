@@ -4,13 +4,15 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture, read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 
 
 def check_model(config: Config) -> Architecture:
     """What can be wrong with model and layout, found before any process starts."""
     arch = read_architecture(config.model.path)
-    broken = ParallelSizes.from_config(config.megatron).violations(arch)
+    sizes = ParallelSizes.from_config(config.megatron)
+    broken = layout_violations(sizes) + layout_violations_of_model(sizes, arch)
     if broken:
         raise UserError(f"the layout does not fit {config.model.path}:\n" + "\n".join(f"  - {rule}" for rule in broken))
     engine_tp = config.rollout.engine.tensor_parallel

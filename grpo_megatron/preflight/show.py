@@ -11,7 +11,8 @@ from grpo_megatron.config.keys import default_of, nested_yaml, type_name, value_
 from grpo_megatron.config.load import known_keys, nearest_key
 from grpo_megatron.config.origins import DEFAULT, Resolved, resolve
 from grpo_megatron.errors import UserError
-from grpo_megatron.preflight.interactions import choices, interacting_keys, limits, rules_about
+from grpo_megatron.preflight.keys import choices, interacting_keys, limits, rules_about
+from grpo_megatron.preflight.rule import Rule
 
 
 def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
@@ -42,7 +43,7 @@ def explain(key: str) -> str:
         return _explain_section(key)
     field = known[key]
     rows = [("type", type_name(field)), ("unit", field.metadata["unit"]), ("default", _default_text(field))]
-    rows += [("limits", ", ".join(limits(key))), ("choices", "" if _is_enum(field) else ", ".join(choices(key)))]
+    rows += [("limits", limits(key)), ("choices", "" if _is_enum(field) else ", ".join(choices(key)))]
     lines = [key, f"  {field.metadata['help']}", "", *(f"  {name:<8} {text}" for name, text in rows if text)]
     others = interacting_keys(key)
     if others:
@@ -50,8 +51,12 @@ def explain(key: str) -> str:
         lines += ["", "interacts with", *(f"  {other:<{width}}  {known[other].metadata['help']}" for other in others)]
     rules = rules_about(key)
     if rules:
-        lines += ["", "what is refused, or said of it (… is filled in)", *(f"  - {rule}" for rule in rules)]
+        lines += ["", "what must hold", *(f"  - {rule.says}{_for_one_command(rule)}" for rule in rules)]
     return "\n".join(lines)
+
+
+def _for_one_command(rule: Rule) -> str:
+    return f" ({rule.commands[0]} only)" if len(rule.commands) == 1 else ""
 
 
 def _explain_section(key: str) -> str:

@@ -114,8 +114,6 @@ def resolve_reward(config) -> Callable[..., float | dict[str, float]]:
     config: config.schema.RewardConfig.
     """
     name = config.function
-    if config.extract and name != "exact_match":
-        raise UserError(f"reward.extract only goes with exact_match, not with {name}")
     if name == "exact_match":
         return exact_match(config)
     if name == "math":

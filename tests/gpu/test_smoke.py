@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.schedule import schedule
 from grpo_megatron.batch.token_weights import token_weights
-from grpo_megatron.capabilities import fp8_problem, transformer_engine_problem
+from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.schema import OptimizerConfig, Precision, TransformerImpl
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.actor import Actor
@@ -22,6 +22,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import FAMILIES, aligned_model, random_batch, transformers_logprobs
 from tests.parallel.precisions import allowed_in_bf16, logprobs, mean_error
 
+HERE = Capabilities.of_this_machine()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
@@ -45,7 +46,7 @@ IMPLS = [
     pytest.param(
         TransformerImpl.transformer_engine,
         id="te",
-        marks=pytest.mark.skipif(transformer_engine_problem() is not None, reason=str(transformer_engine_problem())),
+        marks=pytest.mark.skipif(HERE.transformer_engine_problem is not None, reason=str(HERE.transformer_engine_problem)),
     ),
 ]
 
@@ -63,7 +64,7 @@ def test_logprobs_equal_transformers(tmp_path, family, impl):
     assert mean_error(bf16, expected) <= allowed_in_bf16(fp32, batch)
 
 
-@pytest.mark.skipif(fp8_problem() is not None, reason=str(fp8_problem()))
+@pytest.mark.skipif(HERE.fp8_problem is not None, reason=str(HERE.fp8_problem))
 def test_fp8_is_near_transformers(tmp_path):
     """Within 0.6 nats: with the kernels emulated, tiny random models were at 0.28 to 0.58."""
     model = aligned_model(tmp_path, "qwen3")

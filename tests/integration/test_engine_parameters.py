@@ -55,10 +55,10 @@ def parameters_of_an_engine(model, tp, path):
     try:
         success, message = ray.get(engine.describe.remote(str(path), tp), timeout=240)
         assert success, message
-    except ray.exceptions.RayActorError:
+        ray.get(engine.shutdown.remote(), timeout=30)
+    except ray.exceptions.RayActorError:  # what the door raises ends the engine
         pytest.fail(Path(log).read_text(encoding="utf-8")[-3000:])
     finally:
-        ray.get(engine.shutdown.remote(), timeout=30)
         ray.kill(engine)
     return [json.loads(path.with_name(f"{path.name}.{rank}").read_text()) for rank in range(tp)]
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import ray
 
-from grpo_megatron.capabilities import fp8_problem
+from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.cli import main
 from tests.models import tiny_qwen3
 
@@ -89,7 +89,7 @@ def test_wrong_field_names(capsys, arithmetic):
 
 
 def test_precisions_and_layers_that_cannot_run_here(capsys, arithmetic):
-    problem = fp8_problem()
+    problem = Capabilities.of_this_machine().fp8_problem
     if problem is None:
         pytest.skip("FP8 can run here")
     assert f"megatron.precision=fp8 is not possible here: {problem}" in refusal(capsys, arithmetic, "megatron.precision=fp8")

@@ -10,8 +10,8 @@ import torch
 from grpo_megatron.config.schema import LrSchedule, OptimizerConfig, WsdDecayStyle
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.optimizer import continue_schedule, lr_scheduler
+from grpo_megatron.megatron.spec import lr_decay_steps
 from grpo_megatron.preflight.load import load_config
-from grpo_megatron.preflight.rules import lr_decay_steps
 from grpo_megatron.trainer.policy import DroppedSteps
 
 # lr 1, down to 0.2 at step 12, 4 steps of warm-up; wsd decays in steps 9 to 12.

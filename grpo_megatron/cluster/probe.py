@@ -1,0 +1,46 @@
+"""What the machines of a Ray cluster can do, asked of one of them."""
+
+from dataclasses import replace
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from grpo_megatron.capabilities import Capabilities
+from grpo_megatron.errors import UserError
+
+_WHERE = "in the Ray cluster"
+
+
+def capabilities_of_ray(timeout: float = 120.0) -> Capabilities:
+    """Of the cluster this process is connected to, whose nodes are taken to be alike; timeout: seconds for the answer.
+
+    A node with GPUs is asked if there is one, without taking a GPU away: they may all be reserved for this run already.
+    Raises UserError if the node does not answer.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    with_gpus = [node for node in nodes if node["Resources"].get("GPU")]
+    if not with_gpus:
+        # Its machines may have GPUs that Ray was told not to use.
+        return replace(Capabilities.of_facts("none", len(nodes), None), where=_WHERE)
+    address = with_gpus[0]["NodeManagerAddress"]
+    probe = _probe.options(
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(with_gpus[0]["NodeID"], soft=False),
+        # Ray hides the GPUs from a task that reserves none.
+        runtime_env={"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}},
+    ).remote()
+    try:
+        found = ray.get(probe, timeout=timeout)
+    except ray.exceptions.GetTimeoutError as error:
+        raise UserError(f"node {address} of the Ray cluster did not say within {timeout:.0f} s what it has") from error
+    if not found.gpus:
+        raise UserError(
+            f"Ray counts GPUs on node {address}, but torch finds none there: its driver or its build of torch is not right"
+        )
+    per_node = {int(node["Resources"]["GPU"]) for node in with_gpus}
+    return replace(found, where=_WHERE, nodes=len(with_gpus), gpus_per_node=per_node.pop() if len(per_node) == 1 else None)
+
+
+@ray.remote
+def _probe() -> Capabilities:
+    return Capabilities.of_this_machine()

@@ -1,0 +1,93 @@
+"""Which values of a single key make sense, as data of the schema."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Text(str, Enum):
+    """What a text must be. Texts are filled unless the schema says otherwise."""
+
+    any = ""
+    filled = "must not be empty"
+    path = "must be a path"
+    folder_name = "must be the name of one folder, without a slash"
+    pattern = "must be a regular expression"
+
+    def fits(self, value: str) -> bool:
+        if self is Text.any:
+            return True
+        if self is Text.filled:
+            return value != ""
+        if self is Text.pattern:
+            return value != "" and _compiles(value)
+        is_path = value.strip() != "" and "\0" not in value
+        if self is Text.path:
+            return is_path
+        # 255 bytes are the longest name that common file systems take.
+        return is_path and "/" not in value and value not in (".", "..") and len(value.encode()) <= 255
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of numbers, and what texts must be; those of a list hold for each of its items. null is never out of limits.
+
+    Every number must be finite besides, and an integer one of 64 bits, whatever its bounds.
+    choices: the only texts that are legal; none: `text` says what they must be.
+    """
+
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    choices: tuple[str, ...] = ()
+    text: Text = Text.filled
+
+    def of_numbers(self) -> str:
+        """The bounds in words, such as `must be greater than 0 and at most 1`; empty without any."""
+        words = [f"greater than {self.above}"] if self.above is not None else []
+        words += [f"at least {self.at_least}"] if self.at_least is not None else []
+        words += [f"less than {self.below}"] if self.below is not None else []
+        words += [f"at most {self.at_most}"] if self.at_most is not None else []
+        if words == ["at least 0"]:
+            return "must not be negative"
+        return f"must be {' and '.join(words)}" if words else ""
+
+    def problems(self, key: str, value: Any) -> Iterator[str]:
+        """One sentence for each thing that is wrong with the value of this key."""
+        if isinstance(value, list):
+            for item in value:
+                yield from self.problems(f"each of {key}", item)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            problem = self._problem_of_number(value)
+            if problem:
+                yield f"{key} {problem}, is {value}"
+        elif isinstance(value, str) and not isinstance(value, Enum):
+            if self.choices and value not in self.choices:
+                yield f"{key.removeprefix('each of ')}={value} is unknown; choose one of {', '.join(self.choices)}"
+            elif not self.choices and not self.text.fits(value):
+                yield f"{key} {self.text.value}, is {value!r}"
+
+    def _problem_of_number(self, value: float) -> str:
+        if isinstance(value, float) and not math.isfinite(value):
+            return "must be a finite number"
+        if isinstance(value, int) and abs(value) >= 2**63:
+            return "must be an integer of 64 bits"
+        inside = (
+            (self.above is None or value > self.above)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.below is None or value < self.below)
+            and (self.at_most is None or value <= self.at_most)
+        )
+        return "" if inside else self.of_numbers()

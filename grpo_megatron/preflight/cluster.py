@@ -1,0 +1,40 @@
+"""Do the machines of a run allow what is configured, and are they those that were described."""
+
+from grpo_megatron.capabilities import Capabilities
+from grpo_megatron.cluster.placement import connect
+from grpo_megatron.cluster.probe import capabilities_of_ray
+from grpo_megatron.config.schema import Config
+from grpo_megatron.errors import UserError
+from grpo_megatron.preflight.cluster_rules import CLUSTER
+
+
+def check_cluster(config: Config, command: str) -> None:
+    """Joins the Ray cluster of cluster.ray_address, if it is set, and asks it; else asks this machine. command: train or sft.
+
+    Raises UserError with every rule about machines that is broken there, and every fact of cluster.* that is not so.
+    """
+    address = config.cluster.ray_address
+    if address is not None:
+        connect(address, num_slots=0)
+    found = Capabilities.of_this_machine() if address is None else capabilities_of_ray()
+    broken = contradictions(config, found) + CLUSTER.violations(config, found, command=command)
+    if broken:
+        raise UserError("the cluster does not allow this configuration:\n" + "\n".join(f"  - {rule}" for rule in broken))
+
+
+def contradictions(config: Config, found: Capabilities) -> list[str]:
+    """One sentence for each given fact that does not hold on the cluster that was found."""
+    cluster = config.cluster
+    said = Capabilities.of_facts(cluster.gpu, cluster.nodes, cluster.gpus_per_node)
+    wrong = []
+    if said.gpus is not None and said.gpus != found.gpus:
+        wrong.append(f"cluster.gpu={cluster.gpu}, but {found.where} there are {'GPUs' if found.gpus else 'none'}")
+    elif said.gpu and found.gpu and said.gpu.compute_capability != found.gpu.compute_capability:
+        major, minor = found.gpu.compute_capability
+        wrong.append(f"cluster.gpu={cluster.gpu}, but the GPUs {found.where} have compute capability {major}.{minor}")
+    # More than was said does no harm.
+    for name in ("nodes", "gpus_per_node"):
+        fact, have = getattr(said, name), getattr(found, name)
+        if fact is not None and have is not None and have < fact:
+            wrong.append(f"cluster.{name}={fact}, but {found.where} there are {have}")
+    return wrong

@@ -1,0 +1,121 @@
+"""Rules about the machines that will run a configuration, which need not be the one that checks it."""
+
+from collections.abc import Iterator
+
+from grpo_megatron.capabilities import Capabilities
+from grpo_megatron.config.schema import ClusterConfig, Config, Placement, Precision, TransformerImpl
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.rule import RuleBook
+
+# Their checks take a Config and the Capabilities of the machines that will run it.
+CLUSTER = RuleBook()
+
+_FACTS = ("cluster.gpu", "cluster.nodes", "cluster.gpus_per_node")
+_ENGINES = ("rollout.engine.num_engines", "rollout.engine.tensor_parallel", "rollout.replay", "cluster.placement")
+_RANKS = (
+    "megatron.tensor_parallel",
+    "megatron.pipeline_parallel",
+    "megatron.data_parallel",
+    "megatron.context_parallel",
+)
+
+
+def known_capabilities(cluster: ClusterConfig) -> Capabilities:
+    """What is known without asking a Ray cluster: the facts that are given; without any, this machine, if it will run it."""
+    facts = (cluster.gpu, cluster.nodes, cluster.gpus_per_node)
+    if cluster.ray_address is None and facts == (None, None, None):
+        return Capabilities.of_this_machine()
+    return Capabilities.of_facts(*facts)
+
+
+@CLUSTER.rule("Without GPUs there are none on a node either.", "cluster.gpus_per_node", "cluster.gpu")
+def gpus_per_node_means_something(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    if config.cluster.gpu == "none" and config.cluster.gpus_per_node is not None:
+        yield f"cluster.gpus_per_node={config.cluster.gpus_per_node} means nothing with cluster.gpu=none"
+
+
+@CLUSTER.rule("FP8 training needs TransformerEngine and a GPU with FP8 matrix products.", "megatron.precision", "cluster.gpu")
+def fp8_can_run(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    if config.megatron.precision == Precision.fp8 and capabilities.fp8_problem:
+        yield f"megatron.precision=fp8 is not possible {capabilities.where}: {capabilities.fp8_problem}; use bf16"
+
+
+@CLUSTER.rule("TransformerEngine's layers need TransformerEngine and GPUs.", "megatron.transformer_impl", "cluster.gpu")
+def transformer_engine_can_run(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    problem = capabilities.transformer_engine_problem
+    if config.megatron.transformer_impl == TransformerImpl.transformer_engine and problem:
+        yield f"megatron.transformer_impl=transformer_engine is not possible {capabilities.where}: {problem}; use local or auto"
+
+
+@CLUSTER.rule(
+    "Each expert is split only on GPUs: the collectives on CPU cannot gather unequal parts.",
+    "megatron.expert_tensor_parallel",
+    "cluster.gpu",
+)
+def split_experts_have_gpus(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    if config.megatron.expert_tensor_parallel > 1 and capabilities.gpus is False:
+        yield (
+            f"megatron.expert_tensor_parallel={config.megatron.expert_tensor_parallel} needs GPUs: the collectives on CPU cannot "
+            "gather unequal parts; use expert_parallel"
+        )
+
+
+@CLUSTER.rule(
+    "Ranks and engines have a GPU each; colocated engines share those of the ranks.",
+    *_RANKS,
+    *_ENGINES,
+    *_FACTS,
+    commands=("train",),
+)
+def ranks_and_engines_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    ranks, engines, have = _num_ranks(config), _num_engines(config), capabilities.num_gpus
+    engine_gpus = engines * config.rollout.engine.tensor_parallel
+    colocated = config.cluster.placement == Placement.colocated
+    needed = max(ranks, engine_gpus) if colocated else ranks + engine_gpus
+    if have is not None and needed > have:
+        yield (
+            f"cluster.placement={config.cluster.placement.value} of {ranks} trainer ranks (megatron.*_parallel) and {engines} engines "
+            f"of rollout.engine.tensor_parallel={config.rollout.engine.tensor_parallel} needs {needed} GPUs; {capabilities.where} "
+            f"there are {have}"
+        )
+
+
+@CLUSTER.rule("Ranks have a GPU each.", *_RANKS, *_FACTS, commands=("sft",))
+def ranks_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    ranks, have = _num_ranks(config), capabilities.num_gpus
+    if have is not None and ranks > have:
+        yield f"{ranks} trainer ranks, the product of {', '.join(_RANKS)}, need as many GPUs; {capabilities.where} there are {have}"
+
+
+@CLUSTER.rule(
+    "The ranks of a tensor-parallel group are on one node, since they exchange activations in every layer.", *_RANKS, *_FACTS
+)
+def tensor_parallel_is_within_a_node(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    tp, per_node = config.megatron.tensor_parallel, capabilities.gpus_per_node
+    if per_node and _crosses_a_node(0, _num_ranks(config), tp, per_node):
+        yield f"megatron.tensor_parallel={tp} groups would cross nodes: {capabilities.where} each has {per_node} GPUs"
+
+
+@CLUSTER.rule("The tensor-parallel ranks of an engine are on one node.", *_ENGINES, *_RANKS, *_FACTS, commands=("train",))
+def engines_are_within_a_node(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    tp, per_node = config.rollout.engine.tensor_parallel, capabilities.gpus_per_node
+    # As cluster.placement.allocate hands them out: separate engines follow the ranks.
+    first = 0 if config.cluster.placement == Placement.colocated else _num_ranks(config)
+    if per_node and _crosses_a_node(first, first + _num_engines(config) * tp, tp, per_node):
+        after = f" behind {first} trainer ranks" if first else ""
+        yield (
+            f"rollout.engine.tensor_parallel={tp}: an engine{after} would cross nodes, {capabilities.where} each has {per_node} GPUs"
+        )
+
+
+def _num_ranks(config: Config) -> int:
+    return ParallelSizes.from_config(config.megatron).world_size
+
+
+def _num_engines(config: Config) -> int:
+    return 0 if config.rollout.replay else config.rollout.engine.num_engines
+
+
+def _crosses_a_node(first: int, end: int, size: int, per_node: int) -> bool:
+    """Whether any of the groups of `size` neighbours among GPUs first .. end - 1 is on more than one node."""
+    return any(start // per_node != (start + size - 1) // per_node for start in range(first, end, size))

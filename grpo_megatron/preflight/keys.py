@@ -1,0 +1,57 @@
+"""What can be said of a key beyond its own line in the schema: its legal values, the keys it belongs with, its rules."""
+
+import dataclasses
+import re
+from enum import Enum
+
+from grpo_megatron.algorithm.advantages import advantage_estimator
+from grpo_megatron.algorithm.filters import group_filter
+from grpo_megatron.algorithm.surrogates import policy_loss
+from grpo_megatron.config.limits import Text
+from grpo_megatron.config.load import known_keys
+from grpo_megatron.config.options import limits_of
+from grpo_megatron.preflight.rule import Rule
+from grpo_megatron.preflight.rules import all_rules
+from grpo_megatron.rollout.environments import environment
+
+_REGISTRIES = {registry.key: registry for registry in (advantage_estimator, policy_loss, group_filter, environment)}
+
+
+def rules_about(key: str) -> list[Rule]:
+    return [rule for rule in all_rules() if key in rule.keys]
+
+
+def named_in_help(key: str) -> list[str]:
+    """The keys that a key's help text names: with dots, or, in its own section, a name of several words such as clip_ratio_low."""
+    known, section = known_keys(), key.rpartition(".")[0]
+    words = re.findall(r"[a-z]\w*(?:\.\w+)*", known[key].metadata["help"])
+    names = [word if "." in word else f"{section}.{word}" for word in words if "." in word or "_" in word]
+    return [name for name in names if name in known and name != key]
+
+
+def interacting_keys(key: str) -> list[str]:
+    """The keys that a rule reads, or a help text names, together with this one, in the order of the schema."""
+    known = known_keys()
+    found = {name for rule in rules_about(key) for name in rule.keys} | set(named_in_help(key))
+    found |= {other for other in known if key in named_in_help(other)}
+    return [name for name in known if name in found - {key} and not dataclasses.is_dataclass(known[name].type)]
+
+
+def choices(key: str) -> list[str]:
+    """The values a key (or an item of its list) can have, where they are a fixed set."""
+    field = known_keys()[key]
+    if isinstance(field.type, type) and issubclass(field.type, Enum):
+        return list(field.type.__members__)
+    if key in _REGISTRIES:
+        return [*_REGISTRIES[key].names, "module:attribute"]
+    return list(limits_of(field).choices)
+
+
+def limits(key: str) -> str:
+    """What its numbers or texts must be, beside being of the right type; empty if there is nothing to say."""
+    field = known_keys()[key]
+    own = limits_of(field)
+    is_list = "list" in str(field.type)
+    if own.of_numbers():
+        return f"each {own.of_numbers()}" if is_list else own.of_numbers()
+    return own.text.value if own.text not in (Text.any, Text.filled) else ""

@@ -1,0 +1,171 @@
+"""Rules about training, whatever the algorithm: batches, sequences, precision, routing, learning rate."""
+
+from collections.abc import Iterator
+
+from grpo_megatron.batch.layout import Layout
+from grpo_megatron.config.schema import Config, LrSchedule, OldLogprobs, Precision, RoutingReplay, TransformerImpl
+from grpo_megatron.megatron.spec import lr_decay_steps
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.rule import RuleBook
+
+# Their checks take a Config.
+TRAINING = RuleBook()
+
+_TRAIN = ("train",)
+
+
+@TRAINING.rule(
+    "Mini-batches share the prompts of a step evenly.", "train.ppo_mini_batch_size", "data.train_batch_size", commands=_TRAIN
+)
+def mini_batch_divides(config: Config) -> Iterator[str]:
+    batch, mini = config.data.train_batch_size, config.train.ppo_mini_batch_size
+    if batch % mini:
+        yield f"train.ppo_mini_batch_size={mini} does not divide data.train_batch_size={batch}"
+
+
+@TRAINING.rule(
+    "Old log-probs from the training forward are those of the old policy only in its first optimizer step.",
+    "train.old_logprobs",
+    "train.ppo_epochs",
+    "train.ppo_mini_batch_size",
+    "data.train_batch_size",
+    commands=_TRAIN,
+)
+def current_logprobs_are_of_one_step(config: Config) -> Iterator[str]:
+    train = config.train
+    one_step = train.ppo_mini_batch_size == config.data.train_batch_size and train.ppo_epochs == 1
+    if train.old_logprobs == OldLogprobs.current and not one_step:
+        yield (
+            "train.old_logprobs=current is exact only with one optimizer step per batch: set train.ppo_epochs=1 and "
+            "train.ppo_mini_batch_size = data.train_batch_size, or choose recompute or rollout"
+        )
+
+
+_SHARING = ("megatron.data_parallel", "megatron.pipeline_parallel", "megatron.virtual_pipeline", "train.packing")
+
+
+@TRAINING.rule(
+    "Every data-parallel replica gets at least one micro-batch of an optimizer step, with interleaved stages one for each stage.",
+    "train.ppo_mini_batch_size",
+    "rollout.n",
+    *_SHARING,
+    commands=_TRAIN,
+)
+def samples_can_be_shared(config: Config) -> Iterator[str]:
+    samples = config.train.ppo_mini_batch_size * config.rollout.n
+    yield from _sharing(config, f"train.ppo_mini_batch_size * rollout.n = {samples} samples", samples)
+
+
+@TRAINING.rule(
+    "Every data-parallel replica gets at least one micro-batch of examples, with interleaved stages one for each stage.",
+    "data.train_batch_size",
+    *_SHARING,
+    commands=("sft",),
+)
+def examples_can_be_shared(config: Config) -> Iterator[str]:
+    examples = config.data.train_batch_size
+    yield from _sharing(config, f"data.train_batch_size={examples} examples", examples)
+
+
+def _sharing(config: Config, what: str, count: int) -> Iterator[str]:
+    sizes, packing = ParallelSizes.from_config(config.megatron), config.train.packing
+    step = sizes.dp * sizes.micro_batch_multiple
+    if count < step or (not packing and count % step):
+        yield (
+            f"{what} cannot be shared by megatron.data_parallel={sizes.dp} ranks"
+            + (f" in multiples of megatron.pipeline_parallel={sizes.pp} micro-batches" if step > sizes.dp else "")
+            + ("" if packing else " in equal numbers, which train.packing=false needs")
+        )
+
+
+@TRAINING.rule(
+    "A micro-batch can hold the longest sequence, over all context-parallel ranks and with their padding.",
+    "train.max_tokens_per_micro_batch",
+    "data.max_prompt_length",
+    "rollout.max_response_length",
+    "megatron.context_parallel",
+    commands=_TRAIN,
+)
+def longest_sequence_fits(config: Config) -> Iterator[str]:
+    longest, cp = config.data.max_prompt_length + config.rollout.max_response_length, config.megatron.context_parallel
+    limit, multiple = config.train.max_tokens_per_micro_batch, Layout(cp=cp).sequence_multiple
+    if limit * cp < -(-longest // multiple) * multiple:
+        times = f" on each of megatron.context_parallel={cp} ranks" if cp > 1 else ""
+        yield (
+            f"train.max_tokens_per_micro_batch={limit}{times} is less than the longest sequence, "
+            f"data.max_prompt_length + rollout.max_response_length = {longest}"
+        )
+
+
+@TRAINING.rule("FP8 is computed by the TransformerEngine layers.", "megatron.precision", "megatron.transformer_impl")
+def fp8_has_its_layers(config: Config) -> Iterator[str]:
+    megatron = config.megatron
+    if megatron.precision == Precision.fp8 and megatron.transformer_impl == TransformerImpl.local:
+        yield "megatron.precision=fp8 needs the TransformerEngine layers, but megatron.transformer_impl=local"
+
+
+@TRAINING.rule(
+    "The old policy's routing is known from the trainer's pass for the old log-probs.",
+    "moe.routing_replay",
+    "train.old_logprobs",
+    commands=_TRAIN,
+)
+def old_routing_has_its_pass(config: Config) -> Iterator[str]:
+    if config.moe.routing_replay == RoutingReplay.old_policy and config.train.old_logprobs != OldLogprobs.recompute:
+        yield (
+            "moe.routing_replay=old_policy reuses the routing of the pass for the old log-probs: it needs "
+            "train.old_logprobs=recompute"
+        )
+
+
+@TRAINING.rule("The learning rate does not fall to a higher one.", "optimizer.lr_min", "optimizer.lr")
+def lr_falls(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.lr_min > optimizer.lr:
+        yield f"optimizer.lr_min={optimizer.lr_min} is more than optimizer.lr={optimizer.lr}"
+
+
+@TRAINING.rule("The wsd schedule needs the length of its decay.", "optimizer.lr_schedule", "optimizer.wsd_decay_steps")
+def wsd_has_a_decay(config: Config) -> Iterator[str]:
+    if config.optimizer.lr_schedule == LrSchedule.wsd and config.optimizer.wsd_decay_steps is None:
+        yield "optimizer.lr_schedule=wsd needs optimizer.wsd_decay_steps, the length of its decay"
+
+
+_SCHEDULE = (
+    "optimizer.lr_warmup_steps",
+    "optimizer.wsd_decay_steps",
+    "optimizer.lr_schedule",
+    "optimizer.lr_decay_steps",
+    "run.total_steps",
+)
+_PARTS_FIT = "Warm-up and decay together are no longer than the schedule."
+
+
+@TRAINING.rule(
+    _PARTS_FIT,
+    *_SCHEDULE,
+    "data.train_batch_size",
+    "train.ppo_mini_batch_size",
+    "train.ppo_epochs",
+    commands=_TRAIN,
+)
+def schedule_of_train_fits(config: Config) -> Iterator[str]:
+    yield from _schedule_fits(config, lr_decay_steps(config, "train"))
+
+
+@TRAINING.rule(_PARTS_FIT, *_SCHEDULE, commands=("sft",))
+def schedule_of_sft_fits(config: Config) -> Iterator[str]:
+    yield from _schedule_fits(config, lr_decay_steps(config, "sft"))
+
+
+def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
+    """steps: optimizer steps of the whole schedule."""
+    optimizer = config.optimizer
+    if optimizer.lr_schedule == LrSchedule.constant:
+        return
+    whole = f"the {steps} steps of the schedule (optimizer.lr_decay_steps; null: all optimizer steps of the run)"
+    warmup, decay = optimizer.lr_warmup_steps, optimizer.wsd_decay_steps
+    if warmup > steps:
+        yield f"optimizer.lr_warmup_steps={warmup} is more than {whole}"
+    elif optimizer.lr_schedule == LrSchedule.wsd and decay is not None and decay + warmup > steps:
+        yield f"optimizer.wsd_decay_steps={decay} after optimizer.lr_warmup_steps={warmup} is more than {whole}"

@@ -1,0 +1,134 @@
+"""The machines that will run a configuration decide what is legal, not the one that checks it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_megatron.capabilities import GPUS, Capabilities
+from grpo_megatron.cli import main
+from grpo_megatron.config.load import read_config
+from grpo_megatron.preflight.cluster import contradictions
+from grpo_megatron.preflight.cluster_rules import known_capabilities
+from grpo_megatron.preflight.rules import violations
+
+NEEDED = ["model.path=m", "data.train=d.jsonl"]
+FP8 = "megatron.precision=fp8"
+LARGE = ["--config", "configs/llama3_70b_16node.yaml", "model.path=/nowhere/model", "data.train=/nowhere/train.jsonl"]
+
+
+def config(*overrides):
+    return read_config(None, [*NEEDED, *overrides])
+
+
+def broken(*overrides, command="train") -> list[str]:
+    return violations(config(*overrides), command)
+
+
+def check(capsys, *arguments) -> tuple[int, str]:
+    status = main(["config", "check", *arguments])
+    out, err = capsys.readouterr()
+    return status, out + err
+
+
+def test_fp8_depends_on_the_gpu_that_was_named():
+    for gpu in GPUS:
+        assert bool(broken(FP8, f"cluster.gpu={gpu}")) == gpu.startswith("a100")
+    assert broken(FP8, "cluster.gpu=a100-80g") == [
+        "megatron.precision=fp8 is not possible with cluster.gpu=a100-80g: FP8 needs compute capability 8.9 (Ada) or 9.0 "
+        "(Hopper), this GPU has 8.0; use bf16"
+    ]
+    assert "TransformerEngine needs CUDA" in broken(FP8, "cluster.gpu=none")[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_without_facts_this_machine_decides_unless_a_cluster_is_to_be_joined():
+    assert "megatron.precision=fp8 is not possible here" in broken(FP8)[0]
+    assert broken(FP8, "cluster.ray_address=10.0.0.1:6379") == []
+    assert broken(FP8, "cluster.nodes=2") == []
+    split = ["megatron.expert_tensor_parallel=2", "megatron.tensor_parallel=2"]
+    assert "needs GPUs" in broken(*split)[0]
+    assert broken(*split, "cluster.gpu=h200") == []
+
+
+def test_the_large_configuration_is_legal_on_this_machine(capsys):
+    status, text = check(capsys, *LARGE)
+    assert (status, "no violations" in text) == (0, True)
+    status, text = check(capsys, *LARGE, FP8)
+    assert (status, "no violations" in text) == (0, True)
+    status, text = check(capsys, *LARGE, FP8, "cluster.gpu=a100-80g", "cluster.nodes=8")
+    assert status == 2
+    assert "2 violations" in text
+    assert "compute capability 8.9" in text
+    assert "needs 128 GPUs; with cluster.gpu=a100-80g there are 64" in text
+
+
+def test_check_says_when_it_does_not_know_the_cluster(capsys):
+    needed = ["model.path=/nowhere", "data.train=/nowhere.jsonl", "cluster.ray_address=10.0.0.1:6379"]
+    assert "not checked: what the cluster can do" in check(capsys, *needed)[1]
+    assert "what the cluster can do" not in check(capsys, *needed, "cluster.gpu=h200")[1]
+
+
+NODE_OF_8 = ["cluster.gpu=h200", "cluster.nodes=1", "cluster.gpus_per_node=8"]
+TWO_NODES = ["cluster.gpu=h200", "cluster.nodes=2", "cluster.gpus_per_node=8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([*NODE_OF_8, "megatron.data_parallel=7"], None),
+        ([*NODE_OF_8, "megatron.data_parallel=8"], "needs 9 GPUs; with cluster.gpu=h200 there are 8"),
+        ([*NODE_OF_8, "megatron.data_parallel=8", "cluster.placement=colocated"], None),
+        ([*NODE_OF_8, "megatron.data_parallel=8", "rollout.replay=r.jsonl"], None),
+        ([*NODE_OF_8, "rollout.engine.num_engines=9", "cluster.placement=colocated"], "needs 9 GPUs"),
+        ([*NODE_OF_8, "megatron.tensor_parallel=3"], None),
+        ([*TWO_NODES, "megatron.tensor_parallel=3", "megatron.data_parallel=2"], None),
+        (
+            [*TWO_NODES, "megatron.tensor_parallel=3", "megatron.data_parallel=3"],
+            "megatron.tensor_parallel=3 groups would cross",
+        ),
+        ([*TWO_NODES, "megatron.tensor_parallel=16", "cluster.placement=colocated"], "=16 groups would cross nodes"),
+        ([*TWO_NODES, "rollout.engine.tensor_parallel=8"], "an engine behind 1 trainer ranks would cross nodes"),
+        ([*TWO_NODES, "rollout.engine.tensor_parallel=8", "megatron.data_parallel=8"], None),
+        ([*TWO_NODES, "rollout.engine.tensor_parallel=8", "cluster.placement=colocated"], None),
+        (["cluster.gpu=none", "cluster.nodes=1", "megatron.data_parallel=64"], None),
+    ],
+)
+def test_ranks_and_engines_on_nodes(overrides, says):
+    found = broken(*overrides)
+    assert len(found) == (says is not None)
+    assert all(says in sentence for sentence in found)
+
+
+def test_fine_tuning_has_no_engines():
+    assert broken(*NODE_OF_8, "megatron.data_parallel=8", command="sft") == []
+    (sentence,) = broken(*NODE_OF_8, "megatron.data_parallel=16", command="sft")
+    assert "16 trainer ranks" in sentence
+    assert "there are 8" in sentence
+
+
+def test_a_cluster_that_is_not_as_described_is_refused():
+    said = config("cluster.gpu=h200", "cluster.nodes=2", "cluster.gpus_per_node=8")
+    found = replace(known_capabilities(said.cluster), where="in the Ray cluster")
+    assert contradictions(said, found) == []
+    assert contradictions(said, replace(found, nodes=4)) == []
+    assert contradictions(said, replace(found, nodes=1, gpus_per_node=4)) == [
+        "cluster.nodes=2, but in the Ray cluster there are 1",
+        "cluster.gpus_per_node=8, but in the Ray cluster there are 4",
+    ]
+    assert contradictions(said, replace(found, gpu=GPUS["a100-80g"])) == [
+        "cluster.gpu=h200, but the GPUs in the Ray cluster have compute capability 8.0"
+    ]
+    without = Capabilities.of_facts("none", 2, None)
+    assert "there are none" in contradictions(said, without)[0]
+    assert "there are GPUs" in contradictions(config("cluster.gpu=none"), found)[0]
+    assert contradictions(config(), found) == contradictions(config(), without) == []
+
+
+def test_this_machine_is_what_torch_says():
+    here = Capabilities.of_this_machine()
+    assert here.gpus == torch.cuda.is_available()
+    assert (here.gpu is None) == (not here.gpus)
+    assert here.num_gpus == (torch.cuda.device_count() if here.gpus else None)
+    if not here.gpus:
+        assert here.fp8_problem == here.transformer_engine_problem
