@@ -1,12 +1,12 @@
 """Rules about the algorithm: sections algorithm, mismatch, ref, and reward.overlong_buffer."""
 
 from grpo_megatron.algorithm.advantages import advantage_estimator
+from grpo_megatron.algorithm.correction import MASKING, OF_SEQUENCES, REJECTION_BOUNDS
 from grpo_megatron.algorithm.filters import group_filter
 from grpo_megatron.algorithm.kl import FULL_KL, KL_TYPES, UNBIASED_TYPES
-from grpo_megatron.algorithm.mismatch import WEIGHTING
-from grpo_megatron.algorithm.surrogates import RATIO_LEVELS, policy_loss
+from grpo_megatron.algorithm.surrogates import RATIO_LEVELS, surrogate
 from grpo_megatron.batch.token_weights import LOSS_AGG_MODES
-from grpo_megatron.config.algorithm import KLControl, MismatchAction
+from grpo_megatron.config.algorithm import KLControl, MismatchAction, MismatchCorrection, MismatchRejection
 from grpo_megatron.config.schema import Config, OldLogprobs
 
 
@@ -28,7 +28,7 @@ def ranges(positive: dict[str, float | None], not_negative: dict[str, float | No
 
 def algorithm_violations(config: Config) -> list[str]:
     """Every broken rule as one sentence that names the keys."""
-    return _ranges(config) + _choices(config) + _policy_loss(config) + _kl(config) + _mismatch(config)
+    return _ranges(config) + _choices(config) + _policy_loss(config) + _kl(config) + _mismatch(config) + _sequence_sum(config)
 
 
 def _ranges(config: Config) -> list[str]:
@@ -38,6 +38,8 @@ def _ranges(config: Config) -> list[str]:
         "algorithm.clip_ratio_high": algorithm.clip_ratio_high,
         "mismatch.ratio_low": mismatch.ratio_low,
         "mismatch.ratio_high": mismatch.ratio_high,
+        "mismatch.rejection_low": mismatch.rejection_low,
+        "mismatch.rejection_high": mismatch.rejection_high,
         "reward.overlong_buffer.length": buffer.length,
         "reward.overlong_buffer.penalty": buffer.penalty,
         "ref.reset_every": config.ref.reset_every,
@@ -63,7 +65,7 @@ def _ranges(config: Config) -> list[str]:
 
 def _choices(config: Config) -> list[str]:
     algorithm = config.algorithm
-    found = advantage_estimator.problems(algorithm.adv_estimator) + policy_loss.problems(algorithm.surrogate)
+    found = advantage_estimator.problems(algorithm.adv_estimator) + surrogate.problems(algorithm.surrogate)
     for name in algorithm.filters:
         found += group_filter.problems(name)
     found += choice("algorithm.loss_agg_mode", algorithm.loss_agg_mode, LOSS_AGG_MODES)
@@ -123,16 +125,59 @@ def _kl(config: Config) -> list[str]:
 def _mismatch(config: Config) -> list[str]:
     mismatch = config.mismatch
     found = []
-    if config.train.old_logprobs == OldLogprobs.rollout and mismatch.correction in WEIGHTING:
+    corrects, rejects = mismatch.correction != MismatchCorrection.none, mismatch.rejection != MismatchRejection.none
+    if config.train.old_logprobs == OldLogprobs.rollout and corrects and config.algorithm.surrogate != "reinforce":
         found.append(
             f"mismatch.correction={mismatch.correction.value} with train.old_logprobs=rollout would count the ratio to the engine "
-            "twice: the policy ratio is to the engine already; use none or rejection"
+            "twice: the policy ratio is to the engine already; use mismatch.rejection, or algorithm.surrogate=reinforce, which has none"
         )
-    if mismatch.correction == "none" and (mismatch.ratio_low is not None or mismatch.ratio_high is not None):
+    if not corrects and (mismatch.ratio_low is not None or mismatch.ratio_high is not None):
         found.append("mismatch.ratio_low and ratio_high are bounds of mismatch.correction, which is none")
-    low, high = mismatch.ratio_low, mismatch.ratio_high
-    if low is not None and high is not None and low > high:
-        found.append(f"mismatch.ratio_low={low} is more than mismatch.ratio_high={high}")
+    if not rejects and (mismatch.rejection_low is not None or mismatch.rejection_high is not None):
+        found.append("mismatch.rejection_low and rejection_high are bounds of mismatch.rejection, which is none")
+    if rejects and mismatch.rejection not in REJECTION_BOUNDS:
+        if mismatch.rejection_high is None:
+            found.append(f"mismatch.rejection={mismatch.rejection.value} needs mismatch.rejection_high, the largest KL to keep")
+        if mismatch.rejection_low is not None:
+            found.append(f"mismatch.rejection_low is a bound of ratios; mismatch.rejection={mismatch.rejection.value} is a KL")
+    for name in ("ratio", "rejection"):
+        low, high = getattr(mismatch, f"{name}_low"), getattr(mismatch, f"{name}_high")
+        if low is not None and high is not None and low > high:
+            found.append(f"mismatch.{name}_low={low} is more than mismatch.{name}_high={high}")
     if mismatch.action == MismatchAction.off and mismatch.threshold != type(mismatch)().threshold:
         found.append(f"mismatch.threshold={mismatch.threshold} means nothing with mismatch.action=off")
-    return found
+    return found + _renormalize(config, rejects or mismatch.correction in MASKING)
+
+
+def _renormalize(config: Config, masks: bool) -> list[str]:
+    if not config.mismatch.renormalize:
+        return []
+    if not masks and config.mismatch.action != MismatchAction.mask:
+        return ["mismatch.renormalize means nothing where no token is masked: see mismatch.correction, rejection, action"]
+    if config.train.old_logprobs != OldLogprobs.recompute:
+        return [
+            "mismatch.renormalize needs what is masked before training, so train.old_logprobs=recompute, which is "
+            f"{config.train.old_logprobs.value}"
+        ]
+    return []
+
+
+def _sequence_sum(config: Config) -> list[str]:
+    """The gradient of the whole sequence's ratio at a token is exact only where the tokens of a sequence share one factor
+    and one advantage."""
+    algorithm, mismatch = config.algorithm, config.mismatch
+    if algorithm.ratio_level != "sequence_sum":
+        return []
+    of_tokens = {
+        f"mismatch.correction={mismatch.correction.value}": mismatch.correction not in (MismatchCorrection.none, *OF_SEQUENCES),
+        f"mismatch.rejection={mismatch.rejection.value}": mismatch.rejection.value.startswith("token_"),
+        "mismatch.action=mask": mismatch.action == MismatchAction.mask,
+        "algorithm.adv_estimator=reinforce_plus_plus with use_kl_in_reward": algorithm.adv_estimator == "reinforce_plus_plus"
+        and algorithm.use_kl_in_reward,
+    }
+    return [
+        f"{what} is another number for each token, and algorithm.ratio_level=sequence_sum has one ratio for the whole sequence; "
+        "use what is of sequences (seq_tis, mis, a rejection of seq_*), or another ratio_level"
+        for what, said in of_tokens.items()
+        if said
+    ]
