@@ -1,4 +1,4 @@
-"""A policy loss from outside the package."""
+"""A surrogate from outside the package."""
 
 from grpo_megatron.algorithm.surrogates import surrogate
 
