@@ -6,11 +6,12 @@ from math import isnan
 
 import numpy as np
 
-from grpo_megatron.algorithm.coefficients import measure_mismatch, mismatch_report, step_advantages, step_coefficients
+from grpo_megatron.algorithm.coefficients import step_advantages, step_coefficients
+from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.filters import apply_filters
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.algorithm.mismatch import Correction
+from grpo_megatron.algorithm.mismatch import measure_mismatch, mismatch_report
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config, OldLogprobs

@@ -1,8 +1,7 @@
 """Advantages: how much better a trajectory is than what the policy does on average.
 
-An estimator is a function (AdvantageInputs, options) -> float64 [T], registered by
-`@advantage_estimator("name")`; options is config.schema.AlgorithmConfig. `advantages` calls the one
-that is configured and applies what goes with any of them.
+An estimator is a function (AdvantageInputs, AlgorithmConfig) -> float64 [T], registered by
+`@advantage_estimator("name")`. `advantages` calls the one that is configured and applies what goes with any of them.
 
 Two conventions hold for all built-in ones. A trajectory without a trained token takes no part: not
 in its group's mean, not in any other number. Where everything that is compared is equal the result
@@ -15,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.plugins import Registry
 
 advantage_estimator = Registry("advantage estimator", "algorithm.adv_estimator")
@@ -128,7 +128,7 @@ def returns_to_go(inputs: AdvantageInputs) -> np.ndarray:
 
 
 @advantage_estimator("grpo")
-def grpo(inputs: AdvantageInputs, options) -> np.ndarray:
+def grpo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     """(score - group mean) / (group std + 1e-6), std over n-1 (arXiv:2402.03300 section 4.1.2).
 
     Without algorithm.norm_adv_by_std_in_grpo not divided (Dr.GRPO, arXiv:2503.20783 section 3.2).
@@ -143,7 +143,7 @@ def grpo(inputs: AdvantageInputs, options) -> np.ndarray:
 
 
 @advantage_estimator("rloo")
-def rloo(inputs: AdvantageInputs, options) -> np.ndarray:
+def rloo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     """score - mean score of the others in the group (REINFORCE leave-one-out, arXiv:2402.14740 section 2.2)."""
     found = inputs.trajectories
     count = np.bincount(found.group)
@@ -152,13 +152,13 @@ def rloo(inputs: AdvantageInputs, options) -> np.ndarray:
 
 
 @advantage_estimator("reinforce_plus_plus")
-def reinforce_plus_plus(inputs: AdvantageInputs, options) -> np.ndarray:
+def reinforce_plus_plus(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     """Undiscounted return from each token on, whitened over all trained tokens (arXiv:2501.03262)."""
     return whitened(returns_to_go(inputs), inputs.mask)
 
 
 @advantage_estimator("reinforce_plus_plus_baseline")
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options) -> np.ndarray:
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     """score - group mean, then whitened over all trained tokens (arXiv:2501.03262, REINFORCE++-baseline).
 
     The whitening subtracts the mean over tokens, which is not zero where responses differ in length,
@@ -169,7 +169,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options) -> np.ndarray
 
 
 @advantage_estimator("gpg")
-def gpg(inputs: AdvantageInputs, options) -> np.ndarray:
+def gpg(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     """alpha (score - group mean), alpha = N / trajectories in groups with a signal (GPG, arXiv:2504.02546).
 
     alpha makes up for the groups of equal scores, whose gradient is zero but which count in the loss's mean.
@@ -180,11 +180,10 @@ def gpg(inputs: AdvantageInputs, options) -> np.ndarray:
     return found.to_tokens(alpha * centred_in_groups(found.score, found.group))
 
 
-def advantages(inputs: AdvantageInputs, options) -> np.ndarray:
+def advantages(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     """The configured estimator, then adv_whiten and adv_clip; float32 [T], 0 outside the mask.
 
-    options: config.schema.AlgorithmConfig. Raises ValueError if the estimator returns another shape
-    or something not finite.
+    Raises ValueError if the estimator returns another shape or something not finite.
     """
     values = np.asarray(advantage_estimator.get(options.adv_estimator)(inputs, options), dtype=np.float64)
     if values.shape != inputs.mask.shape:

@@ -1,5 +1,8 @@
 """What each token's loss is multiplied by: its advantage, its weight, and the factor of its policy term.
 
+The weight is the token's share in the mean over the step and multiplies everything; the factor is what the mismatch
+asks for and multiplies the policy term alone.
+
 Pure functions of the mini-batches of one step; the controller puts what they return into the batches.
 """
 
@@ -9,18 +12,22 @@ import numpy as np
 import torch
 
 from grpo_megatron.algorithm.advantages import AdvantageInputs, advantages
+from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.kl import KLController, kl_penalty
-from grpo_megatron.algorithm.mismatch import Correction, describe_worst, mismatch_metrics
 from grpo_megatron.batch.token_weights import token_weights, weights_after_rejection
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.algorithm import AlgorithmConfig, MaskAppliesTo
+from grpo_megatron.config.schema import Config
 from grpo_megatron.metrics import Mean, Metrics
 
 
-def step_advantages(batches: list[TrainBatch], options, kl_controller: KLController) -> tuple[list[np.ndarray], Metrics]:
+def step_advantages(
+    batches: list[TrainBatch], options: AlgorithmConfig, kl_controller: KLController
+) -> tuple[list[np.ndarray], Metrics]:
     """Advantages over all mini-batches of a step together, with the KL in the reward if asked for.
 
-    Returns float32 [T] for each mini-batch, and metrics. options: config.schema.AlgorithmConfig. The KL
-    coefficient of kl_controller is updated after its use.
+    Returns float32 [T] for each mini-batch, and metrics. The KL coefficient of kl_controller is updated
+    after its use.
     """
     metrics: Metrics = {}
     whole = TrainBatch.concatenate(batches)
@@ -62,60 +69,34 @@ class Coefficients:
     loss_mask: np.ndarray
 
 
-def step_coefficients(batch: TrainBatch, config, correction: Correction | None) -> tuple[Coefficients, Metrics]:
+def step_coefficients(batch: TrainBatch, config: Config, correction: Correction | None) -> tuple[Coefficients, Metrics]:
     """Token weights of one optimizer step, after what the mismatch masks; metrics of that.
 
-    config: config.schema.Config. correction: None where the mismatch is not known yet, or nothing is
-    done about it. A masked token keeps KL and entropy unless algorithm.mask_applies_to is "all".
+    correction: None where the mismatch is not known yet, or nothing is done about it. A masked token
+    keeps KL and entropy unless algorithm.mask_applies_to is "all". It counts as 0 in the means, as it
+    does where the mismatch is known in the training forward only, unless mismatch.renormalize takes
+    them over what is kept.
     """
-    options, longest = config.algorithm, config.rollout.max_response_length
+    mode, longest = config.algorithm.loss_agg_mode, config.rollout.max_response_length
     if correction is None:
-        return Coefficients(token_weights(batch, options.loss_agg_mode, longest), None, batch.loss_mask), {}
+        return Coefficients(token_weights(batch, mode, longest), None, batch.loss_mask), {}
     sequence = torch.from_numpy(batch.sequence_id)
 
     def sequence_sum(values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(batch.num_sequences).index_add(0, sequence, values)[sequence]
 
     arrays = map(torch.from_numpy, (batch.rollout_logp, batch.old_logp, batch.loss_mask))
-    ratio_weight, kept = (tensor.numpy() for tensor in correction(*arrays, sequence_sum))
+    factor, kept = (tensor.numpy() for tensor in correction(*arrays, sequence_sum))
     trained = batch.loss_mask & kept
     metrics: Metrics = {
         "mismatch/masked": Mean(float((batch.loss_mask & ~kept).sum()), float(batch.loss_mask.sum())),
-        "mismatch/weight": Mean(float(ratio_weight[trained].sum()), float(trained.sum())),
+        "mismatch/factor": Mean(float(factor[trained].sum()), float(trained.sum())),
     }
-    if options.mask_applies_to == "all":
-        weight = token_weights(replace(batch, loss_mask=trained), options.loss_agg_mode, longest)
-        return Coefficients(weight, ratio_weight, trained), metrics
-    weight, renormalised = weights_after_rejection(batch, kept, options.loss_agg_mode, longest)
-    return Coefficients(weight, ratio_weight * renormalised, batch.loss_mask), metrics
-
-
-def measure_mismatch(batch: TrainBatch) -> Metrics:
-    """mismatch_metrics of a batch whose old log-probs are those of the weights the engine sampled with."""
-    arrays = (batch.rollout_logp, batch.old_logp, batch.loss_mask, batch.number)
-    return mismatch_metrics(*map(torch.from_numpy, arrays))
-
-
-@dataclass(frozen=True)
-class MismatchReport:
-    """worst: the worst tokens in their context. text: what to say, or nothing. stop: the run must not go on."""
-
-    worst: str
-    text: str
-    stop: bool
-
-
-def mismatch_report(metrics: Metrics, batches: list[TrainBatch], config, decode) -> MismatchReport:
-    """metrics: those of mismatch_metrics, of the step's batches; config: config.schema.MismatchConfig; decode as in
-    describe_worst, None: token ids are shown."""
-    whole = TrainBatch.concatenate(batches)
-    decode = decode or (lambda ids: " ".join(map(str, ids)))
-    worst = describe_worst(metrics["mismatch/worst"].result(), whole.tokens, whole.cu_seqlens, decode)
-    largest = metrics["mismatch/max"].result()
-    text = ""
-    if config.action in ("warn", "stop") and not largest <= config.threshold:
-        text = (
-            f"engine and trainer differ by up to {largest:.4g} nats in a token's log-prob, more than "
-            f"mismatch.threshold={config.threshold}; the worst tokens:\n{worst}"
-        )
-    return MismatchReport(worst, text, bool(text) and config.action == "stop")
+    if config.algorithm.mask_applies_to == MaskAppliesTo.all:
+        counted = replace(batch, loss_mask=trained) if config.mismatch.renormalize else batch
+        weight = np.where(trained, token_weights(counted, mode, longest), np.float32(0))
+        return Coefficients(weight, factor, trained), metrics
+    if config.mismatch.renormalize:
+        weight, renormalised = weights_after_rejection(batch, kept, mode, longest)
+        return Coefficients(weight, factor * renormalised, batch.loss_mask), metrics
+    return Coefficients(token_weights(batch, mode, longest), factor, batch.loss_mask), metrics

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from grpo_megatron.batch.sample import Group
+from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Registry
 
@@ -35,8 +36,8 @@ def mask_truncated(groups: list[Group]) -> list[Group]:
     return [replace(group, samples=tuple(masked(sample) for sample in group.samples)) for group in groups]
 
 
-def apply_filters(groups: list[Group], options) -> list[Group]:
-    """algorithm.filters in their order, then algorithm.overlong_filter; options: config.schema.AlgorithmConfig.
+def apply_filters(groups: list[Group], options: AlgorithmConfig) -> list[Group]:
+    """algorithm.filters in their order, then algorithm.overlong_filter.
 
     Raises UserError if a filter leaves nothing.
     """

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from grpo_megatron.config.algorithm import KLControl, KLControlConfig
+
 # Names in use elsewhere -> ours.
 _ESTIMATORS = {"k1": "k1", "kl": "k1", "abs": "abs", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3"}
 
@@ -23,8 +25,9 @@ MAX_LOG_RATIO = 20.0
 def kl_penalty(logp: torch.Tensor, ref_logp: torch.Tensor, kl_type: str) -> torch.Tensor:
     """KL estimate at each token, shape and dtype of logp; gradient flows through logp.
 
-    With d = log ref - log policy: k1 = -d, abs = |d|, k2 = d²/2, k3 = exp(d) - d - 1 >= 0 (Schulman,
-    "Approximating KL Divergence", 2020). d is clamped to ±20. Only k2 has the gradient of the KL in
+    With d = log ref - log policy: k1 = -d, abs = |d|, k2 = d²/2, k3 = exp(d) - 1 - d >= 0 (Schulman,
+    "Approximating KL Divergence", 2020); expm1 keeps its digits where policy and reference are close. d is
+    clamped to ±20. Only k2 has the gradient of the KL in
     expectation; a type with + has the value of the type and the gradient of k2 (straight-through).
     Raises ValueError on another type.
     """
@@ -33,7 +36,7 @@ def kl_penalty(logp: torch.Tensor, ref_logp: torch.Tensor, kl_type: str) -> torc
         raise ValueError(f"unknown KL type {kl_type!r}; known: {', '.join(KL_TYPES)}")
     d = (ref_logp - logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     square = d.square() / 2
-    values = {"k1": lambda: -d, "abs": lambda: d.abs(), "k2": lambda: square, "k3": lambda: d.exp() - d - 1}
+    values = {"k1": lambda: -d, "abs": lambda: d.abs(), "k2": lambda: square, "k3": lambda: d.expm1() - d}
     value = values[known.rstrip("+")]()
     return square + (value - square).detach() if known.endswith("+") else value
 
@@ -62,9 +65,8 @@ class KLController:
     horizon: float = 10000.0
 
     @classmethod
-    def from_config(cls, config) -> "KLController":
-        """config: config.schema.KLControlConfig."""
-        return cls(config.kl_coef, config.type == "adaptive", config.target_kl, config.horizon)
+    def from_config(cls, config: KLControlConfig) -> "KLController":
+        return cls(config.kl_coef, config.type == KLControl.adaptive, config.target_kl, config.horizon)
 
     def update(self, kl: float, trajectories: int) -> None:
         """kl: mean over trajectories of the mean over their tokens, in nats."""

@@ -2,7 +2,7 @@
 
 A loss object is called once per micro-batch with the log-probs of the training forward and the
 arrays of the batch at the same positions. It returns one loss value per token; the caller sums
-``weight * loss`` (see batch/weights.py), so no mean is taken here.
+``weight * loss`` (see batch/token_weights.py), so no mean is taken here.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,11 @@ from typing import Protocol
 
 import torch
 
+from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.kl import FULL_KL, kl_penalty, unbiased_kl
-from grpo_megatron.algorithm.mismatch import Correction, mismatch_metrics
-from grpo_megatron.algorithm.surrogates import RATIO_LEVELS, PolicyTerms, policy_loss
+from grpo_megatron.algorithm.mismatch import mismatch_metrics
+from grpo_megatron.algorithm.surrogates import RATIO_LEVELS, PolicyTerms, surrogate
+from grpo_megatron.config.algorithm import AlgorithmConfig, MismatchAction, MismatchConfig
 from grpo_megatron.metrics import Mean, Metrics
 
 
@@ -80,13 +82,12 @@ class PolicyLoss:
     mismatch_limit: float | None = None
 
     @classmethod
-    def from_config(cls, algorithm, mismatch, known_before: bool) -> "PolicyLoss":
-        """algorithm, mismatch: those sections of the configuration. known_before: the trainer's log-probs
-        are known before training, and what the mismatch asks for is done then."""
+    def from_config(cls, algorithm: AlgorithmConfig, mismatch: MismatchConfig, known_before: bool) -> "PolicyLoss":
+        """known_before: the trainer's log-probs are known before training, and what the mismatch asks for is done then."""
         same = {name: getattr(algorithm, name) for name in cls.__dataclass_fields__ if hasattr(algorithm, name)}
         if not known_before:
             same["correction"] = Correction.from_config(mismatch)
-            same["mismatch_limit"] = mismatch.threshold if mismatch.action == "stop" else None
+            same["mismatch_limit"] = mismatch.threshold if mismatch.action == MismatchAction.stop else None
         return cls(**same)
 
     @property
@@ -107,7 +108,7 @@ class PolicyLoss:
         log_ratio = logp - old_logp
         used_ratio = RATIO_LEVELS[self.ratio_level](log_ratio, mask, inputs.sequence_sum)
         terms = PolicyTerms(logp, used_ratio, inputs.advantage, mask)
-        loss, clipped = policy_loss.get(self.surrogate)(terms, self)
+        loss, clipped = surrogate.get(self.surrogate)(terms, self)
         factor, kept = self._factor(logp, inputs)
         loss = torch.where(kept, factor * loss, 0.0)
         metrics: Metrics = {
@@ -120,7 +121,7 @@ class PolicyLoss:
         }
         if self.correction:
             metrics["mismatch/masked"] = Mean(_masked_sum(~kept, mask), count)
-            metrics["mismatch/weight"] = Mean(_masked_sum(factor, mask & kept), (mask & kept).sum())
+            metrics["mismatch/factor"] = Mean(_masked_sum(factor, mask & kept), (mask & kept).sum())
         if self.use_kl_loss:
             kl = self._kl(logp, log_ratio, inputs, full_kl)
             metrics["actor/kl_to_reference"] = Mean(_masked_sum(kl, mask), count)

@@ -1,7 +1,6 @@
-"""Engine and trainer compute different log-probs for the same tokens and weights: how far apart, and what to do.
+"""Engine and trainer compute different log-probs for the same tokens and weights: how far apart, and where.
 
-delta = trainer's log-prob - engine's, at each trained token; ratio = exp(delta). Under
-train.old_logprobs=recompute both are known before training, else in the training forward only.
+What is done about it in the loss is in correction.py, where delta and the ratio are defined.
 """
 
 from collections.abc import Callable
@@ -11,19 +10,12 @@ import numpy as np
 import torch
 
 from grpo_megatron.algorithm.kl import MAX_LOG_RATIO
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.algorithm import MismatchAction, MismatchConfig
 from grpo_megatron.metrics import Max, Mean, Metrics, RatioQuantiles, Top
 
-# kind: (ratio_low, ratio_high) as published or recommended.
-RATIO_BOUNDS = {
-    "none": (0.0, float("inf")),
-    "tis": (0.0, 2.0),
-    "icepop": (0.5, 5.0),
-    "seq_tis": (0.0, 2.0),
-    "mis": (0.0, 2.0),
-    "rejection": (0.999, 1.001),
-}
-# Those that multiply the policy term by a ratio, beside masking.
-WEIGHTING = ("tis", "icepop", "seq_tis", "mis")
+# Token ids int [n] -> their text.
+Decode = Callable[[np.ndarray], str]
 
 
 def mismatch_metrics(
@@ -53,69 +45,43 @@ def mismatch_metrics(
     return metrics
 
 
+def measure_mismatch(batch: TrainBatch) -> Metrics:
+    """mismatch_metrics of a batch whose old log-probs are those of the weights the engine sampled with."""
+    arrays = (batch.rollout_logp, batch.old_logp, batch.loss_mask, batch.number)
+    return mismatch_metrics(*map(torch.from_numpy, arrays))
+
+
 @dataclass(frozen=True)
-class Correction:
-    """What the mismatch does to the policy term of each token.
+class MismatchReport:
+    """worst: the worst tokens in their context. text: what to say, or nothing. stop: the run must not go on."""
 
-    kind, with rho the ratio of a token, and rho_y the product over the trained tokens of its sequence:
-    tis: weight min(rho, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training"). icepop: weight rho, tokens with rho outside [low, high] masked
-    (arXiv:2510.18855). seq_tis: weight min(rho_y, high). mis: weight rho_y, sequences with rho_y
-    outside masked (both Liu et al. 2025, "When Speed Kills Stability"). rejection: weight 1, sequences
-    whose geometric mean of rho is outside masked. max_difference: tokens with a greater |delta| are
-    masked, in addition; None: none.
-    """
+    worst: str
+    text: str
+    stop: bool
 
-    kind: str = "none"
-    low: float = 0.0
-    high: float = float("inf")
-    max_difference: float | None = None
 
-    @classmethod
-    def from_config(cls, config) -> "Correction | None":
-        """config: config.schema.MismatchConfig; None if it asks for nothing."""
-        masking = config.action == "mask"
-        if config.correction == "none" and not masking:
-            return None
-        low, high = RATIO_BOUNDS[config.correction]
-        return cls(
-            config.correction.value,
-            low if config.ratio_low is None else config.ratio_low,
-            high if config.ratio_high is None else config.ratio_high,
-            config.threshold if masking else None,
+def mismatch_report(
+    metrics: Metrics, batches: list[TrainBatch], config: MismatchConfig, decode: Decode | None
+) -> MismatchReport:
+    """metrics: those of mismatch_metrics, of the step's batches; decode None: token ids are shown."""
+    whole = TrainBatch.concatenate(batches)
+    decode = decode or (lambda ids: " ".join(map(str, ids)))
+    worst = describe_worst(metrics["mismatch/worst"].result(), whole.tokens, whole.cu_seqlens, decode)
+    largest = metrics["mismatch/max"].result()
+    text = ""
+    if config.action in (MismatchAction.warn, MismatchAction.stop) and not largest <= config.threshold:
+        text = (
+            f"engine and trainer differ by up to {largest:.4g} nats in a token's log-prob, more than "
+            f"mismatch.threshold={config.threshold}; the worst tokens:\n{worst}"
         )
-
-    def __call__(
-        self, rollout_logp: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weight [t], kept bool [t]), detached; 1 and True outside the mask.
-
-        sequence_sum: [t] -> [t], at each token the sum over its sequence.
-        """
-        delta = torch.where(mask, logp.detach() - rollout_logp, 0)
-        log_ratio = delta
-        if self.kind in ("seq_tis", "mis", "rejection"):
-            log_ratio = sequence_sum(delta)
-        if self.kind == "rejection":
-            log_ratio = log_ratio / sequence_sum(mask.to(delta.dtype)).clamp(min=1)
-        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        kept = torch.ones_like(mask)
-        weight = torch.ones_like(ratio)
-        if self.kind in ("tis", "seq_tis"):
-            weight = ratio.clamp(self.low, self.high)
-        elif self.kind != "none":
-            kept = (ratio >= self.low) & (ratio <= self.high)
-            weight = weight if self.kind == "rejection" else torch.where(kept, ratio, 0)
-        if self.max_difference is not None:
-            kept = kept & (delta.abs() <= self.max_difference)
-        return torch.where(mask, weight, 1), kept | ~mask
+    return MismatchReport(worst, text, bool(text) and config.action == MismatchAction.stop)
 
 
-def describe_worst(worst: list[tuple], tokens: np.ndarray, cu_seqlens: np.ndarray, decode, context: int = 12) -> str:
+def describe_worst(worst: list[tuple], tokens: np.ndarray, cu_seqlens: np.ndarray, decode: Decode, context: int = 12) -> str:
     """One line per row of mismatch/worst: both log-probs, and the token >>marked<< in its context as text.
 
     tokens int [T], cu_seqlens [S+1] of the whole step: a row's number is the position whose next
-    token the log-prob is of. decode: int array -> text. context: tokens shown before, and half as many after.
+    token the log-prob is of. context: tokens shown before, and half as many after.
     """
     lines = []
     for difference, number, engine, trainer in worst:

@@ -1,20 +1,24 @@
 """What of the policy gradient is a choice: the level of the ratio, and the surrogate objective.
 
-A surrogate is a function (PolicyTerms, options) -> (loss [t], clipped bool [t]), registered by
-`@policy_loss("name")`; options is algorithm.losses.PolicyLoss. `clipped` marks tokens whose gradient
+A surrogate is a function (PolicyTerms, PolicyLoss) -> (loss [t], clipped bool [t]), registered by
+`@surrogate("name")`. `clipped` marks tokens whose gradient
 it removes or limits; it is only counted.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from grpo_megatron.algorithm.kl import MAX_LOG_RATIO
 from grpo_megatron.plugins import Registry
 
-policy_loss = Registry("policy loss", "algorithm.surrogate")
-Surrogate = tuple[torch.Tensor, torch.Tensor]
+if TYPE_CHECKING:
+    from grpo_megatron.algorithm.losses import PolicyLoss  # which imports this module
+
+surrogate = Registry("surrogate", "algorithm.surrogate")
+LossAndClipped = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ RATIO_LEVELS = {"token": token_ratio, "sequence": sequence_ratio, "sequence_sum"
 # --- surrogates
 
 
-@policy_loss("clip")
-def clip(terms: PolicyTerms, options) -> Surrogate:
+@surrogate("clip")
+def clip(terms: PolicyTerms, options: "PolicyLoss") -> LossAndClipped:
     """PPO's clipped objective as a loss, with DAPO's separate limits and, as asked for, dual clip.
 
     -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347 eq. 7, arXiv:2503.14476 eq. 8); where A < 0
@@ -87,8 +91,8 @@ def clip(terms: PolicyTerms, options) -> Surrogate:
     return loss, clipped
 
 
-@policy_loss("cispo")
-def cispo(terms: PolicyTerms, options) -> Surrogate:
+@surrogate("cispo")
+def cispo(terms: PolicyTerms, options: "PolicyLoss") -> LossAndClipped:
     """REINFORCE weighted with the clipped ratio, itself without gradient, so that no token loses its own.
 
     -sg(clip(r, 1 - low, 1 + high)) A logp (MiniMax-M1, arXiv:2506.13585 eq. 4, 5). A low of 1 or more
@@ -99,7 +103,7 @@ def cispo(terms: PolicyTerms, options) -> Surrogate:
     return -limited * terms.advantage * terms.logp, limited != ratio
 
 
-@policy_loss("reinforce")
-def reinforce(terms: PolicyTerms, options) -> Surrogate:
+@surrogate("reinforce")
+def reinforce(terms: PolicyTerms, options: "PolicyLoss") -> LossAndClipped:
     """-A logp (Williams 1992): no ratio, so exact for the first optimizer step on a batch only."""
     return -terms.advantage * terms.logp, torch.zeros_like(terms.mask)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from grpo_megatron.commands.train import assembled_loop
-from grpo_megatron.config.algorithm import MismatchAction, MismatchCorrection
+from grpo_megatron.config.algorithm import MismatchAction, MismatchConfig
 from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, LoadFormat, LrSchedule, OldLogprobs, Precision
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
@@ -79,7 +79,7 @@ def selftest_config(config: Config, steps: int) -> Config:
         optimizer=replace(config.optimizer, lr=0.0, lr_min=0.0, lr_schedule=LrSchedule.constant, lr_warmup_steps=0),
         # Every sample is looked at: a choice by outcome would bias what they say about the sampling.
         algorithm=replace(config.algorithm, filters=[]),
-        mismatch=replace(config.mismatch, action=MismatchAction.off, correction=MismatchCorrection.none),
+        mismatch=MismatchConfig(action=MismatchAction.off),
         train=replace(config.train, old_logprobs=OldLogprobs.recompute),
         eval=EvalConfig(),
         checkpoint=replace(CheckpointConfig(), every=0, export_hf=False),

@@ -25,7 +25,21 @@ class MismatchCorrection(str, Enum):
     icepop = "icepop"
     seq_tis = "seq_tis"
     mis = "mis"
-    rejection = "rejection"
+
+
+class MismatchRejection(str, Enum):
+    none = "none"
+    token_ratio = "token_ratio"
+    token_k2 = "token_k2"
+    token_k3 = "token_k3"
+    seq_ratio = "seq_ratio"
+    seq_geometric_ratio = "seq_geometric_ratio"
+    seq_sum_k2 = "seq_sum_k2"
+    seq_sum_k3 = "seq_sum_k3"
+    seq_mean_k2 = "seq_mean_k2"
+    seq_mean_k3 = "seq_mean_k3"
+    seq_max_k2 = "seq_max_k2"
+    seq_max_k3 = "seq_max_k3"
 
 
 class MismatchAction(str, Enum):
@@ -64,7 +78,7 @@ class AlgorithmConfig:
         "policy ratio of: token; sequence (GSPO, its geometric mean over the sequence); sequence_sum (the whole sequence's)",
         choices=("token", "sequence", "sequence_sum"),
     )
-    surrogate: str = option("clip", "policy loss: clip (PPO), cispo, reinforce (no ratio), or module:function")
+    surrogate: str = option("clip", "objective of a token: clip (PPO), cispo, reinforce (no ratio), or module:function")
     clip_ratio_low: float = option(0.2, "policy ratio clipped below 1 - this", at_least=0)
     clip_ratio_high: float = option(0.2, "policy ratio clipped above 1 + this", at_least=0)
     clip_ratio_c: float | None = option(
@@ -112,10 +126,22 @@ class AlgorithmConfig:
 class MismatchConfig:
     correction: MismatchCorrection = option(
         MismatchCorrection.none,
-        "by the ratio of trainer to engine: none, tis, icepop, seq_tis, mis, rejection; see docs/algorithms.md",
+        "weight of the policy term by the ratio of trainer to engine: none, tis, icepop, seq_tis, mis; see docs/algorithms.md",
     )
     ratio_low: float | None = option(None, "lower bound of the correction's ratio; null: the published one", at_least=0)
     ratio_high: float | None = option(None, "upper bound of the correction's ratio; null: the published one", above=0)
+    rejection: MismatchRejection = option(
+        MismatchRejection.none,
+        "what masks the policy term, without a weight: the ratio of tokens or sequences, or an estimate of the KL between "
+        "engine and trainer; see docs/algorithms.md",
+    )
+    rejection_low: float | None = option(None, "smallest ratio that rejection keeps; null: the published one", at_least=0)
+    rejection_high: float | None = option(
+        None, "largest ratio, or KL in nats, that rejection keeps; null: the published one, for a KL there is none", above=0
+    )
+    renormalize: bool = option(
+        False, "the means are over the tokens that are not masked; false: a masked token counts as 0 (IcePop, arXiv:2510.18855)"
+    )
     action: MismatchAction = option(
         MismatchAction.warn,
         "about tokens beyond threshold: off, warn (print the worst), mask (their policy term), stop (the run; without the step)",

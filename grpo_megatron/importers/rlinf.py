@@ -155,7 +155,8 @@ ALGORITHM = (
         "algorithm.kl_penalty_type",
         ("algorithm.kl_loss_type", "algorithm.kl_penalty"),
         _kl_type,
-        "the same names; k3 is limited to 10 there, here only the log-ratio to 20",
+        "the same names; k3 is limited to 10 there, here only the log-ratio to 20; the FSDP actor swaps policy and reference in the "
+        "loss, so that k1 has the other sign and k3 is another function: see above",
     ),
     same("algorithm.kl_penalty", "algorithm.kl_loss_type", "the older name of kl_penalty_type"),
     becomes("algorithm.ratio_clip_eps", ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"), _clip, default=0.2),
@@ -208,7 +209,7 @@ ALGORITHM = (
         "algorithm.importance_sampling_fix",
         ("mismatch.correction", "mismatch.ratio_high"),
         _correction,
-        "tis; the importance_sampling_clip of some of its versions is a lower limit of the ratio",
+        "tis; the importance_sampling_clip of its first versions was a lower limit of the ratio",
         default=False,
     ),
     becomes("algorithm.importance_sampling_clip", (), elsewhere, "read with importance_sampling_fix"),

@@ -16,14 +16,20 @@ from grpo_megatron.importers.mapping import (
     truth,
     unless_null,
 )
+from grpo_megatron.importers.verl_correction import CORRECTION, ROLLOUT_CORRECTION, bypasses
 from grpo_megatron.importers.verl_trainer import ACTOR, ROLLOUT, TRAINER
 
-CORRECTION = "algorithm.rollout_correction"
-
-ESTIMATORS = {name: name for name in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg")}
+ESTIMATORS = {name: name for name in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg")} | {
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+}
 LOSS_MODES = {
     "vanilla": {"algorithm.surrogate": "clip", "algorithm.ratio_level": "token"},
-    "gspo": {"algorithm.surrogate": "clip", "algorithm.ratio_level": "sequence"},
+    "gspo": {
+        "algorithm.surrogate": "clip",
+        "algorithm.ratio_level": "sequence",
+        "algorithm.loss_agg_mode": "seq-mean-token-mean",
+    },
     "cispo": {"algorithm.surrogate": "cispo", "algorithm.ratio_level": "token"},
     "gpg": {"algorithm.surrogate": "reinforce", "algorithm.ratio_level": "token"},
 }
@@ -73,22 +79,34 @@ def _overlong_length(value: Any, source: Source) -> int:
     return int(value) if truth(source["reward_model.overlong_buffer.enable"]) else 0
 
 
-def _rollout_is(value: Any, source: Source) -> dict[str, Any]:
-    if value is None:
-        return {}
-    correction = choice({"token": "tis", "sequence": "seq_tis"})(value, source)
-    return {"mismatch.correction": correction, "mismatch.ratio_high": source.number(f"{CORRECTION}.rollout_is_threshold")}
+def _loss_mode(source: Source) -> str:
+    """What decides the policy loss in verl: in bypass mode it overwrites loss_mode with that mode's own loss_type."""
+    if not bypasses(source):
+        return str(source[f"{ACTOR}.policy_loss.loss_mode"])
+    return {"ppo_clip": "vanilla", "reinforce": "gpg"}.get(source[f"{CORRECTION}.loss_type"], "unknown")
 
 
-def _rollout_rs(value: Any, source: Source) -> dict[str, Any]:
-    if value is None:
+def _loss(value: Any, source: Source) -> dict[str, Any]:
+    return choice(LOSS_MODES, "no such policy loss here")(_loss_mode(source), source)
+
+
+def _aggregation(value: Any, source: Source) -> Any:
+    ours = choice(AGGREGATION)(value, source)
+    if _loss_mode(source) != "gspo" or ours == "seq-mean-token-mean":
+        return ours
+    if truth(source[f"{ACTOR}.use_kl_loss"]) or source.number(f"{ACTOR}.entropy_coeff"):
+        raise CannotCarry("verl's gspo takes seq-mean-token-mean and this one for KL and entropy; here one serves all three")
+    return {}
+
+
+def _scale_factor(value: Any, source: Source) -> dict[str, Any]:
+    if value is None or source[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
         return {}
-    if source[f"{CORRECTION}.rollout_is"] is not None:
-        raise CannotCarry("one correction at a time here, and rollout_is is one")
-    carried = {"mismatch.correction": choice({"token": "icepop", "sequence": "mis"})(value, source)}
-    high = source[f"{CORRECTION}.rollout_rs_threshold"] or source[f"{CORRECTION}.rollout_is_threshold"]
-    low = source[f"{CORRECTION}.rollout_rs_threshold_lower"] or 1 / high
-    return carried | {"mismatch.ratio_high": high, "mismatch.ratio_low": low}
+    if source.number(f"{ACTOR}.loss_scale_factor") != source.number("data.max_response_length"):
+        raise CannotCarry(
+            "seq-mean-token-sum-norm divides by rollout.max_response_length here; the whole gradient has another scale"
+        )
+    return {}
 
 
 _PER_GPU = (
@@ -101,6 +119,7 @@ ALGORITHM = (
         "algorithm.adv_estimator",
         "algorithm.adv_estimator",
         choice(ESTIMATORS, "no such estimator here (no critic)"),
+        "grpo_vectorized: grpo, rloo_vectorized: rloo; gpg has another alpha; a group of one has the advantage 0 here",
         default="gae",
     ),
     becomes("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std_in_grpo", flag, default=True),
@@ -115,37 +134,7 @@ ALGORITHM = (
     dropped(
         "algorithm.filter_groups.*", "groups are filtered by algorithm.filters; new prompts are not drawn for those that go"
     ),
-    becomes(
-        f"{CORRECTION}.rollout_is",
-        ("mismatch.correction", "mismatch.ratio_high"),
-        _rollout_is,
-        "token: tis, sequence: seq_tis",
-        default=None,
-    ),
-    becomes(
-        f"{CORRECTION}.rollout_rs",
-        ("mismatch.correction", "mismatch.ratio_low", "mismatch.ratio_high"),
-        _rollout_rs,
-        "token: icepop, sequence: mis; one correction at a time",
-        default=None,
-    ),
-    becomes(f"{CORRECTION}.rollout_is_threshold", (), elsewhere, "read with rollout_is", default=2.0),
-    becomes(f"{CORRECTION}.rollout_rs_threshold", (), elsewhere, "read with rollout_rs", default=None),
-    becomes(
-        f"{CORRECTION}.rollout_rs_threshold_lower",
-        (),
-        elsewhere,
-        "read with rollout_rs; theirs is 1 / upper if not set",
-        default=None,
-    ),
-    becomes(
-        f"{CORRECTION}.bypass_mode",
-        "train.old_logprobs",
-        lambda value, source: "rollout" if truth(value) else "recompute",
-        "true: the engine's log-probs are the old policy's",
-        default=False,
-    ),
-    dropped(f"{CORRECTION}.*", "no such part of the correction here"),
+    *ROLLOUT_CORRECTION,
 )
 
 LOSS = (
@@ -161,23 +150,24 @@ LOSS = (
     becomes(
         f"{ACTOR}.clip_ratio_c",
         "algorithm.clip_ratio_c",
-        lambda value, source: value if source[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla" else None,
+        lambda value, source: value if _loss_mode(source) == "vanilla" else None,
         "verl always applies dual clip; here null, the default, is off",
         default=3.0,
     ),
     becomes(
         f"{ACTOR}.policy_loss.loss_mode",
-        ("algorithm.surrogate", "algorithm.ratio_level"),
-        choice(LOSS_MODES, "no such policy loss here"),
-        "vanilla: clip of the token's ratio; gspo: clip of the sequence's; cispo; gpg: reinforce",
+        ("algorithm.surrogate", "algorithm.ratio_level", "algorithm.loss_agg_mode"),
+        _loss,
+        "vanilla: clip of the token's ratio; gspo: clip of the sequence's, with seq-mean-token-mean whatever loss_agg_mode says; "
+        "cispo; gpg: reinforce; bypass_mode puts its own loss_type in its place",
         default="vanilla",
     ),
     becomes(
         f"{ACTOR}.loss_agg_mode",
         "algorithm.loss_agg_mode",
-        choice(AGGREGATION),
-        "the mean is over the whole optimizer step here, never over a micro-batch or a rank; seq-mean-token-sum-norm is also "
-        "divided by the number of trajectories",
+        _aggregation,
+        "the mean is over the whole optimizer step here, never over a micro-batch or a rank; gspo does not read it; before "
+        "February 2026 verl's seq-mean-token-sum-norm was not divided by the number of trajectories",
         default="token-mean",
     ),
     becomes(f"{ACTOR}.use_kl_loss", "algorithm.use_kl_loss", flag, default=False),
@@ -190,7 +180,13 @@ LOSS = (
     ),
     same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coeff", default=0),
     dropped(f"{ACTOR}.policy_loss.*", "belongs to losses that are not here (clip-cov, kl-cov)"),
-    dropped(f"{ACTOR}.loss_scale_factor", "seq-mean-token-sum-norm divides by rollout.max_response_length here"),
+    becomes(
+        f"{ACTOR}.loss_scale_factor",
+        (),
+        _scale_factor,
+        "seq-mean-token-sum-norm divides by rollout.max_response_length here; not set, verl divides by the width of the padded "
+        "response tensor",
+    ),
 )
 
 BATCH = (

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from grpo_megatron.algorithm.advantages import GROUP_RELATIVE, advantage_estimator
 from grpo_megatron.algorithm.filters import group_filter
 from grpo_megatron.algorithm.kl import UNBIASED_TYPES
-from grpo_megatron.algorithm.mismatch import WEIGHTING
-from grpo_megatron.algorithm.surrogates import policy_loss
-from grpo_megatron.config.algorithm import KLControl, MismatchAction, MismatchConfig, MismatchCorrection
+from grpo_megatron.algorithm.surrogates import surrogate
+from grpo_megatron.config.algorithm import KLControl
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.preflight.rule import RuleBook
 
@@ -27,10 +26,10 @@ def estimator_is_known(config: Config) -> Iterator[str]:
 
 
 @ALGORITHM.rule(
-    "The policy loss is a registered one, or a function that can be imported.", "algorithm.surrogate", commands=_TRAIN
+    "The surrogate is a registered one, or a function that can be imported.", "algorithm.surrogate", commands=_TRAIN
 )
-def policy_loss_is_known(config: Config) -> Iterator[str]:
-    yield from policy_loss.problems(config.algorithm.surrogate)
+def surrogate_is_known(config: Config) -> Iterator[str]:
+    yield from surrogate.problems(config.algorithm.surrogate)
 
 
 @ALGORITHM.rule("Each filter is a registered one, or a function that can be imported.", "algorithm.filters", commands=_TRAIN)
@@ -183,45 +182,3 @@ def checkpoints_fall_on_resets(config: Config) -> Iterator[str]:
             f"checkpoint.every={every} must be a multiple of ref.reset_every={reset_every}, so that a resumed run knows its "
             "reference"
         )
-
-
-@ALGORITHM.rule(
-    "A correction that weights with the ratio to the engine needs a policy ratio that is not to the engine.",
-    "mismatch.correction",
-    "train.old_logprobs",
-    commands=_TRAIN,
-)
-def mismatch_is_weighted_once(config: Config) -> Iterator[str]:
-    correction = config.mismatch.correction
-    if config.train.old_logprobs == OldLogprobs.rollout and correction in WEIGHTING:
-        yield (
-            f"mismatch.correction={correction.value} with train.old_logprobs=rollout would count the ratio to the engine "
-            "twice: the policy ratio is to the engine already; use none or rejection"
-        )
-
-
-@ALGORITHM.rule(
-    "The bounds are those of a correction, so there must be one.",
-    "mismatch.ratio_low",
-    "mismatch.ratio_high",
-    "mismatch.correction",
-    commands=_TRAIN,
-)
-def bounds_have_a_correction(config: Config) -> Iterator[str]:
-    mismatch = config.mismatch
-    if mismatch.correction == MismatchCorrection.none and (mismatch.ratio_low, mismatch.ratio_high) != (None, None):
-        yield "mismatch.ratio_low and ratio_high are bounds of mismatch.correction, which is none"
-
-
-@ALGORITHM.rule("The lower bound is not above the upper one.", "mismatch.ratio_low", "mismatch.ratio_high", commands=_TRAIN)
-def bounds_are_in_order(config: Config) -> Iterator[str]:
-    low, high = config.mismatch.ratio_low, config.mismatch.ratio_high
-    if low is not None and high is not None and low > high:
-        yield f"mismatch.ratio_low={low} is more than mismatch.ratio_high={high}"
-
-
-@ALGORITHM.rule("A threshold is one of an action.", "mismatch.threshold", "mismatch.action", commands=_TRAIN)
-def threshold_has_an_action(config: Config) -> Iterator[str]:
-    mismatch = config.mismatch
-    if mismatch.action == MismatchAction.off and mismatch.threshold != MismatchConfig().threshold:
-        yield f"mismatch.threshold={mismatch.threshold} means nothing with mismatch.action=off"

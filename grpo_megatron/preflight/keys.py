@@ -6,7 +6,7 @@ from enum import Enum
 
 from grpo_megatron.algorithm.advantages import advantage_estimator
 from grpo_megatron.algorithm.filters import group_filter
-from grpo_megatron.algorithm.surrogates import policy_loss
+from grpo_megatron.algorithm.surrogates import surrogate
 from grpo_megatron.config.limits import Text
 from grpo_megatron.config.load import known_keys
 from grpo_megatron.config.options import limits_of
@@ -14,7 +14,7 @@ from grpo_megatron.preflight.rule import Rule
 from grpo_megatron.preflight.rules import all_rules
 from grpo_megatron.rollout.environments import environment
 
-_REGISTRIES = {registry.key: registry for registry in (advantage_estimator, policy_loss, group_filter, environment)}
+_REGISTRIES = {registry.key: registry for registry in (advantage_estimator, surrogate, group_filter, environment)}
 
 
 def rules_about(key: str) -> list[Rule]:

@@ -15,13 +15,14 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.algorithm_rules import ALGORITHM
 from grpo_megatron.preflight.cluster_rules import CLUSTER, known_capabilities
 from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL, layout_violations
+from grpo_megatron.preflight.mismatch_rules import MISMATCH
 from grpo_megatron.preflight.rollout_rules import ROLLOUT
 from grpo_megatron.preflight.rule import Rule
 from grpo_megatron.preflight.training_rules import TRAINING
 
 
 def all_rules() -> list[Rule]:
-    return [rule for book in (TRAINING, ROLLOUT, SIZES, SIZES_OF_MODEL, CLUSTER, ALGORITHM) for rule in book.rules]
+    return [rule for book in (TRAINING, ROLLOUT, SIZES, SIZES_OF_MODEL, CLUSTER, ALGORITHM, MISMATCH) for rule in book.rules]
 
 
 def violations(config: Config, command: str = "train", capabilities: Capabilities | None = None) -> list[str]:
@@ -37,7 +38,8 @@ def violations(config: Config, command: str = "train", capabilities: Capabilitie
     found += layout_violations(ParallelSizes.from_config(config.megatron), out_of_limits=keys)
     known = capabilities or known_capabilities(config.cluster)
     found += CLUSTER.violations(config, known, command=command, out_of_limits=keys)
-    return found + ALGORITHM.violations(config, command=command, out_of_limits=keys)
+    found += ALGORITHM.violations(config, command=command, out_of_limits=keys)
+    return found + MISMATCH.violations(config, command=command, out_of_limits=keys)
 
 
 def out_of_limits(config: Config) -> dict[str, list[str]]:

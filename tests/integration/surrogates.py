@@ -1,8 +1,8 @@
-"""A policy loss from outside the package."""
+"""A surrogate from outside the package."""
 
-from grpo_megatron.algorithm.surrogates import policy_loss
+from grpo_megatron.algorithm.surrogates import surrogate
 
 
-@policy_loss("doubled")
+@surrogate("doubled")
 def doubled_reinforce(terms, options):
     return -2 * terms.advantage * terms.logp, terms.mask & False

@@ -171,8 +171,10 @@ def test_known_before_or_in_the_forward_masks_the_same_tokens(train):
     (forward,) = train("mask_forward", *masking, "train.old_logprobs=current")[1]
     assert 0.1 < before["mismatch/masked"] < 0.9
     assert forward["mismatch/masked"] == pytest.approx(before["mismatch/masked"])
-    # token-mean: over all tokens, or over those that are left
-    assert before["actor/loss"] * (1 - before["mismatch/masked"]) == pytest.approx(forward["actor/loss"], rel=1e-4)
+    assert before["actor/loss"] == pytest.approx(forward["actor/loss"], rel=1e-4)
+    (renormalized,) = train("mask_renormalized", *masking, "mismatch.renormalize=true")[1]
+    # token-mean: over those that are left
+    assert renormalized["actor/loss"] * (1 - before["mismatch/masked"]) == pytest.approx(forward["actor/loss"], rel=1e-4)
 
 
 @pytest.mark.slow

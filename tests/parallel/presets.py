@@ -6,10 +6,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.algorithm.coefficients import measure_mismatch, step_advantages, step_coefficients
+from grpo_megatron.algorithm.coefficients import step_advantages, step_coefficients
+from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.algorithm.mismatch import Correction
+from grpo_megatron.algorithm.mismatch import measure_mismatch
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor

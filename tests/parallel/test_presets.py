@@ -63,7 +63,7 @@ def run(ranks, folders, config, sizes, batch, **options):
 
 
 def test_the_eight_presets_are_there():
-    assert NAMES == ["cispo", "dapo", "dr_grpo", "grpo", "grpo_reward_model", "gspo", "reinforce_pp", "rloo"]
+    assert NAMES == ["cispo", "dapo", "dr_grpo", "grpo", "grpo_whole_response", "gspo", "reinforce_pp", "rloo"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -31,10 +31,10 @@ class Ragged:
         return torch.from_numpy(getattr(self.batch, name)).double()
 
 
-def ragged(seed: int, spread: float = 0.3, current: bool = False) -> Ragged:
-    """1 to 6 sequences in groups of 2; spread: deviation of the policy's log-ratios; current: no old log-probs.
+def ragged(seed: int, spread: float = 0.3, current: bool = False, group_size: int = 2) -> Ragged:
+    """1 to 6 sequences in groups of group_size; spread: deviation of the policy's log-ratios; current: no old log-probs.
 
-    One advantage per sequence. Outside the mask everything known before training is 0, as it is stored.
+    One advantage and one reward per sequence. Outside the mask everything known before training is 0, as it is stored.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 9, rng.integers(1, 7))
@@ -49,9 +49,9 @@ def ragged(seed: int, spread: float = 0.3, current: bool = False) -> Ragged:
     zeros = np.zeros(count)
     batch = TrainBatch(
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        group_id=np.arange(len(lengths)) // 2,
+        group_id=np.arange(len(lengths)) // group_size,
         trajectory_id=np.arange(len(lengths)) + 40,
-        reward=np.zeros(len(lengths)),
+        reward=np.random.default_rng([seed, 1]).integers(0, 3, len(lengths)).astype(np.float64),
         tokens=zeros.astype(np.int32),
         target=zeros.astype(np.int32),
         loss_mask=mask,

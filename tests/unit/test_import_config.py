@@ -207,10 +207,6 @@ def test_nothing_is_dropped_silently(system, text):
             "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=5",
             {"mismatch.correction": "tis", "mismatch.ratio_high": 5},
         ),
-        (
-            "algorithm.rollout_correction.rollout_rs=sequence algorithm.rollout_correction.rollout_rs_threshold=4",
-            {"mismatch.correction": "mis", "mismatch.ratio_high": 4, "mismatch.ratio_low": 0.25},
-        ),
         ("algorithm.rollout_correction.bypass_mode=true", {"train.old_logprobs": "rollout"}),
         ("data.train_files=\"['a b.parquet','c.parquet']\"", {"data.train": ["a b.parquet", "c.parquet"]}),
         (

@@ -63,6 +63,18 @@ def test_value_and_gradient(name, logp, ref):
     assert leaf.grad.item() == pytest.approx(derivative(x), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-4, 3e-4, 1e-2, 1.0])
+def test_k3_keeps_its_digits_in_float32(size):
+    """Where policy and reference are close, exp(d) - 1 has lost the digits of d²/2; expm1(d) has them."""
+    d = torch.cat([torch.linspace(size / 2, size, 50), -torch.linspace(size / 2, size, 50)])
+    logp = torch.zeros_like(d, requires_grad=True)
+    kl = kl_penalty(logp, d, "k3")
+    kl.sum().backward()
+    exact = np.expm1(d.double().numpy())
+    np.testing.assert_allclose(kl.detach().numpy(), exact - d.double().numpy(), rtol=2e-3)
+    np.testing.assert_allclose(logp.grad.numpy(), -exact, rtol=2e-3)
+
+
 def distributions(seed: int):
     """Logits of a policy, log-probs of an old policy and of a reference, over 5 words."""
     rng = torch.Generator().manual_seed(seed)

@@ -290,7 +290,7 @@ def test_the_loss_has_every_option_of_the_same_name():
     assert (before.clip_ratio_high, before.clip_ratio_c, before.surrogate) == (0.28, 3.0, "cispo")
     assert before.correction is None
     forward = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=False)
-    assert forward.correction.kind == "tis"
+    assert forward.correction.weighting.kind == "tis"
     assert forward == replace(before, correction=forward.correction)
 
 

@@ -63,7 +63,7 @@ def test_advantage(my_plugins, attribute):
     assert advantages(given, options).tolist() == [-1, 1, 1]
 
 
-def test_policy_loss(my_plugins):
+def test_surrogate(my_plugins):
     config = configured("algorithm.surrogate=my_plugins:soft_clip", "algorithm.clip_ratio_high=0.5")
     loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=True)
     logp = torch.tensor([-1.0, -1.0], requires_grad=True)

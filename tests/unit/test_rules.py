@@ -66,7 +66,7 @@ BROKEN = {
     "experts_size_divides": ["megatron.expert_tensor_parallel=3", "megatron.data_parallel=3"],
     "experts_with_tp_need_sp": ["megatron.tensor_parallel=2"],
     "estimator_is_known": ["algorithm.adv_estimator=gae"],
-    "policy_loss_is_known": ["algorithm.surrogate=ppo"],
+    "surrogate_is_known": ["algorithm.surrogate=ppo"],
     "filters_are_known": ["algorithm.filters=[hard]"],
     "groups_can_be_compared": ["rollout.n=1"],
     "overlong_buffer_is_within_the_response": ["reward.overlong_buffer.length=513"],
@@ -83,6 +83,16 @@ BROKEN = {
     "mismatch_is_weighted_once": ["mismatch.correction=tis", "train.old_logprobs=rollout"],
     "bounds_have_a_correction": ["mismatch.ratio_high=3"],
     "bounds_are_in_order": ["mismatch.correction=icepop", "mismatch.ratio_low=3", "mismatch.ratio_high=2"],
+    "bounds_have_a_rejection": ["mismatch.rejection_high=3"],
+    "kl_rejection_has_its_bound": ["mismatch.rejection=token_k3"],
+    "rejection_bounds_are_in_order": ["mismatch.rejection=seq_ratio", "mismatch.rejection_low=3", "mismatch.rejection_high=2"],
+    "renormalize_has_a_mask": ["mismatch.renormalize=true"],
+    "renormalize_knows_in_time": ["mismatch.renormalize=true", "mismatch.rejection=seq_ratio", "train.old_logprobs=rollout"],
+    "sequence_sum_has_one_factor": [
+        "algorithm.ratio_level=sequence_sum",
+        "algorithm.loss_agg_mode=group-sum",
+        "mismatch.correction=tis",
+    ],
     "threshold_has_an_action": ["mismatch.action=off", "mismatch.threshold=0.5"],
 }
 

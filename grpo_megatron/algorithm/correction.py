@@ -1,0 +1,131 @@
+"""What the mismatch between engine and trainer does to the policy term: a factor for each token, and which tokens it masks.
+
+delta = trainer's log-prob - engine's, at each trained token; rho = exp(delta) is the token's ratio, and rho_y the
+product of the ratios of a sequence's trained tokens. Under train.old_logprobs=recompute they are known before
+training, else in the training forward only; the same object serves both.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from grpo_megatron.algorithm.kl import MAX_LOG_RATIO
+from grpo_megatron.config.algorithm import MismatchAction, MismatchConfig, MismatchCorrection, MismatchRejection
+
+# [t] -> [t]: at each token the sum over all tokens of its sequence.
+SequenceSum = Callable[[torch.Tensor], torch.Tensor]
+
+# (smallest, largest) ratio as published or recommended.
+CORRECTION_BOUNDS = {
+    MismatchCorrection.tis: (0.0, 2.0),
+    MismatchCorrection.icepop: (0.5, 5.0),
+    MismatchCorrection.seq_tis: (0.0, 2.0),
+    MismatchCorrection.mis: (0.0, 2.0),
+}
+# Of the criteria on a ratio; for the others no bound is published that would serve every model.
+REJECTION_BOUNDS = {
+    MismatchRejection.token_ratio: (0.5, 5.0),
+    MismatchRejection.seq_ratio: (0.0, 2.0),
+    MismatchRejection.seq_geometric_ratio: (0.999, 1.001),
+}
+OF_SEQUENCES = (MismatchCorrection.seq_tis, MismatchCorrection.mis)
+# Those that mask what is outside of their bounds; the others truncate.
+MASKING = (MismatchCorrection.icepop, MismatchCorrection.mis)
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """The importance weight of the policy term.
+
+    tis: min(rho, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training"). icepop: rho, tokens with rho outside [low, high] masked (arXiv:2510.18855). seq_tis:
+    min(rho_y, high). mis: rho_y, sequences with rho_y outside masked (both Liu et al. 2025, "When Speed
+    Kills Stability").
+    """
+
+    kind: MismatchCorrection
+    low: float
+    high: float
+
+    def __call__(self, delta: torch.Tensor, sequence_sum: SequenceSum) -> tuple[torch.Tensor, torch.Tensor]:
+        """(factor [t], kept bool [t]); delta [t], 0 outside the mask."""
+        ratio = _exp(sequence_sum(delta) if self.kind in OF_SEQUENCES else delta)
+        if self.kind in MASKING:
+            return ratio, (ratio >= self.low) & (ratio <= self.high)
+        return ratio.clamp(self.low, self.high), torch.ones_like(ratio, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Tokens, or all tokens of a sequence, are masked where a measure of the mismatch is outside [low, high].
+
+    token_ratio: rho. seq_ratio: rho_y. seq_geometric_ratio: the geometric mean of a sequence's rho (Liu et
+    al. 2025). *_k2 and *_k3: delta²/2 and rho - 1 - delta, estimates of KL(engine || trainer) in nats, of the
+    token, or their sum, mean or maximum over the sequence.
+    """
+
+    kind: MismatchRejection
+    low: float
+    high: float
+
+    def __call__(self, delta: torch.Tensor, mask: torch.Tensor, sequence_sum: SequenceSum) -> torch.Tensor:
+        """kept bool [t]; delta [t], 0 outside the mask bool [t]."""
+        level, _, measure = self.kind.value.rpartition("_")
+        near = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        values = {"ratio": delta, "k2": near.square() / 2, "k3": near.expm1() - near}[measure]
+        if level == "seq_max":
+            # Whether any token is beyond needs a sum only, as every layout provides it.
+            return sequence_sum((~(values <= self.high)).to(delta.dtype)) == 0
+        if level != "token":
+            values = sequence_sum(values)
+        if level in ("seq_mean", "seq_geometric"):
+            values = values / sequence_sum(mask.to(delta.dtype)).clamp(min=1)
+        if measure == "ratio":
+            values = _exp(values)
+        return (values >= self.low) & (values <= self.high)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """weighting and rejection: None for none. max_difference: tokens with a greater |delta| are masked too; None: none."""
+
+    weighting: Weighting | None = None
+    rejection: Rejection | None = None
+    max_difference: float | None = None
+
+    @classmethod
+    def from_config(cls, config: MismatchConfig) -> "Correction | None":
+        """None if nothing is asked for."""
+        weighting = rejection = None
+        if config.correction != MismatchCorrection.none:
+            bounds = _bounds(CORRECTION_BOUNDS[config.correction], config.ratio_low, config.ratio_high)
+            weighting = Weighting(config.correction, *bounds)
+        if config.rejection != MismatchRejection.none:
+            published = REJECTION_BOUNDS.get(config.rejection, (0.0, float("inf")))
+            rejection = Rejection(config.rejection, *_bounds(published, config.rejection_low, config.rejection_high))
+        limit = config.threshold if config.action == MismatchAction.mask else None
+        found = cls(weighting, rejection, limit)
+        return None if found == cls() else found
+
+    def __call__(
+        self, rollout_logp: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor, sequence_sum: SequenceSum
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(factor [t], 0 where masked; kept bool [t]), detached; 1 and True outside the mask."""
+        delta = torch.where(mask, logp.detach() - rollout_logp, 0)
+        factor, kept = torch.ones_like(delta), torch.ones_like(mask)
+        if self.weighting:
+            factor, kept = self.weighting(delta, sequence_sum)
+        if self.rejection:
+            kept = kept & self.rejection(delta, mask, sequence_sum)
+        if self.max_difference is not None:
+            kept = kept & (delta.abs() <= self.max_difference)
+        return torch.where(mask, torch.where(kept, factor, 0), 1), kept | ~mask
+
+
+def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _bounds(published: tuple[float, float], low: float | None, high: float | None) -> tuple[float, float]:
+    return published[0] if low is None else low, published[1] if high is None else high

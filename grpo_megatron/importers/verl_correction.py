@@ -1,0 +1,152 @@
+"""verl's algorithm.rollout_correction and ours: weights (rollout_is) and masks (rollout_rs) for the mismatch of engine and trainer.
+
+verl works with the log-ratio of trainer to engine as well, but its criteria k1 are its negative: bounds of token_k1 and its
+kin are of the ratio of engine to trainer, so that "0.5_5.0" keeps our ratios from 1/5 to 1/0.5.
+"""
+
+from typing import Any
+
+from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, elsewhere, only, truth
+
+CORRECTION = "algorithm.rollout_correction"
+# With bounds of our ratio (versions of 2025), with bounds of its inverse, with an upper bound of a KL.
+DIRECT = {"token": "token_ratio", "sequence": "seq_ratio", "geometric": "seq_geometric_ratio"}
+INVERSE = {"token_k1": "token_ratio", "seq_sum_k1": "seq_ratio", "seq_mean_k1": "seq_geometric_ratio"}
+KL = tuple(f"{level}_{measure}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for measure in ("k2", "k3"))
+_BOUNDS = ("mismatch.ratio_low", "mismatch.ratio_high")
+
+
+def bypasses(source: Source) -> bool:
+    return truth(source[f"{CORRECTION}.bypass_mode"])
+
+
+def _number(key: str, text: Any) -> float | int:
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        raise CannotCarry(f"{key}={text!r} is not a number") from None
+    if not value > 0:
+        raise CannotCarry(f"{key}={text} is not positive, which verl refuses too")
+    return int(value) if value.is_integer() else value
+
+
+def _thresholds(key: str, value: Any) -> tuple[float | None, float]:
+    """(lower or None, upper) of a number or "lower_upper"."""
+    if value is None:
+        raise CannotCarry(f"verl needs {key} with it")
+    lower, separator, upper = str(value).rpartition("_")
+    return (_number(key, lower) if separator else None), _number(key, upper)
+
+
+def _rollout_is(value: Any, source: Source) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if value not in ("token", "sequence"):
+        raise CannotCarry("there is no such weight here; token and sequence are tis and seq_tis")
+    if bypasses(source) and source[f"{CORRECTION}.loss_type"] != "reinforce":
+        raise CannotCarry("verl does not apply it in bypass_mode with loss_type=ppo_clip, whose ratio is to the engine already")
+    lower, upper = _thresholds(f"{CORRECTION}.rollout_is_threshold", source[f"{CORRECTION}.rollout_is_threshold"])
+    if lower is None:
+        return {"mismatch.correction": "tis" if value == "token" else "seq_tis", "mismatch.ratio_high": upper}
+    if source[f"{CORRECTION}.rollout_rs"] is not None and not bypasses(source):
+        raise CannotCarry(
+            "what lower_upper zeroes stays in verl's means, and what rollout_rs masks does not; here mismatch.renormalize is for both"
+        )
+    kind = "icepop" if value == "token" else "mis"
+    return {"mismatch.correction": kind, **dict(zip(_BOUNDS, (lower, upper), strict=True))}
+
+
+def _rollout_rs(value: Any, source: Source) -> dict[str, Any]:
+    if value is None:
+        return {}
+    criteria = list(dict.fromkeys(part.strip() for part in str(value).split(",")))
+    if len(criteria) > 1:
+        raise CannotCarry("one criterion at a time here: mismatch.rejection")
+    return {**_rejection(criteria[0], source), **_what_a_mask_takes(source)}
+
+
+def _rejection(name: str, source: Source) -> dict[str, Any]:
+    key = f"{CORRECTION}.rollout_rs_threshold"
+    threshold = source[key]
+    if name in DIRECT:
+        # Versions with these names took the threshold of rollout_is where none was set.
+        lower, upper = _thresholds(key, threshold or source[f"{CORRECTION}.rollout_is_threshold"])
+        set_lower = source[f"{CORRECTION}.rollout_rs_threshold_lower"]
+        lower = lower or (_number(f"{key}_lower", set_lower) if set_lower is not None else 1 / upper)
+        return _kept(DIRECT[name], lower, upper)
+    lower, upper = _thresholds(key, threshold)
+    if name in INVERSE:
+        return _kept(INVERSE[name], 1 / upper, 1 / (lower or 1 / upper))
+    if name not in KL:
+        raise CannotCarry(f"there is no such criterion here; known are {', '.join((*DIRECT, *INVERSE, *KL))}")
+    if lower is not None:
+        raise CannotCarry(f"{name} has an upper bound only, in verl too")
+    return {"mismatch.rejection": name, "mismatch.rejection_high": upper}
+
+
+def _kept(kind: str, low: float, high: float) -> dict[str, Any]:
+    return {"mismatch.rejection": kind, "mismatch.rejection_low": low, "mismatch.rejection_high": high}
+
+
+def _what_a_mask_takes(source: Source) -> dict[str, Any]:
+    """Outside of bypass mode verl takes the rejected tokens out of the batch: KL, entropy and the means lose them too."""
+    if bypasses(source):
+        return {}
+    return {"mismatch.renormalize": True, "algorithm.mask_applies_to": "all"}
+
+
+ROLLOUT_CORRECTION = (
+    becomes(
+        f"{CORRECTION}.rollout_is",
+        ("mismatch.correction", *_BOUNDS),
+        _rollout_is,
+        "token: tis, sequence: seq_tis; with a threshold lower_upper icepop, mis",
+        default=None,
+    ),
+    becomes(
+        f"{CORRECTION}.rollout_rs",
+        (
+            "mismatch.rejection",
+            "mismatch.rejection_low",
+            "mismatch.rejection_high",
+            "mismatch.renormalize",
+            "algorithm.mask_applies_to",
+        ),
+        _rollout_rs,
+        "masks without a weight; token_k1, seq_sum_k1, seq_mean_k1: token_ratio, seq_ratio, seq_geometric_ratio, the bounds inverted, "
+        "since verl's are of engine to trainer; *_k2, *_k3: the same names; token, sequence, geometric of 2025: bounds as they are; "
+        "without bypass_mode verl takes masked tokens out of KL, entropy and the means too, but counts sequences that are wholly "
+        "masked in seq-mean-*",
+        default=None,
+    ),
+    becomes(f"{CORRECTION}.rollout_is_threshold", (), elsewhere, "read with rollout_is", default=2.0),
+    becomes(f"{CORRECTION}.rollout_rs_threshold", (), elsewhere, "read with rollout_rs", default=None),
+    becomes(
+        f"{CORRECTION}.rollout_rs_threshold_lower",
+        (),
+        elsewhere,
+        "read with rollout_rs; theirs is 1 / upper if not set",
+        default=None,
+    ),
+    becomes(
+        f"{CORRECTION}.rollout_is_batch_normalize",
+        (),
+        only((False,), "weights are not divided by their mean over the batch here"),
+        "only false",
+    ),
+    becomes(
+        f"{CORRECTION}.bypass_mode",
+        "train.old_logprobs",
+        lambda value, source: "rollout" if truth(value) else "recompute",
+        "true: the engine's log-probs are the old policy's",
+        default=False,
+    ),
+    becomes(
+        f"{CORRECTION}.loss_type",
+        (),
+        elsewhere,
+        "the policy loss in bypass_mode: read with policy_loss.loss_mode",
+        default="ppo_clip",
+    ),
+    dropped(f"{CORRECTION}.*", "no such part of the correction here"),
+)
