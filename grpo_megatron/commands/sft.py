@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def sft(config: Config) -> dict:
     check_model(config)
     state = read_state(config.run.resume)
     step = state["step"] if state else 0
-    examples = load_examples(config, PromptTokenizer(config.model.path))
+    examples = load_examples(config, PromptTokenizer(config.model.path, config.data))
     order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
     directory = open_run_folder(config, step)
     sizes = ParallelSizes.from_config(config.megatron)
@@ -73,7 +74,9 @@ def sft(config: Config) -> dict:
     return result
 
 
-def next_batch(config: Config, examples: list[Sample], order: EpochOrder, cost_model: CostModel) -> tuple[TrainBatch, Schedule]:
+def next_batch(
+    config: Config, examples: Sequence[Sample], order: EpochOrder, cost_model: CostModel
+) -> tuple[TrainBatch, Schedule]:
     """The next data.train_batch_size examples as one optimizer step, weighted to the mean over tokens."""
     batch = TrainBatch.from_samples([examples[i] for i in order.take(config.data.train_batch_size)])
     batch.weight = token_weights(batch, "token-mean", config.rollout.max_response_length)

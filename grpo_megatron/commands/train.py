@@ -32,7 +32,7 @@ def assembled(config: Config, controller_class: type[Controller] = Controller) -
     check_model(config)
     state = read_state(config.run.resume)
     resumed = state["step"] if state else 0
-    tokenizer = PromptTokenizer(config.model.path)
+    tokenizer = PromptTokenizer(config.model.path, config.data)
     replay = config.rollout.replay
     prompts = None if replay else training_prompts(config, tokenizer)
     held_out = held_out_prompts(config, tokenizer)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.config.schema import RewardConfig
-from grpo_megatron.data import read_jsonl
+from grpo_megatron.data import read_records
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import RewardWorkers, resolve_reward
 from grpo_megatron.rewards.answers import find_answer, hashes, normalise_number
@@ -120,7 +120,7 @@ def test_all_gold_answers_of_gsm8k_are_accepted_and_perturbed_ones_rejected():
     if not path.is_file():
         pytest.skip(f"{path} is not here")
     reward = resolve_reward(GSM8K)
-    records = read_jsonl(str(path), ["question", "answer"])
+    records = read_records(str(path), ["question", "answer"])
     assert len(records) == 1319
     for record in records:
         gold = normalise_number(hashes(record["answer"]))
