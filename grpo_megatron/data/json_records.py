@@ -12,7 +12,7 @@ from grpo_megatron.data.values import plain_record
 from grpo_megatron.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"
-_BLOCK = 2**20  # bytes read at a time
+_BLOCK = 2**18  # bytes read at a time
 # A whole string, a mark of structure, or the quote of a string that goes on behind the block.
 _MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]|"', re.DOTALL)
 

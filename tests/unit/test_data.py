@@ -94,7 +94,7 @@ def test_system_prompt_and_suffix(tmp_path, tokenizer):
 
 def test_a_prompt_of_the_wrong_kind(tmp_path, tokenizer):
     path = write(tmp_path / "p.jsonl", '{"prompt": 5, "answer": "15"}')
-    with pytest.raises(UserError, match="p.jsonl:1: the prompt must be a string, a list of messages"):
+    with pytest.raises(UserError, match=r"p.jsonl:1: the prompt must be a string, a list of messages"):
         load_prompts(path, tokenizer, DataConfig())
 
 
