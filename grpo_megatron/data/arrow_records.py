@@ -12,6 +12,7 @@ from grpo_megatron.errors import UserError
 HUB_PREFIX = "hf:"
 # Row groups that are kept decoded, of each file: a shuffled order comes back to them.
 _CACHE_BYTES = 256 * 2**20
+_LONGEST_LINE = 200  # characters of a message of the library
 
 
 class ParquetRecords(FileRecords):
@@ -96,5 +97,6 @@ def _row(table, row: int, where: str) -> dict[str, Any]:
 
 
 def _line(error: Exception) -> str:
-    """The first line of the message, or else the kind of error."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of the message, which may quote bytes of the file, or else the kind of error."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0][:_LONGEST_LINE]
+    return "".join(character if character.isprintable() else "?" for character in line)
