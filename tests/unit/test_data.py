@@ -1,3 +1,4 @@
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -126,6 +127,19 @@ def test_an_hf_dataset_from_a_local_folder(tmp_path):
     assert list(read_records(f"hf:{tmp_path}", ["prompt"])) == [{"prompt": "1+1", "answer": "2"}]
     with pytest.raises(UserError, match="cannot be loaded"):
         read_records(f"hf:{tmp_path}/nothing", [])
+
+
+def test_a_part_of_an_hf_datasets_split_with_values_that_are_not_text(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="the optional package datasets is not installed")
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "picture": datasets.Image(), "day": datasets.Value("date32")}
+    )
+    row = {"prompt": "1+1", "picture": {"bytes": b"\x89PNG", "path": None}, "day": datetime.date(2024, 2, 29)}
+    datasets.Dataset.from_list([row] * 3, features=features).to_parquet(str(tmp_path / "train.parquet"))
+    records = read_records(f"hf:{tmp_path}::train[:2]", ["prompt"])
+    assert len(records) == 2
+    picture = {"bytes": {"base64": "iVBORw=="}, "path": None}
+    assert records[1] == {"prompt": "1+1", "picture": picture, "day": "2024-02-29"}
 
 
 def test_weighted_sources_keep_their_shares():

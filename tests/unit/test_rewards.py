@@ -110,6 +110,21 @@ def test_math_on_gsm8k_answers(response, expected):
     assert score(resolve_reward(GSM8K), response, "<<1200+34=1234>>1234.\n#### 1,234") == expected
 
 
+@pytest.mark.parametrize(
+    ("config", "answers", "right"),
+    [
+        (RewardConfig(), ["1234", "1/2"], ["1234", "1/2"]),
+        (RewardConfig(extract="[^ ]+$"), ["1234", "1/2"], ["is 1234", "is 1/2"]),
+        (RewardConfig(function="math"), ["1234", "1/2"], ["$1,234$", "0.5"]),
+        (GSM8K, ["2 + 5 #### 7", "#### 1,234"], ["\\boxed{7.0}", "#### 1234"]),
+    ],
+)
+def test_any_of_several_reference_answers_is_right(config, answers, right):
+    reward = resolve_reward(config)
+    assert [score(reward, response, answers) for response in right] == [1.0, 1.0]
+    assert score(reward, "5", answers) == 0.0
+
+
 def test_a_reference_without_an_answer_is_an_error():
     with pytest.raises(ValueError, match=r"no answer found by reward\.answer_from"):
         score(resolve_reward(GSM8K), "5", "five")
