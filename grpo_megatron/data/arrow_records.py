@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from grpo_megatron.data.store import FileRecords, Records
-from grpo_megatron.data.values import plain_record
+from grpo_megatron.data.values import plain_record, shown
 from grpo_megatron.errors import UserError
 
 HUB_PREFIX = "hf:"
@@ -33,7 +33,7 @@ class ParquetRecords(FileRecords):
             raise UserError(f"{path} cannot be read: {_line(error)}") from error
         if len(set(names)) < len(names):
             twin = next(name for name in names if names.count(name) > 1)
-            raise UserError(f"{path} has several columns {twin!r}; rename all but one")
+            raise UserError(f"{path} has several columns {shown(twin)}; rename all but one")
         if any(count < 0 for count in rows):
             raise UserError(f"{path} cannot be read: a row group has a negative number of rows")
         self._starts = [0, *accumulate(rows)]

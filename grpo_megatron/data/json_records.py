@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_megatron.data.store import FileRecords
-from grpo_megatron.data.values import plain_record
+from grpo_megatron.data.values import plain_record, shown
 from grpo_megatron.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"
@@ -119,5 +119,5 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(record) < len(pairs):
         seen: set[str] = set()
         twin = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {twin!r} occurs twice in one object")
+        raise ValueError(f"key {shown(twin)} occurs twice in one object")
     return record

@@ -53,7 +53,7 @@ def plain_record(record: dict[str, Any], where: str) -> dict[str, Any]:
         try:
             result[_text(key)] = plain(value)
         except ValueError as error:
-            raise UserError(f"{where}: field {key!r} {error}") from error
+            raise UserError(f"{where}: field {shown(key)} {error}") from error
     return result
 
 
@@ -80,7 +80,7 @@ def required(record: dict[str, Any], key: str, where: str) -> Any:
     """What lookup finds. Raises UserError, naming the record's own keys, if it is missing or null."""
     value = lookup(record, key)
     if value is None:
-        has = ", ".join(map(repr, list(record)[:_KEYS_SHOWN])) + (", ..." if len(record) > _KEYS_SHOWN else "")
+        has = ", ".join(map(shown, list(record)[:_KEYS_SHOWN])) + (", ..." if len(record) > _KEYS_SHOWN else "")
         fault = "null" if key in record else "missing"
         raise UserError(f"{where}: field {key!r} is {fault}; the record has {has} (see data.prompt_key and its siblings)")
     return value

@@ -188,7 +188,7 @@ def damaged(rng: random.Random, kind: str, path) -> str:
             if damage in STRUCTURE:
                 damage(rng, rows)
             write_rows(path, kind, rows)
-        except (pyarrow.ArrowException, AttributeError, TypeError, UnicodeEncodeError):
+        except (pyarrow.ArrowException, AttributeError, OverflowError, TypeError, UnicodeEncodeError):
             continue  # this kind of file cannot hold that value at all
         if damage in BYTES:
             path.write_bytes(damage(rng, path.read_bytes()))

@@ -12,6 +12,7 @@ from grpo_megatron.config.schema import Config, DataConfig, ModelConfig, Rollout
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.data.examples import load_examples
 from grpo_megatron.errors import UserError
+from grpo_megatron.preflight.check import check
 from tests.models import tiny_qwen3
 
 sys.path.insert(0, "tools")
@@ -235,3 +236,19 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": ["2"]}\n')
     with pytest.raises(UserError, match=r"b.jsonl:1: field 'response' must be a string, is \['2'\]"):
         load_examples(config, tokenizer)
+
+
+def test_check_names_a_tokenizer_without_a_template_once(tmp_path):
+    from make_tiny_model import make
+
+    make(tmp_path / "m", hidden=64, ffn=128)
+    (tmp_path / "m" / "chat_template.jinja").unlink()
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    given = [f"model.path={tmp_path}/m", f"data.train={tmp_path}/p.jsonl", f"data.eval={tmp_path}/p.jsonl"]
+    report = check(None, given)
+    [violation] = report.violations
+    assert "no chat template; set data.chat_template=none" in violation
+    assert f"fields of data.train {tmp_path}/p.jsonl" in report.checked
+    report = check(None, [*given, "data.chat_template=none"])
+    assert not report.violations
+    assert f"data.eval {tmp_path}/p.jsonl" in report.checked

@@ -166,15 +166,15 @@ def test_parquet_files_that_cannot_be_read(tmp_path):
 
 def test_parquet_is_read_by_row_group(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_megatron.data.arrow_records._CACHE_BYTES", 3 * 10 * 11_000)
-    rows = [{"prompt": f"{i:010000d}"} for i in range(95)]
+    rows = [{"prompt": f"{i:010000d}"} for i in range(295)]
     path = write_table(tmp_path / "p.parquet", {"prompt": [row["prompt"] for row in rows]}, row_group_size=10)
     gc.collect()  # what earlier tests left must not go in between
     before = pyarrow.total_allocated_bytes()
     records = read_records(path, ["prompt"])
-    assert len(records) == 95
-    for number in (94, 0, 57, 58, 9, 10, 0):
+    assert len(records) == 295
+    for number in (294, 0, 57, 58, 9, 10, 0):
         assert records[number] == rows[number]
-        assert 0 < pyarrow.total_allocated_bytes() - before < 0.5 * 95 * 10_000
+        assert 0 < pyarrow.total_allocated_bytes() - before < 0.3 * 295 * 10_000
 
 
 def test_verls_own_files(tmp_path, tokenizer):
