@@ -104,7 +104,7 @@ class PlainLoop:
 
     def __init__(self, config: Config):
         self.config = config
-        self.tokenizer = PromptTokenizer(config.model.path)
+        self.tokenizer = PromptTokenizer(config.model.path, config.data)
         self.prompts = training_prompts(config, self.tokenizer)
         self.reward = resolve_reward(config.reward)
         self.policy = self._model().train()

@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from grpo_megatron.data import read_jsonl
+from grpo_megatron.data import read_records
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards.answers import hashes, normalise_number
 
@@ -21,7 +21,7 @@ INSTRUCTION = "Let's think step by step and put the final answer within \\boxed{
 def prepare(source: str, out: Path, instruction: str) -> int:
     """Number of prompts written. Raises UserError for a record without a final answer."""
     lines = []
-    for number, record in enumerate(read_jsonl(source, ["question", "answer"])):
+    for number, record in enumerate(read_records(source, ["question", "answer"])):
         answer = hashes(record["answer"])
         if answer is None:
             raise UserError(f"{source}: record {number} has no line '#### number' in its answer")

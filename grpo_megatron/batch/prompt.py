@@ -10,14 +10,15 @@ import numpy as np
 class Prompt:
     """One prompt as the prompt source hands it out.
 
-    ids: int32 [P] tokens; text: what was tokenized; answer: the reference the reward compares
-    with; uid: the record's place among all training records, stable over epochs; fields: the rest
-    of the record; source: name of the file or data set it came from.
+    ids: int32 [P] tokens, P > 0; text: what was tokenized (of ids that were given: what they spell);
+    answer: the reference the reward compares with, or a list of several that are all accepted; uid:
+    the record's place among all training records, stable over epochs; fields: the rest of the
+    record, in plain Python that can be written as JSON; source: name of the file or data set.
     """
 
     uid: int
     ids: np.ndarray
     text: str
-    answer: str
+    answer: str | list[str]
     fields: dict[str, Any] = field(default_factory=dict)
     source: str = ""

@@ -12,8 +12,6 @@ from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.config.schema import Config, RoutingReplay
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.cluster import check_cluster
-from grpo_megatron.preflight.model import check_model
 from grpo_megatron.run.checkpoints import Checkpoints, actor_folder, read_state
 from grpo_megatron.run.folder import open_run_folder
 from grpo_megatron.run.monitor import Monitor
@@ -56,11 +54,10 @@ class Run:
 def assemble(config: Config, command: str) -> Iterator[Run]:
     """Within this context the trainer's ranks, and the engines if `command` (train or sft) generates, are up.
 
-    Raises UserError for a model, machines, a checkpoint or a folder that are not right, before any process starts.
+    The configuration has passed preflight.start.check_start. Raises UserError for a checkpoint or a folder that is not
+    right, before any process starts.
     """
     started = time.perf_counter()
-    check_model(config)
-    check_cluster(config, command)
     state = read_state(config.run.resume)
     resumed = state["step"] if state else 0
     generates = command == "train" and not config.rollout.replay

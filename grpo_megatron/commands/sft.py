@@ -1,5 +1,6 @@
 """`grpo-megatron sft`: supervised warm start. The same trainer, with another loss."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_megatron.algorithm.losses import CrossEntropyLoss
@@ -12,6 +13,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.data import EpochOrder, PromptTokenizer
 from grpo_megatron.data.examples import load_examples
 from grpo_megatron.metrics import to_floats
+from grpo_megatron.preflight.start import check_start
 from grpo_megatron.trainer.mini_batch import partition
 
 # Steps between two lines on the terminal.
@@ -20,7 +22,8 @@ _SHOWN_EVERY = 50
 
 def sft(config: Config) -> dict[str, Any]:
     """Fine-tune on prompt/response pairs and export the model; returns what came out."""
-    examples = load_examples(config, PromptTokenizer(config.model.path))
+    check_start(config, "sft")
+    examples = load_examples(config, PromptTokenizer(config.model.path, config.data))
     order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
     metrics: dict[str, float] = {}
     tokens = 0
@@ -43,7 +46,9 @@ def sft(config: Config) -> dict[str, Any]:
         return run.finish({"loss": metrics.get("sft/loss_per_token"), "tokens": tokens})
 
 
-def next_batch(config: Config, examples: list[Sample], order: EpochOrder, cost_model: CostModel) -> tuple[TrainBatch, Schedule]:
+def next_batch(
+    config: Config, examples: Sequence[Sample], order: EpochOrder, cost_model: CostModel
+) -> tuple[TrainBatch, Schedule]:
     """The next data.train_batch_size examples as one optimizer step, weighted to the mean over tokens."""
     batch = TrainBatch.from_samples([examples[i] for i in order.take(config.data.train_batch_size)])
     batch.weight = token_weights(batch, "token-mean", config.rollout.max_response_length)

@@ -10,6 +10,7 @@ from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts, training_prompts
 from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.preflight.start import check_start
 from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.manager import RolloutManager
@@ -23,8 +24,9 @@ from grpo_megatron.weights.sync.sync import WeightSync
 @contextmanager
 def assembled_loop(config: Config, controller_class: type[Controller] = Controller) -> Iterator[tuple[Controller, Run]]:
     """The whole GRPO loop, ready to run: a controller with all that it calls."""
-    # What can be wrong with the data is found before any process starts.
-    tokenizer = PromptTokenizer(config.model.path)
+    # What can be wrong is found before any process starts.
+    check_start(config, "train")
+    tokenizer = PromptTokenizer(config.model.path, config.data)
     prompts = None if config.rollout.replay else training_prompts(config, tokenizer)
     held_out = held_out_prompts(config, tokenizer)
     with ExitStack() as cleanup:

@@ -109,13 +109,25 @@ class RefConfig:
 
 @dataclass
 class DataConfig:
-    train: Any = option(None, "training prompts (sft: prompt/response pairs): a .jsonl or .parquet file, hf:NAME, or a list")
+    train: Any = option(
+        None, "training prompts (sft: prompt/response pairs): a .jsonl, .json or .parquet file, hf:NAME, or a list"
+    )
     train_weights: list[float] = option([], "share of each source of data.train; none: each prompt once per epoch", above=0)
     eval: Any = option(None, "held-out prompts, as data.train; null: no evaluation")
-    prompt_key: str = option("prompt", "field with the prompt: a string, or a list of chat messages")
-    answer_key: str = option("answer", "field with the reference answer given to the reward")
+    prompt_key: str = option(
+        "prompt", "field with the prompt: a string, a list of chat messages, or a list of token ids; a.b: field b of a"
+    )
+    answer_key: str = option(
+        "answer", "field with the reference answer given to the reward, or with a list of those it accepts; a.b: field b of a"
+    )
     response_key: str = option("response", "sft only: field with the response to learn")
     system_prompt: str | None = option(None, "system message put before prompts that have none", text=Text.any)
+    chat_template: str = option(
+        "tokenizer",
+        "what makes the prompt's text: tokenizer (its chat template), a file with a Jinja template, or none (for base models: "
+        "the string as it is, with the BOS token if the tokenizer puts one before texts, and no end token)",
+    )
+    chat_template_args: dict[str, Any] = option({}, "further arguments of the chat template, such as {enable_thinking: false}")
     prompt_suffix: str = option("", "text appended to every prompt that is a string, such as an instruction", text=Text.any)
     max_prompt_length: int = option(512, "longest prompt accepted", "tokens", above=0)
     overlong_prompts: OverlongPrompts = option(

@@ -1,15 +1,8 @@
 """Where prompts come from."""
 
-from grpo_megatron.data.prompts import EpochOrder, PromptSource, PromptTokenizer, as_list, load_prompts, prompt_text
-from grpo_megatron.data.records import read_jsonl, read_records
+from grpo_megatron.data.order import EpochOrder, PromptSource
+from grpo_megatron.data.prompts import as_list, load_prompts
+from grpo_megatron.data.records import read_records
+from grpo_megatron.data.tokenizer import PromptTokenizer
 
-__all__ = [
-    "EpochOrder",
-    "PromptSource",
-    "PromptTokenizer",
-    "as_list",
-    "load_prompts",
-    "prompt_text",
-    "read_jsonl",
-    "read_records",
-]
+__all__ = ["EpochOrder", "PromptSource", "PromptTokenizer", "as_list", "load_prompts", "read_records"]

@@ -1,48 +1,68 @@
 """Prompt/response pairs for supervised training."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.config.schema import Config
-from grpo_megatron.data.prompts import PromptTokenizer, as_list, prompt_text
-from grpo_megatron.data.records import read_records
+from grpo_megatron.data.lazy import Chain, Made
+from grpo_megatron.data.prompts import as_list, record_prompt
+from grpo_megatron.data.records import open_records
+from grpo_megatron.data.store import Records
+from grpo_megatron.data.tokenizer import PromptTokenizer
+from grpo_megatron.data.values import required, shown
 from grpo_megatron.errors import UserError
 
 
-def load_examples(config: Config, tokenizer: PromptTokenizer) -> list[Sample]:
-    """Prompt/response pairs as samples; every response ends with the end-of-sequence token."""
-    data = config.data
-    end = tokenizer.tokenizer.eos_token_id
-    if end is None:
+def load_examples(config: Config, tokenizer: PromptTokenizer) -> Sequence[Sample]:
+    """Prompt/response pairs of all of data.train as samples; every response ends with the end-of-sequence token.
+
+    Each is made once here, so that whatever is wrong is found before a run starts, and again when it is asked for.
+    """
+    if tokenizer.tokenizer.eos_token_id is None:
         raise UserError(f"{config.model.path}: the tokenizer has no end-of-sequence token, which must close every response")
-    examples = []
-    longest = config.rollout.max_response_length
-    records = [
-        (f"{source}: record {number}", record)
-        for source in as_list(data.train)
-        for number, record in enumerate(read_records(source, [data.prompt_key, data.response_key]))
-    ]
-    for number, (where, record) in enumerate(records):
-        prompt = tokenizer.encode(prompt_text(record, tokenizer, data, where))
-        if not isinstance(record[data.response_key], str):
-            raise UserError(
-                f"{where}: field {data.response_key!r} must be a string, is {str(record[data.response_key])[:60]!r}"
-            )
-        response = np.append(tokenizer.encode(record[data.response_key]), np.int32(end))
+    parts, first = [], 0
+    for source in as_list(config.data.train):
+        records = open_records(source)
+        examples = Made(range(len(records)), ExampleMaker(records, tokenizer, config, first))
+        for _ in examples:
+            pass
+        parts.append(examples)
+        first += len(examples)
+    return Chain(parts)
+
+
+@dataclass(frozen=True)
+class ExampleMaker:
+    """Makes the sample of a record by its number. first: number of record 0 among all sources."""
+
+    records: Records
+    tokenizer: PromptTokenizer
+    config: Config
+    first: int
+
+    def __call__(self, number: int) -> Sample:
+        """Raises UserError, naming the record, for one that is damaged, incomplete or too long."""
+        data, longest = self.config.data, self.config.rollout.max_response_length
+        record, where = self.records[number], self.records.where(number)
+        _, prompt = self.tokenizer.prompt(record_prompt(record, data, where), where)
+        text = required(record, data.response_key, where)
+        if not isinstance(text, str):
+            raise UserError(f"{where}: field {data.response_key!r} must be a string, is {shown(text)}")
+        response = np.append(self.tokenizer.encode(text), np.int32(self.tokenizer.tokenizer.eos_token_id))
         if len(prompt) > data.max_prompt_length or len(response) > longest:
             raise UserError(
                 f"{where} has {len(prompt)} prompt and {len(response)} response tokens, more than "
                 f"data.max_prompt_length={data.max_prompt_length} or rollout.max_response_length={longest}"
             )
-        examples.append(
-            Sample(
-                group_id=number,
-                trajectory_id=number,
-                prompt_ids=prompt,
-                response_ids=response,
-                loss_mask=np.ones(len(response), dtype=np.bool_),
-                rollout_logprobs=np.zeros(len(response), dtype=np.float32),
-                finish_reason="stop",
-            )
+        return Sample(
+            group_id=self.first + number,
+            trajectory_id=self.first + number,
+            prompt_ids=prompt,
+            response_ids=response,
+            loss_mask=np.ones(len(response), dtype=np.bool_),
+            rollout_logprobs=np.zeros(len(response), dtype=np.float32),
+            finish_reason="stop",
         )
-    return examples

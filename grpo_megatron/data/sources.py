@@ -2,7 +2,9 @@
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.schema import Config
-from grpo_megatron.data.prompts import PromptSource, PromptTokenizer, as_list, load_prompts
+from grpo_megatron.data.order import PromptSource
+from grpo_megatron.data.prompts import as_list, load_prompts
+from grpo_megatron.data.tokenizer import PromptTokenizer
 
 
 def training_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSource:
@@ -17,12 +19,15 @@ def training_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSource
 
 
 def held_out_prompts(config: Config, tokenizer: PromptTokenizer) -> dict[str, list[Prompt]]:
-    """{name of the data set: its prompts}; a name that occurs twice gets a number."""
+    """{name of the data set: its prompts}; a name that occurs twice gets a number.
+
+    These are held in memory: an evaluation samples them all at once.
+    """
     datasets: dict[str, list[Prompt]] = {}
     for source in as_list(config.data.eval):
         prompts, counts = load_prompts(source, tokenizer, config.data)
         if any(counts.values()):
             print(f"{source}: {counts['skipped']} skipped and {counts['truncated']} truncated for their length", flush=True)
         name = prompts[0].source
-        datasets[name if name not in datasets else f"{name}_{len(datasets)}"] = prompts
+        datasets[name if name not in datasets else f"{name}_{len(datasets)}"] = list(prompts)
     return datasets

@@ -98,7 +98,9 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
     from grpo_megatron.data import PromptTokenizer, as_list, load_prompts, read_records
 
     data = config.data
-    tokenizer = PromptTokenizer(config.model.path) if model_is_here else None
+    tokenizers: list[PromptTokenizer] = []
+    if model_is_here:
+        report.attempt("tokenizer", lambda: tokenizers.append(PromptTokenizer(config.model.path, data)))
     sources = [("data.train", source) for source in as_list(data.train) if command == "sft" or not config.rollout.replay]
     if command == "train":
         sources += [("data.eval", source) for source in as_list(data.eval)]
@@ -108,15 +110,15 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
             report.not_checked.append(f"{key}: {source} is read from a hub")
         elif not Path(source).is_file():
             report.not_checked.append(f"{key}: {source} is not a file here")
-        elif tokenizer is None:
+        elif not tokenizers:
             report.attempt(f"fields of {key} {source}", partial(read_records, source, [data.prompt_key, answer]))
         elif command == "sft":
             from grpo_megatron.data.examples import load_examples
 
             one = dataclasses.replace(config, data=dataclasses.replace(data, train=source))
-            report.attempt(f"{key} {source}", partial(load_examples, one, tokenizer))
+            report.attempt(f"{key} {source}", partial(load_examples, one, *tokenizers))
         else:
-            report.attempt(f"{key} {source}", partial(load_prompts, source, tokenizer, data))
+            report.attempt(f"{key} {source}", partial(load_prompts, source, *tokenizers, data))
 
 
 def _check_paths(config: Config, command: str, report: Report) -> None:

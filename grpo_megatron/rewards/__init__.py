@@ -1,8 +1,9 @@
 """Rewards: how good a response is. Light to import, because reward workers start with it alone.
 
 A reward is a function ``reward(prompt, response, answer, record)``, called with keywords: the text
-of prompt and response, the reference answer, and a dict of the data record's other fields. It
-returns a number, or a dict with the key "reward" and any further numbers to be logged.
+of prompt and response, the reference answer (a list of strings if the record has several, each of
+them accepted), and a dict of the data record's other fields. It returns a number, or a dict with
+the key "reward" and any further numbers to be logged.
 """
 
 from grpo_megatron.rewards.base import resolve_reward, reward_function

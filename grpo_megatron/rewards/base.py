@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from grpo_megatron.config.schema import RewardConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Registry
 from grpo_megatron.rewards.answers import find_answer, normalise_number
@@ -15,8 +16,8 @@ BUILT_IN = ("exact_match", "math")
 reward_function = Registry("reward", "reward.function")
 
 
-def exact_match(config) -> Callable[..., float]:
-    """1.0 if the response's answer is the reference answer, letter by letter.
+def exact_match(config: RewardConfig) -> Callable[..., float]:
+    """1.0 if the response's answer is the reference answer, or one of several, letter by letter.
 
     The answer is what reward.extract matches last (group 1 if it has groups), or what
     reward.response_from finds, or else the whole response without surrounding white space; a
@@ -27,19 +28,19 @@ def exact_match(config) -> Callable[..., float]:
     except re.error as error:
         raise UserError(f"reward.extract={config.extract!r} is not a regular expression: {error}") from error
 
-    def reward(prompt: str, response: str, answer: str, record: dict) -> float:
+    def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
         if pattern is not None:
             matches = list(pattern.finditer(response))
             found = matches[-1].group(1 if pattern.groups else 0).strip() if matches else None
         else:
             found = find_answer(response, config.response_from or ["whole"])
-        return float(found is not None and found == _reference(answer, config))
+        return float(found is not None and found in _references(answer, config))
 
     return reward
 
 
-def math(config) -> Callable[..., float | dict[str, float]]:
-    """1.0 if the response's final answer equals the reference mathematically (1/2 = 0.5).
+def math(config: RewardConfig) -> Callable[..., float | dict[str, float]]:
+    """1.0 if the response's final answer equals the reference, or one of several, mathematically (1/2 = 0.5).
 
     0.0 with the component `timed_out` if comparing takes longer than 5 s.
 
@@ -48,22 +49,23 @@ def math(config) -> Callable[..., float | dict[str, float]]:
     """
     from math_verify import parse, verify
 
-    def reward(prompt: str, response: str, answer: str, record: dict) -> float:
-        gold = _reference(answer, config)
+    def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
+        golds = _references(answer, config)
         if config.response_from:
             found = find_answer(response, config.response_from)
             if found is None:
                 return 0.0
-            if normalise_number(found) == normalise_number(gold):
+            if normalise_number(found) in map(normalise_number, golds):
                 return 1.0  # most right answers; parsing costs milliseconds
             response = f"${normalise_number(found)}$"
         # The library's own time limits use the alarm signal, which the reward worker needs. What the
         # model wrote must not end a run, so an expression that takes too long is simply not right.
-        parsed = parse(f"${normalise_number(gold)}$", parsing_timeout=None)
-        if not parsed:
-            raise ValueError(f"math-verify cannot read the reference answer {gold!r}")
+        parsed = [parse(f"${normalise_number(gold)}$", parsing_timeout=None) for gold in golds]
+        if not all(parsed):
+            raise ValueError(f"math-verify cannot read the reference answer {golds[parsed.index([])]!r}")
         with time_limit(_COMPARE_SECONDS) as limit:
-            return float(verify(parsed, parse(response, parsing_timeout=None), timeout_seconds=None))
+            answered = parse(response, parsing_timeout=None)
+            return float(any(verify(gold, answered, timeout_seconds=None) for gold in parsed))
         return {"reward": 0.0, "timed_out": float(limit.reached)}
 
     return reward
@@ -101,18 +103,19 @@ class time_limit:
         return self.reached
 
 
-def _reference(answer: str, config) -> str:
-    found = find_answer(answer, config.answer_from)
-    if found is None:
-        raise ValueError(f"no answer found by reward.answer_from={config.answer_from} in {answer[-80:]!r}")
-    return found
+def _references(answer: str | list[str], config: RewardConfig) -> list[str]:
+    """What reward.answer_from finds in the reference answer, or in each of several."""
+    references = []
+    for text in [answer] if isinstance(answer, str) else answer:
+        found = find_answer(text, config.answer_from)
+        if found is None:
+            raise ValueError(f"no answer found by reward.answer_from={config.answer_from} in {text[-80:]!r}")
+        references.append(found)
+    return references
 
 
-def resolve_reward(config) -> Callable[..., float | dict[str, float]]:
-    """exact_match, math, or `module:function` (found from the working directory too).
-
-    config: config.schema.RewardConfig.
-    """
+def resolve_reward(config: RewardConfig) -> Callable[..., float | dict[str, float]]:
+    """exact_match, math, or `module:function` (found from the working directory too)."""
     name = config.function
     if name == "exact_match":
         return exact_match(config)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from grpo_megatron.cluster.worker_pool import WorkerPool
+from grpo_megatron.config.schema import RewardConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards.base import resolve_reward, time_limit
 
@@ -18,17 +19,17 @@ class RewardTask:
     uid: int
     prompt: str
     response: str
-    answer: str
+    answer: str | list[str]
     record: dict
 
 
 class RewardWorkers:
-    """A pool of reward processes; config: config.schema.RewardConfig.
+    """A pool of reward processes.
 
     The function is resolved here first, so that a wrong name fails before any work is done.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: RewardConfig):
         resolve_reward(config)
         self._pool = WorkerPool("reward", config.function, config.timeout, config.workers, _initialize, config)
 
@@ -40,7 +41,7 @@ class RewardWorkers:
         self._pool.close()
 
 
-def _initialize(config) -> None:
+def _initialize(config: RewardConfig) -> None:
     global _reward, _settings
     _reward = resolve_reward(config)
     _settings = (config.function, config.timeout)

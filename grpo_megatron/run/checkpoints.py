@@ -22,7 +22,7 @@ class Checkpoints:
         return self.every > 0 and step % self.every == 0
 
     def save(self, step: int, actor, state: dict) -> str:
-        """actor: cluster.ActorGroup; state: JSON-serialisable, with its "step". Returns the folder."""
+        """state: JSON-serialisable, with its "step". Returns the folder."""
         final = self.folder / f"step_{step:08d}"
         aside = self.folder / f"{final.name}.partial"
         for leftover in (aside, final):

@@ -79,7 +79,7 @@ def test_a_prompt_that_is_too_long(capsys, arithmetic, tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "' + "1" * 80 + '", "answer": "2"}\n')
     message = refusal(capsys, arithmetic, f"data.train={path}")
-    assert f"{path}: record 1 has 82 tokens, more than data.max_prompt_length=64" in message
+    assert f"{path}:2: the prompt has 82 tokens, more than data.max_prompt_length=64" in message
     assert "data.overlong_prompts" in message
 
 

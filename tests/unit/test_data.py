@@ -1,3 +1,4 @@
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.schema import DataConfig, OverlongPrompts
-from grpo_megatron.data import EpochOrder, PromptSource, PromptTokenizer, load_prompts, read_jsonl, read_records
+from grpo_megatron.data import EpochOrder, PromptSource, PromptTokenizer, load_prompts, read_records
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.record import Recorder, Replay
 from tests.models import random_samples
@@ -41,15 +42,15 @@ def write(path, *lines):
 def test_a_malformed_line_is_named(tmp_path, line, complaint):
     path = write(tmp_path / "p.jsonl", '{"prompt": "1+1", "answer": "2"}', "", line)
     with pytest.raises(UserError, match=complaint) as caught:
-        read_jsonl(path, ["prompt", "answer"])
+        read_records(path, ["prompt", "answer"])
     assert f"{path}:3:" in str(caught.value)
 
 
 def test_missing_and_empty_files(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
-        read_jsonl(str(tmp_path / "none.jsonl"), [])
+        read_records(str(tmp_path / "none.jsonl"), [])
     with pytest.raises(UserError, match="no records"):
-        read_jsonl(write(tmp_path / "e.jsonl", ""), [])
+        read_records(write(tmp_path / "e.jsonl", ""), [])
 
 
 def test_prompts_get_the_chat_template(tmp_path, tokenizer):
@@ -71,7 +72,7 @@ def test_policies_for_long_prompts(tmp_path, tokenizer):
     def load(policy, longest=5):
         return load_prompts(path, tokenizer, DataConfig(max_prompt_length=longest, overlong_prompts=policy))
 
-    with pytest.raises(UserError, match=r"record 0 has 6 tokens, more than data\.max_prompt_length=5"):
+    with pytest.raises(UserError, match=r"p.jsonl:1: the prompt has 6 tokens, more than data\.max_prompt_length=5"):
         load(OverlongPrompts.error)
     prompts, counts = load(OverlongPrompts.skip)
     assert [prompt.uid for prompt in prompts] == [1]
@@ -86,14 +87,15 @@ def test_policies_for_long_prompts(tmp_path, tokenizer):
 def test_system_prompt_and_suffix(tmp_path, tokenizer):
     own = json.dumps([{"role": "system", "content": "7"}, {"role": "user", "content": "1"}])
     path = write(tmp_path / "p.jsonl", '{"prompt": "12+3", "answer": "15"}', f'{{"prompt": {own}, "answer": "7"}}')
-    prompts, _ = load_prompts(path, tokenizer, DataConfig(system_prompt="42", prompt_suffix="=?"))
+    config = DataConfig(system_prompt="42", prompt_suffix="=?")
+    prompts, _ = load_prompts(path, PromptTokenizer(tokenizer.tokenizer.name_or_path, config), config)
     assert prompts[0].text == "<system>42<user>12+3=?<assistant>"
     assert prompts[1].text == "<system>7<user>1<assistant>"  # keeps its own system message
 
 
 def test_a_prompt_of_the_wrong_kind(tmp_path, tokenizer):
     path = write(tmp_path / "p.jsonl", '{"prompt": 5, "answer": "15"}')
-    with pytest.raises(UserError, match="record 0: field 'prompt' must be a string or a list of messages"):
+    with pytest.raises(UserError, match=r"p.jsonl:1: the prompt must be a string, a list of messages"):
         load_prompts(path, tokenizer, DataConfig())
 
 
@@ -104,7 +106,7 @@ def test_parquet_reads_like_jsonl(tmp_path):
     records = [{"prompt": "1+1", "answer": "2", "level": 3}, {"prompt": "2+2", "answer": "4", "level": 4}]
     path = str(tmp_path / "p.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    assert read_records(path, ["prompt"]) == records
+    assert list(read_records(path, ["prompt"])) == records
     with pytest.raises(UserError, match="record 0: field 'question' is missing; the record has 'prompt', 'answer', 'level'"):
         read_records(path, ["question"])
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
@@ -113,7 +115,7 @@ def test_parquet_reads_like_jsonl(tmp_path):
 
 
 def test_sources_that_are_not_data(tmp_path):
-    with pytest.raises(UserError, match=r"must be .jsonl, .parquet or hf:NAME, not .csv"):
+    with pytest.raises(UserError, match=r"must be .jsonl, .json, .parquet or hf:NAME, not .csv"):
         read_records(write(tmp_path / "p.csv", "a,b"), [])
     with pytest.raises(UserError, match="does not exist"):
         read_records(str(tmp_path / "none.parquet"), [])
@@ -122,9 +124,22 @@ def test_sources_that_are_not_data(tmp_path):
 def test_an_hf_dataset_from_a_local_folder(tmp_path):
     pytest.importorskip("datasets", reason="the optional package datasets is not installed")
     write(tmp_path / "train.jsonl", '{"prompt": "1+1", "answer": "2"}')
-    assert read_records(f"hf:{tmp_path}", ["prompt"]) == [{"prompt": "1+1", "answer": "2"}]
+    assert list(read_records(f"hf:{tmp_path}", ["prompt"])) == [{"prompt": "1+1", "answer": "2"}]
     with pytest.raises(UserError, match="cannot be loaded"):
         read_records(f"hf:{tmp_path}/nothing", [])
+
+
+def test_a_part_of_an_hf_datasets_split_with_values_that_are_not_text(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="the optional package datasets is not installed")
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "picture": datasets.Image(), "day": datasets.Value("date32")}
+    )
+    row = {"prompt": "1+1", "picture": {"bytes": b"\x89PNG", "path": None}, "day": datetime.date(2024, 2, 29)}
+    datasets.Dataset.from_list([row] * 3, features=features).to_parquet(str(tmp_path / "train.parquet"))
+    records = read_records(f"hf:{tmp_path}::train[:2]", ["prompt"])
+    assert len(records) == 2
+    picture = {"bytes": {"base64": "iVBORw=="}, "path": None}
+    assert records[1] == {"prompt": "1+1", "picture": picture, "day": "2024-02-29"}
 
 
 def test_weighted_sources_keep_their_shares():

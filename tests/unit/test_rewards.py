@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.config.schema import RewardConfig
-from grpo_megatron.data import read_jsonl
+from grpo_megatron.data import read_records
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import RewardWorkers, resolve_reward
 from grpo_megatron.rewards.answers import find_answer, hashes, normalise_number
@@ -110,6 +110,21 @@ def test_math_on_gsm8k_answers(response, expected):
     assert score(resolve_reward(GSM8K), response, "<<1200+34=1234>>1234.\n#### 1,234") == expected
 
 
+@pytest.mark.parametrize(
+    ("config", "answers", "right"),
+    [
+        (RewardConfig(), ["1234", "1/2"], ["1234", "1/2"]),
+        (RewardConfig(extract="[^ ]+$"), ["1234", "1/2"], ["is 1234", "is 1/2"]),
+        (RewardConfig(function="math"), ["1234", "1/2"], ["$1,234$", "0.5"]),
+        (GSM8K, ["2 + 5 #### 7", "#### 1,234"], ["\\boxed{7.0}", "#### 1234"]),
+    ],
+)
+def test_any_of_several_reference_answers_is_right(config, answers, right):
+    reward = resolve_reward(config)
+    assert [score(reward, response, answers) for response in right] == [1.0, 1.0]
+    assert score(reward, "5", answers) == 0.0
+
+
 def test_a_reference_without_an_answer_is_an_error():
     with pytest.raises(ValueError, match=r"no answer found by reward\.answer_from"):
         score(resolve_reward(GSM8K), "5", "five")
@@ -120,7 +135,7 @@ def test_all_gold_answers_of_gsm8k_are_accepted_and_perturbed_ones_rejected():
     if not path.is_file():
         pytest.skip(f"{path} is not here")
     reward = resolve_reward(GSM8K)
-    records = read_jsonl(str(path), ["question", "answer"])
+    records = read_records(str(path), ["question", "answer"])
     assert len(records) == 1319
     for record in records:
         gold = normalise_number(hashes(record["answer"]))

@@ -1,0 +1,123 @@
+"""Records of JSON files: where each begins is known, the rest stays in the file."""
+
+import json
+import os
+import re
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_megatron.data.store import FileRecords
+from grpo_megatron.data.values import plain_record, shown
+from grpo_megatron.errors import UserError
+
+_BOM = b"\xef\xbb\xbf"
+_BLOCK = 2**18  # bytes read at a time
+# A whole string, a mark of structure, or the quote of a string that goes on behind the block.
+_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]|"', re.DOTALL)
+
+
+class JsonRecords(FileRecords):
+    """JSON Lines, or an array of objects. In memory are 24 bytes for each record.
+
+    An array is known by its first character, in files named .json; what is named .jsonl has a record on each line
+    that is not blank. Files are UTF-8, with or without a byte-order mark.
+    """
+
+    def __init__(self, path: str):
+        super().__init__(path)
+        self._starts, self._ends, self._lines = array("q"), array("q"), array("q")
+        first = self._file.read(_BLOCK)
+        begin = len(_BOM) if first.startswith(_BOM) else 0
+        if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise UserError(f"{path}: the file is UTF-16 (by its byte-order mark); save it as UTF-8")
+        self._is_array = path.lower().endswith(".json") and first[begin:].lstrip()[:1] == b"["
+        self._file.seek(begin)
+        for start, end, line in self._elements(begin) if self._is_array else self._text_lines(begin):
+            self._starts.append(start)
+            self._ends.append(end)
+            self._lines.append(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def where(self, number: int) -> str:
+        return super().where(number) if self._is_array else f"{self.source}:{self._lines[number]}"
+
+    def _read(self, number: int) -> dict[str, Any]:
+        start = self._starts[number]
+        raw = os.pread(self._file.fileno(), self._ends[number] - start, start)
+        where = self.where(number)
+        return plain_record(_parse(raw, where), where)
+
+    def _text_lines(self, start: int) -> Iterator[tuple[int, int, int]]:
+        """(first byte, byte behind the last, number) of the lines that are not blank."""
+        for number, line in enumerate(self._file, start=1):
+            if line.strip():
+                yield start, start + len(line), number
+            start += len(line)
+
+    def _elements(self, base: int) -> Iterator[tuple[int, int, int]]:
+        """(first byte, byte behind the last, 0) of the array's elements. Only the brackets and commas around them
+        are looked at here: an element that is not JSON is found when it is read."""
+        depth = start = number = 0
+        buffer, block = b"", _BLOCK
+        while chunk := self._file.read(block):
+            buffer += chunk
+            done = len(buffer)
+            for mark in _MARK.finditer(buffer):
+                kind, position = mark[0], base + mark.start()
+                if kind == b'"':
+                    done = mark.start()
+                    break
+                depth += (kind in (b"[", b"{")) - (kind in (b"]", b"}"))
+                if depth == 0 or (kind == b"," and depth == 1):
+                    if depth or number or not self._is_blank(start, position):
+                        yield start, position, 0
+                    number, start = number + 1, position + 1
+                    if depth == 0:
+                        self._nothing_from(start)
+                        return
+                elif depth == 1 and start == 0:
+                    start = position + 1
+            if not done:
+                block *= 2  # a string longer than the buffer; doubling keeps the work linear
+            base, buffer = base + done, buffer[done:]
+        raise UserError(f"{self.source}: record {number}: the file ends within the array; it may have been cut off")
+
+    def _is_blank(self, start: int, end: int) -> bool:
+        return end - start < _BLOCK and not os.pread(self._file.fileno(), end - start, start).strip()
+
+    def _nothing_from(self, position: int) -> None:
+        """Raises UserError if anything but white space follows the array."""
+        self._file.seek(position)
+        while chunk := self._file.read(_BLOCK):
+            if chunk.strip():
+                raise UserError(f"{self.source}: there is more after the end of the array; is it .jsonl?")
+
+
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    """The object that the bytes spell. Raises UserError if they do not."""
+    try:
+        record = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_twins)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not valid UTF-8 ({error.reason} at byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: nested too deeply") from error
+    except ValueError as error:  # of _without_twins, or a number of thousands of digits
+        raise UserError(f"{where}: {error}") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: expected an object, got {type(record).__name__}")
+    return record
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """json's own dict would keep the last value of a key without a word."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        seen: set[str] = set()
+        twin = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"key {shown(twin)} occurs twice in one object")
+    return record

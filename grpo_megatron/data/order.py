@@ -1,0 +1,86 @@
+"""The order training prompts are handed out in."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.data.lazy import Chain
+from grpo_megatron.errors import UserError
+
+
+class EpochOrder:
+    """Endless indices 0..size-1, each once per epoch; the order depends on seed and epoch alone."""
+
+    def __init__(self, size: int, seed: int, shuffle: bool):
+        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.epoch, self.position = 0, 0
+        self._order = self._make_order()
+
+    def _make_order(self) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.size)
+        return np.random.default_rng([self.seed, self.epoch]).permutation(self.size)
+
+    def take(self, count: int) -> list[int]:
+        taken: list[int] = []
+        while len(taken) < count:
+            if self.position == self.size:
+                self.epoch, self.position = self.epoch + 1, 0
+                self._order = self._make_order()
+            part = self._order[self.position : self.position + count - len(taken)]
+            self.position += len(part)
+            taken += part.tolist()
+        return taken
+
+    def state_dict(self) -> dict:
+        return {"epoch": self.epoch, "position": self.position, "size": self.size, "seed": self.seed, "shuffle": self.shuffle}
+
+    def load_state_dict(self, state: dict) -> None:
+        saved = (state["size"], state["seed"], state["shuffle"])
+        if saved != (self.size, self.seed, self.shuffle):
+            raise UserError(
+                "the checkpoint's data had {} records, seed {} and shuffle={}, now {}, {} and {}; the order of the rest of the "
+                "epoch would be another".format(*saved, self.size, self.seed, self.shuffle)
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._order = self._make_order()
+
+
+class PromptSource:
+    """Hands out the training prompts of one or several sources; the orders are its state.
+
+    Without weights all sources form one data set, each prompt once per epoch. With weights every
+    source has its own order and supplies its share of what is handed out, to within one prompt.
+    """
+
+    def __init__(self, sources: Sequence[Sequence[Prompt]], seed: int, shuffle: bool, weights: list[float] | None = None):
+        self._sources = sources if weights else [Chain(sources)]
+        self._shares = [weight / sum(weights) for weight in weights] if weights else [1.0]
+        self._orders = [EpochOrder(len(source), seed + i, shuffle) for i, source in enumerate(self._sources)]
+        self._taken = [0] * len(self._sources)
+
+    def next(self, count: int) -> list[Prompt]:
+        handed_out = []
+        for _ in range(count):
+            total = sum(self._taken) + 1
+            behind = [share * total - taken for share, taken in zip(self._shares, self._taken, strict=True)]
+            source = behind.index(max(behind))
+            self._taken[source] += 1
+            handed_out.append(self._sources[source][self._orders[source].take(1)[0]])
+        return handed_out
+
+    @property
+    def epoch(self) -> int:
+        """Of the source that is furthest."""
+        return max(order.epoch for order in self._orders)
+
+    def state_dict(self) -> dict:
+        return {"orders": [order.state_dict() for order in self._orders], "taken": self._taken}
+
+    def load_state_dict(self, state: dict) -> None:
+        if len(state["orders"]) != len(self._orders):
+            raise UserError(f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}")
+        for order, saved in zip(self._orders, state["orders"], strict=True):
+            order.load_state_dict(saved)
+        self._taken = list(state["taken"])

@@ -1,0 +1,50 @@
+"""What records of every source have in common: they are read when they are asked for."""
+
+import os
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_megatron.errors import UserError
+
+
+class Records(Sequence[dict[str, Any]]):
+    """The records of one source, in its order, each a dict of plain Python (values.plain).
+
+    Only places are kept in memory. Asking for a record that is damaged raises a UserError that names it.
+    """
+
+    source: str
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self._read(range(len(self))[number])
+
+    def where(self, number: int) -> str:
+        """The place of a record as messages name it."""
+        return f"{self.source}: record {number}"
+
+    @abstractmethod
+    def _read(self, number: int) -> dict[str, Any]: ...
+
+
+class FileRecords(Records):
+    """Of a file that stays open, and must stay as it is: places in it are remembered."""
+
+    def __init__(self, path: str):
+        self.source = path
+        try:
+            self._file = open(path, "rb")  # noqa: SIM115 - closed with this object
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        weakref.finalize(self, self._file.close)
+        self._stamp = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if self._now() != self._stamp:
+            raise UserError(f"{self.source} has been changed since it was opened; write a new file in place of changing it")
+        return super().__getitem__(number)
