@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.config.load import read_config
 from grpo_megatron.importers import SYSTEMS, import_settings, read_settings, to_yaml
-from grpo_megatron.preflight.algorithm_rules import algorithm_violations
+from tests.unit.broken_rules import algorithm_violations
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"

@@ -21,7 +21,7 @@ from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config
-from grpo_megatron.preflight.algorithm_rules import algorithm_violations
+from tests.unit.broken_rules import algorithm_violations
 from tests.unit.ragged import Ragged, ragged
 
 LONGEST = 8
