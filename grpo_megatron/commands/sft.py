@@ -29,7 +29,7 @@ def sft(config: Config) -> dict:
     """Fine-tune on prompt/response pairs and export the model; returns what came out."""
     started = time.perf_counter()
     check_model(config)
-    state = read_state(config.run.resume)
+    state = read_state(config.run.resume, "sft")
     step = state["step"] if state else 0
     examples = load_examples(config, PromptTokenizer(config.model.path))
     order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)

@@ -30,7 +30,7 @@ def assembled(config: Config, controller_class: type[Controller] = Controller) -
     """A run put together and ready to train: its engines, ranks and reward processes are up within this context."""
     started = time.perf_counter()
     check_model(config)
-    state = read_state(config.run.resume)
+    state = read_state(config.run.resume, "train")
     resumed = state["step"] if state else 0
     tokenizer = PromptTokenizer(config.model.path)
     replay = config.rollout.replay
