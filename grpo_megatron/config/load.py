@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterator
 from functools import cache, reduce
 from pathlib import Path
@@ -13,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_megatron.config.keys import default_of, type_name
 from grpo_megatron.config.schema import Config
-from grpo_megatron.config.yaml_reader import MAX_CHARACTERS, read_yaml
+from grpo_megatron.config.yaml_reader import MAX_CHARACTERS, MAX_DEPTH, read_yaml
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.paths import file_problem
 
@@ -87,16 +88,31 @@ def read_preset(sources: list[Layer]) -> list[Layer]:
 
 def merge(settings: list[Layer]) -> DictConfig:
     """The defaults with `settings` on top. Raises UserError for an unknown key or a wrong type."""
-    merged = OmegaConf.structured(Config)
-    for layer in settings:
-        values = copy.deepcopy(layer.values)
-        source = shortened(layer.source)
-        _check_section(source, values)
-        try:
-            merged = OmegaConf.merge(merged, OmegaConf.create(values))
-        except (OmegaConfBaseException, RecursionError) as error:
-            raise UserError(f"{source}: {_plain(error)}") from error
-    return merged
+    created = [_create(layer) for layer in settings]
+    try:
+        return OmegaConf.merge(_defaults(), *created)
+    except (OmegaConfBaseException, RecursionError):
+        for layer, values in zip(settings, created, strict=True):
+            try:
+                OmegaConf.merge(_defaults(), values)
+            except (OmegaConfBaseException, RecursionError) as error:
+                raise UserError(f"{shortened(layer.source)}: {_plain(error)}") from error
+        raise
+
+
+@cache
+def _defaults() -> DictConfig:
+    """To be copied, as OmegaConf.merge does: making it anew takes longer than all else."""
+    return OmegaConf.structured(Config)
+
+
+def _create(layer: Layer) -> DictConfig:
+    source, values = shortened(layer.source), copy.deepcopy(layer.values)
+    _check_section(source, values)
+    try:
+        return OmegaConf.create(values)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise UserError(f"{source}: {_plain(error)}") from error
 
 
 def as_config(merged: DictConfig) -> Config:
@@ -110,6 +126,8 @@ def as_config(merged: DictConfig) -> Config:
             # Written as text, which the reader of YAML has not seen as a number.
             if isinstance(number, int) and abs(number) >= 2**63:
                 raise UserError(f"{key} is not an integer of 64 bits")
+            if isinstance(number, float) and math.isnan(number):
+                raise UserError(f"{key}=.nan is not a number")
     return config
 
 
@@ -139,11 +157,12 @@ def _read_file(path: str | None) -> list[Layer]:
     problem = file_problem(path)
     if problem:
         raise UserError(f"--config {shortened(path, 300)} {problem}")
-    with open(path, "rb") as file:
-        # A file of any size, given by mistake, must not be read whole.
-        raw = file.read(4 * MAX_CHARACTERS + 1)
     try:
-        text = raw[: 4 * MAX_CHARACTERS].decode("utf-8")
+        with open(path, "rb") as file:
+            # A file of any size, given by mistake, must not be read whole; a character has up to 4 bytes.
+            text = file.read(4 * (MAX_CHARACTERS + 1)).decode("utf-8")
+    except OSError as error:
+        raise UserError(f"--config {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid YAML: {error.reason} at byte {error.start}, this is not UTF-8 text") from error
     found = read_yaml(text, path)
@@ -159,6 +178,8 @@ def _read_override(text: str) -> Layer:
     shown = shortened(repr(text))
     if not separator or not key:
         raise UserError(f"argument {shown} is not of the form key=value")
+    if key.count(".") > MAX_DEPTH:
+        raise UserError(f"argument {shown} is nested more than {MAX_DEPTH} deep")
     values: Any = read_yaml(value, f"argument {shown}", numbered=False).value
     for name in reversed(key.split(".")):
         values = {name: values}

@@ -1,6 +1,7 @@
 """`grpo-megatron config check`: everything that can be known to be wrong before a run starts."""
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 
 from omegaconf import MISSING
@@ -36,7 +37,8 @@ class Report:
         lines = [f"checked: {'; '.join(self.checked)}"] if self.checked else []
         lines += [f"not checked: {what}" for what in self.not_checked]
         if self.violations:
-            lines += [f"{len(self.violations)} violations:", *(f"  - {rule}" for rule in self.violations)]
+            count = len(self.violations)
+            lines += [f"{count} violation{'s' if count > 1 else ''}:", *(f"  - {rule}" for rule in self.violations)]
         else:
             lines.append("no violations")
         return "\n".join(lines)
@@ -66,43 +68,58 @@ def check(path: str | None, overrides: list[str], command: str = "train") -> Rep
 
 def _typed(settings: list[Layer], report: Report) -> Config:
     """The configuration without the keys and values the schema refuses, each of which becomes a violation."""
-    try:
-        return as_config(merge(settings))
-    except UserError as error:
-        problem = str(error)
-    legal, refused = [], []
-    for layer in settings:
-        for names, value in leaves(layer.values):
-            for name in reversed(names):
-                value = {name: value}
-            one = Layer(layer.source, value)
-            try:
-                as_config(merge([one]))
-                legal.append(one)
-            except UserError as error:
-                refused.append(str(error))
-    report.violations += refused or [problem]
+    legal, refused = _legal_part([one for layer in settings for one in _single_values(layer)])
+    report.violations += refused
     return as_config(merge(legal))
+
+
+def _single_values(layer: Layer) -> Iterator[Layer]:
+    for names, value in leaves(layer.values):
+        for name in reversed(names):
+            value = {name: value}
+        yield Layer(layer.source, value)
+
+
+def _legal_part(settings: list[Layer]) -> tuple[list[Layer], list[str]]:
+    """Those that the schema takes, and a sentence for each other; found by halving, since most are legal."""
+    try:
+        as_config(merge(settings))
+        return settings, []
+    except UserError as error:
+        if len(settings) == 1:
+            return [], [str(error)]
+    middle = len(settings) // 2
+    (legal, refused), (more, others) = _legal_part(settings[:middle]), _legal_part(settings[middle:])
+    return legal + more, refused + others
 
 
 def _check_model(config: Config, report: Report) -> bool:
     """Whether there is a model to read on."""
-    path = config.model.path
+    path, ref = config.model.path, config.ref.path
+    if ref and is_absent(ref):
+        report.not_checked.append(f"ref.path: {ref} is not a folder here")
+        config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, path=None))
+    elif ref and folder_problem(ref):
+        report.violations.append(f"ref.path: {ref} {folder_problem(ref)}")
+        config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, path=None))
     if path in (None, "", MISSING):
         return False
     if is_absent(path):
         report.not_checked.append(f"model.path: {path} is not a folder here (layout, lengths, weights, tokenizer)")
         return False
-    if config.ref.path and is_absent(config.ref.path):
-        report.not_checked.append(f"ref.path: {config.ref.path} is not a folder here")
-        config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, path=None))
+    from grpo_megatron.model.architecture import read_architecture
     from grpo_megatron.preflight.model import model_violations
 
-    found = model_violations(config)
+    try:
+        arch = read_architecture(path)
+    except UserError as error:
+        report.violations.append(str(error))
+        return False
+    found = model_violations(config, arch)
     report.violations += found
     if not found:
         report.checked.append(f"model {path}")
-    return folder_problem(path) is None
+    return True
 
 
 def _check_data(config: Config, command: str, model_is_here: bool, report: Report) -> None:
@@ -115,13 +132,15 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
             tokenizer = PromptTokenizer(config.model.path)
         except UserError as error:
             report.violations.append(str(error))
-    sources = [("data.train", source) for source in as_list(data.train) if command == "sft" or not config.rollout.replay]
+    named = [("data.train", data.train)] if command == "sft" or not config.rollout.replay else []
     if command == "train":
-        sources += [("data.eval", source) for source in as_list(data.eval)]
+        named.append(("data.eval", data.eval))
+    # Of what is neither a name nor a list of names, a rule says what it must be.
+    sources = [(key, source) for key, value in named if isinstance(value, (str, list)) for source in as_list(value)]
     answer = data.response_key if command == "sft" else data.answer_key
     for key, source in sources:
         if not isinstance(source, str):
-            continue  # a rule says what it must be
+            continue
         if source.startswith(HUB_PREFIX):
             report.not_checked.append(f"{key}: {source} is read from a hub")
         elif is_absent(source):

@@ -10,18 +10,15 @@ from grpo_megatron.weights.maps import weight_map
 
 def check_model(config: Config) -> Architecture:
     """What can be wrong with model and layout, found before any process starts. Raises UserError with all of it."""
-    found = model_violations(config)
+    arch = read_architecture(config.model.path)
+    found = model_violations(config, arch)
     if found:
         raise UserError(f"{config.model.path} does not fit the configuration:\n" + "\n".join(f"  - {rule}" for rule in found))
-    return read_architecture(config.model.path)
+    return arch
 
 
-def model_violations(config: Config) -> list[str]:
-    """Each as one sentence. model.path and, if set, ref.path are read: config.json and the headers of the weights."""
-    try:
-        arch = read_architecture(config.model.path)
-    except UserError as error:
-        return [str(error)]
+def model_violations(config: Config, arch: Architecture) -> list[str]:
+    """Each as one sentence. arch: of model.path. The headers of its weights, and of ref.path's if set, are read."""
     found = ParallelSizes.from_config(config.megatron).violations(arch) + _engine(config, arch)
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if longest > arch.max_positions:
