@@ -10,7 +10,7 @@ from grpo_megatron.config.load import Layer, as_config, merge, missing_keys, rea
 from grpo_megatron.config.origins import leaves
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data.records import HUB_PREFIX
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
 from grpo_megatron.preflight.rules import violations
 
@@ -87,7 +87,8 @@ def _legal_part(settings: list[Layer]) -> tuple[list[Layer], list[str]]:
         return settings, []
     except UserError as error:
         if len(settings) == 1:
-            return [], [str(error)]
+            problem, source = str(error), shortened(settings[0].source)
+            return [], [problem if problem.startswith(source) else f"{source}: {problem}"]
     middle = len(settings) // 2
     (legal, refused), (more, others) = _legal_part(settings[:middle]), _legal_part(settings[middle:])
     return legal + more, refused + others
@@ -126,12 +127,9 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
     from grpo_megatron.data import PromptTokenizer, as_list, load_prompts, read_records
 
     data = config.data
-    tokenizer = None
+    tokenizers: list[PromptTokenizer] = []
     if model_is_here:
-        try:
-            tokenizer = PromptTokenizer(config.model.path)
-        except UserError as error:
-            report.violations.append(str(error))
+        report.attempt("tokenizer", lambda: tokenizers.append(PromptTokenizer(config.model.path)))
     named = [("data.train", data.train)] if command == "sft" or not config.rollout.replay else []
     if command == "train":
         named.append(("data.eval", data.eval))
@@ -147,15 +145,15 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
             report.not_checked.append(f"{key}: {source} is not a file here")
         elif file_problem(source):
             report.violations.append(f"{key}: {source} {file_problem(source)}")
-        elif tokenizer is None:
+        elif not tokenizers:
             report.attempt(f"fields of {key} {source}", partial(read_records, source, [data.prompt_key, answer]))
         elif command == "sft":
             from grpo_megatron.data.examples import load_examples
 
             one = dataclasses.replace(config, data=dataclasses.replace(data, train=source))
-            report.attempt(f"{key} {source}", partial(load_examples, one, tokenizer))
+            report.attempt(f"{key} {source}", partial(load_examples, one, *tokenizers))
         else:
-            report.attempt(f"{key} {source}", partial(load_prompts, source, tokenizer, data))
+            report.attempt(f"{key} {source}", partial(load_prompts, source, *tokenizers, data))
 
 
 def _check_paths(config: Config, command: str, report: Report) -> None:
