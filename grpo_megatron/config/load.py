@@ -91,13 +91,13 @@ def merge(settings: list[Layer]) -> DictConfig:
     created = [_create(layer) for layer in settings]
     try:
         return OmegaConf.merge(_defaults(), *created)
-    except (OmegaConfBaseException, RecursionError):
+    except (OmegaConfBaseException, RecursionError) as joint:
         for layer, values in zip(settings, created, strict=True):
             try:
                 OmegaConf.merge(_defaults(), values)
             except (OmegaConfBaseException, RecursionError) as error:
                 raise UserError(f"{shortened(layer.source)}: {_plain(error)}") from error
-        raise
+        raise UserError(_plain(joint)) from joint
 
 
 @cache

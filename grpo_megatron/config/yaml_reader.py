@@ -12,8 +12,8 @@ import yaml
 
 from grpo_megatron.errors import UserError, shortened
 
-MAX_CHARACTERS = 256 * 2**10
-MAX_VALUES = 10_000  # aliases counted as often as they are used
+MAX_CHARACTERS = 64 * 2**10
+MAX_VALUES = 2_000  # aliases counted as often as they are used
 MAX_DEPTH = 32
 
 _TAG = "tag:yaml.org,2002:"

@@ -182,7 +182,7 @@ FILES = [
     ("".join("  " * n + "a:\n" for n in range(400)), "c.yaml:32: nested more than 32 deep"),
     ("run: &r {name: *r}\n", "run.name: an alias within what it stands for has no end"),
     ("run: {name: &n [*n]}\n", "run.name: an alias within what it stands for has no end"),
-    (BOMB, "more than 10000 values, aliases counted as often as they are used"),
+    (BOMB, "more than 2000 values, aliases counted as often as they are used"),
     (CHAIN, "nested more than 32 deep"),
     ("run: {name: *n}\n", "undefined alias 'n'"),
     ("eval: {<<: 5}\n", "not valid YAML"),
@@ -194,7 +194,7 @@ FILES = [
     ('run: {name: "\\ud800"}\n', "run.name: '\\ud800' holds characters that no text has"),
     ("a: 1\n---\nb: 2\n", "another document"),
     ("%YAML 9.9\n---\nrun: {}\n", "not valid YAML"),
-    ("#" * 300_000, "more than 262144 characters"),
+    ("#" * 300_000, "more than 65536 characters"),
     (b"\xff\xfe", "c.yaml is not valid YAML: invalid start byte at byte 0"),
     (bytes(range(128)), "not valid YAML"),
 ]
@@ -264,7 +264,7 @@ def test_what_is_given_as_a_file_and_is_none(capsys, tmp_path):
                 assert (status, f"not checked: {key}: {path}" in text.out) == (0, True)
             elif not fits:
                 assert status == 2
-                assert f"{path} {part.replace('is a folder, not a file', 'is a folder')}" in text.err
+                assert f"{path} is a file, not a folder" in text.err or f"{path} {part}" in text.err
 
 
 def test_what_yaml_would_read_into_a_text_stays_text(tmp_path):
