@@ -58,11 +58,13 @@ class _Refused(Exception):
         self.line = line
 
 
-def _limit(values: int, depth: int, line: int) -> None:
+def _limit(values: int, depth: int, line: int, characters: int = 0) -> None:
     if depth > MAX_DEPTH:
         raise _Refused(line, f"nested more than {MAX_DEPTH} deep")
     if values > MAX_VALUES:
         raise _Refused(line, f"more than {MAX_VALUES} values, aliases counted as often as they are used")
+    if characters > MAX_CHARACTERS:
+        raise _Refused(line, f"more than {MAX_CHARACTERS} characters, aliases counted as often as they are used")
 
 
 @dataclass
@@ -116,10 +118,10 @@ class _Inspection:
 
     def __init__(self, loader: _Loader):
         self._loader = loader
-        self._seen: dict[int, tuple[int, int] | None] = {}
+        self._seen: dict[int, tuple[int, int, int] | None] = {}
 
-    def visit(self, node: yaml.Node, key: str) -> tuple[int, int]:
-        """(values, depth) with aliases written out; key: the dotted key of this value."""
+    def visit(self, node: yaml.Node, key: str) -> tuple[int, int, int]:
+        """(values, depth, characters) with aliases written out; key: the dotted key of this value."""
         line = node.start_mark.line + 1
         if id(node) in self._seen:
             found = self._seen[id(node)]
@@ -137,8 +139,10 @@ class _Inspection:
             self._check_tag(node, f"{_TAG}map", line)
             self._name_keys(node, key)
             parts = [self.visit(value, f"{key}.{name.value}".lstrip(".")) for name, value in node.value]
-        found = 1 + sum(size for size, _ in parts), 1 + max((depth for _, depth in parts), default=0)
-        _limit(*found, line)
+        values, depth = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
+        own = len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+        found = values, depth, own + sum(part[2] for part in parts)
+        _limit(values, depth, line, found[2])
         self._seen[id(node)] = found
         return found
 
