@@ -1,6 +1,7 @@
 """The command line: grpo-megatron train | sft | selftest | config | doctor."""
 
 import argparse
+import io
 import json
 import sys
 import warnings
@@ -24,6 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
     config_commands.add_parser(commands)
     commands.add_parser("doctor", help="what this machine has, and what that allows")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name need not be text that a terminal can show
     options = parser.parse_args(arguments)
     if options.command == "doctor":
         from grpo_megatron.commands.doctor import doctor

@@ -2,9 +2,10 @@
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable
 
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import UserError, shortened
 
 
 class Registry:
@@ -62,10 +63,16 @@ class Registry:
 
 
 def import_module(name: str, setting: str):
-    """The module; setting: `key=value` that asks for it. Raises UserError if it cannot be imported."""
+    """The module; setting: `key=value` that asks for it. Raises UserError if it cannot be imported, whatever its code raises."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(f"{setting} cannot be imported: {shortened(repr(name))} is not the name of a module")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise UserError(f"{setting} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # somebody's code, run for the first time
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno}"
+        raise UserError(f"{setting} cannot be imported: {type(error).__name__}: {error} ({place})") from error

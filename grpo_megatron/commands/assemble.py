@@ -58,7 +58,7 @@ def assemble(config: Config, command: str) -> Iterator[Run]:
     right, before any process starts.
     """
     started = time.perf_counter()
-    state = read_state(config.run.resume)
+    state = read_state(config.run.resume, command)
     resumed = state["step"] if state else 0
     generates = command == "train" and not config.rollout.replay
     num_engines = config.rollout.engine.num_engines if generates else 0

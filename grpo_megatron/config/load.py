@@ -1,21 +1,42 @@
 """YAML files and `key=value` arguments into a typed Config."""
 
+import copy
 import dataclasses
 import difflib
+import math
+from collections.abc import Iterator
+from functools import cache, reduce
 from pathlib import Path
+from typing import Any
 
-import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_megatron.config.keys import type_name
+from grpo_megatron.config.keys import default_of, type_name
 from grpo_megatron.config.schema import Config
-from grpo_megatron.config.yaml_lines import key_lines
-from grpo_megatron.errors import UserError
+from grpo_megatron.config.yaml_reader import MAX_CHARACTERS, MAX_DEPTH, read_yaml
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.paths import file_problem
 
 PRESETS = Path(__file__).parent.parent / "presets"
+# Text in which OmegaConf looks for references is parsed by a grammar, recursively.
+_LONGEST_REFERENCE = 1000
+_LONGEST_KEY = 100  # comparing longer ones with all of ours takes seconds
 
 
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What one file, preset or argument sets: nested plain values, with ${references} as written.
+
+    source: where from, for messages. lines: {dotted key: line} of a file.
+    """
+
+    source: str
+    values: dict[str, Any]
+    lines: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@cache
 def known_keys(cls: type = Config, prefix: str = "") -> dict[str, dataclasses.Field]:
     """Every dotted key of the schema, sections included."""
     found = {}
@@ -39,47 +60,90 @@ def read_config(path: str | None, overrides: list[str], command: str = "train") 
     return config
 
 
-def layers(path: str | None, overrides: list[str]) -> list[tuple[str, DictConfig]]:
-    """(where it comes from, values) of everything that is set, in the order in which it applies.
+def layers(path: str | None, overrides: list[str]) -> list[Layer]:
+    """Everything that is set, in the order in which it applies.
 
     Raises UserError for what cannot be read; keys and types are not checked here but in merge.
     """
-    sources = [*_read_yaml(path), *map(_read_override, overrides)]
-    return [*_read_preset(sources), *sources]
+    sources = read_sources(path, overrides)
+    return [*read_preset(sources), *sources]
 
 
-def merge(settings: list[tuple[str, DictConfig]]) -> DictConfig:
+def read_sources(path: str | None, overrides: list[str]) -> list[Layer]:
+    """The file's layer and the arguments'. Raises UserError for what cannot be read."""
+    return [*_read_file(path), *map(_read_override, overrides)]
+
+
+def read_preset(sources: list[Layer]) -> list[Layer]:
+    """What the last algorithm.preset of the sources stands for. Raises UserError for an unknown one."""
+    sections = [layer.values.get("algorithm") for layer in sources]
+    named = [section["preset"] for section in sections if isinstance(section, dict) and "preset" in section]
+    if not named or named[-1] is None:
+        return []
+    known = sorted(file.stem for file in PRESETS.glob("*.yaml"))
+    if named[-1] not in known:
+        raise UserError(f"algorithm.preset={shortened(named[-1])} is unknown; choose one of {', '.join(known)}")
+    return [Layer(f"preset {named[-1]}", layer.values) for layer in _read_file(str(PRESETS / f"{named[-1]}.yaml"))]
+
+
+def merge(settings: list[Layer]) -> DictConfig:
     """The defaults with `settings` on top. Raises UserError for an unknown key or a wrong type."""
-    merged = OmegaConf.structured(Config)
-    for source, values in settings:
-        _reject_unknown(source, values)
-        try:
-            merged = OmegaConf.merge(merged, _off_as_word(values))
-        except OmegaConfBaseException as error:
-            raise UserError(f"{source}: {_plain(error)}") from error
-    return merged
+    created = [_create(layer) for layer in settings]
+    try:
+        return OmegaConf.merge(_defaults(), *created)
+    except (OmegaConfBaseException, RecursionError) as joint:
+        for layer, values in zip(settings, created, strict=True):
+            try:
+                OmegaConf.merge(_defaults(), values)
+            except (OmegaConfBaseException, RecursionError) as error:
+                raise UserError(f"{shortened(layer.source)}: {_plain(error)}") from error
+        raise UserError(_plain(joint)) from joint
 
 
-def _off_as_word(values: DictConfig) -> DictConfig:
-    """YAML reads a bare `off` as false; where off is one of the choices, it is meant."""
-    for key, field in known_keys().items():
-        choices = getattr(field.type, "__members__", ())
-        if "off" in choices and OmegaConf.select(values, key) is False:
-            values = OmegaConf.merge(values, OmegaConf.from_dotlist([f"{key}='off'"]))
-    return values
+@cache
+def _defaults() -> DictConfig:
+    """To be copied, as OmegaConf.merge does: making it anew takes longer than all else."""
+    return OmegaConf.structured(Config)
+
+
+def _create(layer: Layer) -> DictConfig:
+    source, values = shortened(layer.source), copy.deepcopy(layer.values)
+    _check_section(source, values)
+    try:
+        return OmegaConf.create(values)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise UserError(f"{source}: {_plain(error)}") from error
 
 
 def as_config(merged: DictConfig) -> Config:
     """The typed form of what merge gives. Raises UserError for a ${reference} that leads nowhere."""
     try:
-        return OmegaConf.to_object(_fill_missing(merged))
-    except OmegaConfBaseException as error:
+        config = OmegaConf.to_object(_fill_missing(merged))
+    except (OmegaConfBaseException, RecursionError) as error:
         raise UserError(_plain(error)) from error
+    for key, value in flat(config).items():
+        for number in value if isinstance(value, list) else [value]:
+            # Written as text, which the reader of YAML has not seen as a number.
+            if isinstance(number, int) and abs(number) >= 2**63:
+                raise UserError(f"{key} is not an integer of 64 bits")
+            if isinstance(number, float) and math.isnan(number):
+                raise UserError(f"{key}=.nan is not a number")
+    return config
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """{dotted key: value}, sections left out, in the order of the schema."""
+    return {
+        key: reduce(getattr, key.split("."), config)
+        for key, field in known_keys().items()
+        if not dataclasses.is_dataclass(field.type)
+    }
 
 
 def missing_keys(config: Config, command: str) -> list[str]:
     """The keys without which this command (train or sft) cannot start, and that have no value."""
-    return [key for key in _required(command) if _get(config, key) in (None, MISSING)]
+    values = flat(config)
+    return [key for key in _required(command) if values[key] in (None, "", [], MISSING)]
 
 
 def _required(command: str) -> list[str]:
@@ -87,69 +151,87 @@ def _required(command: str) -> list[str]:
     return ["model.path"] if command == "train" else ["model.path", "data.train"]
 
 
-def _read_yaml(path: str | None) -> list[tuple[str, dict]]:
+def _read_file(path: str | None) -> list[Layer]:
     if path is None:
         return []
-    if not Path(path).is_file():
-        raise UserError(f"--config {path} does not exist")
+    problem = file_problem(path)
+    if problem:
+        raise UserError(f"--config {shortened(path, 300)} {problem}")
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        values = yaml.safe_load(text)
-        key_lines(text, path)  # refuses a key that is set twice
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
-    if values is None:
+        with open(path, "rb") as file:
+            # A file of any size, given by mistake, must not be read whole; a character has up to 4 bytes.
+            text = file.read(4 * (MAX_CHARACTERS + 1)).decode("utf-8")
+    except OSError as error:
+        raise UserError(f"--config {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not valid YAML: {error.reason} at byte {error.start}, this is not UTF-8 text") from error
+    found = read_yaml(text, path)
+    if found.value is None:
         return []
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: expected sections at the top level, got {type(values).__name__}")
-    return [(path, OmegaConf.create(values))]
+    if not isinstance(found.value, dict):
+        raise UserError(f"{path}: expected sections at the top level, got {type(found.value).__name__}")
+    return [Layer(path, found.value, found.lines)]
 
 
-def _read_preset(sources: list[tuple[str, DictConfig]]) -> list[tuple[str, DictConfig]]:
-    """What the last algorithm.preset of the sources stands for."""
-    sections = [values.get("algorithm") for _, values in sources]
-    named = [section.preset for section in sections if OmegaConf.is_dict(section) and "preset" in section]
-    if not named or named[-1] is None:
-        return []
-    known = sorted(file.stem for file in PRESETS.glob("*.yaml"))
-    if named[-1] not in known:
-        raise UserError(f"algorithm.preset={named[-1]} is unknown; choose one of {', '.join(known)}")
-    return [(f"preset {named[-1]}", values) for _, values in _read_yaml(str(PRESETS / f"{named[-1]}.yaml"))]
-
-
-def _read_override(text: str) -> tuple[str, dict]:
-    key, separator, _ = text.partition("=")
+def _read_override(text: str) -> Layer:
+    key, separator, value = text.partition("=")
+    shown = shortened(repr(text))
     if not separator or not key:
-        raise UserError(f"argument {text!r} is not of the form key=value")
-    try:
-        return text, OmegaConf.from_dotlist([text])
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UserError(f"argument {text!r} cannot be read: {_plain(error)}") from error
+        raise UserError(f"argument {shown} is not of the form key=value")
+    if key.count(".") > MAX_DEPTH:
+        raise UserError(f"argument {shown} is nested more than {MAX_DEPTH} deep")
+    values: Any = read_yaml(value, f"argument {shown}", numbered=False).value
+    for name in reversed(key.split(".")):
+        values = {name: values}
+    return Layer(text, values)
 
 
-def _reject_unknown(source: str, values, prefix: str = "") -> None:
+def _check_section(source: str, values: dict, prefix: str = "") -> None:
+    """Refuses unknown keys, and the values of known ones that OmegaConf would misread; sets right a bare `off` in place."""
     known = known_keys()
-    for name in values:
+    for name, value in values.items():
         key = f"{prefix}{name}"
-        if "." in str(name):
-            raise UserError(
-                f"{source}: {key!r} is written with dots; in a file, nest it: {str(name).replace('.', ': {', 1)}: ...}}"
-            )
-        if key not in known:
-            nearest = nearest_key(key)
-            if nearest is None and OmegaConf.is_dict(values[name]):
-                nearest = _buried_key(key, OmegaConf.to_container(values[name], resolve=False))
-            raise UserError(f"{source}: unknown key {key!r}" + (f"; did you mean {nearest!r}?" if nearest else ""))
-        if dataclasses.is_dataclass(known[key].type):
-            child = OmegaConf.select(values, str(name)) if not isinstance(values, dict) else values[name]
-            if child is None or not OmegaConf.is_dict(child):
-                raise UserError(
-                    f"{source}: {key} is a section; set its keys, such as {key}.{dataclasses.fields(known[key].type)[0].name}"
-                )
-            _reject_unknown(source, child, f"{key}.")
-        elif known[key].type is bool and not OmegaConf.is_interpolation(values, name) and _is_other_number(values[name]):
-            # OmegaConf takes every number but 0 for true.
-            raise UserError(f"{source}: {key} is true or false, not {values[name]}")
+        if key not in known or "." in name:
+            raise UserError(f"{source}: {_unknown(key, name, value)}")
+        if not dataclasses.is_dataclass(known[key].type):
+            values[name] = _checked(source, key, value)
+        elif isinstance(value, dict):
+            _check_section(source, value, f"{key}.")
+        else:
+            first = dataclasses.fields(known[key].type)[0].name
+            raise UserError(f"{source}: {key} is a section; set its keys, such as {key}.{first}")
+
+
+def _unknown(key: str, name: str, value: Any) -> str:
+    shown = shortened(repr(key))
+    if "." in name:
+        return f"{shown} is written with dots; in a file, nest it: {shortened(name.replace('.', ': {', 1))}: ...}}"
+    nearest = nearest_key(key) or _buried_key(key, value)
+    return f"unknown key {shown}" + (f"; did you mean {nearest!r}?" if nearest else "")
+
+
+def _checked(source: str, key: str, value: Any) -> Any:
+    """The value of a key that is no section, as OmegaConf shall read it."""
+    kind = known_keys()[key].type
+    if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
+        # OmegaConf takes every number but 0 for true.
+        raise UserError(f"{source}: {key} is true or false, not {value}")
+    if value is False and "off" in getattr(kind, "__members__", ()):
+        return "off"  # YAML reads a bare off as false; where it is one of the choices, it is meant
+    for text in _texts(value):
+        if "${" in text and len(text) > _LONGEST_REFERENCE:
+            raise UserError(f"{source}: {key}: a text with a ${{reference}} has at most {_LONGEST_REFERENCE} characters")
+        if text == MISSING and default_of(known_keys()[key]) != MISSING:
+            raise UserError(f"{source}: {key} has no value; ??? stands for one that is yet to come")
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def _buried_key(key: str, value) -> str | None:
@@ -160,12 +242,10 @@ def _buried_key(key: str, value) -> str | None:
     return next((known for known in known_keys() if key.endswith(f".{known}")), None)
 
 
-def _is_other_number(value) -> bool:
-    return isinstance(value, (int, float)) and value not in (0, 1)
-
-
 def nearest_key(key: str) -> str | None:
     """The known key most like this one; a right name in a wrong section counts most."""
+    if len(key) > _LONGEST_KEY:
+        return None
     known = list(known_keys())
     last = key.rsplit(".", 1)[-1]
     # Or the same words in another order, such as grad_clip and clip_grad.
@@ -190,16 +270,11 @@ def _fill_missing(merged):
     return merged
 
 
-def _get(config, key: str):
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config or None
-
-
 def _plain(error: Exception) -> str:
-    text = str(error).strip().splitlines()[0]
+    """The first line of what OmegaConf says, with the key and its type."""
+    text = shortened((str(error).strip() or type(error).__name__).splitlines()[0], 300)
     key = getattr(error, "full_key", None)
     if not key:
         return text
     field = known_keys().get(key.partition("[")[0])
-    return f"{text} (key {key}" + (f": {type_name(field)})" if field else ")")
+    return f"{text} (key {shortened(key)}" + (f": {type_name(field)})" if field else ")")

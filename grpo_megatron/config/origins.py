@@ -2,14 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from grpo_megatron.config.load import as_config, known_keys, layers, merge
-from grpo_megatron.config.schema import Config
-from grpo_megatron.config.yaml_lines import key_lines
+from grpo_megatron.config.load import as_config, flat, known_keys, layers, merge
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
@@ -28,27 +23,15 @@ def resolve(path: str | None, overrides: list[str]) -> Resolved:
     settings = layers(path, overrides)
     values = flat(as_config(merge(settings)))
     origins = dict.fromkeys(values, DEFAULT)
-    lines = key_lines(Path(path).read_text(encoding="utf-8"), path) if path else {}
-    for source, layer in settings:
-        for names, _ in leaves(OmegaConf.to_container(layer, resolve=False)):
+    arguments = len(settings) - len(overrides)  # they apply last
+    for number, layer in enumerate(settings):
+        for names, _ in leaves(layer.values):
             key = ".".join(names)
-            if source == path:
-                origins[key] = f"{path}:{lines[key]}" if key in lines else path
+            if number >= arguments:
+                origins[key] = COMMAND_LINE
             else:
-                origins[key] = COMMAND_LINE if source in overrides else source
+                origins[key] = f"{layer.source}:{layer.lines[key]}" if key in layer.lines else layer.source
     return Resolved(values, origins)
-
-
-def flat(config: Config) -> dict[str, Any]:
-    """{dotted key: value}, sections left out, in the order of the schema."""
-    values = {}
-    for key, field in known_keys().items():
-        if not dataclasses.is_dataclass(field.type):
-            value = config
-            for name in key.split("."):
-                value = getattr(value, name)
-            values[key] = value
-    return values
 
 
 def leaves(layer: dict, parents: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -66,13 +66,9 @@ def load_hf(chunks, checkpoint: HFCheckpoint, entries: dict[str, Entry]) -> None
     Raises UserError on a missing tensor, a wrong shape, or tensors in the checkpoint that no entry
     reads (they would be lost without a word).
     """
-    unread = checkpoint.names - {name for entry in entries.values() for name in entry.hf}
-    # Written by some tools although the embedding is tied or the buffer is computed.
-    unread = {n for n in unread if n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")}
+    unread = checkpoint.unread(entries)
     if unread:
-        raise UserError(
-            f"{checkpoint.folder}: no weight map entry reads {', '.join(sorted(unread)[:5])} ({len(unread)} tensors)"
-        )
+        raise UserError(f"{checkpoint.folder}: no weight map entry reads {', '.join(unread[:5])} ({len(unread)} tensors)")
     for name, parameter in local_parameters(chunks).items():
         entry = _entry_of(entries, name)
         full = entry.transform.to_megatron([checkpoint.read(hf) for hf in entry.hf])

@@ -1,16 +1,17 @@
 """`grpo-megatron config check`: everything that can be known to be wrong before a run starts."""
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING
 
-from grpo_megatron.config.load import as_config, layers, merge, missing_keys
+from grpo_megatron.config.load import Layer, as_config, merge, missing_keys, read_preset, read_sources
 from grpo_megatron.config.origins import leaves
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data.records import HUB_PREFIX
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.paths import file_problem, folder_problem, is_absent
 from grpo_megatron.preflight.cluster_rules import known_capabilities
 from grpo_megatron.preflight.rules import violations
 
@@ -37,7 +38,8 @@ class Report:
         lines = [f"checked: {'; '.join(self.checked)}"] if self.checked else []
         lines += [f"not checked: {what}" for what in self.not_checked]
         if self.violations:
-            lines += [f"{len(self.violations)} violations:", *(f"  - {rule}" for rule in self.violations)]
+            count = len(self.violations)
+            lines += [f"{count} violation{'s' if count > 1 else ''}:", *(f"  - {rule}" for rule in self.violations)]
         else:
             lines.append("no violations")
         return "\n".join(lines)
@@ -46,10 +48,13 @@ class Report:
 def check(path: str | None, overrides: list[str], command: str = "train") -> Report:
     """command: train or sft. Raises UserError only for a file or an argument that cannot be read at all."""
     report = Report()
-    settings, problems = _legal_part(layers(path, overrides))
-    report.violations += problems
+    settings = read_sources(path, overrides)
+    try:
+        settings = [*read_preset(settings), *settings]
+    except UserError as error:
+        report.violations.append(str(error))
+    config = _typed(settings, report)
     report.checked.append("schema")
-    config = as_config(merge(settings))
     missing = missing_keys(config, command)
     if missing:
         report.violations.append(f"no value for {', '.join(missing)}; set it in the YAML file or as key=value")
@@ -60,38 +65,65 @@ def check(path: str | None, overrides: list[str], command: str = "train") -> Rep
     model_is_here = _check_model(config, report)
     _check_data(config, command, model_is_here, report)
     _check_paths(config, command, report)
+    report.violations = list(dict.fromkeys(report.violations))  # a rule that is asked with and without the model
     return report
 
 
-def _legal_part(settings: list[tuple[str, DictConfig]]) -> tuple[list[tuple[str, DictConfig]], list[str]]:
-    """The settings without the keys and values the schema refuses, and a sentence for each of those."""
-    legal, problems = [], []
-    for source, layer in settings:
-        for names, value in leaves(OmegaConf.to_container(layer, resolve=False)):
-            for name in reversed(names):
-                value = {name: value}
-            one = OmegaConf.create(value)
-            try:
-                merge([(source, one)])
-                legal.append((source, one))
-            except UserError as error:
-                problems.append(str(error))
-    return legal, problems
+def _typed(settings: list[Layer], report: Report) -> Config:
+    """The configuration without the keys and values the schema refuses, each of which becomes a violation."""
+    legal, refused = _legal_part([one for layer in settings for one in _single_values(layer)])
+    report.violations += refused
+    return as_config(merge(legal))
+
+
+def _single_values(layer: Layer) -> Iterator[Layer]:
+    for names, value in leaves(layer.values):
+        for name in reversed(names):
+            value = {name: value}
+        yield Layer(layer.source, value)
+
+
+def _legal_part(settings: list[Layer]) -> tuple[list[Layer], list[str]]:
+    """Those that the schema takes, and a sentence for each other; found by halving, since most are legal."""
+    try:
+        as_config(merge(settings))
+        return settings, []
+    except UserError as error:
+        if len(settings) == 1:
+            problem, source = str(error), shortened(settings[0].source)
+            return [], [problem if problem.startswith(source) else f"{source}: {problem}"]
+    middle = len(settings) // 2
+    (legal, refused), (more, others) = _legal_part(settings[:middle]), _legal_part(settings[middle:])
+    return legal + more, refused + others
 
 
 def _check_model(config: Config, report: Report) -> bool:
-    path = config.model.path
+    """Whether there is a model to read on."""
+    path, ref = config.model.path, config.ref.path
+    if ref and is_absent(ref):
+        report.not_checked.append(f"ref.path: {ref} is not a folder here")
+        config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, path=None))
+    elif ref and folder_problem(ref):
+        report.violations.append(f"ref.path: {ref} {folder_problem(ref)}")
+        config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, path=None))
     if path in (None, "", MISSING):
         return False
-    if not Path(path).is_dir():
+    if is_absent(path):
         report.not_checked.append(f"model.path: {path} is not a folder here (layout, lengths, weights, tokenizer)")
         return False
-    if config.ref.path and not Path(config.ref.path).is_dir():
-        report.not_checked.append(f"ref.path: {config.ref.path} is not a folder here")
-        config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, path=None))
-    from grpo_megatron.preflight.model import check_model
+    from grpo_megatron.model.architecture import read_architecture
+    from grpo_megatron.preflight.model import model_violations
 
-    return report.attempt(f"model {path}", lambda: check_model(config))
+    try:
+        arch = read_architecture(path)
+    except UserError as error:
+        report.violations.append(str(error))
+        return False
+    found = model_violations(config, arch)
+    report.violations += found
+    if not found:
+        report.checked.append(f"model {path}")
+    return True
 
 
 def _check_data(config: Config, command: str, model_is_here: bool, report: Report) -> None:
@@ -101,15 +133,21 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
     tokenizers: list[PromptTokenizer] = []
     if model_is_here:
         report.attempt("tokenizer", lambda: tokenizers.append(PromptTokenizer(config.model.path, data)))
-    sources = [("data.train", source) for source in as_list(data.train) if command == "sft" or not config.rollout.replay]
+    named = [("data.train", data.train)] if command == "sft" or not config.rollout.replay else []
     if command == "train":
-        sources += [("data.eval", source) for source in as_list(data.eval)]
+        named.append(("data.eval", data.eval))
+    # Of what is neither a name nor a list of names, a rule says what it must be.
+    sources = [(key, source) for key, value in named if isinstance(value, (str, list)) for source in as_list(value)]
     answer = data.response_key if command == "sft" else data.answer_key
     for key, source in sources:
+        if not isinstance(source, str):
+            continue
         if source.startswith(HUB_PREFIX):
             report.not_checked.append(f"{key}: {source} is read from a hub")
-        elif not Path(source).is_file():
+        elif is_absent(source):
             report.not_checked.append(f"{key}: {source} is not a file here")
+        elif file_problem(source):
+            report.violations.append(f"{key}: {source} {file_problem(source)}")
         elif not tokenizers:
             report.attempt(f"fields of {key} {source}", partial(read_records, source, [data.prompt_key, answer]))
         elif command == "sft":
@@ -125,16 +163,20 @@ def _check_paths(config: Config, command: str, report: Report) -> None:
     from grpo_megatron.rewards import resolve_reward
     from grpo_megatron.rollout.record import Replay
     from grpo_megatron.run.checkpoints import read_state
+    from grpo_megatron.run.folder import read_metrics
 
-    if config.run.resume and not Path(config.run.resume).is_dir():
-        report.not_checked.append(f"run.resume: {config.run.resume} is not a folder here")
-    elif config.run.resume:
-        report.attempt(f"run.resume {config.run.resume}", partial(read_state, config.run.resume))
+    resume, replay = config.run.resume, config.rollout.replay
+    if resume and is_absent(resume):
+        report.not_checked.append(f"run.resume: {resume} is not a folder here")
+    elif resume and report.attempt(f"run.resume {resume}", partial(read_state, resume, command)):
+        report.attempt("the run's folder", partial(read_metrics, config, read_state(resume, command)["step"]))
     if command != "train":
         return
-    if not config.rollout.replay:
+    if not replay:
         report.attempt(f"reward.function {config.reward.function}", partial(resolve_reward, config.reward))
-    elif not Path(config.rollout.replay).is_file():
-        report.not_checked.append(f"rollout.replay: {config.rollout.replay} is not a file here")
+    elif is_absent(replay):
+        report.not_checked.append(f"rollout.replay: {replay} is not a file here")
+    elif file_problem(replay):
+        report.violations.append(f"rollout.replay: {replay} {file_problem(replay)}")
     else:
-        report.attempt(f"rollout.replay {config.rollout.replay}", partial(Replay, config.rollout.replay))
+        report.attempt(f"rollout.replay {replay}", partial(Replay, replay))

@@ -21,9 +21,11 @@ def layout_violations(sizes: ParallelSizes, out_of_limits: frozenset[str] = froz
     return SIZES.violations(sizes, out_of_limits=out_of_limits)
 
 
-def layout_violations_of_model(sizes: ParallelSizes, arch: Architecture) -> list[str]:
-    """Every rule that these sizes break with a model; those of the sizes alone are not among them."""
-    return SIZES_OF_MODEL.violations(sizes, arch)
+def layout_violations_of_model(
+    sizes: ParallelSizes, arch: Architecture, out_of_limits: frozenset[str] = frozenset()
+) -> list[str]:
+    """As `layout_violations`, of the rules between sizes and model; those of the sizes alone are not among them."""
+    return SIZES_OF_MODEL.violations(sizes, arch, out_of_limits=out_of_limits)
 
 
 @SIZES.rule("Sequence parallelism splits activations over the tensor-parallel ranks, so there must be several.", _SP, _TP)

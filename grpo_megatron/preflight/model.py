@@ -4,33 +4,58 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture, read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
+from grpo_megatron.preflight.layout import layout_violations_of_model
+from grpo_megatron.preflight.rules import out_of_limits
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from grpo_megatron.weights.maps import weight_map
 
 
 def check_model(config: Config) -> Architecture:
-    """What can be wrong with model and layout, found before any process starts."""
+    """What can be wrong with model and layout, found before any process starts. Raises UserError with all of it."""
     arch = read_architecture(config.model.path)
-    sizes = ParallelSizes.from_config(config.megatron)
-    broken = layout_violations(sizes) + layout_violations_of_model(sizes, arch)
-    if broken:
-        raise UserError(f"the layout does not fit {config.model.path}:\n" + "\n".join(f"  - {rule}" for rule in broken))
-    engine_tp = config.rollout.engine.tensor_parallel
-    if arch.num_heads % engine_tp:
-        raise UserError(
-            f"rollout.engine.tensor_parallel={engine_tp} does not divide the {arch.num_heads} attention heads of {config.model.path}"
-        )
-    if arch.family == "qwen3_moe" and not all(arch.moe.layers) and not config.rollout.replay:
-        raise UserError(
-            f"{config.model.path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's Qwen3-MoE ignores: "
-            "it would generate with uninitialised weights"
-        )
+    found = model_violations(config, arch)
+    if found:
+        raise UserError(f"{config.model.path} does not fit the configuration:\n" + "\n".join(f"  - {rule}" for rule in found))
+    return arch
+
+
+def model_violations(config: Config, arch: Architecture) -> list[str]:
+    """Each as one sentence. arch: of model.path. The headers of its weights, and of ref.path's if set, are read."""
+    keys = frozenset(out_of_limits(config))
+    found = layout_violations_of_model(ParallelSizes.from_config(config.megatron), arch, keys) + _engine(config, arch)
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if longest > arch.max_positions:
-        raise UserError(
+        found.append(
             f"data.max_prompt_length + rollout.max_response_length = {longest}, but {config.model.path} is made for "
             f"{arch.max_positions} positions"
         )
-    for path in {config.model.path, config.ref.path} - {None}:
-        HFCheckpoint(path)
-    return arch
+    for path in dict.fromkeys([config.model.path, config.ref.path or config.model.path]):
+        found += _weights(path, arch)
+    return found
+
+
+def _engine(config: Config, arch: Architecture) -> list[str]:
+    found = []
+    engine_tp = config.rollout.engine.tensor_parallel
+    if engine_tp > 0 and arch.num_heads % engine_tp:  # what is not positive breaks a rule of its own
+        found.append(
+            f"rollout.engine.tensor_parallel={engine_tp} does not divide the {arch.num_heads} attention heads of {config.model.path}"
+        )
+    if arch.family == "qwen3_moe" and not all(arch.moe.layers) and not config.rollout.replay:
+        found.append(
+            f"{config.model.path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's Qwen3-MoE ignores: "
+            "it would generate with uninitialised weights"
+        )
+    return found
+
+
+def _weights(path: str, arch: Architecture) -> list[str]:
+    """path: a checkpoint, of the model or the reference, that is to be loaded as this architecture."""
+    try:
+        checkpoint = HFCheckpoint(path)
+    except UserError as error:
+        return [str(error)]
+    least = arch.num_layers if arch.moe is None else sum(arch.moe.layers) * arch.moe.num_experts
+    if least > len(checkpoint.names):  # before a map is made that may be far too large
+        return [f"{path}: config.json promises at least {least} tensors, the checkpoint has {len(checkpoint.names)}"]
+    return checkpoint.violations(weight_map(arch, tp=1))

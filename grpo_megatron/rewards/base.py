@@ -1,14 +1,12 @@
 """The built-in rewards, and finding one by name."""
 
-import importlib
 import re
 import signal
-import sys
 from collections.abc import Callable
 
 from grpo_megatron.config.schema import RewardConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.plugins import Registry
+from grpo_megatron.plugins import Registry, import_module
 from grpo_megatron.rewards.answers import find_answer, normalise_number
 
 BUILT_IN = ("exact_match", "math")
@@ -124,12 +122,10 @@ def resolve_reward(config: RewardConfig) -> Callable[..., float | dict[str, floa
     module_name, separator, attribute = name.partition(":")
     if not separator:
         raise UserError(f"reward.function={name!r} is unknown; use {', '.join(BUILT_IN)}, or module:function")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    module = import_module(module_name, f"reward.function={name!r}")
     try:
-        module = importlib.import_module(module_name)
         function = reward_function.registered(attribute) or getattr(module, attribute)
-    except (ImportError, AttributeError) as error:
+    except AttributeError as error:
         raise UserError(f"reward.function={name!r} cannot be imported: {error}") from error
     if not callable(function):
         raise UserError(f"reward.function={name!r} is not a function")

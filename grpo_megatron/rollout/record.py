@@ -13,6 +13,7 @@ import numpy as np
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample, WeightSpan
 from grpo_megatron.errors import UserError
+from grpo_megatron.paths import file_problem
 
 _FORMAT = "grpo_megatron.rollout"
 _VERSION = 1
@@ -44,10 +45,13 @@ class Replay:
     """Hands out recorded steps by their number. lines: step -> its line of JSON."""
 
     def __init__(self, path: str):
-        if not Path(path).is_file():
-            raise UserError(f"rollout.replay: {path} does not exist")
+        if file_problem(path):
+            raise UserError(f"rollout.replay: {path} {file_problem(path)}")
         self._path = path
-        header, *lines = Path(path).read_text(encoding="utf-8").splitlines() or [""]
+        try:
+            header, *lines = Path(path).read_text(encoding="utf-8").splitlines() or [""]
+        except UnicodeDecodeError as error:
+            raise UserError(f"rollout.replay: {path} is not a recording of version {_VERSION} (no text)") from error
         if self._parse(header, 1) != {"format": _FORMAT, "version": _VERSION}:
             raise UserError(f"rollout.replay: {path} is not a recording of version {_VERSION}")
         self.lines: dict[int, str] = {}
@@ -60,7 +64,7 @@ class Replay:
     def _parse(self, line: str, number: int) -> dict:
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if number == 1:
                 return {}
             raise UserError(f"rollout.replay: {self._path}:{number} is damaged ({error})") from error

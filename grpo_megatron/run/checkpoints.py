@@ -3,8 +3,11 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.json_files import read_object
+from grpo_megatron.paths import folder_problem, is_absent
 
 
 class Checkpoints:
@@ -35,15 +38,31 @@ class Checkpoints:
         return str(final)
 
 
-def read_state(folder: str | None) -> dict | None:
-    """The driver's state in a checkpoint; None without one. Raises UserError for an incomplete folder."""
+# What the driver of each command keeps beside the weights.
+_STATE = {"train": ("step", "totals", "rollouts", "prompts", "algorithm"), "sft": ("step", "order")}
+
+
+def read_state(folder: str | None, command: str) -> dict[str, Any] | None:
+    """The driver's state in a checkpoint; None without one. command: train or sft, which is to continue from it.
+
+    Raises UserError for an incomplete or damaged folder, and for a checkpoint of the other command.
+    """
     if folder is None:
         return None
     root = Path(folder)
     state = root / "state.json"
-    if not state.is_file() or not (root / "actor").is_dir() or root.name.endswith(".partial"):
+    if folder_problem(root):
+        raise UserError(f"run.resume={folder} {folder_problem(root)}; it must be a checkpoint's folder")
+    if is_absent(state) or folder_problem(root / "actor") or root.name.endswith(".partial"):
         raise UserError(f"run.resume={folder} is not a whole checkpoint (it needs state.json and actor/)")
-    return json.loads(state.read_text(encoding="utf-8"))
+    values = read_object(state)
+    absent = [key for key in _STATE[command] if key not in values]
+    if absent:
+        raise UserError(f"{state} has no {', '.join(absent)}: this is no checkpoint of `{command}`, or a damaged one")
+    step = values["step"]
+    if type(step) is not int or step < 0:
+        raise UserError(f"{state}: step must be the number of a step, is {shortened(repr(step))}; the checkpoint is damaged")
+    return values
 
 
 def actor_folder(folder: str) -> str:

@@ -3,15 +3,25 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.json_files import read_object
+from grpo_megatron.paths import file_problem, folder_problem, is_absent
+from grpo_megatron.weights.maps import Entry, hf_shapes
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+
+
+# safetensors' names of the types whose values a parameter can take over. Integers and FP8 are quantised weights, which
+# mean nothing without their scales.
+_LOADABLE = ("F64", "F32", "F16", "BF16")
+_NAMED = 5  # of many tensors, a message names so many
 
 
 class HFCheckpoint:
@@ -23,33 +33,50 @@ class HFCheckpoint:
 
     def __init__(self, folder: str):
         self.folder = Path(folder)
-        self._files: dict[Path, object] = {}
-        index = self.folder / _INDEX
-        if index.is_file():
-            promised = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            missing = sorted({name for name in promised.values() if not (self.folder / name).is_file()})
-            if missing:
-                raise UserError(
-                    f"{self.folder}: shard {', '.join(missing)} is missing (named in {_INDEX}); the checkpoint is "
-                    "incomplete, copy or download it again"
-                )
-            self._where = {tensor: self.folder / name for tensor, name in promised.items()}
-            present = {path: set(self._tensors_in(path)) for path in sorted(set(self._where.values()))}
-            for tensor, path in self._where.items():
-                if tensor not in present[path]:
-                    raise UserError(f"{path}: tensor {tensor} is missing, although {_INDEX} says it is there")
-        elif (self.folder / _SINGLE).is_file():
+        self._files: dict[Path, Any] = {}
+        problem = folder_problem(folder)
+        if problem:
+            raise UserError(f"{folder} {problem}; it must be a folder with an HF checkpoint")
+        if not is_absent(self.folder / _INDEX):
+            self._where = self._read_index(self.folder / _INDEX)
+        elif not is_absent(self.folder / _SINGLE):
             path = self.folder / _SINGLE
             self._where = dict.fromkeys(self._tensors_in(path), path)
         else:
             raise UserError(f"{self.folder} holds neither {_INDEX} nor {_SINGLE}")
 
-    def _open(self, path: Path):
+    def _read_index(self, index: Path) -> dict[str, Path]:
+        """{tensor: its file}, each of them there."""
+        promised = read_object(index).get("weight_map")
+        if not isinstance(promised, dict):
+            raise UserError(f"{index}: weight_map must be an object of tensors and the files they are in")
+        for tensor, name in promised.items():
+            if not isinstance(name, str):
+                raise UserError(f"{index}: weight_map.{shortened(tensor)} must be a file name, is {shortened(repr(name))}")
+        missing = sorted({name for name in promised.values() if is_absent(self.folder / name)})
+        if missing:
+            raise UserError(
+                f"{self.folder}: shard {_some(missing)} is missing (named in {_INDEX}); the checkpoint is "
+                "incomplete, copy or download it again"
+            )
+        where = {tensor: self.folder / name for tensor, name in promised.items()}
+        present = {path: set(self._tensors_in(path)) for path in sorted(set(where.values()))}
+        for tensor, path in where.items():
+            if tensor not in present[path]:
+                raise UserError(f"{path}: tensor {shortened(tensor)} is missing, although {_INDEX} says it is there")
+        return where
+
+    def _open(self, path: Path) -> Any:
         if path not in self._files:
+            problem = file_problem(path)
+            if problem:
+                raise UserError(f"{path} {problem}")
             try:
                 self._files[path] = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{path} cannot be read ({error}); it is truncated or not a safetensors file") from error
+                raise UserError(
+                    f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a safetensors file"
+                ) from error
         return self._files[path]
 
     def _tensors_in(self, path: Path) -> list[str]:
@@ -59,11 +86,51 @@ class HFCheckpoint:
     def names(self) -> set[str]:
         return set(self._where)
 
+    def unread(self, entries: dict[str, Entry]) -> list[str]:
+        """The tensors that no entry of the weight map reads, sorted; they would be lost without a word.
+
+        Left out is what some tools write although the embedding is tied or the buffer is computed.
+        """
+        unread = self.names - {name for entry in entries.values() for name in entry.hf}
+        return sorted(n for n in unread if n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq"))
+
+    def violations(self, entries: dict[str, Entry]) -> list[str]:
+        """What is wrong with names, shapes and types of the tensors, by the files' headers; no tensor is read.
+
+        entries: what weights.maps.weight_map promises. Each violation is one sentence that names the folder or file.
+        """
+        promised = hf_shapes(entries)
+        found = []
+        missing = [name for name in promised if name not in self._where]
+        if missing:
+            found.append(f"{self.folder}: tensor {_some(missing)} is missing, which config.json promises")
+        unread = self.unread(entries)
+        if unread:
+            found.append(f"{self.folder}: config.json promises no tensor {_some(unread)}")
+        wrong, types = [], []
+        for name, shape in promised.items():
+            if name in self._where:
+                header = self._open(self._where[name]).get_slice(name)
+                if tuple(header.get_shape()) != shape:
+                    wrong.append(f"{name} of shape {tuple(header.get_shape())}, config.json promises {shape}")
+                if header.get_dtype() not in _LOADABLE:
+                    types.append(f"{name} of type {header.get_dtype()}")
+        if wrong:
+            found.append(f"{self.folder} has {_some(wrong, '; ')}")
+        if types:
+            found.append(f"{self.folder} has {_some(types)}; only {', '.join(_LOADABLE)} can be loaded")
+        return found
+
     def read(self, name: str) -> torch.Tensor:
         """The full tensor. Raises UserError if the checkpoint does not have it."""
         if name not in self._where:
             raise UserError(f"{self.folder}: tensor {name} is missing from the checkpoint")
         return self._open(self._where[name]).get_tensor(name)
+
+
+def _some(names: list[str], separator: str = ", ") -> str:
+    more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
+    return separator.join(shortened(name, 150) for name in names[:_NAMED]) + more
 
 
 class HFWriter:

@@ -1,10 +1,13 @@
 """What people mistype, in files and on the command line: each refused with what was meant."""
 
+import os
+
 import pytest
 import yaml
 
 from grpo_megatron.cli import main
 from grpo_megatron.config.load import known_keys, nearest_key
+from grpo_megatron.config.origins import resolve
 
 # (as written, the key that was meant)
 MISSPELT = [
@@ -136,21 +139,163 @@ def test_there_are_as_many_as_promised():
     assert len({written for written, _ in MISSPELT + ILL_TYPED}) == len(MISSPELT) + len(ILL_TYPED)
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("rollout:\n  n: 4\n  n: 8\n", "c.yaml:3: rollout.n is already set in line 2"),
-        ("rollout: {n: 4}\ndata: {shuffle: true}\nrollout: {n: 8}\n", "c.yaml:3: rollout is already set in line 1"),
-        ("rollout.n: 4\n", "nest it"),
-        ("rollout:\n  n: ${rollout.m}\n", "rollout.m"),
-        ("rollout:\n\tn: 4\n", "not valid YAML"),
-        ("rollout: 4\n", "rollout is a section"),
-        ("rollout:\n", "rollout is a section"),
-        ("just text", "expected sections"),
-        ("1: {n: 4}\n", "unknown key '1'"),
-    ],
-)
+BOMB = "a0: &a0 [x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 5)}]\n" for n in range(1, 20))
+CHAIN = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 40))
+# (the file, what the message must say)
+FILES = [
+    ("rollout:\n  n: 4\n  n: 8\n", "c.yaml:3: rollout.n is already set in line 2"),
+    ("rollout: {n: 4}\ndata: {shuffle: true}\nrollout: {n: 8}\n", "c.yaml:3: rollout is already set in line 1"),
+    ("data:\n  train: [{a: 1, a: 2}]\n", "c.yaml:2: data.train.a is already set in line 2"),
+    ("rollout.n: 4\n", "nest it"),
+    ("rollout:\n  n: ${rollout.m}\n", "rollout.m"),
+    ("rollout:\n  n: ${rollout.m\n", "rollout.n"),
+    ("rollout:\n  n: ${rollout.n}\n", "Recursive interpolation"),
+    ("rollout: {n: '${rollout.max_turns}', max_turns: '${rollout.n}'}\n", "Recursive interpolation"),
+    ("rollout:\n  n: ${no_such:1}\n", "no_such"),
+    ("rollout: ${data}\n", "rollout is a section"),
+    ("nothing: ${data}\n", "unknown key 'nothing'"),
+    ("run: {name: '" + "${" * 1000 + "'}\n", "at most 1000 characters"),
+    ("run: {name: '" + "${a:" * 200 + "x" + "}" * 200 + "'}\n", "run.name"),
+    ("rollout:\n\tn: 4\n", "not valid YAML"),
+    ("rollout: 4\n", "rollout is a section"),
+    ("rollout:\n", "rollout is a section"),
+    ("algorithm: []\n", "algorithm is a section"),
+    ("algorithm: {preset: [a]}\n", "algorithm.preset=['a'] is unknown"),
+    ("just text", "expected sections"),
+    ("- 1\n", "expected sections"),
+    ("2024-01-01\n", "expected sections"),
+    ("1: {n: 4}\n", "unknown key '1'"),
+    ("null: {n: 4}\n", "unknown key 'null'"),
+    ("'': {n: 4}\n", "unknown key ''"),
+    ("rollout: {'': 4}\n", "unknown key 'rollout.'"),
+    ("? [a, b]\n: 4\n", "c.yaml:1: a key of this file is a sequence"),
+    ("k" * 900 + ": 4\n", "unknown key 'kkk"),
+    ("rollout: {n: 2024-01-01}\n", "integer"),
+    ("rollout: {n: 2024-13-45}\n", "integer"),
+    ("rollout: {n: 1:30}\n", "integer"),
+    ("rollout:\n  n: ???\n", "rollout.n has no value"),
+    ("rollout: {n: 99999999999999999999}\n", "c.yaml:1: rollout.n: 99999999999999999999 is not an integer of 64 bits"),
+    ("rollout: {n: '99999999999999999999'}\n", "rollout.n is not an integer of 64 bits"),
+    ("rollout: {n: " + "9" * 5000 + "}\n", "is not an integer of 64 bits"),
+    ("optimizer: {lr: .nan}\n", "optimizer.lr=.nan is not a number"),
+    ("run: " + "[" * 10000, "c.yaml:1: nested more than 32 deep"),
+    ("".join("  " * n + "a:\n" for n in range(100)), "c.yaml:32: nested more than 32 deep"),
+    ("run: &r {name: *r}\n", "run.name: an alias within what it stands for has no end"),
+    ("run: {name: &n [*n]}\n", "run.name: an alias within what it stands for has no end"),
+    (BOMB, "more than 2000 values, aliases counted as often as they are used"),
+    (f"data: {{train: [&a {'x' * 1000}{', *a' * 100}]}}\n", "more than 65536 characters, aliases counted"),
+    (CHAIN, "nested more than 32 deep"),
+    ("run: {name: *n}\n", "undefined alias 'n'"),
+    ("eval: {<<: 5}\n", "not valid YAML"),
+    ("run: !!python/object:os.system {name: a}\n", "the tag !!python/object:os.system means nothing here"),
+    ("run: {name: !ours a}\n", "the tag !ours means nothing here"),
+    ("rollout: {n: !!bool perhaps}\n", "the tag !!bool means nothing here"),
+    ("rollout: {n: !!timestamp x}\n", "the tag !!timestamp means nothing here"),
+    ('run: {name: "a\\0b"}\n', "run.name: 'a\\x00b' holds characters that no text has"),
+    ('run: {name: "\\ud800"}\n', "run.name: '\\ud800' holds characters that no text has"),
+    ("a: 1\n---\nb: 2\n", "another document"),
+    ("%YAML 9.9\n---\nrun: {}\n", "not valid YAML"),
+    ("#" * 300_000, "more than 65536 characters"),
+    (b"\xff\xfe", "c.yaml is not valid YAML: invalid start byte at byte 0"),
+    (bytes(range(128)), "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "part"), FILES, ids=[str(text[:30]) for text, _ in FILES])
 def test_files_that_mean_nothing_are_refused(text, part, capsys, tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text(text)
-    assert part in refusal(capsys, "--config", str(path))
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    message = refusal(capsys, "--config", str(path))
+    assert part in message
+    assert len(message) < 1000
+    assert main(["config", "check", "--config", str(path)]) == 2
+    assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "part"),
+    [
+        ("rollout.n=[", "argument 'rollout.n=[': not valid YAML"),
+        ("rollout.n=", "integer"),
+        ("rollout.n=%", "not valid YAML"),
+        ("rollout.n=1\n---\n2", "another document"),
+        ("rollout[n]=4", "unknown key 'rollout[n]'"),
+        ("rollout..n=4", "unknown key 'rollout.'"),
+        ("rollout.=4", "unknown key 'rollout.'"),
+        ("." * 3000 + "=4", "nested more than 32 deep"),
+        ("k" * 100_000 + "=4", "unknown key 'kkk"),
+        ("rollout.n=" + "9" * 5000, "is not an integer of 64 bits"),
+        ("rollout.n=" + "[" * 5000, "nested more than 32 deep"),
+        ("run.name=\udcff", "not valid YAML: unacceptable character"),
+        ("run.name=&a [*a]", "an alias within what it stands for has no end"),
+        ("data.train=[d.jsonl, 5]", "data.train must be"),
+        ("data.train=5", "data.train must be"),
+        ("rollout.engine.tensor_parallel=0", "rollout.engine.tensor_parallel"),
+        ("algorithm.adv_estimator=..:x", "'..' is not the name of a module"),
+        ("rollout.environment=a b:x", "'a b' is not the name of a module"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(argument, part, capsys):
+    assert main(["train", "model.path=m", "data.train=d.jsonl", argument]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert part in message
+    assert len(message) < 1000
+    assert main(["config", "check", "model.path=m", "data.train=d.jsonl", argument]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_what_is_given_as_a_file_and_is_none(capsys, tmp_path):
+    (tmp_path / "link").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    for path, part in (
+        (tmp_path, "is a folder, not a file"),
+        (tmp_path / "none", "does not exist"),
+        (tmp_path / "link", "is a link that leads nowhere"),
+        (tmp_path / "pipe", "is not a regular file"),
+        ("README.md/c.yaml", "lies below a file"),
+        ("x" * 300, "cannot be read: File name too long"),
+    ):
+        assert f"--config {path} {part}" in refusal(capsys, "--config", str(path))
+        for key in ("model.path", "ref.path", "data.train", "data.eval", "run.resume", "rollout.replay"):
+            status = main(["config", "check", "model.path=/nowhere", "data.train=/nowhere", f"{key}={path}"])
+            text = capsys.readouterr()
+            fits = "is a folder" in part and key in ("model.path", "ref.path", "run.resume")
+            if part == "does not exist":
+                assert (status, f"not checked: {key}: {path}" in text.out) == (0, True)
+            elif not fits:
+                assert status == 2
+                assert f"{path} is a file, not a folder" in text.err or f"{path} {part}" in text.err
+
+
+def test_what_yaml_would_read_into_a_text_stays_text(tmp_path):
+    path = tmp_path / "c.yaml"
+    for text in ("2024-01-01", "2024-13-45", "1:30", "007", "=", "1e-6", "v1.0"):
+        path.write_text(f"run: {{name: {text}}}\n")
+        assert resolve(str(path), []).values["run.name"] == text
+        assert resolve(None, [f"run.name={text}"]).values["run.name"] == text
+
+
+def test_anchors_aliases_and_merge_keys_are_legal(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("rollout: &sampling\n  n: &count 4\n  temperature: 0.5\neval:\n  <<: {every: 3, n: 2}\n  n: *count\n")
+    found = resolve(str(path), [])
+    assert (found.values["eval.n"], found.values["eval.every"], found.values["rollout.n"]) == (4, 3, 4)
+    assert (found.origins["eval.n"], found.origins["eval.every"]) == (f"{path}:6", f"{path}:5")
+
+
+def test_references_are_followed(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("rollout: {n: '${eval.n}'}\neval: {n: 6}\n")
+    assert resolve(str(path), []).values["rollout.n"] == 6
+
+
+def test_a_module_that_fails_when_imported(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_plugin.py").write_text("x = 1\nraise KeyError('gone')\n")
+    (tmp_path / "unreadable_plugin.py").write_text("def (:\n")
+    assert "cannot be imported: KeyError: 'gone' (" in refusal(capsys, "algorithm.adv_estimator=broken_plugin:f")
+    assert "broken_plugin.py:2)" in refusal(capsys, "algorithm.surrogate=broken_plugin:f")
+    assert "cannot be imported: SyntaxError" in refusal(capsys, "algorithm.filters=[unreadable_plugin:f]")
+    assert main(["config", "check", "model.path=m", "data.train=d", "reward.function=broken_plugin:f"]) == 2
+    assert "KeyError: 'gone'" in capsys.readouterr().err

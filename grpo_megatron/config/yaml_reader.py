@@ -1,0 +1,189 @@
+"""YAML text into plain values, and where in the text each key stands.
+
+Stricter than YAML where a run would follow something else than was meant (a key set twice), and bounded, so
+that no text keeps a command busy: nested aliases can stand for billions of values in a few lines.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from grpo_megatron.errors import UserError, shortened
+
+MAX_CHARACTERS = 64 * 2**10
+MAX_VALUES = 2_000  # aliases counted as often as they are used
+MAX_DEPTH = 32
+
+_TAG = "tag:yaml.org,2002:"
+_INTEGER = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")
+_FLOAT = re.compile(
+    r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without what it reads into plain text: a date, 1:30 (90 seconds), 007 (octal) and = stay the text they are.
+
+    All else it reads as yaml.safe_dump expects; 1e-6 is text to both, and a number once the schema asks for one.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.depth = self.count = 0
+
+    def compose_node(self, parent, index):
+        self.depth, self.count = self.depth + 1, self.count + 1
+        _limit(self.count, self.depth, self.peek_event().start_mark.line + 1)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in ("null", "bool", "merge")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(f"{_TAG}int", _INTEGER, list("-+0123456789"))
+_Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
+
+
+class _Refused(Exception):
+    """line: from 1."""
+
+    def __init__(self, line: int, problem: str):
+        super().__init__(problem)
+        self.line = line
+
+
+def _limit(values: int, depth: int, line: int, characters: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise _Refused(line, f"nested more than {MAX_DEPTH} deep")
+    if values > MAX_VALUES:
+        raise _Refused(line, f"more than {MAX_VALUES} values, aliases counted as often as they are used")
+    if characters > MAX_CHARACTERS:
+        raise _Refused(line, f"more than {MAX_CHARACTERS} characters, aliases counted as often as they are used")
+
+
+@dataclass
+class YamlText:
+    """value: what the text says. lines: {dotted key: its line, from 1} of the mappings in it."""
+
+    value: Any
+    lines: dict[str, int] = field(default_factory=dict)
+
+
+def read_yaml(text: str, where: str, numbered: bool = True) -> YamlText:
+    """Values are None, bool, int, float, str, and lists and (str-keyed) dicts of them.
+
+    where: the file or argument, for messages. numbered: they name the line too. Raises UserError for what is not
+    YAML, a key that is set twice, a tag, an integer beyond 64 bits, characters that cannot be written, and for a text
+    that is too large, too deep, or contains itself.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"{where}: more than {MAX_CHARACTERS} characters, this is no configuration")
+    lines: dict[str, int] = {}
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return YamlText(None)
+        _Inspection(loader).visit(node, "")
+        value = loader.construct_document(node)
+        _note_lines(node, "", lines)
+    except _Refused as refused:
+        raise UserError(f"{where}{_place(refused.line, numbered)}: {refused}") from refused
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        place = _place(mark.line + 1, numbered) if mark else ""
+        raise UserError(f"{where}{place}: not valid YAML: {_problem(error)}") from error
+    return YamlText(value, lines)
+
+
+def _place(line: int, numbered: bool) -> str:
+    return f":{line}" if numbered else ""
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """On one line, without the excerpt of the text that the parser adds."""
+    parts = [getattr(error, "context", None), getattr(error, "problem", None)]
+    said = ", ".join(part for part in parts if part) or str(error)
+    return shortened(" ".join(said.split()), 200)
+
+
+class _Inspection:
+    """Refuses what is legal YAML and yet no configuration. Every node is looked at once, however often aliases name it."""
+
+    def __init__(self, loader: _Loader):
+        self._loader = loader
+        self._seen: dict[int, tuple[int, int, int] | None] = {}
+
+    def visit(self, node: yaml.Node, key: str) -> tuple[int, int, int]:
+        """(values, depth, characters) with aliases written out; key: the dotted key of this value."""
+        line = node.start_mark.line + 1
+        if id(node) in self._seen:
+            found = self._seen[id(node)]
+            if found is None:
+                raise _Refused(line, f"{shortened(key)}: an alias within what it stands for has no end")
+            return found
+        self._seen[id(node)] = None
+        if isinstance(node, yaml.ScalarNode):
+            self._check_scalar(node, line, key)
+            parts = []
+        elif isinstance(node, yaml.SequenceNode):
+            self._check_tag(node, f"{_TAG}seq", line)
+            parts = [self.visit(item, key) for item in node.value]
+        else:
+            self._check_tag(node, f"{_TAG}map", line)
+            self._name_keys(node, key)
+            parts = [self.visit(value, f"{key}.{name.value}".lstrip(".")) for name, value in node.value]
+        values, depth = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
+        own = len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+        found = values, depth, own + sum(part[2] for part in parts)
+        _limit(values, depth, line, found[2])
+        self._seen[id(node)] = found
+        return found
+
+    def _check_tag(self, node: yaml.Node, expected: str, line: int) -> None:
+        if node.tag != expected:
+            raise _Refused(line, f"the tag {shortened(node.tag.replace(_TAG, '!!'))} means nothing here; write the value alone")
+
+    def _check_scalar(self, node: yaml.ScalarNode, line: int, key: str) -> None:
+        if node.tag != f"{_TAG}str":
+            plain = node.style is None
+            self._check_tag(node, self._loader.resolve(yaml.ScalarNode, node.value, (plain, not plain)), line)
+        if node.tag == f"{_TAG}int":
+            digits = node.value.replace("_", "")
+            try:
+                fits = len(digits) <= 80 and abs(int(digits, 0)) < 2**63
+            except ValueError:  # 0x_
+                fits = False
+            if not fits:
+                raise _Refused(line, f"{shortened(key)}: {shortened(node.value)} is not an integer of 64 bits")
+        if _UNWRITABLE.search(node.value):
+            raise _Refused(line, f"{shortened(key)}: {shortened(node.value)!r} holds characters that no text has")
+
+    def _name_keys(self, node: yaml.MappingNode, prefix: str) -> None:
+        """Keys are text, whatever else YAML would take them for, and each is there once: YAML parsers keep the last of two."""
+        lines: dict[str, int] = {}
+        for name, _ in node.value:
+            line = name.start_mark.line + 1
+            if not isinstance(name, yaml.ScalarNode):
+                raise _Refused(line, f"a key of {shortened(prefix) or 'this file'} is a {name.id}, not a word")
+            if name.tag != f"{_TAG}merge":
+                name.tag = f"{_TAG}str"
+            self._check_scalar(name, line, prefix)
+            if name.value in lines:
+                key = shortened(f"{prefix}.{name.value}".lstrip("."))
+                raise _Refused(line, f"{key} is already set in line {lines[name.value]}")
+            lines[name.value] = line
+
+
+def _note_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
+    """After construction, by which merged keys (<<) stand before a mapping's own, which hide them."""
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            lines[f"{prefix}{name.value}"] = name.start_mark.line + 1
+            _note_lines(value, f"{prefix}{name.value}.", lines)

@@ -1,0 +1,48 @@
+"""Is there, at a path that a user gave, what it was given for."""
+
+import os
+import stat
+from pathlib import Path
+
+
+def file_problem(path: str | Path) -> str | None:
+    """What is wrong with `path` as a file to read, such as `does not exist`: the end of a sentence; None if nothing is."""
+    mode = _mode(path)
+    if isinstance(mode, str):
+        return mode
+    if stat.S_ISDIR(mode):
+        return "is a folder, not a file"
+    if not stat.S_ISREG(mode):
+        return "is not a regular file"  # reading a pipe or a device may never end
+    return None if os.access(path, os.R_OK) else "cannot be read: no permission"
+
+
+def folder_problem(path: str | Path) -> str | None:
+    """As file_problem, of a folder to read from."""
+    mode = _mode(path)
+    if isinstance(mode, str):
+        return mode
+    if not stat.S_ISDIR(mode):
+        return "is a file, not a folder"
+    return None if os.access(path, os.R_OK | os.X_OK) else "cannot be read: no permission"
+
+
+def is_absent(path: str | Path) -> bool:
+    """Nothing is there, as for a path of another machine: neither something of a wrong kind nor a link that leads nowhere."""
+    return _mode(path) == _ABSENT
+
+
+_ABSENT = "does not exist"
+
+
+def _mode(path: str | Path) -> int | str:
+    try:
+        return os.stat(path).st_mode
+    except FileNotFoundError:
+        return "is a link that leads nowhere" if os.path.islink(path) else _ABSENT
+    except NotADirectoryError:
+        return "lies below a file as if that were a folder"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except ValueError as error:  # no path at all: a zero byte, a lone surrogate
+        return f"is not a path: {error}"
