@@ -1,23 +1,29 @@
 """RLinf's keys (the YAML of its reasoning tasks) and ours."""
 
+import re
 from typing import Any
 
 from grpo_megatron.importers.mapping import (
     CannotCarry,
+    Convert,
+    Finding,
     Source,
     System,
     becomes,
     choice,
     dropped,
     elsewhere,
+    epochs,
     every,
     flag,
     only,
     same,
     total_steps,
+    trains,
     truth,
     unless_null,
 )
+from grpo_megatron.importers.sources import Settings
 
 ESTIMATORS = {
     "grpo": "grpo",
@@ -105,6 +111,12 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
     return {"train.max_tokens_per_micro_batch": int(value) * source.number("runner.seq_length")}
 
 
+def _resume(value: Any, source: Source) -> dict[str, Any]:
+    if value is None:
+        return {}
+    raise CannotCarry("their checkpoints are not ours: start from the model's HF form (model.path)")
+
+
 def _greedy(value: Any, source: Source) -> dict[str, Any]:
     if truth(value):
         raise CannotCarry("training samples are never greedy here")
@@ -128,9 +140,51 @@ def _sequence_parallel(value: Any, source: Source) -> bool:
     return truth(value) and source.number(f"{MODEL}.tensor_model_parallel_size") > 1
 
 
+def _off_is(neutral: Any) -> Convert:
+    """Only the neutral value: another one would sample from another distribution than the log-probs are of."""
+
+    def convert(value: Any, source: Source) -> Any:
+        if value is not None and value != neutral:
+            raise CannotCarry(f"{value}: log-probs would be of another distribution than the one sampled from")
+        return neutral
+
+    return convert
+
+
+def _top_k(value: Any, source: Source) -> int:
+    return _off_is(-1)(value if value is not None and 0 < value < 500_000 else -1, source)
+
+
+def _scale(value: Any, source: Source) -> dict[str, Any]:
+    if value not in (None, 1) and source["algorithm.adv_type"] not in ("grpo", "math_grpo"):
+        raise CannotCarry("only where advantages are divided by the group's standard deviation does a scale change nothing")
+    return {}
+
+
+def _reward(value: Any, source: Source) -> str:
+    why = "set reward.function=module:function; its arguments are prompt, response, answer, record"
+    return choice({"math": "math"}, why)(value, source)
+
+
+def _unless_constant(ours: str) -> Convert:
+    """For what only a schedule that is not constant has."""
+
+    def convert(value: Any, source: Source) -> dict[str, Any]:
+        constant = source["actor.lr_sched.lr_decay_style"] in (None, "constant")
+        return {} if constant or value is None else {ours: value}
+
+    return convert
+
+
+def _warmup_fraction(value: Any, source: Source) -> dict[str, Any]:
+    if value in (None, 0):
+        return {}
+    raise CannotCarry("a share of a schedule's length: give optimizer.lr_warmup_steps")
+
+
 _DENOMINATOR = "the mean is over the whole optimizer step here, never over a micro-batch or a rank"
 
-ALGORITHM = (
+ALGORITHM = trains(
     becomes("algorithm.adv_type", "algorithm.adv_estimator", _estimator, "reinpp: reinforce_plus_plus"),
     becomes("algorithm.use_reinpp_baseline", (), elsewhere, "read with adv_type", default=False),
     becomes(
@@ -226,12 +280,12 @@ ALGORITHM = (
     ),
     becomes("algorithm.shuffle_rollout", (), only((False,), "the order within a step is that of the batch here"), "only false"),
     same("algorithm.sampling_params.temperature", "rollout.temperature", default=1.0),
-    same("algorithm.sampling_params.top_p", "rollout.top_p", "only 1: see rollout.top_k"),
+    becomes("algorithm.sampling_params.top_p", "rollout.top_p", _off_is(1), "only 1: see rollout.top_k"),
     becomes(
         "algorithm.sampling_params.top_k",
         "rollout.top_k",
-        lambda value, source: value if 0 < value < 500_000 else -1,
-        "a number above any vocabulary is -1 (off)",
+        _top_k,
+        "only -1 (off), as is a number above any vocabulary",
     ),
     becomes(
         "algorithm.sampling_params.max_new_tokens",
@@ -242,7 +296,12 @@ ALGORITHM = (
     becomes("algorithm.sampling_params.use_greedy", (), _greedy, "only false"),
     becomes("algorithm.sampling_params.do_sample", (), _sampled, "only true"),
     becomes("algorithm.sampling_params.repetition_penalty", (), only((1, 1.0), "would be another distribution"), "only 1"),
-    dropped("algorithm.sampling_params.min_new_tokens", "no lower limit of a response here"),
+    becomes(
+        "algorithm.sampling_params.min_new_tokens", (), only((None, 0, 1), "no lower limit of a response here"), "only 0 and 1"
+    ),
+)
+
+MEMORY = (
     becomes(
         "algorithm.training_batch_size_per_gpu",
         "train.max_tokens_per_micro_batch",
@@ -258,10 +317,36 @@ ALGORITHM = (
         "algorithm.*batch_size_per_gpu",
         "the engine forms its own batches: rollout.max_concurrency, rollout.engine.max_running_requests",
     ),
+    dropped("algorithm.return_logprobs", "the engine's log-probs are always recorded here"),
+)
+
+PENALTIES = trains(
     dropped("algorithm.len_reward_penalty", "another form of length penalty: see reward.overlong_buffer"),
     dropped("algorithm.safe_length", "see reward.overlong_buffer.length: that many tokens before rollout.max_response_length"),
     dropped("algorithm.*_length", "see reward.overlong_buffer"),
     dropped("algorithm.max_resample", "new prompts are not drawn for filtered groups"),
+    dropped("algorithm.*", "no such part of the algorithm here"),
+    dropped("agentloop.*", "tools and turns are a Python class of yours here: write one and set rollout.environment"),
+    dropped("tools.*", "tools and turns are a Python class of yours here: write one and set rollout.environment"),
+    becomes("reward.use_reward_model", "reward.function", only((False,), "a reward function may call a model"), "only false"),
+    becomes(
+        "reward.reward_type",
+        "reward.function",
+        _reward,
+        "math: math (right is 1 and wrong 0 here, reward_scale and minus reward_scale there); others: a function of yours",
+    ),
+    becomes(
+        "reward.reward_scale", (), _scale, "changes nothing with algorithm.norm_adv_by_std_in_grpo, which adv_type grpo has"
+    ),
+    becomes(
+        "data.apply_chat_template",
+        (),
+        only((True,), "the model's chat template is always applied to prompts here, and theirs are in some form already"),
+        "only true",
+    ),
+    dropped("data.image_keys", "only text is trained here"),
+    becomes(f"{MODEL}.is_lora", (), only((False, None), "adapters are not trained here: all weights would be"), "only false"),
+    becomes("actor.model.lora_rank", (), only((0, None), "adapters are not trained here: all weights would be"), "only 0"),
 )
 
 RUN = (
@@ -273,16 +358,20 @@ RUN = (
     ),
     becomes("runner.enable_dynamic_batch_size", (), elsewhere, "micro-batches are always packed by tokens here", default=False),
     becomes("runner.max_tokens_per_mbs", "train.max_tokens_per_micro_batch", _dynamic_tokens),
-    becomes("runner.max_steps", "run.total_steps", total_steps, "-1 there: by max_epochs"),
-    dropped("runner.max_epochs", "a run is measured in steps: set run.total_steps to epochs * prompts / data.train_batch_size"),
+    *trains(
+        becomes("runner.max_steps", "run.total_steps", total_steps, "-1 there: by max_epochs"),
+        becomes("runner.max_epochs", "run.total_steps", epochs("runner.max_steps"), "read unless max_steps is set"),
+        becomes("runner.resume_dir", "run.resume", _resume, "only null"),
+    ),
     becomes("runner.val_check_interval", "eval.every", every("eval.every"), "-1 (never) is 0 here"),
     becomes("runner.save_interval", "checkpoint.every", every("checkpoint.every"), "-1 (never) is 0 here"),
     same("runner.experiment_name", "run.name"),
-    becomes("runner.task_type", (), only(("reasoning", "math"), "only reasoning tasks are imported"), "only reasoning"),
-    dropped("runner.resume_dir", "their checkpoints are not ours: start from the model's HF form (model.path)"),
+    becomes("runner.task_type", (), elsewhere, "only reasoning tasks are imported"),
     dropped("runner.*", "not mapped; where a run writes is run.root, run.name"),
-    same("data.rollout_batch_size", "data.train_batch_size", "prompts in both"),
-    same("data.max_prompt_length", "data.max_prompt_length"),
+    *trains(
+        same("data.rollout_batch_size", "data.train_batch_size", "prompts in both"),
+        same("data.max_prompt_length", "data.max_prompt_length"),
+    ),
     becomes(
         "data.filter_prompt_by_length",
         "data.overlong_prompts",
@@ -295,36 +384,36 @@ RUN = (
     same("data.seed", "run.seed"),
     becomes("data.train_data_paths", "data.train", _paths),
     becomes("data.val_data_paths", "data.eval", _paths),
-    dropped("data.apply_chat_template", "the chat template is always applied here"),
     dropped("data.*", "no counterpart in how prompts are read"),
-    same("rollout.model_dir", "model.path"),
-    same("rollout.model.model_path", "model.path"),
+    *trains(same("rollout.model_dir", "model.path"), same("rollout.model.model_path", "model.path")),
     same("rollout.gpu_memory_utilization", "rollout.engine.mem_fraction"),
     same("rollout.tensor_parallel_size", "rollout.engine.tensor_parallel"),
     same("rollout.max_running_requests", "rollout.engine.max_running_requests"),
-    becomes("rollout.rollout_backend", (), only(("sglang",), "the engine is always SGLang here"), "only sglang"),
+    becomes(
+        "rollout.rollout_backend", (), only(("sglang",), "the engine is always SGLang here"), "any engine there is SGLang here"
+    ),
     becomes(
         "rollout.recompute_logprobs", "train.old_logprobs", lambda value, source: "recompute" if truth(value) else "rollout"
     ),
     dropped("rollout.*", "how the engine is run is decided here"),
-    dropped("reward.reward_type", "set reward.function (and answer_from, response_from) by hand"),
-    dropped("reward.reward_scale", "scaling rewards changes nothing with algorithm.norm_adv_by_std_in_grpo"),
-    dropped("reward.*", "set reward.function by hand"),
+    dropped("reward.*", "belongs to how rewards are computed: see reward.workers"),
     dropped(
         "cluster.*", "set megatron.data_parallel and rollout.engine.num_engines for the GPUs you have, and cluster.placement"
     ),
     dropped("critic.*", "GRPO has no critic"),
     dropped("inference.*", "the trainer's own ranks compute log-probs"),
     dropped("hydra.*", "no counterpart"),
-    dropped("defaults", "names base configurations that were not read; import those files too, if they are your own"),
+    becomes("defaults", (), elsewhere, "names base configurations that are not read"),
 )
 
 ACTOR = (
-    becomes(
-        "actor.global_batch_size",
-        "train.ppo_mini_batch_size",
-        _global_batch,
-        unit="samples per optimizer step -> prompts (divided by group_size)",
+    *trains(
+        becomes(
+            "actor.global_batch_size",
+            "train.ppo_mini_batch_size",
+            _global_batch,
+            unit="samples per optimizer step -> prompts (divided by group_size)",
+        ),
     ),
     same(f"{MODEL}.tensor_model_parallel_size", "megatron.tensor_parallel"),
     same(f"{MODEL}.pipeline_model_parallel_size", "megatron.pipeline_parallel"),
@@ -341,27 +430,64 @@ ACTOR = (
     becomes("actor.offload_weight", "megatron.sleep", flag, "weights, gradients and optimizer together"),
     becomes("actor.offload_optimizer", "optimizer.offload", flag),
     becomes("actor.offload_grad", "megatron.sleep", flag, "weights, gradients and optimizer together"),
-    same("actor.optim.lr", "optimizer.lr"),
-    same("actor.optim.adam_beta1", "optimizer.beta1"),
-    same("actor.optim.adam_beta2", "optimizer.beta2"),
-    same("actor.optim.adam_eps", "optimizer.eps"),
-    same("actor.optim.weight_decay", "optimizer.weight_decay"),
-    same("actor.optim.clip_grad", "optimizer.clip_grad"),
+    *trains(
+        same("actor.optim.lr", "optimizer.lr"),
+        same("actor.optim.adam_beta1", "optimizer.beta1"),
+        same("actor.optim.adam_beta2", "optimizer.beta2"),
+        same("actor.optim.adam_eps", "optimizer.eps"),
+        same("actor.optim.weight_decay", "optimizer.weight_decay"),
+        same("actor.optim.clip_grad", "optimizer.clip_grad"),
+    ),
     becomes("actor.optim.use_distributed_optimizer", "megatron.distributed_optimizer", flag),
     becomes("actor.optim.overlap_grad_reduce", "megatron.overlap", flag, "with the gathering of parameters"),
     dropped("actor.optim.*", "no counterpart in the optimizer section"),
-    becomes("actor.lr_sched.lr_warmup_iters", "optimizer.lr_warmup_steps", lambda value, source: int(value)),
-    becomes(
-        "actor.lr_sched.lr_decay_style",
-        "optimizer.lr_schedule",
-        choice({"constant": "constant", "cosine": "cosine", "linear": "linear"}),
+    *trains(
+        same("actor.lr_sched.lr_warmup_iters", "optimizer.lr_warmup_steps"),
+        becomes("actor.lr_sched.lr_warmup_fraction", "optimizer.lr_warmup_steps", _warmup_fraction, "only 0"),
+        becomes(
+            "actor.lr_sched.lr_decay_style",
+            "optimizer.lr_schedule",
+            choice({"constant": "constant", "cosine": "cosine", "linear": "linear"}),
+        ),
+        becomes("actor.lr_sched.lr_decay_iters", "optimizer.lr_decay_steps", _unless_constant("optimizer.lr_decay_steps")),
+        becomes("actor.lr_sched.min_lr", "optimizer.lr_min", _unless_constant("optimizer.lr_min")),
     ),
-    dropped(
-        "actor.lr_sched.*", "set optimizer.lr_min, lr_decay_steps and lr_warmup_steps by hand if the schedule is not constant"
-    ),
+    dropped("actor.lr_sched.*", "the peak is optimizer.lr, the warm-up begins at 0"),
     dropped("actor.tokenizer.*", "the tokenizer is that of model.path"),
     same("actor.seed", "run.seed"),
     dropped("actor.*", "no counterpart"),
 )
 
-RLINF = System("RLinf", ALGORITHM + RUN + ACTOR)
+
+def _refusal(source: Source, settings: Settings) -> str | None:
+    task = settings.values.get("runner.task_type")
+    if task in (None, "reasoning", "math"):
+        return None
+    return (
+        f"runner.task_type={task}: only RLinf's reasoning tasks are imported, runs that train a language model on text with RL"
+    )
+
+
+def _findings(source: Source, settings: Settings) -> list[Finding]:
+    """What changes what is trained, across keys."""
+    found = []
+    for key in ("rollout.model.model_type", f"{MODEL}.model_type"):
+        value = settings.values.get(key)
+        if isinstance(value, str) and re.search(r"(?i)(?<![a-z])(vl|vla|vlm|omni)(?![a-z])", value):
+            found.append(Finding(f"{key}={value}: a model for images; only text is trained here"))
+    bases = settings.values.get("defaults")
+    for base in bases if isinstance(bases, list) else []:
+        name = str(base)
+        if isinstance(base, dict):
+            name = ", ".join(f"{part}={value}" for part, value in base.items())
+        # Those of a training engine say how, not what; a file names itself as _self_.
+        if not re.match(r"override hydra/|_self_|.*(hybrid_engines|training_backend)/", name):
+            found.append(Finding(f"defaults: {name}: a base configuration that was not read; put its settings into the file"))
+    if "reward.reward_type" not in settings.values:
+        found.append(Finding("reward: none is named; give reward.function", ("reward.function",)))
+    if not {"runner.max_epochs", "runner.max_steps"} & settings.values.keys():
+        found.append(Finding("run.total_steps: how long the run is, is not said; give it", ("run.total_steps",)))
+    return found
+
+
+RLINF = System("RLinf", ALGORITHM + MEMORY + PENALTIES + RUN + ACTOR, _findings, _refusal)
