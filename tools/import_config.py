@@ -102,11 +102,11 @@ def convert(options: argparse.Namespace) -> int:
     return 2 if report.violations else 0
 
 
-def outcome(source: str, system: str | None) -> tuple[str, str]:
+def outcome(source: str, system: str | None, given: dict[str, Any]) -> tuple[str, str]:
     """(legal, needs --accept, or refused; the main reason)."""
     try:
         settings = read(source, None)
-        imported = import_settings(SYSTEMS[system or guess(settings)], settings)
+        imported = import_settings(SYSTEMS[system or guess(settings)], settings, given)
     except UserError as error:
         return "refused", str(error).removeprefix(f"{source}: ")
     with tempfile.TemporaryDirectory() as folder:
@@ -121,14 +121,14 @@ def outcome(source: str, system: str | None) -> tuple[str, str]:
     return "legal", ""
 
 
-def survey(folder: Path, system: str | None) -> int:
-    """A line per file, then how many there are of each outcome as JSON."""
+def survey(folder: Path, system: str | None, given: dict[str, Any]) -> int:
+    """A line per file, then how many there are of each outcome as JSON. given: our keys with which each is imported."""
     if not folder.is_dir():
         raise UserError(f"--survey {folder} is not a folder")
     files = sorted(path for path in folder.rglob("*") if path.suffix in SCRIPTS and path.is_file())
     totals = Counter({"files": len(files), "legal": 0, "needs --accept": 0, "refused": 0})
     for path in files:
-        kind, reason = outcome(str(path), system)
+        kind, reason = outcome(str(path), system, given)
         totals[kind] += 1
         print(f"{kind:14}  {path.relative_to(folder)}  {' '.join(reason.split())[:160]}")
     print(json.dumps(totals))
@@ -154,7 +154,9 @@ def main() -> int:
         print(SYSTEMS[options.table].table())
         return 0
     if options.survey:
-        return survey(options.survey, options.system)
+        return survey(
+            options.survey, options.system, values_given([options.source, *options.overrides] if options.source else [])
+        )
     if options.source is None:
         parser.error("name a source")
     return convert(options)

@@ -6,7 +6,7 @@ from typing import Any
 from grpo_megatron.config.keys import default_of, nested_yaml
 from grpo_megatron.config.load import known_keys
 from grpo_megatron.errors import UserError
-from grpo_megatron.importers.mapping import UNSET, CannotCarry, Entry, Source, System, plain
+from grpo_megatron.importers.mapping import UNSET, CannotCarry, Entry, Finding, Source, System, plain
 from grpo_megatron.importers.sources import Settings
 from grpo_megatron.importers.typed import takes_text, typed
 
@@ -15,7 +15,7 @@ from grpo_megatron.importers.typed import takes_text, typed
 class Import:
     """values by our dotted key, and for each where it comes from; then what a person must read.
 
-    given: keys of ours that were set by hand. changes_training: what makes another run of it. changed: carried over,
+    given: keys of ours that were set by hand. findings: what makes another run of it. changed: carried over,
     but in another unit or definition. not_carried: known and without a counterpart, with the reason. absorbed:
     nothing had to be set for them, or another key decided. unknown: keys the mapping does not have. unread: other
     words. Every key of theirs is in one of these.
@@ -25,12 +25,17 @@ class Import:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)
-    changes_training: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     not_carried: list[str] = field(default_factory=list)
     absorbed: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
+
+    @property
+    def changes_training(self) -> list[str]:
+        """What a person must accept; first what no key of ours could settle."""
+        return [finding.text for finding in sorted(self.findings, key=lambda finding: bool(finding.settled_by))]
 
     @property
     def needs_acceptance(self) -> bool:
@@ -59,6 +64,8 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
     """
     result = Import(system.name, unread=list(settings.unread), given=given or {})
     source = Source(settings.values, system.entries)
+    if not any(system.entry_for(key) for key in settings.values):
+        raise UserError(f"none of these keys is one of {system.name}'s")
     if refusal := system.refusal(source, settings):
         raise UserError(refusal)
     for entry in system.entries:
@@ -75,8 +82,8 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
     # In the order of the table, so that a special key of theirs comes after the general one.
     for _, key, value, entry in sorted(known, key=lambda item: item[0]):
         _carry(key, value, entry, source, result)
-    result.changes_training += [
-        finding.text for finding in system.findings(source, settings) if not (result.given.keys() & set(finding.settled_by))
+    result.findings += [
+        finding for finding in system.findings(source, settings) if not result.given.keys() & set(finding.settled_by)
     ]
     told = {
         line.partition("=")[0]
@@ -121,7 +128,7 @@ def _leave(line: str, entry: Entry, result: Import) -> None:
     if settled:
         result.absorbed.append(f"{line} (settled: {settled[0]}={result.given[settled[0]]})")
     elif entry.changes_training:
-        result.changes_training.append(line)
+        result.findings.append(Finding(line, entry.ours))
     else:
         result.not_carried.append(line)
 

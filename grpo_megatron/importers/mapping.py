@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from grpo_megatron.config.schema import TrainConfig
 from grpo_megatron.importers.sources import Settings
 
 UNSET: Any = object()
@@ -188,6 +189,16 @@ def elsewhere(value: Any, source: Source) -> dict[str, Any]:
 
 def flag(value: Any, source: Source) -> bool:
     return truth(value)
+
+
+def room_for(longest: Callable[[Source], int]) -> Convert:
+    """For the switch of dynamic batches: a micro-batch here holds at least the longest sequence, whatever else says its size."""
+
+    def convert(value: Any, source: Source) -> dict[str, Any]:
+        tokens = longest(source)
+        return {"train.max_tokens_per_micro_batch": tokens} if tokens > TrainConfig().max_tokens_per_micro_batch else {}
+
+    return convert
 
 
 def unless_null(ours: str) -> Convert:

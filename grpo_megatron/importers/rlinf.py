@@ -17,6 +17,7 @@ from grpo_megatron.importers.mapping import (
     every,
     flag,
     only,
+    room_for,
     same,
     total_steps,
     trains,
@@ -356,7 +357,13 @@ RUN = (
         _response_length,
         unit="tokens of prompt and response -> tokens of the response",
     ),
-    becomes("runner.enable_dynamic_batch_size", (), elsewhere, "micro-batches are always packed by tokens here", default=False),
+    becomes(
+        "runner.enable_dynamic_batch_size",
+        "train.max_tokens_per_micro_batch",
+        room_for(lambda source: source.number("runner.seq_length")),
+        "micro-batches are always packed by tokens here, at least as many as the longest sequence has",
+        default=False,
+    ),
     becomes("runner.max_tokens_per_mbs", "train.max_tokens_per_micro_batch", _dynamic_tokens),
     *trains(
         becomes("runner.max_steps", "run.total_steps", total_steps, "-1 there: by max_epochs"),

@@ -12,6 +12,7 @@ from grpo_megatron.importers.mapping import (
     elsewhere,
     flag,
     only,
+    room_for,
     same,
     trains,
     truth,
@@ -240,7 +241,13 @@ BATCH = (
         same(f"{ACTOR}.ppo_epochs", "train.ppo_epochs", default=1),
         same(f"{ROLLOUT}.n", "rollout.n", default=1),
     ),
-    becomes(f"{ACTOR}.use_dynamic_bsz", (), elsewhere, "micro-batches are always packed by tokens here", default=False),
+    becomes(
+        f"{ACTOR}.use_dynamic_bsz",
+        "train.max_tokens_per_micro_batch",
+        room_for(_longest),
+        "micro-batches are always packed by tokens here, at least as many as the longest sequence has",
+        default=False,
+    ),
     becomes(
         f"{ACTOR}.ppo_micro_batch_size_per_gpu",
         "train.max_tokens_per_micro_batch",
