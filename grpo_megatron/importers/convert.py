@@ -99,6 +99,9 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
 
 def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import) -> None:
     if not entry.ours and entry.convert is None:
+        if value in (None, {}, []):
+            result.absorbed.append(f"{key}={value}: nothing is set")
+            return
         _leave(f"{key}={value}: {entry.note}", entry, result)
         return
     try:
@@ -137,6 +140,8 @@ def _converted(key: str, value: Any, entry: Entry, source: Source) -> dict[str, 
     """Our keys with values of their types. Raises CannotCarry."""
     if "$" in str(value) and not all(map(takes_text, entry.ours)):
         raise CannotCarry("not known here; set it by hand" + (f" ({', '.join(entry.ours)})" if entry.ours else ""))
+    if isinstance(value, dict):
+        raise CannotCarry("a section, where one value is expected")
     if entry.convert is None:
         converted = value
     else:

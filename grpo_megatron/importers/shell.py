@@ -60,7 +60,7 @@ class _Left(Exception):
 def read_script(text: str) -> Script:
     """Raises ShellSyntaxError for a text that is no bash script."""
     run = _Run()
-    nodes = syntax.parse(text.replace("\r\n", "\n").replace("\x02", "").replace("\x03", ""))
+    nodes = syntax.parse(text.replace("\r\n", "\n").translate(dict.fromkeys(range(2, 7))))
     try:
         run.block(nodes)
     except _Left:

@@ -15,6 +15,10 @@ _PARAMETER = re.compile(r"(!?)([A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)\
 _PLAIN = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
+# Spaces between quotes inside an unquoted ${A:-"x y"}, which do not split it.
+_KEEP = str.maketrans(" \t\n", "\x04\x05\x06")
+_KEPT = str.maketrans("\x04\x05\x06", " \t\n")
+
 Value = str | list[str]
 
 
@@ -54,9 +58,12 @@ class Variables:
         """The words that one word as written becomes: none, one, or several."""
         return _Word(self, raw).fields()
 
-    def string(self, raw: str, quoted: bool = False) -> str:
-        """The same without splitting, as in an assignment. quoted: single quotes are characters, as within double ones."""
-        return _Word(self, raw, quoted).string()
+    def string(self, raw: str, quoted: bool = False, keep: bool = False) -> str:
+        """The same without splitting, as in an assignment. quoted: single quotes are characters, as within double ones.
+
+        keep: spaces that stood between quotes are marked, for whoever splits the result.
+        """
+        return _Word(self, raw, quoted, keep).string()
 
     def array(self, raw: str) -> Value:
         """( ... ) of an assignment. One with [index]= is not followed."""
@@ -69,23 +76,24 @@ class Variables:
 class _Word:
     """The expansion of one word. quoted: as between double quotes."""
 
-    def __init__(self, variables: Variables, raw: str, quoted: bool = False):
+    def __init__(self, variables: Variables, raw: str, quoted: bool = False, keep: bool = False):
         self._variables = variables
         self._done: list[str] = []
         self._open: str | None = None  # the field that is being put together
         self._joins = False  # a string is wanted, not fields
-        self._raw, self._quoted = raw, quoted
+        self._raw, self._quoted, self._keep = raw, quoted, keep
 
     def fields(self) -> list[str]:
         self._read(self._raw, self._quoted)
-        return self._done + ([] if self._open is None else [self._open])
+        done = self._done + ([] if self._open is None else [self._open])
+        return done if self._keep else [field.translate(_KEPT) for field in done]
 
     def string(self) -> str:
         self._joins = True
         return "".join(self.fields())
 
-    def _add(self, text: str) -> None:
-        self._open = (self._open or "") + text
+    def _add(self, text: str, quoted: bool = False) -> None:
+        self._open = (self._open or "") + (text.translate(_KEEP) if quoted and self._keep else text)
 
     def _end_field(self) -> None:
         if self._open is not None:
@@ -100,7 +108,7 @@ class _Word:
                 at = self._escape(text, at, quoted)
             elif char == "'" and not quoted:
                 end = text.index("'", at + 1)
-                self._add(text[at + 1 : end])
+                self._add(text[at + 1 : end], True)
                 at = end + 1
             elif text.startswith("$'", at) and not quoted:
                 end = end_of_ansi(text, at)
@@ -119,7 +127,7 @@ class _Word:
             elif char == "$":
                 at = self._dollar(text, at, quoted)
             else:
-                self._add(char)
+                self._add(char, quoted)
                 at += 1
 
     def _escape(self, text: str, at: int, quoted: bool) -> int:
@@ -169,7 +177,7 @@ class _Word:
 
     def _put(self, value: str, quoted: bool) -> None:
         if quoted or self._joins:
-            self._add(value)
+            self._add(value, quoted)
             return
         # An unquoted variable is split at its spaces, and is no word at all if it is empty.
         for number, part in enumerate(re.split(r"[ \t\n]+", value)):
@@ -220,15 +228,15 @@ def _alternative(variables: Variables, name: str, value: Value | None, match: re
     colon, kind, word = match.groups()
     is_set = value is not None and not (colon and not value)
     if kind == "+":
-        return variables.string(word, quoted) if is_set else ""
+        return variables.string(word, quoted, keep=not quoted) if is_set else ""
     if is_set:
         return value
     if kind == "?":
         return plain
-    default = variables.string(word, quoted)
     if kind == "=":
-        variables.values[name] = default
-    return default
+        variables.values[name] = variables.string(word, quoted)
+        return variables.values[name]
+    return variables.string(word, quoted, keep=not quoted)
 
 
 def _changed(variables: Variables, value: Value, operation: str) -> Value | None:
