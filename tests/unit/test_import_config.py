@@ -268,16 +268,6 @@ def test_verl_without_an_estimator_is_not_grpo():
     assert "gae" in line_about(left(result), "algorithm.adv_estimator")
 
 
-def test_verl_settings_as_yaml(tmp_path):
-    tree = {
-        "algorithm": {"adv_estimator": "grpo"},
-        "data": {"train_files": "/d.parquet", "max_prompt_length": 100, "max_response_length": "${data.max_prompt_length}"},
-        "actor_rollout_ref": {"model": {"path": "/m"}, "rollout": {"n": 4, "response_length": "${oc.select:data.x,7}"}},
-    }
-    config = loaded(imported(VERL, yaml.safe_dump(tree)), tmp_path)
-    assert (config.rollout.n, config.rollout.max_response_length) == (4, 100)
-
-
 # an RLinf file
 
 

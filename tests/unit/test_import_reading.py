@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,17 +154,24 @@ def test_settings_after_a_missing_backslash_are_told():
     assert "line 2" in read_settings(f"{HEAD} a.b=1\n   +c.d=2 e.f=3\n").lost[0]
 
 
+def test_verl_settings_as_yaml():
+    tree = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "data": {"train_files": "/d.parquet", "max_prompt_length": 100, "max_response_length": "${data.max_prompt_length}"},
+        "actor_rollout_ref": {"model": {"path": "/m"}, "rollout": {"n": 4, "response_length": "${oc.select:data.x,7}"}},
+    }
+    values = import_settings(SYSTEMS["verl"], read_settings(yaml.safe_dump(tree))).values
+    assert (values["rollout.n"], values["rollout.max_response_length"]) == (4, 100)
+
+
 # against the shell itself
 
 
 _TEXT = st.text(st.sampled_from("ab/.x "), max_size=6)
-_OPERATION = st.sampled_from(
-    [
-        *["${A}", "${A:-d}", "${A-d}", "${A:+s}", "${A#*/}", "${A##*/}", "${A%.*}", "${A%%.*}", "${A/a/b}", "${A//a/b}", "${#A}", "${A:1:2}"],
-        *["${B:-${A}}", "'$A'", "\\$A"],
-        '${B:-"x${A}"}',
-    ]
+_OPERATIONS = (
+    "${A} ${A:-d} ${A-d} ${A:+s} ${A#*/} ${A##*/} ${A%.*} ${A%%.*} ${A/a/b} ${A//a/b} ${#A} ${A:1:2} ${B:-${A}} '$A' \\$A"
 )
+_OPERATION = st.sampled_from([*_OPERATIONS.split(), '${B:-"x${A}"}'])
 
 
 @settings(max_examples=60, deadline=None)
@@ -179,9 +187,10 @@ def test_expansion_is_that_of_bash(text, operations):
     assert found == expected
 
 
+_SIGN = st.sampled_from(["+", "-", "*", "/", "%", "<<", "==", "<", "&&", "||", "**"])
 _SUM = st.recursive(
     st.integers(0, 99).map(str),
-    lambda part: st.tuples(part, st.sampled_from(["+", "-", "*", "/", "%", "<<", "==", "<", "&&", "||", "**"]), part).map(lambda p: f"({' '.join(p)})"),
+    lambda part: st.tuples(part, _SIGN, part).map(lambda p: f"({' '.join(p)})"),
     max_leaves=5,
 )
 
@@ -222,7 +231,29 @@ def test_any_value_of_any_key_is_carried_with_our_type_or_left_with_a_reason(nam
     result.report()
 
 
-_PIECES = ["a.b=", "$A", "${A", "}", "$(", ")", "'", '"', "\\", "if", "then", "fi", ";", "(", "<<E", "E", "x", "${A:-", "#", "[[", "{"]
+_PIECES = [
+    "a.b=",
+    "$A",
+    "${A",
+    "}",
+    "$(",
+    ")",
+    "'",
+    '"',
+    "\\",
+    "if",
+    "then",
+    "fi",
+    ";",
+    "(",
+    "<<E",
+    "E",
+    "x",
+    "${A:-",
+    "#",
+    "[[",
+    "{",
+]
 
 
 @settings(max_examples=200, deadline=None)
