@@ -151,6 +151,8 @@ def _converted(key: str, value: Any, entry: Entry, source: Source) -> dict[str, 
             # A converter computes with what the key is meant to hold; anything else ends here.
             raise CannotCarry(f"{value!r} is nothing this key takes") from error
     carried = converted if isinstance(converted, dict) else {entry.ours[0]: converted}
+    if not carried.keys() <= known_keys().keys():
+        raise CannotCarry(f"{value!r} is nothing this key takes")
     return {name: typed(name, ours) for name, ours in carried.items()}
 
 

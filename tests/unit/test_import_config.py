@@ -263,11 +263,6 @@ def test_what_verl_has_and_we_do_not_is_refused_with_the_reason(arguments, key, 
     assert reason in line_about(left(verl(arguments)), key)
 
 
-def test_verl_without_an_estimator_is_not_grpo():
-    result = imported(VERL, "python3 -m verl.trainer.main_ppo data.train_batch_size=8")
-    assert "gae" in line_about(left(result), "algorithm.adv_estimator")
-
-
 # an RLinf file
 
 

@@ -216,6 +216,7 @@ _JUNK = st.one_of(
     st.sampled_from(["'1'", "1e-6", "1_000", "None", "null", "$X", "$(x)", "[1", "0", "inf"]),
     st.lists(st.one_of(st.integers(), st.text(max_size=3)), max_size=3),
     st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+    st.just([{"path": "x"}]),
 )
 
 

@@ -160,6 +160,11 @@ def test_rlinf_tasks_and_parts_that_are_not_here():
     assert "hybrid_engines" not in lines
 
 
+def test_verl_without_an_estimator_is_not_grpo():
+    result = import_settings(VERL, read_settings("python3 -m verl.trainer.main_ppo data.train_batch_size=8"))
+    assert any(line.startswith("algorithm.adv_estimator ") and "gae" in line for line in result.changes_training)
+
+
 # the tool
 
 
