@@ -1,22 +1,35 @@
 """Turn the configuration of a verl or RLinf GRPO run into ours.
 
     python tools/import_config.py run_grpo.sh --out mine.yaml
-    python tools/import_config.py rlinf.yaml --from rlinf --out mine.yaml
+    python tools/import_config.py run_grpo.sh run.total_steps=435 reward.function=math --out mine.yaml
+    python tools/import_config.py rlinf.yaml --from rlinf --accept --out mine.yaml
     python tools/import_config.py - <<< 'python3 -m verl.trainer.main_ppo data.train_batch_size=256 ...'
     python tools/import_config.py --table verl           # the mapping, as docs/coming-from-verl.md has it
+    python tools/import_config.py --survey FOLDER        # what becomes of each launch script and YAML file in a folder
 
-The YAML goes to --out, or to standard output; what could not be carried over, and what changed its unit
-or definition, to standard error. Exit status 2 if the result does not pass `grpo-megatron config check`.
+The YAML goes to --out, or to standard output; what happened to every setting, to standard error. What changes what
+is trained (an adapter that is none here, another reward, another number of steps) comes first there, and then nothing
+is written: settle it with key=value of ours, or say --accept. Exit status 2 in that case, for what cannot be read, and
+if the result does not pass `grpo-megatron config check`.
 """
 
 import argparse
+import json
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+from omegaconf import OmegaConf
+
+from grpo_megatron.config.load import layers, merge
 from grpo_megatron.errors import UserError
 from grpo_megatron.importers import SYSTEMS, Settings, import_settings, read_settings, to_yaml
-from grpo_megatron.preflight.check import check
+from grpo_megatron.preflight.check import Report, check
+from grpo_megatron.preflight.load import load_config
+
+SCRIPTS = (".sh", ".yaml", ".yml")
 
 
 def guess(settings: Settings) -> str:
@@ -28,42 +41,125 @@ def guess(settings: Settings) -> str:
     return best
 
 
-def convert(source: str, system: str | None, out: Path | None) -> int:
-    """Exit status: 0, or 2 if the result breaks a rule."""
+def values_given(overrides: list[str]) -> dict[str, Any]:
+    """key=value of ours, of their types. Raises UserError as a run's own overrides do."""
+    merged = merge(layers(None, overrides))
+    keys = [override.partition("=")[0] for override in overrides]
+    values = {key: OmegaConf.select(merged, key) for key in keys}
+    return {key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for key, value in values.items()}
+
+
+def read(source: str, launch: int | None) -> Settings:
     try:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"{source} cannot be read: {error}") from error
-    settings = read_settings(text)
-    imported = import_settings(SYSTEMS[system or guess(settings)], settings)
-    result = to_yaml(imported)
-    if out is None:
-        print(result, end="")
-    else:
-        out.write_text(result, encoding="utf-8")
+    try:
+        return read_settings(text, launch, is_yaml=source.endswith((".yaml", ".yml")))
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+
+
+def checked(text: str, name: str) -> Report:
+    """What `config check` says of this YAML. name: how it is called there."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "imported.yaml")
-        path.write_text(result, encoding="utf-8")
-        report = check(str(path), [])
-    print(
-        f"{imported.report()}\n\ncheck of the result\n{report.text()}".replace(str(path), str(out or "result")), file=sys.stderr
-    )
+        path.write_text(text, encoding="utf-8")
+        try:
+            report = check(str(path), [])
+        except UserError as error:
+            report = Report([str(error)])
+        report.violations = [line.replace(str(path), name) for line in report.violations]
+    return report
+
+
+def write(text: str, out: Path | None) -> None:
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written: {error.strerror}") from error
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Exit status: 0, or 2 if a person has to accept or to mend something first."""
+    settings = read(options.source, options.launch)
+    system = SYSTEMS[options.system or guess(settings)]
+    imported = import_settings(system, settings, values_given(options.overrides))
+    if imported.needs_acceptance and not options.accept:
+        print(
+            f"{imported.report()}\n\nerror: the result would train something else, see above, and was not written. Give keys of ours "
+            "as key=value, or accept all of it with --accept.",
+            file=sys.stderr,
+        )
+        return 2
+    text = to_yaml(imported)
+    write(text, options.out)
+    report = checked(text, str(options.out or "result"))
+    print(f"{imported.report()}\n\ncheck of the result\n{report.text()}", file=sys.stderr)
     return 2 if report.violations else 0
+
+
+def outcome(source: str, system: str | None, given: dict[str, Any]) -> tuple[str, str]:
+    """(legal, needs --accept, or refused; the main reason)."""
+    try:
+        settings = read(source, None)
+        imported = import_settings(SYSTEMS[system or guess(settings)], settings, given)
+    except UserError as error:
+        return "refused", str(error).removeprefix(f"{source}: ")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "result.yaml")
+        path.write_text(to_yaml(imported), encoding="utf-8")
+        try:
+            load_config(str(path), [])
+        except UserError as error:
+            return "refused", str(error).replace("the configuration is not legal:\n  - ", "").replace(str(path), "result")
+    if imported.needs_acceptance:
+        return "needs --accept", [*imported.changes_training, *imported.unknown][0]
+    return "legal", ""
+
+
+def survey(folder: Path, system: str | None, given: dict[str, Any]) -> int:
+    """A line per file, then how many there are of each outcome as JSON. given: our keys with which each is imported."""
+    if not folder.is_dir():
+        raise UserError(f"--survey {folder} is not a folder")
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SCRIPTS and path.is_file())
+    totals = Counter({"files": len(files), "legal": 0, "needs --accept": 0, "refused": 0})
+    for path in files:
+        kind, reason = outcome(str(path), system, given)
+        totals[kind] += 1
+        print(f"{kind:14}  {path.relative_to(folder)}  {' '.join(reason.split())[:160]}")
+    print(json.dumps(totals))
+    return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", help="launch script, YAML file, or - for standard input")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of ours that the result shall have")
     parser.add_argument("--from", dest="system", choices=SYSTEMS, help="guessed by the keys if not given")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write our YAML")
+    parser.add_argument("--accept", action="store_true", help="write it though it trains something else")
+    parser.add_argument(
+        "--launch", type=int, metavar="NUMBER", help="which launch command of a script that has several, from 1"
+    )
     parser.add_argument("--table", choices=SYSTEMS, help="print the mapping and do nothing else")
+    parser.add_argument(
+        "--survey", type=Path, metavar="FOLDER", help="print what becomes of every .sh and .yaml in it, and nothing else"
+    )
     options = parser.parse_args()
     if options.table:
         print(SYSTEMS[options.table].table())
         return 0
+    if options.survey:
+        return survey(
+            options.survey, options.system, values_given([options.source, *options.overrides] if options.source else [])
+        )
     if options.source is None:
         parser.error("name a source")
-    return convert(options.source, options.system, options.out)
+    return convert(options)
 
 
 if __name__ == "__main__":

@@ -5,46 +5,69 @@ from typing import Any
 
 from grpo_megatron.config.keys import default_of, nested_yaml
 from grpo_megatron.config.load import known_keys
-from grpo_megatron.importers.mapping import UNSET, CannotCarry, Entry, Source, System
+from grpo_megatron.errors import UserError
+from grpo_megatron.importers.mapping import UNSET, CannotCarry, Entry, Finding, Source, System, plain
 from grpo_megatron.importers.sources import Settings
+from grpo_megatron.importers.typed import takes_text, typed
 
 
 @dataclass
 class Import:
     """values by our dotted key, and for each where it comes from; then what a person must read.
 
-    changed: carried over, but in another unit or definition. not_carried: known and without a
-    counterpart, with the reason. absorbed: nothing had to be set for them, or another key decided.
-    unknown: keys the mapping does not have. unread: other words. Every key of theirs is in one of these.
+    given: keys of ours that were set by hand. findings: what makes another run of it. changed: carried over,
+    but in another unit or definition. not_carried: known and without a counterpart, with the reason. absorbed:
+    nothing had to be set for them, or another key decided. unknown: keys the mapping does not have. unread: other
+    words. Every key of theirs is in one of these.
     """
 
     system: str
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     not_carried: list[str] = field(default_factory=list)
     absorbed: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
+    @property
+    def changes_training(self) -> list[str]:
+        """What a person must accept; first what no key of ours could settle."""
+        return [finding.text for finding in sorted(self.findings, key=lambda finding: bool(finding.settled_by))]
+
+    @property
+    def needs_acceptance(self) -> bool:
+        """Whether the result trains something else than theirs, or may: a key that is not known here can mean anything."""
+        return bool(self.changes_training or self.unknown)
+
     def report(self) -> str:
-        parts = [f"{len(self.values)} keys carried over from {self.system}"]
+        parts = []
         for title, lines in (
+            ("changes what is trained", self.changes_training),
+            ("unknown to this tool, not carried over", self.unknown),
             ("in another unit or definition", self.changed),
             ("could not be carried over", self.not_carried),
             ("nothing to set here", self.absorbed),
-            ("unknown to this tool, not carried over", self.unknown),
             ("not read", self.unread),
         ):
             if lines:
-                parts += ["", f"{title} ({len(lines)}):", *(f"  - {line}" for line in lines)]
-        return "\n".join(parts)
+                parts += [f"{title} ({len(lines)}):", *(f"  - {line}" for line in lines), ""]
+        return "\n".join([*parts, f"{len(self.values)} keys carried over from {self.system}"])
 
 
-def import_settings(system: System, settings: Settings) -> Import:
-    """Everything of settings ends in one of the fields of the result; nothing is dropped."""
-    result = Import(system.name, unread=list(settings.unread))
+def import_settings(system: System, settings: Settings, given: dict[str, Any] | None = None) -> Import:
+    """Everything of settings ends in one of the fields of the result; nothing is dropped.
+
+    given: values of our keys, of their types, that a person sets; they win. Raises UserError for settings of another kind of run.
+    """
+    result = Import(system.name, unread=list(settings.unread), given=given or {})
     source = Source(settings.values, system.entries)
+    if not any(system.entry_for(key) for key in settings.values):
+        raise UserError(f"none of these keys is one of {system.name}'s")
+    if refusal := system.refusal(source, settings):
+        raise UserError(refusal)
     for entry in system.entries:
         if entry.default is not UNSET and entry.theirs not in settings.values:
             _carry_default(entry, source, result)
@@ -59,22 +82,32 @@ def import_settings(system: System, settings: Settings) -> Import:
     # In the order of the table, so that a special key of theirs comes after the general one.
     for _, key, value, entry in sorted(known, key=lambda item: item[0]):
         _carry(key, value, entry, source, result)
+    result.findings += [
+        finding for finding in system.findings(source, settings) if not result.given.keys() & set(finding.settled_by)
+    ]
     told = {
-        line.partition("=")[0] for line in (*result.origins.values(), *result.changed, *result.not_carried, *result.absorbed)
+        line.partition("=")[0]
+        for lines in (result.origins.values(), result.changes_training, result.changed, result.not_carried, result.absorbed)
+        for line in lines
     }
     result.absorbed += [f"{key}={value}: another key decides" for _, key, value, _ in known if key not in told]
+    result.values |= result.given
+    result.origins |= dict.fromkeys(result.given, "given by hand")
     result.values = {key: result.values[key] for key in known_keys() if key in result.values}
     return result
 
 
 def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import) -> None:
     if not entry.ours and entry.convert is None:
-        result.not_carried.append(f"{key}={value}: {entry.note}")
+        if value in (None, {}, []):
+            result.absorbed.append(f"{key}={value}: nothing is set")
+            return
+        _leave(f"{key}={value}: {entry.note}", entry, result)
         return
     try:
         carried = _converted(key, value, entry, source)
     except CannotCarry as reason:
-        result.not_carried.append(f"{key}={value}: {_without_key(str(reason), value)}")
+        _leave(f"{key}={value}: {str(reason).removeprefix(f'{value}: ')}", entry, result)
         return
     for name, ours in carried.items():
         result.values[name] = ours
@@ -85,24 +118,42 @@ def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import) -
         result.changed.append(f"{key}={value} -> {names}: {note}")
     elif not carried:
         result.absorbed.append(f"{key}={value}" + (f": {note}" if note else ""))
-    result.changed += [f"{name}: replace the variable in {ours}" for name, ours in carried.items() if "$" in str(ours)]
+    result.changed += [
+        f"{name}: replace the variable in {ours}"
+        for name, ours in carried.items()
+        if "$" in str(ours) and name not in result.given
+    ]
 
 
-def _without_key(reason: str, value: Any) -> str:
-    return reason.removeprefix(f"{value}: ")
+def _leave(line: str, entry: Entry, result: Import) -> None:
+    """What is not carried over, among what a person must accept if it decides what is trained."""
+    settled = [name for name in entry.ours if name in result.given]
+    if settled:
+        result.absorbed.append(f"{line} (settled: {settled[0]}={result.given[settled[0]]})")
+    elif entry.changes_training:
+        result.findings.append(Finding(line, entry.ours))
+    else:
+        result.not_carried.append(line)
 
 
 def _converted(key: str, value: Any, entry: Entry, source: Source) -> dict[str, Any]:
-    if "$" in str(value) and not _is_text(entry):
+    """Our keys with values of their types. Raises CannotCarry."""
+    if "$" in str(value) and not all(map(takes_text, entry.ours)):
         raise CannotCarry("not known here; set it by hand" + (f" ({', '.join(entry.ours)})" if entry.ours else ""))
+    if isinstance(value, dict):
+        raise CannotCarry("a section, where one value is expected")
     if entry.convert is None:
-        return {entry.ours[0]: value}
-    converted = entry.convert(value, source)
-    return converted if isinstance(converted, dict) else {entry.ours[0]: converted}
-
-
-def _is_text(entry: Entry) -> bool:
-    return all(known_keys()[name].type in (str, str | None, Any) for name in entry.ours)
+        converted = value
+    else:
+        try:
+            converted = entry.convert(plain(value), source)
+        except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            # A converter computes with what the key is meant to hold; anything else ends here.
+            raise CannotCarry(f"{value!r} is nothing this key takes") from error
+    carried = converted if isinstance(converted, dict) else {entry.ours[0]: converted}
+    if not carried.keys() <= known_keys().keys():
+        raise CannotCarry(f"{value!r} is nothing this key takes")
+    return {name: typed(name, ours) for name, ours in carried.items()}
 
 
 def _carry_default(entry: Entry, source: Source, result: Import) -> None:
@@ -110,7 +161,7 @@ def _carry_default(entry: Entry, source: Source, result: Import) -> None:
     try:
         carried = _converted(entry.theirs, entry.default, entry, source)
     except CannotCarry as reason:
-        result.not_carried.append(f"{entry.theirs} (not set; {result.system}'s default is {entry.default}): {reason}")
+        _leave(f"{entry.theirs} (not set; {result.system}'s default is {entry.default}): {reason}", entry, result)
         return
     for name, ours in carried.items():
         if ours != default_of(known_keys()[name]):

@@ -1,13 +1,11 @@
 """Reading the other system's configuration: YAML, or the `key=value` arguments of a launch script."""
 
-import ast
-import operator
 import re
-import shlex
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -15,45 +13,73 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.importers.hydra_values import as_words, hydra_value
+from grpo_megatron.importers.shell import Launch, read_script
+from grpo_megatron.importers.shell_expand import Variables
+from grpo_megatron.importers.shell_tokens import ShellSyntaxError
 
-_ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)$")
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?-([^${}]*))?\}|([A-Za-z_]\w*))")
-_ARGUMENT = re.compile(r"^\+{0,2}([A-Za-z_][\w]*(?:[./][\w-]+)*)=(.*)$", re.DOTALL)
-_REMOVAL = re.compile(r"^~([A-Za-z_][\w.]*)")
-_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_ARGUMENT = re.compile(r"\+{0,2}([A-Za-z_][\w]*(?:[./][\w-]+)*)=(.*)\Z", re.DOTALL)
+_REMOVAL = re.compile(r"~([A-Za-z_][\w.]*)")
+_UNKNOWN_WORD = re.compile(r"\$(?:[\w@*]+|<.*>|\(.*\))\Z", re.DOTALL)
 _KEEP_UNREAD = re.compile(r"\$\{oc\.env:")
+_NEITHER = "found neither YAML sections nor key=value arguments of a launch command"
 
 
 @dataclass
 class Settings:
-    """values by dotted key. unread: words of a command that are no settings, each with what it is."""
+    """values by dotted key. unread: words of a command that are no settings, each with what it is.
+
+    lost: settings that stand in the script and reach no command. program: the Python module or file that is
+    launched; None for YAML. base: what the command says with --config-name, --config-path, --config-dir.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    program: str | None = None
+    base: dict[str, str] = field(default_factory=dict)
 
 
-def read_settings(text: str) -> Settings:
-    """YAML sections or a launch command, told apart by what they look like. Raises UserError for neither."""
+def read_settings(text: str, launch: int | None = None, is_yaml: bool = False) -> Settings:
+    """YAML sections or a launch command, told apart by what they look like. Raises UserError for neither.
+
+    launch: which of a script's launch commands, counted from 1. is_yaml: nothing else is tried.
+    """
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError:
+        tree = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        if is_yaml:
+            raise UserError(f"this is no valid YAML: {' '.join(str(error).split()) or 'nested too deeply'}") from error
         tree = None
-    if isinstance(tree, dict) and any(isinstance(value, dict) for value in tree.values()):
-        return Settings(dict(_flat(_resolved(tree))))
-    settings = _read_command(text)
-    if not settings.values:
-        raise UserError("found neither YAML sections nor key=value arguments of a launch command")
-    return settings
+    if isinstance(tree, dict) and (is_yaml or any(isinstance(value, dict) for value in tree.values())):
+        return _read_tree(tree)
+    if is_yaml:
+        raise UserError(f"expected YAML sections at the top level, got {type(tree).__name__}")
+    return _read_command(text, launch)
 
 
 # YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """Dates stay text: no key of a training run is one."""
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+
+
+def _read_tree(tree: dict) -> Settings:
+    try:
+        values = dict(_flat(_resolved(tree)))
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise UserError(f"this YAML cannot be read: {' '.join(str(error).split())}") from error
+    return Settings({key: _without_references(value) for key, value in values.items()})
+
+
+def _without_references(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_references(one) for one in value]
+    return as_words(value) if isinstance(value, str) else value
 
 
 def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -114,89 +140,66 @@ def _arithmetic() -> Iterator[None]:
 # Launch commands
 
 
-def _read_command(text: str) -> Settings:
-    settings = Settings()
-    variables: dict[str, str] = {}
-    for raw in re.sub(r"\\\r?\n", " ", text).splitlines():
-        line = _ARITHMETIC.sub(lambda match: _computed(match[1], variables), raw)
-        assignment = _ASSIGNMENT.match(line)
-        words = _words(line)
-        if assignment and len(words) <= 2 and "." not in assignment[1]:
-            variables[assignment[1]] = _expand(_words(assignment[2])[0] if _words(assignment[2]) else "", variables)
-            continue
-        if any("=" in word for word in words) and _launches(words):
-            _read_arguments([_expand(word, variables) for word in words], settings)
+def _read_command(text: str, number: int | None) -> Settings:
+    try:
+        script = read_script(text)
+    except ShellSyntaxError as error:
+        raise UserError(f"{_NEITHER}; as a script: {error}") from error
+    launches = [launch for launch in script.launches if _settings(launch)]
+    if not launches:
+        raise UserError(_NEITHER)
+    chosen = _chosen(launches, number)
+    settings = Settings(unread=list(script.notes), lost=list(script.lost), program=_program(chosen))
+    _read_arguments(chosen, script.variables, settings)
+    settings.unread += [f"{name}: {why}" for name, why in chosen.reasons.items()]
     return settings
 
 
-def _computed(expression: str, variables: dict[str, str]) -> str:
-    """$((...)) of whole numbers and variables with such values; another one as it is, in one word."""
-    numbers = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda match: variables.get(match[1], match[0]), expression)
-    if not re.fullmatch(r"[\d+\-*/% ()]+", numbers):
-        return f"$(({''.join(expression.split())}))"
-    try:
-        return str(_evaluate(ast.parse(numbers.strip(), mode="eval").body))
-    except (SyntaxError, ZeroDivisionError, KeyError, AttributeError):
-        return f"$(({''.join(expression.split())}))"
+def _settings(launch: Launch) -> list[str]:
+    return [word for word in launch.words if _ARGUMENT.match(word) and not word.startswith("-")]
 
 
-def _evaluate(node: ast.expr) -> int:
-    if isinstance(node, ast.UnaryOp):
-        return -_evaluate(node.operand)
-    if isinstance(node, ast.BinOp):
-        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-    return node.value
+def _chosen(launches: list[Launch], number: int | None) -> Launch:
+    """The launch command to import. Raises UserError if several differ and none is named."""
+    if number is not None:
+        if not 1 <= number <= len(launches):
+            raise UserError(f"--launch {number}: the script has {len(launches)} launch commands")
+        return launches[number - 1]
+    if any(_settings(launch) != _settings(launches[0]) for launch in launches):
+        listed = "; ".join(
+            f"{place} in line {launch.line} ({_program(launch) or launch.words[0]}, {len(_settings(launch))} settings)"
+            for place, launch in enumerate(launches, start=1)
+        )
+        raise UserError(f"the script launches {len(launches)} different runs; choose one with --launch NUMBER: {listed}")
+    return launches[0]
 
 
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError:  # a quote that is closed on another line
-        return line.split()
+def _program(launch: Launch) -> str | None:
+    """What Python is told to run: the module after the last -m before the settings, or a .py file."""
+    words = launch.words[: next(place for place, word in enumerate(launch.words) if _ARGUMENT.match(word))]
+    modules = [after for word, after in pairwise(words) if word == "-m"]
+    files = [word for word in words if word.endswith(".py")]
+    return (modules + files)[-1] if modules or files else None
 
 
-def _launches(words: list[str]) -> bool:
-    """A line that sets a few keys with dots, or calls Python; not `export A=b` nor `set -x`."""
-    return any(re.fullmatch(r".*python[\d.]*|.*\.py|torchrun|-m", word) for word in words) or (
-        sum(bool(_ARGUMENT.match(word)) and "." in word.partition("=")[0] for word in words) > 0
-    )
-
-
-def _read_arguments(words: list[str], settings: Settings) -> None:
-    for word in words:
-        match = _ARGUMENT.match(word)
-        if match and not word.startswith("-"):
-            settings.values[match[1]] = _value(match[2])
+def _read_arguments(launch: Launch, variables: Variables, settings: Settings) -> None:
+    begun = False  # words before the program may be variables of the launcher
+    for word, held in zip(launch.words, launch.held, strict=True):
+        match = _ARGUMENT.match(held)
+        if match and not held.startswith("-"):
+            settings.values[match[1]] = hydra_value(match[2], variables.shown)
         elif _REMOVAL.match(word):
             settings.unread.append(f"{word}: removes a key of theirs")
-        elif word.startswith("--config"):
-            settings.unread.append(
-                f"{word}: names a base configuration that was not read; import that file too, if it is your own"
-            )
-        elif word in ("$@", "$*", '"$@"'):
+        elif word.startswith(("--config-name", "--config-path", "--config-dir")):
+            name, _, value = word.removeprefix("--config-").partition("=")
+            settings.base[name] = value or _after(launch.words, word)
+        elif word in ("$@", "$*"):
             settings.unread.append(f"{word}: further arguments of the script's caller")
+        elif begun and _UNKNOWN_WORD.match(word):
+            settings.unread.append(f"{word}: not known here, and perhaps further settings")
+        begun = begun or bool(match) or word == settings.program
 
 
-def _expand(text: str, variables: dict[str, str]) -> str:
-    """$NAME and ${NAME:-default} replaced by what the script itself sets; others stay as they are."""
-
-    def value(match: re.Match) -> str:
-        name = match[1] or match[3]
-        if name in variables:
-            return variables[name]
-        return match[2] if match[2] is not None else match[0]
-
-    return _VARIABLE.sub(value, text)
-
-
-def _value(text: str) -> Any:
-    """A value as Hydra reads it: YAML, and numbers such as 1e-6 without a point."""
-    if "$" in text:
-        return text
-    try:
-        value = yaml.safe_load(text) if text else None
-    except yaml.YAMLError:
-        return text
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        return float(value)
-    return value
+def _after(words: list[str], word: str) -> str:
+    place = words.index(word) + 1
+    return words[place] if place < len(words) else ""

@@ -12,12 +12,15 @@ from grpo_megatron.importers.mapping import (
     elsewhere,
     flag,
     only,
+    room_for,
     same,
+    trains,
     truth,
-    unless_null,
 )
 from grpo_megatron.importers.verl_correction import CORRECTION, ROLLOUT_CORRECTION, bypasses
-from grpo_megatron.importers.verl_trainer import ACTOR, ROLLOUT, TRAINER
+from grpo_megatron.importers.verl_data import DATA, REWARD
+from grpo_megatron.importers.verl_findings import findings, refusal
+from grpo_megatron.importers.verl_trainer import ACTOR, MODEL, ROLLOUT, TRAINER
 
 ESTIMATORS = {name: name for name in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg")} | {
     "grpo_vectorized": "grpo",
@@ -59,24 +62,47 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
     return {"train.max_tokens_per_micro_batch": int(value) * _longest(source)}
 
 
-def _truncation(value: Any, source: Source) -> str:
-    if truth(source["data.filter_overlong_prompts"]):
-        return "skip"
-    return choice({"error": "error", "left": "truncate_left"}, "prompts are only shortened from the left here")(value, source)
-
-
-def _filter(value: Any, source: Source) -> dict[str, Any]:
-    return {"data.overlong_prompts": "skip"} if truth(value) else {}
-
-
 def _validation(value: Any, source: Source) -> dict[str, Any]:
     if truth(value):
         return {"eval.temperature": source.number(f"{ROLLOUT}.val_kwargs.temperature"), "eval.greedy": False}
     return {"eval.temperature": 0.0, "eval.n": 1, "eval.greedy": False}
 
 
-def _overlong_length(value: Any, source: Source) -> int:
-    return int(value) if truth(source["reward_model.overlong_buffer.enable"]) else 0
+def _discounting(estimators: tuple[str, ...], why: str):
+    """For gamma and lam, which only some of verl's estimators read."""
+
+    def convert(value: Any, source: Source) -> dict[str, Any]:
+        if value != 1 and source["algorithm.adv_estimator"] in estimators:
+            raise CannotCarry(f"{value}: {why}")
+        return {}
+
+    return convert
+
+
+def _filter_groups(value: Any, source: Source) -> dict[str, Any]:
+    return {"algorithm.filters": ["nonzero_variance"]} if truth(value) else {}
+
+
+def _off_is(neutral: Any, why: str):
+    """Only the neutral value: another one would sample from another distribution than the log-probs are of."""
+
+    def convert(value: Any, source: Source) -> Any:
+        if value is not None and value != neutral:
+            raise CannotCarry(f"{value}: {why}")
+        return neutral
+
+    return convert
+
+
+def _turns(value: Any, source: Source) -> dict[str, Any]:
+    switch = f"{ROLLOUT}.multi_turn.enable"
+    if value in (None, False) or (switch in source and not truth(source[switch])):
+        return {}
+    raise CannotCarry("several turns and tools are a Python class of yours here: write one and set rollout.environment")
+
+
+def _replay(value: Any, source: Source) -> str:
+    return choice({"disabled": "off", "R2": "old_policy", "R3": "engine"})(value, source)
 
 
 def _loss_mode(source: Source) -> str:
@@ -112,7 +138,6 @@ def _scale_factor(value: Any, source: Source) -> dict[str, Any]:
 _PER_GPU = (
     "this limit on padded rectangles becomes a limit on packed tokens; what a micro-batch holds does not change the loss here"
 )
-_NO_FILES = "records need a text field data.answer_key; verl has the answer nested in reward_model.ground_truth"
 
 ALGORITHM = (
     becomes(
@@ -129,11 +154,22 @@ ALGORITHM = (
     same("algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.kl_coef", default=0.001),
     same("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.target_kl", default=0.1),
     same("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.horizon", default=10000),
-    becomes("algorithm.gamma", (), only((1, 1.0), "advantages here are not discounted"), "only 1"),
-    becomes("algorithm.lam", (), only((1, 1.0), "there is no critic here"), "only 1"),
-    dropped(
-        "algorithm.filter_groups.*", "groups are filtered by algorithm.filters; new prompts are not drawn for those that go"
+    becomes(
+        "algorithm.gamma",
+        (),
+        _discounting(("gae", "reinforce_plus_plus", "remax"), "advantages here are not discounted"),
+        "only 1 where the estimator reads it (gae, reinforce_plus_plus, remax)",
     ),
+    becomes(
+        "algorithm.lam", (), _discounting(("gae",), "there is no critic here"), "only 1 where the estimator reads it (gae)"
+    ),
+    becomes(
+        "algorithm.filter_groups.enable",
+        "algorithm.filters",
+        _filter_groups,
+        "true: nonzero_variance; verl draws new prompts for the groups that go, here the step is the smaller for it",
+    ),
+    dropped("algorithm.filter_groups.*", "new prompts are not drawn for groups that algorithm.filters takes out"),
     *ROLLOUT_CORRECTION,
 )
 
@@ -190,16 +226,24 @@ LOSS = (
 )
 
 BATCH = (
-    same("data.train_batch_size", "data.train_batch_size", default=1024),
-    same(
-        f"{ACTOR}.ppo_mini_batch_size",
-        "train.ppo_mini_batch_size",
-        "prompts in both (verl multiplies by rollout.n itself); must divide data.train_batch_size here",
-        default=256,
+    *trains(
+        same("data.train_batch_size", "data.train_batch_size", default=1024),
+        same(
+            f"{ACTOR}.ppo_mini_batch_size",
+            "train.ppo_mini_batch_size",
+            "prompts in both (verl multiplies by rollout.n itself); must divide data.train_batch_size here",
+            default=256,
+        ),
+        same(f"{ACTOR}.ppo_epochs", "train.ppo_epochs", default=1),
+        same(f"{ROLLOUT}.n", "rollout.n", default=1),
     ),
-    same(f"{ACTOR}.ppo_epochs", "train.ppo_epochs", default=1),
-    same(f"{ROLLOUT}.n", "rollout.n", default=1),
-    becomes(f"{ACTOR}.use_dynamic_bsz", (), elsewhere, "micro-batches are always packed by tokens here", default=False),
+    becomes(
+        f"{ACTOR}.use_dynamic_bsz",
+        "train.max_tokens_per_micro_batch",
+        room_for(_longest),
+        "micro-batches are always packed by tokens here, at least as many as the longest sequence has",
+        default=False,
+    ),
     becomes(
         f"{ACTOR}.ppo_micro_batch_size_per_gpu",
         "train.max_tokens_per_micro_batch",
@@ -225,45 +269,55 @@ BATCH = (
     becomes(f"{ACTOR}.shuffle", (), only((False,), "the order within a step is that of the batch here"), "only false"),
 )
 
-DATA = (
-    same("data.train_files", "data.train", _NO_FILES),
-    same("data.val_files", "data.eval", _NO_FILES),
-    same("data.prompt_key", "data.prompt_key", default="prompt"),
-    same("data.max_prompt_length", "data.max_prompt_length", default=512),
-    same("data.max_response_length", "rollout.max_response_length", default=512),
-    becomes("data.truncation", "data.overlong_prompts", _truncation, "left: truncate_left", default="error"),
-    becomes("data.filter_overlong_prompts", "data.overlong_prompts", _filter, "true: skip", default=False),
-    becomes("data.shuffle", "data.shuffle", flag, default=True),
-    becomes("data.seed", "run.seed", unless_null("run.seed")),
-    dropped("data.reward_fn_key", "one reward function for all records here"),
-    dropped("data.*", "no counterpart in how prompts are read"),
-    dropped("reward_model.reward_manager", "set reward.function (and answer_from, response_from) by hand"),
-    dropped(
-        "custom_reward_function.*", "set reward.function=module:function; its arguments are prompt, response, answer, record"
-    ),
-    becomes(
-        "reward_model.overlong_buffer.enable",
-        (),
-        elsewhere,
-        "read with overlong_buffer.len",
-        default=False,
-    ),
-    becomes("reward_model.overlong_buffer.len", "reward.overlong_buffer.length", _overlong_length),
-    same("reward_model.overlong_buffer.penalty_factor", "reward.overlong_buffer.penalty"),
-    dropped("reward_model.*", "no reward model is configured here; a reward function may call one"),
-)
-
 ENGINE = (
-    same("actor_rollout_ref.model.path", "model.path"),
-    same(f"{ROLLOUT}.temperature", "rollout.temperature", default=1.0),
-    same(f"{ROLLOUT}.top_p", "rollout.top_p", "only 1: see rollout.top_k", default=1.0),
-    becomes(
-        f"{ROLLOUT}.top_k",
-        "rollout.top_k",
-        lambda value, source: value if 0 < value < 500_000 else -1,
-        "only -1: log-probs would be of another distribution",
-        default=-1,
+    *trains(
+        same(f"{MODEL}.path", "model.path"),
+        same(f"{ROLLOUT}.temperature", "rollout.temperature", default=1.0),
+        becomes(
+            f"{ROLLOUT}.top_p",
+            "rollout.top_p",
+            _off_is(1, "log-probs would be of another distribution than the one sampled from"),
+            "only 1: see rollout.top_k",
+            default=1.0,
+        ),
+        becomes(
+            f"{ROLLOUT}.top_k",
+            "rollout.top_k",
+            lambda value, source: _off_is(-1, "log-probs would be of another distribution than the one sampled from")(
+                value if value is not None and 0 < value < 500_000 else -1, source
+            ),
+            "only -1 (off), as are 0 and numbers above any vocabulary",
+            default=-1,
+        ),
+        becomes(f"{ROLLOUT}.do_sample", (), only((True,), "training samples are never greedy here"), "only true"),
+        becomes(
+            f"{ROLLOUT}.ignore_eos", (), only((False, None), "a response ends at the model's end token here"), "only false"
+        ),
+        becomes(f"{ROLLOUT}.repetition_penalty", (), only((1, None), "would be another distribution"), "only 1"),
+        becomes(f"{ROLLOUT}.over_sample_rate", (), only((0, None), "every sample of a step is waited for here"), "only 0"),
+        becomes(f"{ROLLOUT}.quantization", (), only((None,), "engines run the weights that are trained"), "only null"),
+        becomes(f"{ROLLOUT}.multi_turn.enable", "rollout.environment", _turns, "only false; else a class of yours"),
+        becomes(f"{ROLLOUT}.multi_turn.tool_config_path", "rollout.environment", _turns, "a class of yours"),
+        becomes(f"{ROLLOUT}.multi_turn.interaction_config_path", "rollout.environment", _turns, "a class of yours"),
+        becomes(
+            f"{ROLLOUT}.agent.default_agent_loop",
+            "rollout.environment",
+            lambda value, source: {} if value == "single_turn_agent" else _turns(value, source),
+            "only single_turn_agent; else a class of yours",
+        ),
+        becomes(f"{ROLLOUT}.agent.agent_loop_config_path", "rollout.environment", _turns, "a class of yours"),
+        becomes(
+            f"{ACTOR}.router_replay.mode",
+            "moe.routing_replay",
+            _replay,
+            "disabled: off, R2: old_policy, R3: engine",
+        ),
     ),
+    dropped(f"{ACTOR}.router_replay.*", "routing is replayed within a step, never from a file"),
+    dropped(f"{ROLLOUT}.enable_rollout_routing_replay", "follows from moe.routing_replay=engine (router_replay.mode=R3)"),
+    dropped(f"{ROLLOUT}.multi_turn.*", "what a turn is, an environment says: rollout.environment, rollout.max_turns"),
+    dropped(f"{ROLLOUT}.calculate_log_probs", "the engine's log-probs are always recorded here"),
+    same(f"{ROLLOUT}.enable_prefix_caching", "rollout.engine.prefix_cache"),
     same(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.engine.tensor_parallel", default=2),
     same(f"{ROLLOUT}.gpu_memory_utilization", "rollout.engine.mem_fraction", default=0.5),
     same(f"{ROLLOUT}.max_num_seqs", "rollout.engine.max_running_requests", default=1024),
@@ -274,7 +328,7 @@ ENGINE = (
         lambda value, source: "dummy" if str(value).startswith("dummy") else "auto",
         "dummy, dummy_megatron, …: dummy; all others: auto",
     ),
-    becomes(f"{ROLLOUT}.name", (), only(("sglang",), "the engine is always SGLang here"), "only sglang"),
+    becomes(f"{ROLLOUT}.name", (), only(("sglang",), "the engine is always SGLang here"), "any engine there is SGLang here"),
     same(f"{ROLLOUT}.val_kwargs.n", "eval.n", default=1),
     same(f"{ROLLOUT}.val_kwargs.top_p", "eval.top_p", default=1.0),
     becomes(f"{ROLLOUT}.val_kwargs.temperature", "eval.temperature", elsewhere, "read with do_sample", default=0),
@@ -289,4 +343,14 @@ ENGINE = (
     dropped("actor_rollout_ref.hybrid_engine", "always true in verl's GRPO; here cluster.placement"),
 )
 
-VERL = System("verl", ALGORITHM + LOSS + BATCH + DATA + ENGINE + TRAINER)
+VERL = System(
+    "verl",
+    trains(*ALGORITHM, dropped("algorithm.*", "no such part of the algorithm here"), *LOSS)
+    + BATCH
+    + DATA
+    + REWARD
+    + ENGINE
+    + TRAINER,
+    findings,
+    refusal,
+)

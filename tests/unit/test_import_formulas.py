@@ -38,7 +38,7 @@ def correction(**values) -> list[str]:
 
 
 def reason(result, key: str) -> str:
-    (line,) = [line for line in result.not_carried if line.startswith((f"{key}=", f"{key} "))]
+    (line,) = [line for line in result.not_carried + result.changes_training if line.startswith((f"{key}=", f"{key} "))]
     return line
 
 

@@ -1,0 +1,51 @@
+"""The right side of a key=value argument, by Hydra's grammar: numbers, quoted text, [lists], {mappings}."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_megatron.importers.shell_expand import PLACEHOLDER
+
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+_STAND_IN = re.compile(r"xHELDx(\d+)x")
+
+
+def hydra_value(text: str, shown: Callable[[str], str]) -> Any:
+    """The value; text that the grammar does not have (a path with a tilde) is that text.
+
+    text: may hold placeholders of shell_expand. shown: turns them into words, as they stand in what is returned.
+    """
+    if text in ("", "None"):
+        return None
+    # The grammar takes none of the marks of a placeholder; a plain word stands in for each.
+    held: list[str] = []
+
+    def stand_in(match: re.Match) -> str:
+        held.append(shown(match[0]) if PLACEHOLDER.match(match[0]) else as_words(match[0]))
+        return f"xHELDx{len(held) - 1}x"
+
+    plain = re.sub(f"{PLACEHOLDER.pattern}|{_REFERENCE.pattern}", stand_in, text)
+
+    def restored(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {restored(name): restored(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [restored(one) for one in value]
+        return _STAND_IN.sub(lambda match: held[int(match[1])], value) if isinstance(value, str) else value
+
+    try:
+        value = OmegaConf.create({"text": plain, "value": "${oc.decode:${text}}"}).value
+    except (OmegaConfBaseException, RecursionError):
+        return restored(plain)
+    return restored(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
+
+
+def as_words(text: str) -> str:
+    """${references} as $<references>: our own files would take them for references of theirs."""
+    before = None
+    while before != text:
+        before, text = text, _REFERENCE.sub(r"$<\1>", text)
+    return text.replace("${", "$<")

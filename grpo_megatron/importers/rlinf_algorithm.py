@@ -1,0 +1,293 @@
+"""RLinf's keys of the algorithm, of sampling and of the reward, and ours."""
+
+from typing import Any
+
+from grpo_megatron.importers.mapping import (
+    CannotCarry,
+    Convert,
+    Source,
+    becomes,
+    choice,
+    dropped,
+    elsewhere,
+    only,
+    same,
+    trains,
+    truth,
+    unless_null,
+)
+
+ESTIMATORS = {
+    "grpo": "grpo",
+    "math_grpo": "grpo",
+    "reinpp": "reinforce_plus_plus",
+}
+CLIPPED = {"algorithm.surrogate": "clip", "algorithm.ratio_level": "token"}
+LOSSES = dict.fromkeys(("actor", "grpo", "ppo", "math_ppo_actor"), CLIPPED) | {
+    "gspo": {"algorithm.surrogate": "clip", "algorithm.ratio_level": "sequence"},
+}
+AGGREGATION = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
+MODEL = "actor.model"
+
+
+def _estimator(value: Any, source: Source) -> str:
+    if value == "reinpp" and truth(source["algorithm.use_reinpp_baseline"]):
+        return "reinforce_plus_plus_baseline"
+    return choice(ESTIMATORS, "no such estimator here (no critic, no simulated environments)")(value, source)
+
+
+def _whiten(value: Any, source: Source) -> dict[str, Any]:
+    # REINFORCE++ whitens by itself, there as here.
+    return {} if source["algorithm.adv_type"] == "reinpp" else {"algorithm.adv_whiten": truth(value)}
+
+
+def _clip(value: Any, source: Source) -> dict[str, Any]:
+    return {"algorithm.clip_ratio_low": value, "algorithm.clip_ratio_high": value}
+
+
+def _kl_in_loss(value: Any, source: Source) -> dict[str, Any]:
+    return {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": value} if value else {"algorithm.use_kl_loss": False}
+
+
+def _kl_in_reward(value: Any, source: Source) -> dict[str, Any]:
+    return {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": value} if value else {}
+
+
+def _kl_type(value: Any, source: Source) -> dict[str, Any]:
+    return {"algorithm.kl_loss_type": value} | ({"algorithm.kl_penalty": value} if source["algorithm.reinpp_kl_beta"] else {})
+
+
+def _entropy(value: Any, source: Source) -> float:
+    return value if truth(source["algorithm.calculate_entropy"]) else 0.0
+
+
+def _token_scale(value: Any, source: Source) -> dict[str, Any]:
+    if truth(value) and source["algorithm.loss_agg_func"] != "token-mean":
+        raise CannotCarry("a weight of micro-batches by their tokens; only with token-mean is that a mean over the whole step")
+    return {}
+
+
+def _mini_batch(value: Any, source: Source) -> int:
+    prompts = source.number("data.rollout_batch_size")
+    if prompts % int(value):
+        raise CannotCarry(f"data.rollout_batch_size={prompts} is not divisible by it")
+    return prompts // int(value)
+
+
+def _correction(value: Any, source: Source) -> dict[str, Any]:
+    if not truth(value):
+        return {}
+    return {"mismatch.correction": "tis", "mismatch.ratio_high": source.number("algorithm.importance_sampling_clip")}
+
+
+def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
+    if truth(source["runner.enable_dynamic_batch_size"]):
+        raise CannotCarry("means nothing to RLinf with runner.enable_dynamic_batch_size")
+    return {"train.max_tokens_per_micro_batch": int(value) * source.number("runner.seq_length")}
+
+
+def _greedy(value: Any, source: Source) -> dict[str, Any]:
+    if truth(value):
+        raise CannotCarry("training samples are never greedy here")
+    return {}
+
+
+def _sampled(value: Any, source: Source) -> dict[str, Any]:
+    return _greedy(not truth(value), source)
+
+
+def _off_is(neutral: Any) -> Convert:
+    """Only the neutral value: another one would sample from another distribution than the log-probs are of."""
+
+    def convert(value: Any, source: Source) -> Any:
+        if value is not None and value != neutral:
+            raise CannotCarry(f"{value}: log-probs would be of another distribution than the one sampled from")
+        return neutral
+
+    return convert
+
+
+def _top_k(value: Any, source: Source) -> int:
+    return _off_is(-1)(value if value is not None and 0 < value < 500_000 else -1, source)
+
+
+def _scale(value: Any, source: Source) -> dict[str, Any]:
+    if value not in (None, 1) and source["algorithm.adv_type"] not in ("grpo", "math_grpo"):
+        raise CannotCarry("only where advantages are divided by the group's standard deviation does a scale change nothing")
+    return {}
+
+
+def _reward(value: Any, source: Source) -> str:
+    why = "set reward.function=module:function; its arguments are prompt, response, answer, record"
+    return choice({"math": "math"}, why)(value, source)
+
+
+_DENOMINATOR = "the mean is over the whole optimizer step here, never over a micro-batch or a rank"
+
+ALGORITHM = trains(
+    becomes("algorithm.adv_type", "algorithm.adv_estimator", _estimator, "reinpp: reinforce_plus_plus"),
+    becomes("algorithm.use_reinpp_baseline", (), elsewhere, "read with adv_type", default=False),
+    becomes(
+        "algorithm.loss_type",
+        ("algorithm.surrogate", "algorithm.ratio_level"),
+        choice(LOSSES, "no such policy loss here (no critic)"),
+        "actor, grpo, ppo: clip of the token's ratio; gspo: of the sequence's",
+    ),
+    becomes("algorithm.loss_agg_func", "algorithm.loss_agg_mode", choice(AGGREGATION), _DENOMINATOR, default="token-mean"),
+    same("algorithm.group_size", "rollout.n"),
+    becomes(
+        "algorithm.kl_beta",
+        ("algorithm.use_kl_loss", "algorithm.kl_loss_coef"),
+        _kl_in_loss,
+        "0 is use_kl_loss=false; its documentation speaks of the reward, its actors add it to the loss",
+        default=0.0,
+    ),
+    becomes(
+        "algorithm.reinpp_kl_beta", ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"), _kl_in_reward, default=0.0
+    ),
+    becomes(
+        "algorithm.kl_penalty_type",
+        ("algorithm.kl_loss_type", "algorithm.kl_penalty"),
+        _kl_type,
+        "the same names; k3 is limited to 10 there, here only the log-ratio to 20; the FSDP actor swaps policy and reference in the "
+        "loss, so that k1 has the other sign and k3 is another function: see above",
+    ),
+    same("algorithm.kl_penalty", "algorithm.kl_loss_type", "the older name of kl_penalty_type"),
+    becomes("algorithm.ratio_clip_eps", ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"), _clip, default=0.2),
+    becomes(
+        "algorithm.clip_ratio_low", "algorithm.clip_ratio_low", unless_null("algorithm.clip_ratio_low"), "null: ratio_clip_eps"
+    ),
+    becomes(
+        "algorithm.clip_ratio_high",
+        "algorithm.clip_ratio_high",
+        unless_null("algorithm.clip_ratio_high"),
+        "null: ratio_clip_eps",
+    ),
+    same("algorithm.clip_ratio_c", "algorithm.clip_ratio_c", default=3.0),
+    becomes(
+        "algorithm.calculate_entropy",
+        (),
+        elsewhere,
+        "the entropy is always measured here; read with entropy_bonus",
+        default=False,
+    ),
+    becomes(
+        "algorithm.entropy_bonus",
+        "algorithm.entropy_coeff",
+        _entropy,
+        "without calculate_entropy it has no effect there",
+        default=0.0,
+    ),
+    becomes(
+        "algorithm.normalize_advantages",
+        "algorithm.adv_whiten",
+        _whiten,
+        "beside the group's own normalisation, in both; reinpp whitens anyway",
+        default=False,
+    ),
+    same(
+        "algorithm.early_stop_imp_ratio",
+        "algorithm.early_stop_imp_ratio",
+        "drops the whole optimizer step here, there the loss of a micro-batch",
+        default=5.0,
+    ),
+    becomes(
+        "algorithm.use_valid_token_scale",
+        ("algorithm.loss_agg_mode",),
+        _token_scale,
+        "its documentation speaks of advantages divided by the token count, its actors turn the mean of each micro-batch into the mean "
+        "over the step, which token-mean always is here; algorithm.use_valid_token_scale is the former, literally, and stays false",
+        default=False,
+    ),
+    becomes(
+        "algorithm.importance_sampling_fix",
+        ("mismatch.correction", "mismatch.ratio_high"),
+        _correction,
+        "tis; the importance_sampling_clip of its first versions was a lower limit of the ratio",
+        default=False,
+    ),
+    becomes("algorithm.importance_sampling_clip", (), elsewhere, "read with importance_sampling_fix"),
+    becomes(
+        "algorithm.recompute_logprobs",
+        "train.old_logprobs",
+        lambda value, source: "recompute" if truth(value) else "rollout",
+        "false: the engine's log-probs are the old policy's",
+    ),
+    becomes(
+        "algorithm.n_minibatches",
+        "train.ppo_mini_batch_size",
+        _mini_batch,
+        unit="mini-batches per step -> prompts per mini-batch",
+    ),
+    becomes("algorithm.shuffle_rollout", (), only((False,), "the order within a step is that of the batch here"), "only false"),
+    same("algorithm.sampling_params.temperature", "rollout.temperature", default=1.0),
+    becomes("algorithm.sampling_params.top_p", "rollout.top_p", _off_is(1), "only 1: see rollout.top_k"),
+    becomes(
+        "algorithm.sampling_params.top_k",
+        "rollout.top_k",
+        _top_k,
+        "only -1 (off), as is a number above any vocabulary",
+    ),
+    becomes(
+        "algorithm.sampling_params.max_new_tokens",
+        "rollout.max_response_length",
+        lambda value, source: value,
+        "seq_length - max_prompt_length if not set",
+    ),
+    same("algorithm.sampling_params.stop", "rollout.stop"),
+    same("algorithm.sampling_params.stop_token_ids", "rollout.stop_token_ids"),
+    becomes("algorithm.sampling_params.use_greedy", (), _greedy, "only false"),
+    becomes("algorithm.sampling_params.do_sample", (), _sampled, "only true"),
+    becomes("algorithm.sampling_params.repetition_penalty", (), only((1, 1.0), "would be another distribution"), "only 1"),
+    becomes(
+        "algorithm.sampling_params.min_new_tokens", (), only((None, 0, 1), "no lower limit of a response here"), "only 0 and 1"
+    ),
+)
+
+MEMORY = (
+    becomes(
+        "algorithm.training_batch_size_per_gpu",
+        "train.max_tokens_per_micro_batch",
+        _micro_batch,
+        "a limit on padded sequences becomes one on packed tokens",
+        unit="sequences per GPU -> tokens",
+    ),
+    dropped(
+        "*micro_batch_size*",
+        "one partition into micro-batches serves every pass over a step (train.max_tokens_per_micro_batch)",
+    ),
+    dropped(
+        "algorithm.*batch_size_per_gpu",
+        "the engine forms its own batches: rollout.max_concurrency, rollout.engine.max_running_requests",
+    ),
+    dropped("algorithm.return_logprobs", "the engine's log-probs are always recorded here"),
+)
+
+PENALTIES = trains(
+    dropped("algorithm.len_reward_penalty", "another form of length penalty: see reward.overlong_buffer"),
+    dropped("algorithm.safe_length", "see reward.overlong_buffer.length: that many tokens before rollout.max_response_length"),
+    dropped("algorithm.*_length", "see reward.overlong_buffer"),
+    dropped("algorithm.max_resample", "new prompts are not drawn for filtered groups"),
+    dropped("algorithm.*", "no such part of the algorithm here"),
+    dropped("agentloop.*", "tools and turns are a Python class of yours here: write one and set rollout.environment"),
+    dropped("tools.*", "tools and turns are a Python class of yours here: write one and set rollout.environment"),
+    becomes("reward.use_reward_model", "reward.function", only((False,), "a reward function may call a model"), "only false"),
+    becomes(
+        "reward.reward_type",
+        "reward.function",
+        _reward,
+        "math: math (right is 1 and wrong 0 here, reward_scale and minus reward_scale there); others: a function of yours",
+    ),
+    becomes(
+        "reward.reward_scale", (), _scale, "changes nothing with algorithm.norm_adv_by_std_in_grpo, which adv_type grpo has"
+    ),
+    becomes(
+        "data.apply_chat_template",
+        "data.chat_template",
+        lambda value, source: "tokenizer" if truth(value) else "none",
+        "false: none",
+    ),
+    dropped("data.image_keys", "only text is trained here"),
+    becomes(f"{MODEL}.is_lora", (), only((False, None), "adapters are not trained here: all weights would be"), "only false"),
+    becomes("actor.model.lora_rank", (), only((0, None), "adapters are not trained here: all weights would be"), "only 0"),
+)

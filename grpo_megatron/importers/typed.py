@@ -1,0 +1,77 @@
+"""Values of another system as the types of our keys."""
+
+import math
+import types
+from enum import Enum
+from typing import Any, get_args, get_origin
+
+from grpo_megatron.config.keys import type_name
+from grpo_megatron.config.load import known_keys
+from grpo_megatron.importers.mapping import CannotCarry, plain, truth
+
+_FIELDS = known_keys()
+
+
+def typed(key: str, value: Any) -> Any:
+    """value as our key takes it. Raises CannotCarry, with what the key takes, for what cannot be that."""
+    field = _FIELDS[key]
+    try:
+        return _as(field.type, value)
+    except CannotCarry as error:
+        raise CannotCarry(f"{key} is {type_name(field)}, and {error}") from None
+
+
+def takes_text(key: str) -> bool:
+    kind = _FIELDS[key].type
+    return kind is Any or str in (kind, *get_args(kind))
+
+
+def _as(kind: Any, value: Any) -> Any:
+    if isinstance(kind, types.UnionType):
+        if value is None:
+            return None
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    if kind is Any:
+        return _files(value)
+    if value is None:
+        raise CannotCarry("this is null")
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise CannotCarry(f"{value!r} is none")
+        return value
+    if get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise CannotCarry(f"{value!r} is none")
+        return [_as(get_args(kind)[0], one) for one in value]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        if str(value) not in kind.__members__:
+            raise CannotCarry(f"{value!r} is none of them")
+        return str(value)
+    if kind is bool:
+        return truth(value)
+    if kind is str:
+        return _text(value)
+    return _number(value, kind)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, dict, bool)):
+        raise CannotCarry(f"{value!r} is none")
+    return str(value)
+
+
+def _files(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_text(one) for one in value]
+    return None if value is None else _text(value)
+
+
+def _number(value: Any, kind: type) -> float | int:
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+        raise CannotCarry(f"{value!r} is none")
+    if kind is int:
+        if number != int(number):
+            raise CannotCarry(f"{value!r} is none")
+        return int(number)
+    return number

@@ -1,0 +1,273 @@
+"""Launch scripts and YAML files of other systems: what is read from them, and what is refused."""
+
+import contextlib
+import subprocess
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.importers import SYSTEMS, Settings, import_settings, read_settings
+from grpo_megatron.importers.mapping import CannotCarry, Source
+from grpo_megatron.importers.shell import read_script
+from grpo_megatron.importers.shell_arithmetic import evaluate
+from grpo_megatron.importers.typed import typed
+
+HEAD = "python3 -m verl.trainer.main_ppo "
+
+
+def value_of(word, setup=""):
+    """What a.b is in a script that launches with the word a.b=..., as written."""
+    return read_settings(f"{setup}\n{HEAD} a.b={word}\n").values["a.b"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hello", "- 1\n- 2", "set -x\nexport A=b\n", "it's", "\x00\x01", "if true; then", "a: [", "$(("]
+)
+def test_a_text_that_is_neither_is_refused(text):
+    with pytest.raises(UserError, match="neither"):
+        read_settings(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1", "list"),
+        ("", "NoneType"),
+        ("a: [", "no valid YAML"),
+        ("a: &x [*x]", "YAML"),
+        ("a: " + "[" * 3000, "YAML"),
+        ("{~: 1}", "YAML"),
+    ],
+)
+def test_a_yaml_file_that_has_no_sections_is_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        read_settings(text, is_yaml=True)
+
+
+def test_a_date_and_a_broken_reference_in_yaml_stay_text():
+    values = read_settings("a:\n  day: 2026-01-02\n  path: ${nowhere.x}/y\n", is_yaml=True).values
+    assert values == {"a.day": "2026-01-02", "a.path": "$<nowhere.x>/y"}
+
+
+def test_words_of_a_command_are_read_as_a_shell_reads_them():
+    text = """
+A=3; B=unused
+N=5
+python3 train.py a.b="x y" 'c.d=[1, 2]' ++e.f=$N +g.h=${M:-7} i.j=${UNSET} k.l=1e-3 m.n=True o.p= q.r=$((N * (N - 1) / 2)) \\
+   s.t=$((N * UNKNOWN)) ~u.v # w.x=1
+"""
+    settings = read_settings(text)
+    assert settings.values == {
+        "a.b": "x y",
+        "c.d": [1, 2],
+        "e.f": 5,
+        "g.h": 7,
+        "i.j": "$UNSET",
+        "k.l": 1e-3,
+        "m.n": True,
+        "o.p": None,
+        "q.r": 10,
+        "s.t": "$((N*UNKNOWN))",
+    }
+    assert settings.unread == ["~u.v: removes a key of theirs"]
+
+
+@pytest.mark.parametrize(
+    ("word", "setup", "expected"),
+    [
+        ("\"['$HOME/a.parquet','$HOME/b.parquet']\"", "", ["$HOME/a.parquet", "$HOME/b.parquet"]),
+        ('"$files"', "a=$HOME/x\nfiles=\"['$a','y']\"", ["$HOME/x", "y"]),
+        ("'[a,b]'", "", ["a", "b"]),
+        ("'{x:1, y: [2]}'", "", {"x": 1, "y": [2]}),
+        ("[1,null,True]", "", [1, None, True]),
+        ("null", "", None),
+        ("None", "", None),
+        ("1_000", "", 1000),
+        ('"1e-6"', "", 1e-6),
+        ("\"'1'\"", "", "1"),
+        ("~/data/x.parquet", "", "~/data/x.parquet"),
+        ('${A:-"${HOME}/x"}', "", "$HOME/x"),
+        ("${A:-${B:-c}}", "", "c"),
+        ("$A", ': "${A:=7}"', 7),
+        ("${A:?say it}", "", "$A"),
+        ("${A##*/}", "A=/a/b.c", "b.c"),
+        ("${A##*/}", "A=$HOME/b.c", "b.c"),
+        ("${A##*/}", "A=$HOME", "$<A##*/>"),
+        ("${A%.*}", "A=b.c.d", "b.c"),
+        ("${A//a/x}", "A=banana", "bxnxnx"),
+        ("${A:1:2}", "A=wxyz", "xy"),
+        ("${A^^}", "A=abc", "ABC"),
+        ("${#A[@]}", "A=(1 2 3)", 3),
+        ("${A[1]}", "A=(1 2 3)", 2),
+        ("x-$(date +%Y)-y", "", "x-$(date +%Y)-y"),
+        ("$N", "if [ 3 -gt 2 ]; then N=4; else N=5; fi", 4),
+        ("$N", 'case "$MODE" in a) N=4;; *) N=5;; esac', "$N"),
+        ("$N", 'MODE=a; case "$MODE" in a) N=4;; *) N=5;; esac', 4),
+        ("$N", "N=1; [[ $N == 1 && -n x ]] && N=2", 2),
+        ("$N", "N=2\ncat > run.py <<'EOF'\nN=9 it's a.b=3\nEOF", 2),
+        ("$N", "f() { N=$1; }\nf 6", 6),
+    ],
+)
+def test_a_value_is_what_the_script_says(word, setup, expected):
+    assert value_of(word, setup) == expected
+
+
+def test_arrays_functions_and_pipelines_reach_the_command():
+    text = """
+COMMON=(
+    a.b=1   # with a comment
+    "c.d=x y"
+)
+COMMON+=(e.f=$N)
+run() { local extra=$1; shift; python3 -m verl.trainer.main_ppo "${COMMON[@]}" g.h="$extra" $MORE "$@" 2>&1 | tee log; }
+MORE="i.j=2 k.l=3"
+run 5 m.n=6
+"""
+    settings = read_settings(text)
+    assert settings.values == {"a.b": 1, "c.d": "x y", "e.f": "$N", "g.h": 5, "i.j": 2, "k.l": 3, "m.n": 6}
+    assert settings.program == "verl.trainer.main_ppo"
+
+
+def test_a_variable_that_a_branch_decides_is_not_known_and_its_values_are_named():
+    settings = read_settings(f'if [ "$BIG" = 1 ]; then N=8; else N=4; fi\n{HEAD} a.b=$N $UNKNOWN_WORDS\n')
+    assert settings.values == {"a.b": "$N"}
+    assert settings.unread == [
+        "$UNKNOWN_WORDS: not known here, and perhaps further settings",
+        "$N: 8 or 4, by a condition that is not known here",
+    ]
+
+
+def test_of_several_different_launches_one_must_be_named():
+    script = f"{HEAD} a.b=1\n{HEAD} a.b=2\n"
+    with pytest.raises(UserError, match=r"--launch NUMBER: 1 in line 1 .*; 2 in line 2"):
+        read_settings(script)
+    assert read_settings(script, launch=2).values == {"a.b": 2}
+    with pytest.raises(UserError, match="2 launch commands"):
+        read_settings(script, launch=3)
+    assert read_settings(f"{HEAD} a.b=1\n{HEAD} a.b=1\n").values == {"a.b": 1}
+
+
+def test_settings_after_a_missing_backslash_are_told():
+    assert "line 2" in read_settings(f"{HEAD} a.b=1\n   +c.d=2 e.f=3\n").lost[0]
+
+
+def test_verl_settings_as_yaml():
+    tree = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "data": {"train_files": "/d.parquet", "max_prompt_length": 100, "max_response_length": "${data.max_prompt_length}"},
+        "actor_rollout_ref": {"model": {"path": "/m"}, "rollout": {"n": 4, "response_length": "${oc.select:data.x,7}"}},
+    }
+    values = import_settings(SYSTEMS["verl"], read_settings(yaml.safe_dump(tree))).values
+    assert (values["rollout.n"], values["rollout.max_response_length"]) == (4, 100)
+
+
+# against the shell itself
+
+
+_TEXT = st.text(st.sampled_from("ab/.x "), max_size=6)
+_OPERATIONS = (
+    "${A} ${A:-d} ${A-d} ${A:+s} ${A#*/} ${A##*/} ${A%.*} ${A%%.*} ${A/a/b} ${A//a/b} ${#A} ${A:1:2} ${B:-${A}} '$A' \\$A"
+)
+_OPERATION = st.sampled_from([*_OPERATIONS.split(), '${B:-"x${A}"}'])
+
+
+@settings(max_examples=60, deadline=None)
+@given(_TEXT, st.lists(_OPERATION, min_size=1, max_size=3))
+def test_expansion_is_that_of_bash(text, operations):
+    word = "".join(operations)
+    setup = f"A='{text}'\nunset B\n"
+    done = subprocess.run(
+        ["bash", "-c", f'{setup}for w in k.l="{word}" m.n={word}; do printf \'%s\\n\' "$w"; done'], capture_output=True
+    )
+    expected = done.stdout.decode().splitlines()
+    found = read_script(f'{setup}python3 x.py k.l="{word}" m.n={word}').launches[0].words[2:]
+    assert found == expected
+
+
+_SIGN = st.sampled_from(["+", "-", "*", "/", "%", "<<", "==", "<", "&&", "||", "**"])
+_SUM = st.recursive(
+    st.integers(0, 99).map(str),
+    lambda part: st.tuples(part, _SIGN, part).map(lambda p: f"({' '.join(p)})"),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_SUM)
+def test_arithmetic_is_that_of_bash(expression):
+    number = evaluate(expression, lambda name: None)
+    done = subprocess.run(["bash", "-c", f"echo $(({expression}))"], capture_output=True, text=True)
+    # What bash refuses, or what leaves its 64 bits, is not known here.
+    assert number is None or str(number) == done.stdout.strip()
+
+
+# no traceback, whatever the input
+
+
+_JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 10**20),
+    st.floats(),
+    st.text(max_size=6),
+    st.sampled_from(["'1'", "1e-6", "1_000", "None", "null", "$X", "$(x)", "[1", "0", "inf"]),
+    st.lists(st.one_of(st.integers(), st.text(max_size=3)), max_size=3),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+    st.just([{"path": "x"}]),
+)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_value_of_any_key_is_carried_with_our_type_or_left_with_a_reason(name, data):
+    keys = [entry.theirs.replace("*", "other") for entry in SYSTEMS[name].entries if entry.theirs != "runner.task_type"]
+    chosen = data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=8, unique=True))
+    values = {key: data.draw(_JUNK, label=key) for key in chosen}
+    result = import_settings(SYSTEMS[name], Settings(values))
+    assert all(typed(key, value) == value for key, value in result.values.items())
+    result.report()
+
+
+_PIECES = [
+    "a.b=",
+    "$A",
+    "${A",
+    "}",
+    "$(",
+    ")",
+    "'",
+    '"',
+    "\\",
+    "if",
+    "then",
+    "fi",
+    ";",
+    "(",
+    "<<E",
+    "E",
+    "x",
+    "${A:-",
+    "#",
+    "[[",
+    "{",
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([*_PIECES, " ", "\n"]), max_size=12).map("".join))
+def test_any_script_is_read_or_refused(text):
+    with contextlib.suppress(UserError):
+        read_settings(text)
+
+
+def test_a_source_says_what_is_no_number():
+    source = Source({"a": "x", "b": "'", "c": 0, "d": float("nan")}, ())
+    for key in ("a", "b", "d", "none"):
+        with pytest.raises(CannotCarry):
+            source.number(key)
+    with pytest.raises(CannotCarry, match="at least 1"):
+        source.count("c")
