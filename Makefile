@@ -25,7 +25,7 @@ $(STAMP): $(REQUIREMENTS)
 	$(PIP) -r requirements/cpu.txt -r requirements/test.txt
 	$(PIP) --no-deps -r requirements/cpu-no-deps.txt
 	$(PIP) --no-deps --no-build-isolation -e .
-	@$(BIN)/python -c 'import torchvision' || { echo "torch and torchvision do not fit: install both from one index (PIP_FLAGS)" >&2; exit 1; }
+	@$(BIN)/python -W ignore -c 'import torchvision' || { echo "torch and torchvision do not fit: install both from one index (PIP_FLAGS)" >&2; exit 1; }
 	touch $@
 
 quickstart: install
