@@ -1,6 +1,8 @@
 # Everything is installed into .venv in this folder; a second call reuses it.
-# The pinned CPU stack exists for Python 3.11 (SGLang wants at least that, torchvision 0.16 at most).
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The first that runs and is new enough for SGLang: a version manager's stand-in may exist for a Python that it lacks.
+RIGHT_PYTHON = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c '$(RIGHT_PYTHON)' 2>/dev/null && echo $$p && break; done)
 # For pip, such as --extra-index-url of an index with CPU builds of torch.
 PIP_FLAGS ?=
 PIP = $(BIN)/python -m pip install -q $(PIP_FLAGS)
@@ -17,13 +19,13 @@ unexport PYTHONDONTWRITEBYTECODE
 install: $(STAMP)
 
 $(STAMP): $(REQUIREMENTS)
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 11) else "Python 3.11 is needed, $(PYTHON) is another; call make PYTHON=...")'
+	@$(or $(PYTHON),false) -c '$(RIGHT_PYTHON)' || { echo "Python 3.11, 3.12 or 3.13 is needed; name one: make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	# torch first: anything that asks for another build of it would pull gigabytes.
-	$(PIP) torch==2.13.0
+	# In one call, so that nothing can exchange torch for a build that another package asks for.
 	$(PIP) -r requirements/cpu.txt -r requirements/test.txt
 	$(PIP) --no-deps -r requirements/cpu-no-deps.txt
 	$(PIP) --no-deps --no-build-isolation -e .
+	@$(BIN)/python -W ignore -c 'import torchvision' || { echo "torch and torchvision do not fit: install both from one index (PIP_FLAGS)" >&2; exit 1; }
 	touch $@
 
 quickstart: install

@@ -8,7 +8,7 @@ setup(
     description="GRPO post-training: Megatron-core trains, SGLang generates, Ray places; on GPU clusters and on a laptop CPU.",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.11,<3.14",
     packages=find_packages(include=["grpo_megatron", "grpo_megatron.*"]),
     package_data={"grpo_megatron": ["presets/*.yaml"]},
     # The versions of torch and SGLang differ between CPU and GPU machines and are pinned in

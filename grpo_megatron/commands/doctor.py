@@ -24,8 +24,8 @@ class Finding:
 def _python() -> Finding:
     current = sys.version_info[:2]
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
-    if not (3, 10) <= current <= (3, 12):
-        return Finding(PROBLEM, "Python", f"{text}; 3.10 to 3.12 is supported")
+    if not (3, 11) <= current <= (3, 13):
+        return Finding(PROBLEM, "Python", f"{text}; 3.11 to 3.13 is supported")
     return Finding(OK, "Python", text)
 
 
