@@ -41,6 +41,11 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
         found.append(
             f"rollout.engine.tensor_parallel={engine_tp} does not divide the {arch.num_heads} attention heads of {config.model.path}"
         )
+    if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size and not config.rollout.replay:
+        found.append(
+            f"{config.model.path} has a head_dim of {arch.head_dim}, which SGLang's Mixtral ignores: it takes hidden_size / "
+            f"num_attention_heads = {arch.hidden_size // arch.num_heads}"
+        )
     if arch.family == "qwen3_moe" and not all(arch.moe.layers) and not config.rollout.replay:
         found.append(
             f"{config.model.path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's Qwen3-MoE ignores: "

@@ -74,7 +74,7 @@ CASES = [
     ("qwen3_moe", False, 1),
     *[(family, tied, 1) for family in FAMILIES for tied in (False, True) if family != "qwen3_moe" or tied],
 ]
-CASES += [(family, False, 2) for family in FAMILIES] + [("qwen3", False, 4)]
+CASES += [(family, False, 2) for family in FAMILIES]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,8 @@ def test_the_plan_names_every_parameter_of_the_engine(ray_here, tmp_path, family
     changes = {"intermediate_size": 128}
     if family == "qwen3_moe":  # in SGLang it has experts in every layer
         changes |= {"moe_intermediate_size": 64, "mlp_only_layers": []}
+    if family == "mixtral":  # in SGLang its heads divide the hidden size
+        changes |= {"head_dim": None}
     model = tiny_model(tmp_path / "model", family, tied, **changes)
     expected = planned(model, tp)
     for shapes in parameters_of_an_engine(model, tp, tmp_path / "shapes"):
