@@ -13,7 +13,6 @@ from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.algorithm.mismatch import measure_mismatch, mismatch_report
 from grpo_megatron.batch.sample import Group
-from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.data import PromptSource
 from grpo_megatron.errors import UserError
@@ -24,7 +23,7 @@ from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
 from grpo_megatron.run.checkpoints import Checkpoints
 from grpo_megatron.run.monitor import Monitor
-from grpo_megatron.trainer.mini_batch import MiniBatch, partition
+from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.weights.sync.sync import WeightSync
 
@@ -83,7 +82,7 @@ class Controller:
             groups = self.rollouts.groups(self.step, self.prompts)
         with phases("prepare"):
             groups = self.shape_and_filter(groups)
-            mini_batches = self.flatten_and_schedule(groups)
+            mini_batches = make_mini_batches(groups, self.config, self.trainer.cost_model, self.step)
         with phases("logprobs"):
             mismatch = self.old_and_reference_logprobs(mini_batches)
         with phases("prepare"):
@@ -109,20 +108,6 @@ class Controller:
         if self.config.reward.shuffle_control:
             groups = shuffle_rewards(groups, np.random.default_rng([self.config.run.seed, self.step]))
         return apply_filters(groups, self.config.algorithm)
-
-    def flatten_and_schedule(self, groups: list[Group]) -> list[MiniBatch]:
-        """Flat batches and their micro-batches, one per optimizer step."""
-        batch = TrainBatch.from_samples([sample for group in groups for sample in group.samples])
-        batch.number = np.arange(batch.num_tokens)
-        group_of = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
-        mini_of = group_of // self.config.train.ppo_mini_batch_size
-        parts = [batch.select(np.flatnonzero(mini_of == number)) for number in range(mini_of[-1] + 1)]
-        if self.config.train.old_logprobs == OldLogprobs.current and len(parts) * self.config.train.ppo_epochs > 1:
-            raise UserError(
-                f"train.old_logprobs=current needs one optimizer step per batch; {len(groups)} prompts make several"
-            )
-        plans = [partition(self.config, part.lengths, self.trainer.cost_model) for part in parts]
-        return [MiniBatch(*pair, (self.step, number)) for number, pair in enumerate(zip(parts, plans, strict=True))]
 
     def old_and_reference_logprobs(self, mini_batches: list[MiniBatch]) -> Metrics:
         """Fill old_logp and ref_logp; the engine's mismatch if the old log-probs were recomputed."""
@@ -191,11 +176,7 @@ class Controller:
         self.trainer_sleeps()
         with self.monitor.phases("evaluate"):
             scalars = self.evaluation.run(self.step)
-        self.monitor.log(self.step, scalars)
-        self.monitor.say(
-            f"evaluation after {self.step} steps: "
-            + ", ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in scalars.items())
-        )
+        self.monitor.evaluated(self.step, scalars)
         return scalars
 
     def report(self, groups, mini_batches, metrics: Metrics, memory: dict[str, float]) -> None:

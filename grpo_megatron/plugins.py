@@ -11,11 +11,12 @@ from grpo_megatron.errors import UserError, shortened
 class Registry:
     """Functions of one kind by name; `@registry("name")` adds one and returns it unchanged.
 
-    kind, key: what it is and the configuration key it is chosen by, for error messages.
+    kind, key: what it is and the configuration key it is chosen by, for error messages. built_in: names that the
+    key takes beside those registered here, for the same.
     """
 
-    def __init__(self, kind: str, key: str):
-        self.kind, self.key = kind, key
+    def __init__(self, kind: str, key: str, built_in: tuple[str, ...] = ()):
+        self.kind, self.key, self._built_in = kind, key, built_in
         self._known: dict[str, Callable] = {}
 
     def __call__(self, name: str) -> Callable[[Callable], Callable]:
@@ -33,9 +34,6 @@ class Registry:
     def names(self) -> list[str]:
         return list(self._known)
 
-    def registered(self, name: str) -> Callable | None:
-        return self._known.get(name)
-
     def get(self, name: str) -> Callable:
         """The function called `name`, or `module:name`: an attribute of the module, or what its decorator registered.
 
@@ -45,7 +43,7 @@ class Registry:
         if not separator:
             if name in self._known:
                 return self._known[name]
-            known = ", ".join([*self.names, "module:attribute"])
+            known = ", ".join([*self._built_in, *self.names, "module:attribute"])
             raise UserError(f"{self.key}={name} is unknown; choose one of {known}")
         module = import_module(module_name, f"{self.key}={name}")
         function = getattr(module, attribute, None) or self._known.get(attribute)

@@ -23,7 +23,7 @@ CORRECTION_BOUNDS = {
     MismatchCorrection.seq_tis: (0.0, 2.0),
     MismatchCorrection.mis: (0.0, 2.0),
 }
-# Of the criteria on a ratio; for the others no bound is published that would serve every model.
+# Only criteria on a ratio have published bounds; no bound of the others would serve every model.
 REJECTION_BOUNDS = {
     MismatchRejection.token_ratio: (0.5, 5.0),
     MismatchRejection.seq_ratio: (0.0, 2.0),

@@ -1,24 +1,28 @@
 """What of the policy gradient is a choice: the level of the ratio, and the surrogate objective.
 
-A surrogate is a function (PolicyTerms, PolicyLoss) -> (loss [t], clipped bool [t]), registered by
-`@surrogate("name")`. `clipped` marks tokens whose gradient
-it removes or limits; it is only counted.
+A surrogate is a function (PolicyTerms, SurrogateOptions) -> (loss [t], clipped bool [t]), registered by
+`@surrogate("name")`. `clipped` marks tokens whose gradient it removes or limits; it is only counted.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from grpo_megatron.algorithm.kl import MAX_LOG_RATIO
 from grpo_megatron.plugins import Registry
 
-if TYPE_CHECKING:
-    from grpo_megatron.algorithm.losses import PolicyLoss  # which imports this module
-
 surrogate = Registry("surrogate", "algorithm.surrogate")
 LossAndClipped = tuple[torch.Tensor, torch.Tensor]
+
+
+class SurrogateOptions(Protocol):
+    """What a surrogate can be told, as in config.algorithm; a loss of losses.PolicyLoss is one."""
+
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float | None
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ RATIO_LEVELS = {"token": token_ratio, "sequence": sequence_ratio, "sequence_sum"
 
 
 @surrogate("clip")
-def clip(terms: PolicyTerms, options: "PolicyLoss") -> LossAndClipped:
+def clip(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
     """PPO's clipped objective as a loss, with DAPO's separate limits and, as asked for, dual clip.
 
     -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347 eq. 7, arXiv:2503.14476 eq. 8); where A < 0
@@ -92,7 +96,7 @@ def clip(terms: PolicyTerms, options: "PolicyLoss") -> LossAndClipped:
 
 
 @surrogate("cispo")
-def cispo(terms: PolicyTerms, options: "PolicyLoss") -> LossAndClipped:
+def cispo(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
     """REINFORCE weighted with the clipped ratio, itself without gradient, so that no token loses its own.
 
     -sg(clip(r, 1 - low, 1 + high)) A logp (MiniMax-M1, arXiv:2506.13585 eq. 4, 5). A low of 1 or more
@@ -104,6 +108,6 @@ def cispo(terms: PolicyTerms, options: "PolicyLoss") -> LossAndClipped:
 
 
 @surrogate("reinforce")
-def reinforce(terms: PolicyTerms, options: "PolicyLoss") -> LossAndClipped:
+def reinforce(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
     """-A logp (Williams 1992): no ratio, so exact for the first optimizer step on a batch only."""
     return -terms.advantage * terms.logp, torch.zeros_like(terms.mask)

@@ -237,7 +237,8 @@ class _Left:
 
     def __init__(self, length: list[int]):
         self._length = length
-        # Of a sequence that is left, itself; else a shorter one, such that none in between is left (union-find). 0 is none.
+        # A sequence that is left points to itself. One that is gone points to a shorter one, with none left in between
+        # (union-find). 0 stands for none.
         self._next = list(range(len(length)))
         self._low = 1
 

@@ -29,7 +29,7 @@ class WorkerPool:
         self._unfinished, self._lock = 0, threading.Lock()
         self._pool = ProcessPoolExecutor(
             max_workers=workers,
-            # Not fork: this process has Ray's threads, and a forked lock stays locked forever.
+            # A forked process would inherit the locks of Ray's threads, but not the threads that unlock them.
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_start,
             initargs=(initializer, *arguments),
@@ -77,7 +77,7 @@ class WorkerPool:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._kill()  # nobody waits for a result any more
+        self._kill()  # nobody will wait for a result
 
 
 def _start(initializer: Callable, *arguments) -> None:

@@ -21,7 +21,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.manager import StaleWeights
 from grpo_megatron.sglang.engine import engine_dtype
 from grpo_megatron.sglang.pool import EnginePool
-from grpo_megatron.trainer.mini_batch import MiniBatch
+from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 
 # A mean |delta| of up to this many times what the trainer's own rounding moves log-probs by is agreement:
 # the engine's kernels sum in another order and round at other places (logits in bf16, for one).
@@ -201,7 +201,8 @@ class Investigation:
         """New samples and their log-probs under the same weights."""
         controller = self.controller
         controller.step += 1
-        mini_batches = controller.flatten_and_schedule(controller.rollouts.groups(controller.step, controller.prompts))
+        groups = controller.rollouts.groups(controller.step, controller.prompts)
+        mini_batches = make_mini_batches(groups, self.config, controller.trainer.cost_model, controller.step)
         controller.old_and_reference_logprobs(mini_batches)
         return Tokens.of(mini_batches)
 

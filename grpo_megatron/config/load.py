@@ -248,7 +248,7 @@ def nearest_key(key: str) -> str | None:
         return None
     known = list(known_keys())
     last = key.rsplit(".", 1)[-1]
-    # Or the same words in another order, such as grad_clip and clip_grad.
+    # The same words in another order count as the same name, such as grad_clip and clip_grad.
     same_name = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last] or [
         candidate for candidate in known if sorted(candidate.rsplit(".", 1)[-1].split("_")) == sorted(last.split("_"))
     ]

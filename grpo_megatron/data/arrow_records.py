@@ -75,7 +75,7 @@ class HubRecords(Records):
         except ImportError as error:
             raise UserError(f"{source}: this needs the datasets package; pip install datasets") from error
         try:
-            # As Arrow, so that pictures and sounds are not decoded.
+            # The Arrow format leaves pictures and sounds undecoded.
             self._data = load_dataset(name, config or None, split=split or "train").with_format("arrow")
         except Exception as error:  # the library raises many kinds; all of them mean this
             raise UserError(f"{source} cannot be loaded ({type(error).__name__}: {error}); is the hub reachable?") from error

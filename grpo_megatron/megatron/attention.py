@@ -94,7 +94,7 @@ _BATCH_RANGE = 0.8
 # On a CPU, packs of sequences up to this length are computed by matrix products of whole batches: torch's flash kernel
 # makes small ones for each head of each sequence. A query and head has at most as many scores in memory.
 _SHORT = 128
-# There, starting a product costs more than padding does.
+# Among short sequences, starting a product costs more than padding does.
 _SHORT_BATCH_RANGE = 0.5
 # Queries that share a mask. Its size is this times the keys of a sequence, whatever the pack holds.
 _MASKED_QUERIES = 1024

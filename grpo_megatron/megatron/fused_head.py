@@ -82,7 +82,7 @@ class _Projection:
         self.low = None
         if weight.dtype != torch.float32:
             self.low = tiling.scratch(hidden, weight.dtype)
-            # Of one dimension, so that bf16 times it is float32, rounded once and in one pass.
+            # It has one dimension, because bf16 times a tensor of one dimension is float32: rounded once, in one pass.
             self.scale = torch.full((1,), 1.0 / temperature, dtype=torch.float32, device=hidden.device)
 
     def __call__(self, tokens: slice, words: slice) -> torch.Tensor:

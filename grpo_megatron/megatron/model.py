@@ -53,7 +53,7 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, transformer_engin
         if config.qk_layernorm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
-        # Of a dense layer, or of its experts.
+        # The activation belongs to a dense layer's MLP, or to that of each expert.
         mlp = layer.mlp.submodules.experts if num_experts else layer.mlp
         mlp.submodules.activation_func = SwiGLU
     if num_experts:

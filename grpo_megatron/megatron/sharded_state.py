@@ -64,7 +64,7 @@ def load_weights(folder: str, chunks) -> None:
 
 def _fill_optimizer_state(optimizer) -> None:
     """Adam creates its moments at the first step; loading needs tensors to load into."""
-    for chained in getattr(optimizer.inner, "chained_optimizers", [optimizer.inner]):
+    for chained in optimizer.parts():
         adam = chained.optimizer
         for group in adam.param_groups:
             group.setdefault("step", 0)

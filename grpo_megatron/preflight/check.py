@@ -136,7 +136,7 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
     named = [("data.train", data.train)] if command == "sft" or not config.rollout.replay else []
     if command == "train":
         named.append(("data.eval", data.eval))
-    # Of what is neither a name nor a list of names, a rule says what it must be.
+    # A value that is neither a name nor a list of names breaks a rule, which says what it must be.
     sources = [(key, source) for key, value in named if isinstance(value, (str, list)) for source in as_list(value)]
     answer = data.response_key if command == "sft" else data.answer_key
     for key, source in sources:

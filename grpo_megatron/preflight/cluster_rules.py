@@ -99,7 +99,7 @@ def tensor_parallel_is_within_a_node(config: Config, capabilities: Capabilities)
 @CLUSTER.rule("The tensor-parallel ranks of an engine are on one node.", *_ENGINES, *_RANKS, *_FACTS, commands=("train",))
 def engines_are_within_a_node(config: Config, capabilities: Capabilities) -> Iterator[str]:
     tp, per_node = config.rollout.engine.tensor_parallel, capabilities.gpus_per_node
-    # As cluster.placement.allocate hands them out: separate engines follow the ranks.
+    # cluster.placement.allocate hands them out like this: separate engines follow the ranks.
     first = 0 if config.cluster.placement == Placement.colocated else _num_ranks(config)
     if per_node and _crosses_a_node(first, first + _num_engines(config) * tp, tp, per_node):
         after = f" behind {first} trainer ranks" if first else ""

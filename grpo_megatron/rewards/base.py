@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 from grpo_megatron.config.schema import RewardConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.plugins import Registry, import_module
+from grpo_megatron.plugins import Registry
 from grpo_megatron.rewards.answers import find_answer, normalise_number
 
-BUILT_IN = ("exact_match", "math")
-# Of rewards from elsewhere; the built-in ones are made from the configuration.
-reward_function = Registry("reward", "reward.function")
+# It holds rewards from elsewhere; the built-in ones are made from the configuration.
+reward_function = Registry("reward", "reward.function", built_in=("exact_match", "math"))
 
 
 def exact_match(config: RewardConfig) -> Callable[..., float]:
@@ -112,21 +111,10 @@ def _references(answer: str | list[str], config: RewardConfig) -> list[str]:
     return references
 
 
+_BUILT_IN = {"exact_match": exact_match, "math": math}
+
+
 def resolve_reward(config: RewardConfig) -> Callable[..., float | dict[str, float]]:
-    """exact_match, math, or `module:function` (found from the working directory too)."""
-    name = config.function
-    if name == "exact_match":
-        return exact_match(config)
-    if name == "math":
-        return math(config)
-    module_name, separator, attribute = name.partition(":")
-    if not separator:
-        raise UserError(f"reward.function={name!r} is unknown; use {', '.join(BUILT_IN)}, or module:function")
-    module = import_module(module_name, f"reward.function={name!r}")
-    try:
-        function = reward_function.registered(attribute) or getattr(module, attribute)
-    except AttributeError as error:
-        raise UserError(f"reward.function={name!r} cannot be imported: {error}") from error
-    if not callable(function):
-        raise UserError(f"reward.function={name!r} is not a function")
-    return function
+    """The reward that reward.function names: a built-in one, made from the configuration, or see plugins.Registry.get."""
+    make = _BUILT_IN.get(config.function)
+    return make(config) if make else reward_function.get(config.function)

@@ -64,6 +64,12 @@ class Monitor:
         parts.append(f"{scalars['time/step']:.2f} s (" + " ".join(f"{name} {value:.2f}" for name, value in phases) + ")")
         self.say(" | ".join(parts))
 
+    def evaluated(self, step: int, scalars: dict[str, float]) -> None:
+        """Log the results of an evaluation after `step` steps, and show them."""
+        self.log(step, scalars)
+        results = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in scalars.items())
+        self.say(f"evaluation after {step} steps: {results}")
+
     def say(self, text: str) -> None:
         print(text, flush=True, file=sys.stdout)
 

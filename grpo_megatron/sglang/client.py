@@ -39,7 +39,7 @@ class EngineClient:
             return await answer
 
     def _send(self) -> None:
-        # Not waited for: if it fails, the poll reports the same engine.
+        # Nobody waits for this call, because the poll reports the same engine if it fails.
         self._engine.submit.remote(self._batch)
         self._batch = []
         if self._poller is None or self._poller.done():

@@ -92,9 +92,9 @@ def engine_arguments(
             "disable_cuda_graph": True,
             # An idle scheduler would poll without a pause, and take a core from the trainer.
             "sleep_on_idle": True,
-            # There is no device to overlap with, and it decodes one token too many of every response.
+            # Overlapping needs a device to overlap with, and decodes one token too many of every response.
             "disable_overlap_schedule": True,
-            # Of host memory, where nothing is reserved: the pool is bounded by max_total_tokens.
+            # This share of the host's memory is not reserved: max_total_tokens bounds the pool.
             "mem_fraction_static": 0.3,
             "max_total_tokens": config.max_total_tokens or 65536,
         }
@@ -129,7 +129,7 @@ class SGLangEngine:
 
         self._process, self._routed_layers = process, routed_layers
         self._engine = sglang.Engine(**arguments)
-        # Not all children: Python's own helpers come and go.
+        # Python's own helpers are children too, which come and go.
         self._children = [
             child for child in psutil.Process().children(recursive=True) if "sglang::" in " ".join(child.cmdline())
         ]

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_megatron.batch.layout import Layout
+from grpo_megatron.batch.sample import Group
 from grpo_megatron.batch.schedule import CostModel, Schedule, schedule
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.config.schema import Config
+from grpo_megatron.config.schema import Config, OldLogprobs
+from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.spec import pack_limit
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
@@ -37,3 +39,18 @@ def partition(config: Config, lengths: np.ndarray, cost: CostModel) -> Schedule:
         multiple_of=sizes.micro_batch_multiple,
         lockstep=sizes.ep > 1,
     )
+
+
+def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step: int) -> list[MiniBatch]:
+    """One mini-batch for each train.ppo_mini_batch_size groups, the samples of each as one stream.
+
+    Raises UserError if train.old_logprobs=current meets more than one optimizer step.
+    """
+    batch = TrainBatch.from_samples([sample for group in groups for sample in group.samples])
+    batch.number = np.arange(batch.num_tokens)
+    group_of = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
+    mini_of = group_of // config.train.ppo_mini_batch_size
+    parts = [batch.select(np.flatnonzero(mini_of == number)) for number in range(mini_of[-1] + 1)]
+    if config.train.old_logprobs == OldLogprobs.current and len(parts) * config.train.ppo_epochs > 1:
+        raise UserError(f"train.old_logprobs=current needs one optimizer step per batch; {len(groups)} prompts make several")
+    return [MiniBatch(part, partition(config, part.lengths, cost), (step, number)) for number, part in enumerate(parts)]

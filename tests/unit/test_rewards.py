@@ -52,8 +52,8 @@ def test_math(response, answer, expected):
     [
         ("exactmatch", "unknown"),
         ("no_such_module:f", "cannot be imported"),
-        ("math:no_such", "cannot be imported"),
-        ("math:pi", "not a function"),
+        ("math:no_such", "math has no function no_such"),
+        ("math:pi", "math has no function pi"),
     ],
 )
 def test_names_that_cannot_be_resolved(name, complaint):
