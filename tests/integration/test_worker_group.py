@@ -1,0 +1,94 @@
+"""A pool of processes that knows nothing of training: what is called on it, what goes wrong in it, and starting it anew."""
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.cluster.worker_group import WorkerGroup
+from grpo_megatron.errors import UserError
+
+
+class Member:
+    def __init__(self, rank: int):
+        self.rank, self.calls = rank, 0
+
+    def echo(self, *words):
+        self.calls += 1
+        return self.rank, self.calls, words
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    def fail_on(self, rank, kind):
+        if rank == self.rank:
+            raise {"user": UserError, "defect": ZeroDivisionError}[kind]("planted")
+
+    def die(self, rank):
+        if rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(20)
+
+    def numbers(self, count, rank):
+        for number in range(count):
+            if number == 2 and rank == self.rank:
+                raise UserError("planted in the stream")
+            yield 10 * self.rank + number
+
+
+def build(rank: int, address: str):
+    host, port = address.rsplit(":", 1)
+    assert host
+    assert 0 < int(port) < 65536
+    return Member(rank), {"rank": rank, "pid": os.getpid()}
+
+
+@pytest.fixture
+def group(ray_here, tmp_path):
+    options = [{"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.getcwd()}}} for _ in range(3)]
+    group = WorkerGroup("member", options, str(tmp_path), build, timeout=30)
+    yield group
+    group.close()
+
+
+def test_calls_answer_in_the_order_of_ranks(group):
+    assert [rank["rank"] for rank in group.ranks] == [0, 1, 2]
+    assert len({rank["pid"] for rank in group.ranks}) == 3
+    assert group.call("echo") == [(0, 1, ()), (1, 1, ()), (2, 1, ())]
+    assert group.call("echo", [("a",), ("b", 1), ()]) == [(0, 2, ("a",)), (1, 2, ("b", 1)), (2, 2, ())]
+    with group.stream("numbers", 2, -1) as references:
+        assert ray.get(list(references)) == [0, 1, 10, 11, 20, 21]
+
+
+def test_what_fails_names_the_rank_and_the_call(group):
+    with pytest.raises(UserError, match=r"^planted$"):
+        group.call("fail_on", [(1, "user")] * 3)
+    with pytest.raises(
+        RuntimeError, match=r"(?s)member 2 of 3 failed in `fail_on`; its log is .*rank2\.log.*ZeroDivisionError"
+    ):
+        group.call("fail_on", [(2, "defect")] * 3)
+    with pytest.raises(UserError, match="planted in the stream"), group.stream("numbers", 3, 1) as references:
+        ray.get(list(references))
+    assert [rank for rank, *_ in group.call("echo")] == [0, 1, 2]
+
+
+def test_a_call_that_takes_too_long_names_who_is_not_done(group):
+    group._timeout = 2
+    with pytest.raises(UserError, match=r"`sleep` was not done within 2 s by member 1 of 3$"):
+        group.call("sleep", [(0,), (30,), (0,)])
+
+
+def test_a_death_is_noticed_and_the_group_starts_anew(group):
+    start = time.monotonic()
+    with pytest.raises(ProcessDied, match=r"member 1 of 3 died in `die`; its log is .*rank1\.log"):
+        group.call("die", [(1,)] * 3)
+    assert time.monotonic() - start < 15
+    before = {rank["pid"] for rank in group.ranks}
+    with pytest.raises(RuntimeError, match="run already"):
+        group.start()
+    group.restart()
+    assert not before & {rank["pid"] for rank in group.ranks}
+    assert group.call("echo") == [(0, 1, ()), (1, 1, ()), (2, 1, ())]
