@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from grpo_megatron.batch.layout import Layout
+from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.config.schema import Config, LrSchedule, OldLogprobs, Precision, RoutingReplay, TransformerImpl
 from grpo_megatron.megatron.spec import lr_decay_steps
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -89,7 +89,7 @@ def _sharing(config: Config, what: str, count: int) -> Iterator[str]:
 def longest_sequence_fits(config: Config) -> Iterator[str]:
     longest, cp = config.data.max_prompt_length + config.rollout.max_response_length, config.megatron.context_parallel
     limit, multiple = config.train.max_tokens_per_micro_batch, Layout(cp=cp).sequence_multiple
-    if limit * cp < -(-longest // multiple) * multiple:
+    if limit * cp < padded_to(longest, multiple):
         times = f" on each of megatron.context_parallel={cp} ranks" if cp > 1 else ""
         yield (
             f"train.max_tokens_per_micro_batch={limit}{times} is less than the longest sequence, "

@@ -36,7 +36,7 @@ class Copy:
     def unshard(self, shards: list[torch.Tensor], axis: int | None) -> torch.Tensor:
         return shards[0] if axis is None else torch.cat(shards, dim=axis)
 
-    def engine_shape(self, hf_shapes: list[Shape], axis: int | None, tp: int) -> Shape:
+    def engine_shape(self, hf_shapes: tuple[Shape, ...], axis: int | None, tp: int) -> Shape:
         """Shape of the engine's parameter on each of `tp` ranks, which divide it along `axis`."""
         return divided(hf_shapes[0], axis, tp)
 

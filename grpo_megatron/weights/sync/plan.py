@@ -1,7 +1,7 @@
 """What a weight sync has to deliver, and where in the engines it goes; from the weight map of the architecture."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from grpo_megatron.weights.maps import Entry
 from grpo_megatron.weights.transforms import Shape
@@ -30,15 +30,15 @@ class Plan:
                 + "; ".join(sorted(wrong)[:5])
             )
 
-    def engine_shapes(self, hf_shapes: Mapping[str, Shape], tp: int) -> dict[str, Shape]:
+    def engine_shapes(self, tp: int) -> dict[str, Shape]:
         """{engine's parameter: its shape on each of `tp` ranks}, for engines that store what the checkpoint stores.
 
-        hf_shapes: of the HF tensors. The experts of a layer share one parameter, with the expert as its first dimension.
+        The experts of a layer share one parameter, with the expert as its first dimension.
         """
         shapes: dict[str, Shape] = {}
         experts = Counter(entry.engine for entry in self._entries if entry.expert)
         for entry in self._entries:
-            shape = entry.transform.engine_shape([hf_shapes[name] for name in entry.hf], entry.engine_axis, tp)
+            shape = entry.transform.engine_shape(entry.shapes, entry.engine_axis, tp)
             if entry.expert:
                 shape = (experts[entry.engine], *shape)
             shapes[entry.engine] = shape
