@@ -64,7 +64,7 @@ def two_steps(case: Case) -> RankResult:
             assert not outcome.dropped
             losses.append(metrics)
             norms.append(outcome.grad_norm)
-        with actor._weights_at_rest():
+        with actor._settled_weights():
             parameters = {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
         return RankResult(actor.rank, gradients, parameters, losses, norms)
 

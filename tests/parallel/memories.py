@@ -11,7 +11,7 @@ def _step(actor, batch, loss):
 
 
 def _parameters(actor):
-    with actor._weights_at_rest():
+    with actor._settled_weights():
         return {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
 
 

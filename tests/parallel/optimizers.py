@@ -28,7 +28,7 @@ class State:
 
 
 def parameters_of(actor: Actor) -> dict[str, torch.Tensor]:
-    with actor._weights_at_rest():
+    with actor._settled_weights():
         return {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
 
 
