@@ -45,6 +45,7 @@ def test_a_cluster_without_gpus_that_was_described_with_some():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_gpus_that_ray_counts_and_torch_does_not_find():
     """The task runs on the node that is said to have GPUs, and what it says is believed."""

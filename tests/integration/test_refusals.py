@@ -102,7 +102,7 @@ def test_a_model_for_shorter_sequences(capsys, arithmetic):
 
 
 def test_a_reward_that_does_not_exist(capsys, arithmetic):
-    assert "reward.function='nothing:here' cannot be imported" in refusal(
+    assert "reward.function=nothing:here cannot be imported" in refusal(
         capsys, arithmetic, "reward.function=nothing:here", "run.root=/tmp"
     )
 

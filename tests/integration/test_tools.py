@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from grpo_megatron.cli import main
+from grpo_megatron.commands.convert import hf_to_megatron, megatron_to_hf
+from grpo_megatron.errors import UserError
 from tests.integration.test_train import arguments, metrics
 from tests.parallel.test_weights import assert_identical, read_all
 
@@ -26,8 +28,10 @@ def test_conversion_there_and_back_is_bit_identical(arithmetic, tmp_path):
     tool("convert_megatron_to_hf", tmp_path / "megatron", tmp_path / "hf")
     assert_identical(read_all(tmp_path / "hf"), read_all(arithmetic / "model"))
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
-    assert "is not empty" in tool("convert_hf_to_megatron", arithmetic / "model", tmp_path / "megatron", status=2)
-    assert "holds no actor/" in tool("convert_megatron_to_hf", tmp_path / "hf", tmp_path / "x", status=2)
+    with pytest.raises(UserError, match="is not empty"):
+        hf_to_megatron(str(arithmetic / "model"), str(tmp_path / "megatron"))
+    with pytest.raises(UserError, match="holds no actor/"):
+        megatron_to_hf(str(tmp_path / "hf"), str(tmp_path / "x"), None)
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def assert_same(rows, expected, rtol):
         pytest.param("pipeline_parallel=2", marks=pytest.mark.slow),
         pytest.param("data_parallel=2", marks=pytest.mark.slow),
         "data_parallel=2 distributed_optimizer=true overlap=true",
-        "tensor_parallel=2 pipeline_parallel=2",
+        pytest.param("tensor_parallel=2 pipeline_parallel=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_recording_trains_the_same_in_every_layout(recorded, arithmetic, root, layout):

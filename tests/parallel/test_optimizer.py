@@ -112,7 +112,7 @@ def reference_step(before, gradients, config: OptimizerConfig, clip_grad: float)
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-@pytest.mark.slow_when(lambda layout: layout in ("pp2", "ep2", "ep2 distributed"))
+@pytest.mark.slow_when(lambda layout: layout in ("pp2", "ep2", "ep2 distributed", "ep2tp2"))
 @pytest.mark.parametrize("layout", CLIPPING)
 def test_a_clipped_step_is_the_references(ranks, suites, layout):
     model, sizes, options = CLIPPING[layout]

@@ -69,7 +69,7 @@ def answer(capsys, *arguments: str) -> tuple[int, str]:
     return status, out + err
 
 
-@pytest.mark.parametrize("batch", [0, 1, *(pytest.param(number, marks=pytest.mark.slow) for number in range(2, 10))])
+@pytest.mark.parametrize("batch", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 10))])
 def test_a_damaged_configuration_is_legal_or_refused(batch, texts, capsys, tmp_path):
     assert [answer(capsys, "config", "check", "--config", _written(tmp_path, text.encode()))[0] for text in texts] == [0, 0]
     refused = []

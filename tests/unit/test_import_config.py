@@ -1,8 +1,7 @@
 """Configurations of verl and RLinf through tools/import_config.py, on whole files."""
 
 import dataclasses
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,13 @@ from grpo_megatron.config.load import known_keys
 from grpo_megatron.importers import RLINF, SYSTEMS, VERL, import_settings, read_settings, to_yaml
 from grpo_megatron.importers.mapping import UNSET
 from grpo_megatron.preflight.load import load_config
+from tests.tools import run_tool
 
 DATA = Path(__file__).parent / "data"
 VERL_SCRIPT = (DATA / "verl_grpo.sh").read_text()
 RLINF_FILE = (DATA / "rlinf_grpo.yaml").read_text()
 
-# What the issue of this tool asks for, key by key.
+# Keys that every GRPO run of theirs has.
 ASKED = {
     "verl": [
         "actor_rollout_ref.rollout.n",
@@ -372,12 +372,7 @@ def test_the_documentation_holds_the_mapping(name):
 # the tool
 
 
-def tool(*arguments, status=0, stdin=None):
-    done = subprocess.run(
-        [sys.executable, "tools/import_config.py", *map(str, arguments)], capture_output=True, text=True, input=stdin
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout, done.stderr
+tool = partial(run_tool, "import_config")
 
 
 @pytest.mark.parametrize("source", ["verl_grpo.sh", "rlinf_grpo.yaml"])

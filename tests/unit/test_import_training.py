@@ -1,14 +1,14 @@
 """What an import would train differently is said first, and is not written unless it is accepted."""
 
 import json
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 import yaml
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.importers import RLINF, VERL, import_settings, read_settings
+from tests.tools import run_tool
 
 BASE = {
     "algorithm.adv_estimator": "grpo",
@@ -169,12 +169,7 @@ def test_verl_without_an_estimator_is_not_grpo():
 # the tool
 
 
-def tool(*arguments, status, stdin=None):
-    done = subprocess.run(
-        [sys.executable, "tools/import_config.py", *map(str, arguments)], capture_output=True, text=True, input=stdin
-    )
-    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stdout + done.stderr
-    return done.stdout, done.stderr
+tool = partial(run_tool, "import_config")
 
 
 def test_nothing_is_written_without_acceptance(tmp_path):

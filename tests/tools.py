@@ -1,0 +1,24 @@
+"""Running a script of tools/ within the tests' process, which starts in no time."""
+
+import contextlib
+import io
+import runpy
+import sys
+from unittest import mock
+
+
+def run_tool(name: str, *arguments, status: int = 0, stdin: str | None = None) -> tuple[str, str]:
+    """(standard output, standard error) of `python tools/NAME.py ARGUMENTS`, which must end with this exit status."""
+    out, err = io.StringIO(), io.StringIO()
+    patches = (
+        mock.patch.object(sys, "argv", [f"tools/{name}.py", *map(str, arguments)]),
+        mock.patch.object(sys, "stdin", io.StringIO(stdin or "")),
+    )
+    ended = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), patches[0], patches[1]:
+        try:
+            runpy.run_path(f"tools/{name}.py", run_name="__main__")
+        except SystemExit as exit_:
+            ended = exit_.code or 0
+    assert ended == status, out.getvalue() + err.getvalue()
+    return out.getvalue(), err.getvalue()
