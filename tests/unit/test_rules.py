@@ -3,15 +3,15 @@
 import dataclasses
 
 import pytest
-import torch
 
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.load import known_keys, read_config
-from grpo_megatron.model.architecture import Architecture, MoE
+from grpo_megatron.model.architecture import MoE
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.cluster_rules import CLUSTER, known_capabilities
 from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL
 from grpo_megatron.preflight.rules import all_rules, violations
+from tests.unit.test_parallel_sizes import ARCH
 
 NEEDED = ["model.path=m", "data.train=d.jsonl"]
 ENVIRONMENT = "rollout.environment=tests.unit.toy_environments:Counting"
@@ -96,25 +96,7 @@ BROKEN = {
     "threshold_has_an_action": ["mismatch.action=off", "mismatch.threshold=0.5"],
 }
 
-DENSE = Architecture(
-    family="llama",
-    num_layers=12,
-    hidden_size=768,
-    ffn_hidden_size=2048,
-    num_heads=12,
-    num_kv_heads=4,
-    head_dim=64,
-    vocab_size=1000,
-    max_positions=2048,
-    rope_theta=1e4,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    qk_norm=False,
-    qkv_bias=False,
-    tied_embeddings=False,
-    dtype=torch.float32,
-)
-EXPERTS = dataclasses.replace(DENSE, moe=MoE(num_experts=6, top_k=2, ffn_hidden_size=100, normalize=True, layers=(True,) * 12))
+EXPERTS = dataclasses.replace(ARCH, moe=MoE(num_experts=6, top_k=2, ffn_hidden_size=100, normalize=True, layers=(True,) * 12))
 OF_EXPERTS = ("expert_parallel_divides", "experts_size_divides", "experts_with_tp_need_sp")
 
 # The keys that the fields of ParallelSizes are.
@@ -164,7 +146,7 @@ def ask(rule) -> tuple[list[str], set[str] | None]:
     config, read = config_that_breaks(rule), set()
     if rule in SIZES.rules + SIZES_OF_MODEL.rules:
         sizes = NotedSizes.from_config(config.megatron)
-        subject = (sizes,) if rule in SIZES.rules else (sizes, EXPERTS if rule.name in OF_EXPERTS else DENSE)
+        subject = (sizes,) if rule in SIZES.rules else (sizes, EXPERTS if rule.name in OF_EXPERTS else ARCH)
         vars(sizes)["read"] = read  # from_config has read them all
         return list(rule.check(*subject)), read
     noted = Noted(config, "", read)
