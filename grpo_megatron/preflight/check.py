@@ -62,7 +62,7 @@ def check(path: str | None, overrides: list[str], command: str = "train") -> Rep
     report.checked.append("rules across keys")
     if known_capabilities(config.cluster).gpus is None:
         report.not_checked.append("what the cluster can do: set cluster.gpu, cluster.nodes and cluster.gpus_per_node")
-    model_is_here = _check_model(config, report)
+    model_is_here = _check_model(config, command, report)
     _check_data(config, command, model_is_here, report)
     _check_paths(config, command, report)
     report.violations = list(dict.fromkeys(report.violations))  # a rule that is asked with and without the model
@@ -97,7 +97,7 @@ def _legal_part(settings: list[Layer]) -> tuple[list[Layer], list[str]]:
     return legal + more, refused + others
 
 
-def _check_model(config: Config, report: Report) -> bool:
+def _check_model(config: Config, command: str, report: Report) -> bool:
     """Whether there is a model to read on."""
     path, ref = config.model.path, config.ref.path
     if ref and is_absent(ref):
@@ -119,7 +119,7 @@ def _check_model(config: Config, report: Report) -> bool:
     except UserError as error:
         report.violations.append(str(error))
         return False
-    found = model_violations(config, arch)
+    found = model_violations(config, arch, command)
     report.violations += found
     if not found:
         report.checked.append(f"model {path}")

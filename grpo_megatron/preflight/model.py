@@ -10,19 +10,24 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.maps import weight_map
 
 
-def check_model(config: Config) -> Architecture:
+def check_model(config: Config, command: str = "train") -> Architecture:
     """What can be wrong with model and layout, found before any process starts. Raises UserError with all of it."""
     arch = read_architecture(config.model.path)
-    found = model_violations(config, arch)
+    found = model_violations(config, arch, command)
     if found:
         raise UserError(f"{config.model.path} does not fit the configuration:\n" + "\n".join(f"  - {rule}" for rule in found))
     return arch
 
 
-def model_violations(config: Config, arch: Architecture) -> list[str]:
-    """Each as one sentence. arch: of model.path. The headers of its weights, and of ref.path's if set, are read."""
+def model_violations(config: Config, arch: Architecture, command: str = "train") -> list[str]:
+    """Each as one sentence. arch: of model.path. The headers of its weights, and of ref.path's if set, are read.
+
+    command: train, which has engines unless it replays recorded samples, or sft.
+    """
     keys = frozenset(out_of_limits(config))
-    found = layout_violations_of_model(ParallelSizes.from_config(config.megatron), arch, keys) + _engine(config, arch)
+    found = layout_violations_of_model(ParallelSizes.from_config(config.megatron), arch, keys)
+    if command == "train" and not config.rollout.replay:
+        found += _engine(config, arch)
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if longest > arch.max_positions:
         found.append(
@@ -35,20 +40,25 @@ def model_violations(config: Config, arch: Architecture) -> list[str]:
 
 
 def _engine(config: Config, arch: Architecture) -> list[str]:
-    found = []
-    engine_tp = config.rollout.engine.tensor_parallel
+    """What SGLang's own models do otherwise than the checkpoint, and would not say."""
+    path, engine_tp, found = config.model.path, config.rollout.engine.tensor_parallel, []
     if engine_tp > 0 and arch.num_heads % engine_tp:  # what is not positive breaks a rule of its own
         found.append(
-            f"rollout.engine.tensor_parallel={engine_tp} does not divide the {arch.num_heads} attention heads of {config.model.path}"
+            f"rollout.engine.tensor_parallel={engine_tp} does not divide the {arch.num_heads} attention heads of {path}"
         )
-    if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size and not config.rollout.replay:
+    if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
         found.append(
-            f"{config.model.path} has a head_dim of {arch.head_dim}, which SGLang's Mixtral ignores: it takes hidden_size / "
+            f"{path} has a head_dim of {arch.head_dim}, which SGLang's Mixtral ignores: it takes hidden_size / "
             f"num_attention_heads = {arch.hidden_size // arch.num_heads}"
         )
-    if arch.family == "qwen3_moe" and not all(arch.moe.layers) and not config.rollout.replay:
+    if arch.moe is not None and arch.tied_embeddings:
         found.append(
-            f"{config.model.path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's Qwen3-MoE ignores: "
+            f"{path} has tied embeddings (tie_word_embeddings), which SGLang's models with experts ignore: they would generate with "
+            "an uninitialised output layer"
+        )
+    if arch.family == "qwen3_moe" and not all(arch.moe.layers):
+        found.append(
+            f"{path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's Qwen3-MoE ignores: "
             "it would generate with uninitialised weights"
         )
     return found

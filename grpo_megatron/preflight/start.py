@@ -7,5 +7,5 @@ from grpo_megatron.preflight.model import check_model
 
 def check_start(config: Config, command: str) -> None:
     """Raises UserError for a model or machines that do not fit what is configured. command: train or sft."""
-    check_model(config)
+    check_model(config, command)
     check_cluster(config, command)

@@ -68,7 +68,9 @@ def planned(model, tp):
 
 CASES = [
     ("qwen3_moe", False, 1),
-    *[(family, tied, 1) for family in FAMILIES for tied in (False, True) if family != "qwen3_moe" or tied],
+    *[(family, False, 1) for family in FAMILIES if family != "qwen3_moe"],
+    # SGLang's models with experts do not tie embeddings: preflight/model.py refuses them.
+    *[(family, True, 1) for family in FAMILIES if family not in ("qwen3_moe", "mixtral")],
 ]
 CASES += [(family, False, 2) for family in FAMILIES]
 
