@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.batch.schedule import CostModel
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import read_object
@@ -69,7 +70,7 @@ class Architecture:
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding on the Megatron side: every TP rank holds equally many."""
-        return -(-self.vocab_size // tp) * tp
+        return padded_to(self.vocab_size, tp)
 
     def rope_frequencies(self) -> torch.Tensor:
         """Inverse frequencies of the rotary embedding, float32 [head_dim / 2] (arXiv:2104.09864).

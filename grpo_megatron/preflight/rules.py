@@ -7,9 +7,8 @@ from omegaconf import MISSING
 
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.keys import default_of
-from grpo_megatron.config.load import known_keys
+from grpo_megatron.config.load import flat, known_keys
 from grpo_megatron.config.options import limits_of
-from grpo_megatron.config.origins import flat
 from grpo_megatron.config.schema import Config
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.algorithm_rules import ALGORITHM

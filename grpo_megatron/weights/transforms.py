@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from grpo_megatron.batch.layout import padded_to
+
 Shape = tuple[int, ...]
 # SGLang pads embedding and output layer to a multiple of this many words.
 ENGINE_VOCAB_MULTIPLE = 64
@@ -109,5 +111,5 @@ class PadVocab(Copy):
         return [full[: self.vocab_size]]
 
     def engine_shape(self, hf_shapes, axis, tp):
-        rows = -(-self.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
+        rows = padded_to(self.vocab_size, ENGINE_VOCAB_MULTIPLE)
         return divided((rows, *hf_shapes[0][1:]), axis, tp)
