@@ -9,7 +9,7 @@ import torch
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.spec import ModelSpec
-from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.weights import hf_checkpoint
 
@@ -22,13 +22,13 @@ def _single_rank_model(hf_folder: str, dtype: torch.dtype):
     """(model chunks, weight map) on one rank, values not yet filled."""
     from grpo_megatron.megatron import process_groups
     from grpo_megatron.megatron.model import build_model
-    from grpo_megatron.weights.maps import weight_map
+    from grpo_megatron.model.families import weight_map
 
     arch = read_architecture(hf_folder)
     with tempfile.TemporaryDirectory() as folder:
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
         try:
-            yield build_model(arch, ModelSpec(ParallelSizes(), dtype)), weight_map(arch, tp=1)
+            yield build_model(arch, ModelSpec(ParallelSizes(), dtype)), weight_map(arch)
         finally:
             process_groups.destroy()
 

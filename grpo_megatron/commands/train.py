@@ -9,13 +9,12 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts, training_prompts
-from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.preflight.start import check_start
 from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
-from grpo_megatron.weights.maps import weight_map
 from grpo_megatron.weights.sync.object_store import ObjectStore
 from grpo_megatron.weights.sync.plan import Plan
 from grpo_megatron.weights.sync.sync import WeightSync
@@ -40,7 +39,7 @@ def assembled_loop(config: Config, controller_class: type[Controller] = Controll
             manager = RolloutManager(run.engines, episodes)
             rollouts = EngineRollouts(manager, config, run.resumed)
             transport = ObjectStore(config.cluster.sync_bucket_bytes)
-            plan = Plan(weight_map(read_architecture(config.model.path), tp=1).values())
+            plan = Plan(weight_map(read_architecture(config.model.path)).values())
             weight_sync = WeightSync(run.trainer, run.engines, transport, plan)
             evaluation = Evaluation(manager, held_out, config, run.directory) if held_out else None
         cleanup.callback(rollouts.close)

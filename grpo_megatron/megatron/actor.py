@@ -33,10 +33,9 @@ from grpo_megatron.megatron.router import Routing, take_loss_sums
 from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult
 from grpo_megatron.megatron.weights import iterate_hf, load_hf, mark_parallel
 from grpo_megatron.metrics import Mean, Metrics, concrete, merge
-from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
-from grpo_megatron.weights.maps import weight_map
 
 PRECISIONS = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.bfloat16}
 MicroBatches = list[TrainBatch]
@@ -66,7 +65,7 @@ class Actor:
             z_loss_coeff=spec.moe.z_loss_coeff,
             constant_length=spec.pack_tokens > 0,
         )
-        self.entries = weight_map(self.arch, sizes.tp, model_spec.transformer_engine)
+        self.entries = weight_map(self.arch, model_spec.transformer_engine)
         self.chunks = build_model(self.arch, model_spec)
         mark_parallel(self.chunks, self.entries)
         layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, FP8_ALIGNMENT if fp8 else 1)
@@ -81,7 +80,8 @@ class Actor:
         if spec.with_reference:
             load_hf(self.chunks, hf_checkpoint.HFCheckpoint(spec.reference_path or spec.model_path), self.entries)
             self.reference = ReferenceWeights(self.chunks, on_host=spec.reference_offload)
-        load_hf(self.chunks, hf_checkpoint.HFCheckpoint(spec.model_path), self.entries)
+        if not spec.with_reference or spec.reference_path not in (None, spec.model_path):
+            load_hf(self.chunks, hf_checkpoint.HFCheckpoint(spec.model_path), self.entries)
         self._set_up_training(model_spec.params_dtype)
 
     def _set_up_training(self, dtype: torch.dtype) -> None:

@@ -9,8 +9,9 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.process_groups import rank_info
+from grpo_megatron.model.entries import Entry
+from grpo_megatron.model.pieces import box
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
-from grpo_megatron.weights.maps import Entry
 
 _EXPERTS = "mlp.experts.local_experts."
 
@@ -61,25 +62,27 @@ def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
 
 @torch.no_grad()
 def load_hf(chunks, checkpoint: HFCheckpoint, entries: dict[str, Entry]) -> None:
-    """Fill this rank's parameters from HF tensors, casting to the parameters' dtype.
+    """Fill this rank's parameters with their slices of the HF tensors, casting to the parameters' dtype.
 
-    Raises UserError on a missing tensor, a wrong shape, or tensors in the checkpoint that no entry
-    reads (they would be lost without a word).
+    Raises UserError where names, shapes or types of the checkpoint are not those of the weight map; tensors that no entry reads
+    would be lost without a word.
     """
-    unread = checkpoint.unread(entries)
-    if unread:
-        raise UserError(f"{checkpoint.folder}: no weight map entry reads {', '.join(unread[:5])} ({len(unread)} tensors)")
+    violations = checkpoint.violations(entries)
+    if violations:
+        raise UserError("; ".join(violations))
     for name, parameter in local_parameters(chunks).items():
         entry = _entry_of(entries, name)
-        full = entry.transform.to_megatron([checkpoint.read(hf) for hf in entry.hf])
         group = _split_over(entry)
-        shard = entry.transform.shard(full, entry.axis, group.size(), group.rank())
-        if shard.shape != parameter.shape:
+        if parameter.shape != entry.megatron_shape(group.size()):
             raise UserError(
-                f"{checkpoint.folder}: {' + '.join(entry.hf)} gives a shard of {tuple(shard.shape)}, "
-                f"config.json promises {tuple(parameter.shape)}"
+                f"{name} has the shape {tuple(parameter.shape)} in Megatron, the weight map promises "
+                f"{entry.megatron_shape(group.size())}; the map of this architecture is wrong"
             )
-        parameter.copy_(shard)
+        pieces = entry.megatron_pieces(group.size(), group.rank())
+        if sum(piece.numel for piece in pieces) < parameter.numel():
+            parameter.zero_()  # rows beyond the vocabulary
+        for piece in pieces:
+            piece.of(parameter).copy_(checkpoint.read_slice(piece.hf, piece.start, piece.shape))
 
 
 def _split_over(entry: Entry):
@@ -91,13 +94,13 @@ def iterate_hf(chunks, entries: dict[str, Entry]) -> Iterator[tuple[str, torch.T
     """(HF name, full tensor) of this rank's parameters, each on one rank of all.
 
     That is the first rank of the group that holds its shards, in the first replica; the others take
-    part in the gathering. A generator: at most one gathered tensor is alive beyond what the consumer
+    part in the gathering. A generator: at most one gathered parameter is alive beyond what the consumer
     keeps. Must be exhausted on all ranks. Experts come last: a rank that hands out experts only has
     then done its part in all gathering before its consumer makes it wait.
     """
     rank = rank_info()
     parameters = [(_entry_of(entries, name), parameter) for name, parameter in local_parameters(chunks).items()]
-    for entry, parameter in sorted(parameters, key=lambda item: item[0].expert):
+    for entry, parameter in sorted(parameters, key=lambda item: bool(item[0].expert)):
         if not entry.exported or not (rank.in_first_expert_replica if entry.expert else rank.in_first_replica):
             continue
         group = _split_over(entry)
@@ -107,5 +110,13 @@ def iterate_hf(chunks, entries: dict[str, Entry]) -> Iterator[tuple[str, torch.T
             shards = [torch.empty_like(parameter) for _ in range(group.size())] if first else None
             dist.gather(parameter.detach().contiguous(), shards, group=group, group_dst=0)
         if group.rank() == 0:
-            full = entry.transform.unshard(shards, entry.axis)
-            yield from zip(entry.hf, entry.transform.to_hf(full), strict=True)
+            yield from whole_tensors(entry, shards)
+
+
+def whole_tensors(entry: Entry, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """(HF name, full tensor) of one entry, from all its shards; from the only one if the entry is not split."""
+    full = {hf: shards[0].new_empty(shape) for hf, shape in zip(entry.hf, entry.shapes, strict=True)}
+    for number, shard in enumerate(shards):
+        for piece in entry.megatron_pieces(len(shards), number):
+            full[piece.hf][box(piece.start, piece.shape)] = piece.of(shard)
+    return list(full.items())

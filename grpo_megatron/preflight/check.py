@@ -111,7 +111,7 @@ def _check_model(config: Config, command: str, report: Report) -> bool:
     if is_absent(path):
         report.not_checked.append(f"model.path: {path} is not a folder here (layout, lengths, weights, tokenizer)")
         return False
-    from grpo_megatron.model.architecture import read_architecture
+    from grpo_megatron.model.families import read_architecture
     from grpo_megatron.preflight.model import model_violations
 
     try:

@@ -2,12 +2,12 @@
 
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
-from grpo_megatron.model.architecture import Architecture, read_architecture
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.layout import layout_violations_of_model
 from grpo_megatron.preflight.rules import out_of_limits
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
-from grpo_megatron.weights.maps import weight_map
 
 
 def check_model(config: Config, command: str = "train") -> Architecture:
@@ -73,4 +73,4 @@ def _weights(path: str, arch: Architecture) -> list[str]:
     least = arch.num_layers if arch.moe is None else sum(arch.moe.layers) * arch.moe.num_experts
     if least > len(checkpoint.names):  # before a map is made that may be far too large
         return [f"{path}: config.json promises at least {least} tensors, the checkpoint has {len(checkpoint.names)}"]
-    return checkpoint.violations(weight_map(arch, tp=1))
+    return checkpoint.violations(weight_map(arch))

@@ -21,7 +21,7 @@ from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.processes import Process, redirect_output
 from grpo_megatron.config.schema import EngineConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
 from grpo_megatron.weights.buckets import Bucket
 

@@ -8,7 +8,7 @@ import ray
 from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.cluster.processes import Process, fetch, gather
 from grpo_megatron.config.schema import RolloutConfig
-from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.client import EngineClient
 from grpo_megatron.sglang.engine import SGLangEngine, engine_arguments, engine_environment
 

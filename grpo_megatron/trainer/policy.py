@@ -17,7 +17,7 @@ from grpo_megatron.config.schema import MegatronConfig
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.start import start_actor
 from grpo_megatron.metrics import Mean, Metrics, Sum, merge
-from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.model.families import read_architecture
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 
 

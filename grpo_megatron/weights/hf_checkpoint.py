@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import read_object
+from grpo_megatron.model.entries import Entry, hf_shapes
+from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
-from grpo_megatron.weights.maps import Entry, hf_shapes
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -123,9 +124,16 @@ class HFCheckpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """The full tensor. Raises UserError if the checkpoint does not have it."""
+        return self._file_of(name).get_tensor(name)
+
+    def read_slice(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
+        """A rectangle of a tensor; no more than that is read. Raises UserError if the checkpoint does not have the tensor."""
+        return self._file_of(name).get_slice(name)[box(start, shape)]
+
+    def _file_of(self, name: str) -> Any:
         if name not in self._where:
             raise UserError(f"{self.folder}: tensor {name} is missing from the checkpoint")
-        return self._open(self._where[name]).get_tensor(name)
+        return self._open(self._where[name])
 
 
 def _some(names: list[str], separator: str = ", ") -> str:

@@ -20,13 +20,12 @@ from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.schema import Config, EngineConfig, RewardConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
-from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import RolloutManager, Sampling
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.weights.buckets import make_buckets
-from grpo_megatron.weights.maps import weight_map
 from grpo_megatron.weights.sync.object_store import ObjectStore
 from grpo_megatron.weights.sync.plan import Plan
 from grpo_megatron.weights.sync.sync import WeightSync
@@ -172,7 +171,7 @@ def check_update(manager, engines, tokenizer, model, model_path):
     torch.manual_seed(11)
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    plan = Plan(weight_map(read_architecture(model_path), tp=1).values())
+    plan = Plan(weight_map(read_architecture(model_path)).values())
     sync = WeightSync(Weights(other), engines, ObjectStore(20_000), plan)
     sync.load_state_dict({"version": 40})
     sync.run()

@@ -10,10 +10,9 @@ import torch
 
 from grpo_megatron.cluster.processes import redirect_output
 from grpo_megatron.config.schema import EngineConfig
-from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.model.entries import EngineLayout, engine_shapes
+from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.sglang.engine import engine_arguments, engine_environment
-from grpo_megatron.weights.maps import weight_map
-from grpo_megatron.weights.sync.plan import Plan
 from tests.models import FAMILIES, tiny_model
 
 DOOR = "tests.integration.engine_door.describe"
@@ -63,7 +62,7 @@ def parameters_of_an_engine(model, tp, path):
 
 
 def planned(model, tp):
-    return Plan(weight_map(read_architecture(model), tp=1).values()).engine_shapes(tp)
+    return engine_shapes(weight_map(read_architecture(model)).values(), EngineLayout(tp))
 
 
 CASES = [

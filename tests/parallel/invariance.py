@@ -12,10 +12,11 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.process_groups import RankInfo
 from grpo_megatron.megatron.spec import ActorSpec
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.weights import local_parameters, whole_tensors
 from grpo_megatron.metrics import Metrics, merge, to_floats
+from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.weights.maps import weight_map
+from grpo_megatron.model.pieces import box
 from tests.parallel.actors import micro_batches
 
 
@@ -157,9 +158,9 @@ class LocalMean:
 def in_hf_names(arch, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole Megatron tensors of one rank, as HF ones."""
     found = {}
-    entries = weight_map(arch, tp=1)
+    entries = weight_map(arch)
     for name, tensor in tensors.items():
-        found.update(zip(entries[name].hf, entries[name].transform.to_hf(tensor), strict=True))
+        found.update(whole_tensors(entries[name], [tensor]))
     return found
 
 
@@ -171,19 +172,22 @@ def worst_difference(arch, sizes, result: RankResult, expected: RankResult) -> d
     found = {}
     whole_shape = {name: p.shape for name, p in expected.parameters.items()}
     gradients = {name: flat.view(whole_shape[name]) for name, (_, flat) in expected.gradients.items()}
-    entries = weight_map(arch, sizes.tp)
+    entries = weight_map(arch)
     for kind, one in (("gradient of", gradients), ("parameter", expected.parameters)):
         reference = in_hf_names(arch, one)
         largest = max(float(tensor.abs().max()) for tensor in one.values())
         for name, values in (result.gradients if kind == "gradient of" else result.parameters).items():
             entry = entries[name]
             tp, rank = (sizes.etp, result.rank.etp_rank) if entry.expert else (sizes.tp, result.rank.tp_rank)
-            full = entry.transform.to_megatron([reference[hf] for hf in entry.hf])
-            shard = entry.transform.shard(full, entry.axis, tp, rank).flatten()
+            shard = torch.zeros(entry.megatron_shape(tp))
+            for piece in entry.megatron_pieces(tp, rank):
+                piece.of(shard).copy_(reference[piece.hf][box(piece.start, piece.shape)])
+            shard = shard.flatten()
             start, own = values if kind == "gradient of" else (0, values.flatten())
             shard = shard[start : start + own.numel()]
             if own.numel():
-                tolerance = 1e-5 * max(float(full.abs().max()), 1e-6 * largest)
+                of_tensor = max(float(reference[hf].abs().max()) for hf in entry.hf)
+                tolerance = 1e-5 * max(of_tensor, 1e-6 * largest)
                 found[f"{kind} {name}"] = float((own - shard).abs().max()) / tolerance
     return found
 

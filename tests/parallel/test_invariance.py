@@ -10,7 +10,7 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import MoEConfig, OptimizerConfig, Recompute, RoutingReplay
 from grpo_megatron.megatron.spec import ActorSpec
-from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import tiny_model
 from tests.parallel.invariance import Case, LocalMean, check, two_steps

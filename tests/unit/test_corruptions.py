@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.cli import main
-from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.model.entries import hf_shapes
+from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
-from grpo_megatron.weights.maps import hf_shapes, weight_map
 from tests.models import FAMILIES, tiny_model
 from tests.unit.corruption import corrupt
 
@@ -146,7 +146,7 @@ CONFIG = [
     ({"dtype": ["float32"]}, "dtype must be text"),
     ({"architectures": "Qwen3ForCausalLM"}, "architectures must be a list"),
     ({"architectures": [["x"]]}, "architectures must be a list"),
-    ({"architectures": []}, "architecture (none) is not supported"),
+    ({"architectures": []}, "there is no weight map for the architecture (none)"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
     ({"attention_bias": True}, "attention_bias=true"),
     ({"hidden_act": {"a": 1}}, "hidden_act must be text"),
@@ -324,6 +324,6 @@ def test_all_is_reported_together(capsys, files, model):
 def test_the_map_promises_the_shapes_that_transformers_writes(family, tied, tmp_path):
     folder = tiny_model(tmp_path, family, tied)
     arch, checkpoint = read_architecture(folder), HFCheckpoint(folder)
-    entries = weight_map(arch, tp=2)
+    entries = weight_map(arch)
     assert checkpoint.violations(entries) == []
     assert {name: tuple(checkpoint.read(name).shape) for name in checkpoint.names} == hf_shapes(entries)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from grpo_megatron.config.load import read_config
-from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.model.families import read_architecture
 from grpo_megatron.preflight.model import model_violations
 from tests.models import tiny_model
 

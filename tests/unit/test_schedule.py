@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from grpo_megatron.batch.schedule import CostModel, _split, schedule
 from grpo_megatron.errors import UserError
-from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.model.families import read_architecture
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=24, max_size=120)
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from grpo_megatron.model.architecture import read_architecture
-from grpo_megatron.weights.maps import weight_map
+from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.weights.sync.plan import Plan
 from grpo_megatron.weights.sync.sync import WeightSync
 from tests.models import tiny_model
@@ -12,7 +11,7 @@ from tests.models import tiny_model
 @pytest.fixture(scope="module")
 def entries(tmp_path_factory):
     arch = read_architecture(tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True))
-    return list(weight_map(arch, tp=1).values())
+    return list(weight_map(arch).values())
 
 
 class Engines:

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from grpo_megatron.weights.maps import Entry
-from grpo_megatron.weights.transforms import Shape
+from grpo_megatron.model.entries import Entry
 
 
 class Plan:
@@ -29,17 +28,3 @@ class Plan:
                 f"the weight sync delivered other tensors than the weight map of the architecture has ({len(wrong)} differ): "
                 + "; ".join(sorted(wrong)[:5])
             )
-
-    def engine_shapes(self, tp: int) -> dict[str, Shape]:
-        """{engine's parameter: its shape on each of `tp` ranks}, for engines that store what the checkpoint stores.
-
-        The experts of a layer share one parameter, with the expert as its first dimension.
-        """
-        shapes: dict[str, Shape] = {}
-        experts = Counter(entry.engine for entry in self._entries if entry.expert)
-        for entry in self._entries:
-            shape = entry.transform.engine_shape(entry.shapes, entry.engine_axis, tp)
-            if entry.expert:
-                shape = (experts[entry.engine], *shape)
-            shapes[entry.engine] = shape
-        return shapes

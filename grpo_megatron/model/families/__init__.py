@@ -1,0 +1,64 @@
+"""The families of models: one file each, with what its config.json says and what its tensors are called.
+
+A new family is a file with a FAMILY in it, and its name in the list here; see docs/adding-a-model.md.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.json_files import read_object
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.config_json import Fields
+from grpo_megatron.model.entries import Entry
+from grpo_megatron.model.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from grpo_megatron.paths import folder_problem, is_absent
+
+_FAMILIES = [module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral)]
+_BY_ARCHITECTURE = {family.architecture: family for family in _FAMILIES}
+_BY_NAME = {family.name: family for family in _FAMILIES}
+
+
+def read_architecture(model_path: str) -> Architecture:
+    """Raises UserError, which names file and key, for a missing or broken config.json and for unsupported models."""
+    problem = folder_problem(model_path)
+    if problem:
+        raise UserError(f"{model_path} {problem}; model.path must be a folder with an HF checkpoint")
+    path = Path(model_path) / "config.json"
+    if is_absent(path):
+        raise UserError(f"{path} does not exist; model.path must be a folder with an HF checkpoint")
+    config = read_object(path)
+    names = config.get("architectures") or ["(none)"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise UserError(f"{path}: architectures must be a list of names, is {shortened(repr(names))}")
+    if names[0] not in _BY_ARCHITECTURE:
+        supported = ", ".join(_BY_ARCHITECTURE)
+        raise UserError(
+            f"{path}: there is no weight map for the architecture {shortened(names[0])}; supported: {supported} "
+            "(docs/adding-a-model.md says how to add one)"
+        )
+    try:
+        return _BY_ARCHITECTURE[names[0]].read(Fields(config))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def weight_map(arch: Architecture, transformer_engine: bool = False) -> dict[str, Entry]:
+    """Megatron name -> Entry, for the whole model in its forward order.
+
+    transformer_engine: its layers hold each norm in the linear layer behind it, under another name.
+    """
+    entries = _BY_NAME[arch.family].entries(arch)
+    if transformer_engine:
+        entries = [replace(entry, megatron=_transformer_engine_name(entry.megatron, arch)) for entry in entries]
+    return {entry.megatron: entry for entry in entries}
+
+
+def _transformer_engine_name(name: str, arch: Architecture) -> str:
+    fused = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    layer = name.removeprefix("decoder.layers.").split(".")[0]
+    if arch.moe is None or (layer.isdigit() and not arch.moe.layers[int(layer)]):
+        fused["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"  # a router's norm stays on its own
+    for local, within in fused.items():
+        name = name.replace(f".{local}", f".{within}")
+    return name

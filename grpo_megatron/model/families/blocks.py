@@ -1,0 +1,90 @@
+"""Weight maps of the layers that most families share."""
+
+from collections.abc import Callable
+
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.entries import QKV, Entry, Expert, GateUp, Vocab
+from grpo_megatron.model.pieces import Shape
+
+# (architecture, HF's name of a layer, Megatron's) -> the entries of that layer's attention, or of its MLP
+Block = Callable[[Architecture, str, str], list[Entry]]
+
+
+def same(hf: str, shape: Shape, megatron: str, axis: int | None) -> Entry:
+    """A tensor that is alike everywhere, in the engine under HF's name."""
+    return Entry((hf,), (shape,), megatron, axis, hf, axis)
+
+
+def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | None = None) -> list[Entry]:
+    """The whole model; experts: in place of `mlp` in the layers that have them."""
+    embedding, table = "model.embed_tokens.weight", ((arch.vocab_size, arch.hidden_size),)
+    entries = [Entry((embedding,), table, "embedding.word_embeddings.weight", 0, embedding, 0, Vocab())]
+    for layer in range(arch.num_layers):
+        hf, megatron = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        has_experts = arch.moe is not None and arch.moe.layers[layer]
+        entries += attention(arch, hf, megatron)
+        entries += (experts if has_experts else mlp)(arch, hf, megatron)
+    entries.append(same("model.norm.weight", (arch.hidden_size,), "decoder.final_layernorm.weight", None))
+    if arch.tied_embeddings:
+        entries.append(Entry((embedding,), table, "output_layer.weight", 0, embedding, 0, Vocab(), exported=False))
+    else:
+        entries.append(Entry(("lm_head.weight",), table, "output_layer.weight", 0, "lm_head.weight", 0, Vocab()))
+    return entries
+
+
+def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
+    """Grouped queries; both norms of a layer and what is between them. Q/K norms and the QKV bias are there or not."""
+    hidden, head = arch.hidden_size, arch.head_dim
+    rows = {"q": arch.num_heads * head, "k": arch.num_kv_heads * head, "v": arch.num_kv_heads * head}
+
+    def of_layer(hf_name: str, shape: Shape, megatron_name: str, axis: int | None) -> Entry:
+        return same(f"{hf}.{hf_name}", shape, f"{megatron}.{megatron_name}", axis)
+
+    def qkv(kind: str, columns: Shape) -> Entry:
+        parts = tuple(f"{hf}.self_attn.{name}_proj.{kind}" for name in rows)
+        shapes = tuple((count, *columns) for count in rows.values())
+        names = f"{megatron}.self_attention.linear_qkv.{kind}", f"{hf}.self_attn.qkv_proj.{kind}"
+        return Entry(parts, shapes, names[0], 0, names[1], 0, QKV(arch.num_heads, arch.num_kv_heads, head))
+
+    entries = [of_layer("input_layernorm.weight", (hidden,), "input_layernorm.weight", None), qkv("weight", (hidden,))]
+    if arch.qkv_bias:
+        entries.append(qkv("bias", ()))
+    if arch.qk_norm:
+        entries.append(of_layer("self_attn.q_norm.weight", (head,), "self_attention.q_layernorm.weight", None))
+        entries.append(of_layer("self_attn.k_norm.weight", (head,), "self_attention.k_layernorm.weight", None))
+    return [
+        *entries,
+        of_layer("self_attn.o_proj.weight", (hidden, rows["q"]), "self_attention.linear_proj.weight", 1),
+        of_layer("post_attention_layernorm.weight", (hidden,), "pre_mlp_layernorm.weight", None),
+    ]
+
+
+def mlp(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
+    """SwiGLU."""
+    hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
+    gate_up = tuple(f"{hf}.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    shapes = ((ffn, hidden),) * 2
+    return [
+        Entry(gate_up, shapes, f"{megatron}.mlp.linear_fc1.weight", 0, f"{hf}.mlp.gate_up_proj.weight", 0, GateUp()),
+        same(f"{hf}.mlp.down_proj.weight", (hidden, ffn), f"{megatron}.mlp.linear_fc2.weight", 1),
+    ]
+
+
+def experts(block: str, gate: str, up: str, down: str) -> Block:
+    """A router and experts of SwiGLU; what the block and the projections of an expert are called in HF."""
+
+    def entries(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
+        hidden, ffn, count = arch.hidden_size, arch.moe.ffn_hidden_size, arch.moe.num_experts
+        found = [same(f"{hf}.{block}.gate.weight", (count, hidden), f"{megatron}.mlp.router.weight", None)]
+        engine, shapes = f"{hf}.{block}.experts", ((ffn, hidden),) * 2
+        for number in range(count):
+            expert = Expert(number, count)
+            theirs, ours = f"{hf}.{block}.experts.{number}", f"{megatron}.mlp.experts.local_experts.{number}"
+            gate_up, downs = (f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight"), (f"{theirs}.{down}.weight",)
+            found += [
+                Entry(gate_up, shapes, f"{ours}.linear_fc1.weight", 0, f"{engine}.w13_weight", 0, GateUp(), expert=expert),
+                Entry(downs, ((hidden, ffn),), f"{ours}.linear_fc2.weight", 1, f"{engine}.w2_weight", 1, expert=expert),
+            ]
+        return found
+
+    return entries

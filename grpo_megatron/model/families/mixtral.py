@@ -1,0 +1,33 @@
+"""Mixtral (arXiv:2401.04088): Mistral with experts in every layer."""
+
+from functools import partial
+
+from grpo_megatron.model.architecture import Architecture, MoE
+from grpo_megatron.model.config_json import Fields
+from grpo_megatron.model.families import blocks, reading
+from grpo_megatron.model.families.family import Family
+
+
+def _read(config: Fields) -> Architecture:
+    num_experts = config.integer("num_local_experts")
+    moe = MoE(
+        num_experts=num_experts,
+        top_k=reading.top_k(config, num_experts),
+        ffn_hidden_size=config.integer("intermediate_size"),
+        normalize=True,
+        layers=(True,) * reading.num_layers(config),
+    )
+    return reading.decoder(config, "mixtral", windowed=True, moe=moe)
+
+
+FAMILY = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    read=_read,
+    entries=partial(
+        blocks.decoder,
+        attention=blocks.attention,
+        mlp=blocks.mlp,
+        experts=blocks.experts("block_sparse_moe", "w1", "w3", "w2"),
+    ),
+)
