@@ -1,30 +1,170 @@
-"""What a weight sync has to deliver, and where in the engines it goes; from the weight map of the architecture."""
+"""Who sends which rectangle of which tensor to whom, from the two layouts alone.
 
-from collections import Counter
-from collections.abc import Iterable
+A rank of the trainer sends slices of its own shards straight into the fused, sharded parameters of the engines' ranks. Nobody relays
+what it does not own, and stages, expert-parallel ranks and replicas send side by side. Every process derives its own part of the plan
+from the same small description, so that no plan is sent around.
+"""
 
-from grpo_megatron.model.entries import Entry
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.entries import EngineLayout, Entry, engine_shapes
+from grpo_megatron.model.families import weight_map
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.model.pieces import Move, Shape, moves
+from grpo_megatron.weights.sync.ranks import TrainerRanks
 
 
-class Plan:
-    """All tensors of one sync by their HF names, each with the engine's parameter that it fills, or a part of it."""
+class EngineRank(NamedTuple):
+    """A tensor-parallel rank of one engine."""
 
-    def __init__(self, entries: Iterable[Entry]):
-        """entries: of weights.maps.weight_map."""
-        self._entries = [entry for entry in entries if entry.exported]
-        self._engine_names = {hf: entry.engine for entry in self._entries for hf in entry.hf}
+    engine: int
+    rank: int
 
-    def check(self, delivered: Iterable[str]) -> None:
-        """delivered: HF names in any order. Raises RuntimeError unless each tensor of the plan is there exactly once."""
-        counts = Counter(delivered)
-        wrong = [
-            f"{name}, which fills {engine}, came {counts[name]} times"
-            for name, engine in self._engine_names.items()
-            if counts[name] != 1
-        ]
-        wrong += [f"{name} is not in the weight map" for name in counts.keys() - self._engine_names.keys()]
-        if wrong:
-            raise RuntimeError(
-                f"the weight sync delivered other tensors than the weight map of the architecture has ({len(wrong)} differ): "
-                + "; ".join(sorted(wrong)[:5])
-            )
+    def __str__(self):
+        return f"rank {self.rank} of engine {self.engine}"
+
+
+class Link(NamedTuple):
+    """A rank of the trainer, and the engines' ranks that all take the same bytes from it."""
+
+    sender: int
+    receivers: tuple[EngineRank, ...]
+
+    @property
+    def name(self) -> str:
+        """The same in every process."""
+        first = self.receivers[0]
+        others = f"+{zlib.crc32(repr(self.receivers).encode()):08x}" if len(self.receivers) > 1 else ""
+        return f"{self.sender}-{first.engine}.{first.rank}{others}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle on its way from the Megatron parameter `megatron` into the engine's parameter `engine`."""
+
+    megatron: str
+    engine: str
+    move: Move
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """All that a plan follows from.
+
+    multicast: bytes that several engines need alike leave the trainer once, for all of them (a broadcast, shared memory, a file);
+    else each engine gets its own from the replica that serves it. transformer_engine: the trainer's layers have its names.
+    rank_nodes, engine_nodes: the node of every rank, and of every engine; a replica on an engine's own node serves it. Empty: unknown.
+    """
+
+    arch: Architecture
+    sizes: ParallelSizes
+    engine: EngineLayout
+    num_engines: int
+    multicast: bool = False
+    transformer_engine: bool = False
+    rank_nodes: tuple[str, ...] = ()
+    engine_nodes: tuple[str, ...] = ()
+
+
+class ReshardPlan:
+    """Every element of every engine rank's parameters, exactly once."""
+
+    def __init__(self, layouts: Layouts):
+        self.layouts = layouts
+        entries = weight_map(layouts.arch, layouts.transformer_engine).values()
+        self.entries = [entry for entry in entries if entry.exported]
+        self._ranks = TrainerRanks(layouts.sizes, layouts.arch.num_layers)
+
+    @property
+    def engine_ranks(self) -> list[EngineRank]:
+        engines, tp = self.layouts.num_engines, self.layouts.engine.tp
+        return [EngineRank(engine, rank) for engine in range(engines) for rank in range(tp)]
+
+    @cached_property
+    def engine_shapes(self) -> dict[str, Shape]:
+        """{engine's parameter: its shape on each rank}."""
+        return engine_shapes(self.entries, self.layouts.engine)
+
+    def outgoing(self, rank: int) -> dict[Link, list[Part]]:
+        """What a rank of the trainer sends; all of it lies in parameters of its own."""
+        return self._collected(self._links(sender=rank))
+
+    def incoming(self, receiver: EngineRank) -> dict[Link, list[Part]]:
+        """What an engine's rank takes."""
+        return self._collected(self._links(receiver=receiver))
+
+    def all_links(self) -> dict[Link, list[Part]]:
+        return self._collected(self._links())
+
+    @staticmethod
+    def _collected(links: Iterator[tuple[Link, Part]]) -> dict[Link, list[Part]]:
+        found = defaultdict(list)
+        for link, part in links:
+            found[link].append(part)
+        return dict(found)
+
+    def _links(self, sender: int | None = None, receiver: EngineRank | None = None) -> Iterator[tuple[Link, Part]]:
+        """sender, receiver: only what leaves, or reaches, this one."""
+        for number, entry in enumerate(self.entries):
+            for shard in range(self._ranks.shards(entry)):
+                senders = self._senders[number, shard]
+                if sender is not None and sender not in senders:
+                    continue
+                for move, ranks in self._needed(entry, shard, receiver).items():
+                    part = Part(entry.megatron, entry.engine, move)
+                    for holder, engines in senders.items():
+                        if sender is None or holder == sender:
+                            for receivers in self._receivers(engines, ranks):
+                                if receiver is None or receiver in receivers:
+                                    yield Link(holder, receivers), part
+
+    def _receivers(self, engines: tuple[int, ...], ranks: list[int]) -> list[tuple[EngineRank, ...]]:
+        everyone = [EngineRank(engine, rank) for engine in engines for rank in ranks]
+        return [tuple(everyone)] if self.layouts.multicast else [(one,) for one in everyone]
+
+    def _needed(self, entry: Entry, shard: int, receiver: EngineRank | None) -> dict[Move, list[int]]:
+        """{rectangle of this shard: the ranks of an engine that need it, all in the same place}; of what the receiver needs."""
+        layout, parts = self.layouts.engine, self._ranks.shards(entry)
+        source, needed = entry.megatron_pieces(parts, shard), defaultdict(list)
+        for rank in range(layout.tp):
+            for move in moves(source, entry.engine_pieces(layout, rank)):
+                needed[move].append(rank)
+        return needed if receiver is None else {move: ranks for move, ranks in needed.items() if receiver.rank in ranks}
+
+    @cached_property
+    def _senders(self) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
+        """{(entry, shard): {replica that sends it: the engines it goes to}}.
+
+        Each time the replica that has the least to send so far, of those that serve the engine.
+        """
+        load: dict[tuple[int, ...], dict[int, int]] = {}
+        everyone = tuple(range(self.layouts.num_engines))
+        groups = [everyone] if self.layouts.multicast else [(engine,) for engine in everyone]
+        chosen = {}
+        for number, entry in enumerate(self.entries):
+            shards = self._ranks.shards(entry)
+            for shard in range(shards):
+                holders, of_engines = self._ranks.holders(entry, shard), defaultdict(tuple)
+                for engines in groups:
+                    serving = holders if self.layouts.multicast else self._serving(holders, engines[0])
+                    loads = load.setdefault(serving, dict.fromkeys(serving, 0))
+                    sender = min(serving, key=loads.__getitem__)
+                    loads[sender] += entry.numel // shards
+                    of_engines[sender] += engines
+                chosen[number, shard] = dict(of_engines)
+        return chosen
+
+    def _serving(self, holders: tuple[int, ...], engine: int) -> tuple[int, ...]:
+        """The replicas that send to this engine: those on its node if there are any, else an equal share of all."""
+        rank_nodes, engine_nodes = self.layouts.rank_nodes, self.layouts.engine_nodes
+        if rank_nodes and engine_nodes:
+            near = tuple(rank for rank in holders if rank_nodes[rank] == engine_nodes[engine])
+            if near:
+                return near
+        return holders[engine % len(holders) :: self.layouts.num_engines]

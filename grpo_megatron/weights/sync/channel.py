@@ -1,0 +1,41 @@
+"""What carries parcels from the trainer's ranks to the engines' ranks; one pair of classes for each transport."""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from grpo_megatron.weights.sync.parcels import Parcel
+
+# Of a parcel: how many bytes its payload has at most.
+SizeOf = Callable[[Parcel], int]
+
+
+class SendingChannel(Protocol):
+    """On a rank of the trainer; parcels are sent in the global order of parcels.in_global_order."""
+
+    def begin(self, version: int) -> None:
+        """A sync of this version begins."""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """uint8 [size] to fill with the next parcel; waits until one is free. Raises TimeoutError if none becomes free in time."""
+
+    def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
+        """payload: the last buffer, or the first bytes of it; nothing else may write to it any more."""
+
+    def finish(self) -> None:
+        """Waits until every receiver has taken everything."""
+
+    def close(self) -> None: ...
+
+
+class ReceivingChannel(Protocol):
+    """On a tensor-parallel rank of an engine."""
+
+    def receive(self, version: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
+        """Each parcel, in the order given, with its payload uint8, which is valid until the next one is asked for.
+
+        Raises TimeoutError where nothing arrives in time; as long as parcels do arrive, the whole may take longer.
+        """
+
+    def close(self) -> None: ...

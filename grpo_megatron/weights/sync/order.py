@@ -1,0 +1,109 @@
+"""What the driver tells every process of a weight sync; small, the same for all of them."""
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.weights.sync.channel import ReceivingChannel, SendingChannel
+from grpo_megatron.weights.sync.delta import max_payload
+from grpo_megatron.weights.sync.disk import DiskReceiver, DiskSender
+from grpo_megatron.weights.sync.groups import GroupReceiver, GroupSender
+from grpo_megatron.weights.sync.parcels import Parcel
+from grpo_megatron.weights.sync.plan import EngineRank, Layouts
+from grpo_megatron.weights.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+
+
+class Way(Enum):
+    """How parcels travel."""
+
+    shared_memory = "shared_memory"
+    groups = "groups"
+    disk = "disk"
+
+
+class Task(Enum):
+    """describe: say what parameters there are. transfer: bring the weights over. verify: only compare digests, nothing is sent."""
+
+    describe = "describe"
+    transfer = "transfer"
+    verify = "verify"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What stays the same from sync to sync.
+
+    store: host and port of the driver's TCPStore. dtypes: {engine's parameter: its dtype}. folder: for Way.disk. timeout: seconds that
+    one parcel may take.
+    """
+
+    layouts: Layouts
+    way: Way
+    store: tuple[str, int]
+    bucket_bytes: int
+    timeout: float
+    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    folder: str = ""
+    delta: bool = False
+
+    def size_of(self, parcel: Parcel) -> int:
+        """Bytes of the largest payload of a parcel."""
+        return max_payload(parcel) if self.delta else parcel.total_bytes
+
+    def connect(self) -> dist.Store:
+        host, port = self.store
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout))
+
+    def sending_channel(self, rank: int, parcels: list[Parcel], device: torch.device) -> SendingChannel:
+        if self.way == Way.disk:
+            return DiskSender(self.folder, device)
+        if self.way == Way.groups:
+            links = list(dict.fromkeys(parcel.link for parcel in parcels))
+            return GroupSender(self.connect(), self.layouts, rank, links, device, self.timeout, self.delta)
+        largest = max((self.size_of(parcel) for parcel in parcels), default=0)
+        return SharedMemorySender(self.connect(), rank, largest, device, self.timeout)
+
+    def receiving_channel(self, me: EngineRank, parcels: list[Parcel], device: torch.device) -> ReceivingChannel:
+        if self.way == Way.disk:
+            return DiskReceiver(self.folder, device, self.timeout)
+        if self.way == Way.groups:
+            links = list(dict.fromkeys(parcel.link for parcel in parcels))
+            return GroupReceiver(self.connect(), self.layouts, me, links, device, self.timeout, self.delta)
+        return SharedMemoryReceiver(self.connect(), self.timeout)
+
+
+@dataclass(frozen=True)
+class Order:
+    """One call to a rank of the trainer, or of an engine.
+
+    number: of the call, by which answers are told apart. version: of the weights. engine: whose rank gets it. full: what was sent
+    last is not in all engines, so a delta would not do.
+    """
+
+    task: Task
+    number: int
+    version: int
+    setup: Setup
+    engine: int = -1
+    full: bool = True
+
+    def to_engine(self, engine: int) -> "Order":
+        return replace(self, engine=engine)
+
+
+@dataclass
+class Answer:
+    """What a rank did. seals: {link: sum of the digests of all its parcels} of what it sent, or found in its own parameters.
+
+    parameters: {name: (shape, dtype)} for Task.describe. wrong: HF tensors whose digest differs. error: what failed, else empty.
+    """
+
+    seals: dict[str, int]
+    seconds: dict[str, float]
+    bytes: int = 0
+    parameters: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
+    wrong: tuple[str, ...] = ()
+    error: str = ""

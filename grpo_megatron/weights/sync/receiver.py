@@ -1,0 +1,63 @@
+"""An engine rank's side of a weight sync: runs in the process that holds the engine's parameters."""
+
+import time
+from collections import defaultdict
+
+import torch
+
+from grpo_megatron.weights.sync import delta
+from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task
+from grpo_megatron.weights.sync.parcels import Parcel, in_global_order, make_parcels, odd_factors
+from grpo_megatron.weights.sync.plan import EngineRank, ReshardPlan
+
+_MODULUS = 2**64
+
+
+class Receiver:
+    """Keeps, from sync to sync, what its rank takes by the plan, and the channel for it."""
+
+    def __init__(self, setup: Setup, me: EngineRank, device: torch.device):
+        self.setup = setup
+        plan, dtypes = ReshardPlan(setup.layouts), dict(setup.dtypes)
+        parcels = [
+            parcel for link, parts in plan.incoming(me).items() for parcel in make_parcels(link, parts, dtypes, setup.bucket_bytes)
+        ]
+        self._parcels = in_global_order(parcels, len(plan.engine_ranks), setup.layouts.engine.tp)
+        self._channel = setup.receiving_channel(me, self._parcels, device)
+        largest = max((parcel.total_bytes for parcel in parcels), default=0)
+        self._factors = odd_factors(parcels, device)
+        self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
+
+    def receive(self, order: Order, parameters: dict[str, torch.Tensor]) -> Answer:
+        """parameters: of this rank by the engine's names, written in place."""
+        seconds, seals, wrong, received = defaultdict(float), defaultdict(int), [], 0
+        verifying = order.task == Task.verify
+        started = time.perf_counter()
+        size_of = self._seals_alone if verifying else self.setup.size_of
+        for parcel, payload in self._channel.receive(order.number, self._parcels, size_of):
+            received += len(payload)
+            loading = time.perf_counter()
+            sealed = payload.clone().view(torch.int64) if verifying else self._load(parcel, payload, parameters)
+            digesting = time.perf_counter()
+            parcel.pack_again(parameters, self._scratch)
+            digests = parcel.digests(self._scratch, self._factors).tolist()
+            pairs = zip(parcel.runs, digests, sealed.tolist(), strict=True)
+            wrong += [name for (name, _, _), found, expected in pairs if found != expected]
+            seals[parcel.link.name] += sum(digests)
+            seconds["load"] += digesting - loading
+            seconds["digest"] += time.perf_counter() - digesting
+        seconds["all"] = time.perf_counter() - started
+        totals = {link: seal % _MODULUS for link, seal in seals.items()}
+        return Answer(totals, dict(seconds), received, wrong=tuple(dict.fromkeys(wrong)))
+
+    def _load(self, parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        buffer = delta.decode(parcel, payload, parameters) if self.setup.delta else payload
+        parcel.unpack(buffer, parameters)
+        return parcel.sealed(buffer).clone()
+
+    @staticmethod
+    def _seals_alone(parcel: Parcel) -> int:
+        return 8 * len(parcel.runs)
+
+    def close(self) -> None:
+        self._channel.close()

@@ -1,0 +1,64 @@
+"""A trainer rank's side of a weight sync."""
+
+import time
+from collections import defaultdict
+
+import torch
+
+from grpo_megatron.weights.sync.delta import Encoder
+from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task
+from grpo_megatron.weights.sync.parcels import Parcel, in_global_order, make_parcels, odd_factors
+from grpo_megatron.weights.sync.plan import ReshardPlan
+
+_MODULUS = 2**64
+
+
+class Sender:
+    """Keeps, from sync to sync, what its rank sends by the plan, and the channel for it."""
+
+    def __init__(self, setup: Setup, rank: int, device: torch.device):
+        self.setup = setup
+        plan, dtypes, engine = ReshardPlan(setup.layouts), dict(setup.dtypes), setup.layouts.engine
+        parcels = [
+            parcel
+            for link, parts in plan.outgoing(rank).items()
+            for parcel in make_parcels(link, parts, dtypes, setup.bucket_bytes)
+        ]
+        self._parcels = in_global_order(parcels, len(plan.engine_ranks), engine.tp)
+        self._channel = setup.sending_channel(rank, self._parcels, device)
+        self._factors = odd_factors(parcels, device)
+        self._encoder = Encoder() if setup.delta else None
+
+    def send(self, order: Order, parameters: dict[str, torch.Tensor]) -> Answer:
+        """parameters: of this rank by their Megatron names, whole and current."""
+        seconds, seals, sent = defaultdict(float), defaultdict(int), 0
+        started = time.perf_counter()
+        self._channel.begin(order.number)
+        if self._encoder:
+            self._encoder.begin(order.full)
+        for parcel in self._parcels:
+            buffer = self._channel.buffer(self.setup.size_of(parcel))
+            packing = time.perf_counter()
+            parcel.pack(parameters, buffer)
+            digesting = time.perf_counter()
+            digests = parcel.digests(buffer, self._factors)
+            parcel.sealed(buffer).copy_(digests)
+            seals[parcel.link.name] += sum(digests.tolist())
+            sending = time.perf_counter()
+            payload = self._payload(order, parcel, buffer)
+            sent += len(payload)
+            self._channel.send(parcel, payload)
+            seconds["pack"] += digesting - packing
+            seconds["digest"] += sending - digesting
+            seconds["send"] += time.perf_counter() - sending
+        self._channel.finish()
+        seconds["all"] = time.perf_counter() - started
+        return Answer({link: seal % _MODULUS for link, seal in seals.items()}, dict(seconds), sent)
+
+    def _payload(self, order: Order, parcel: Parcel, buffer: torch.Tensor) -> torch.Tensor:
+        if order.task == Task.verify:
+            return buffer[parcel.data_bytes : parcel.total_bytes]
+        return self._encoder.encode(parcel, buffer) if self._encoder else buffer[: parcel.total_bytes]
+
+    def close(self) -> None:
+        self._channel.close()

@@ -1,0 +1,230 @@
+"""Resharding: plans on random layouts, and real parcels over every channel between threads of one process."""
+
+import dataclasses
+import threading
+from collections import Counter
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.model.architecture import Architecture, MoE
+from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.families import weight_map
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.model.pieces import box
+from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
+from grpo_megatron.weights.sync.order import Order, Setup, Task, Way
+from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
+from grpo_megatron.weights.sync.ranks import TrainerRanks
+from grpo_megatron.weights.sync.receiver import Receiver
+from grpo_megatron.weights.sync.sender import Sender
+
+DENSE = Architecture(
+    family="qwen2",
+    num_layers=4,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=6,
+    vocab_size=61,
+    max_positions=64,
+    rope_theta=1e4,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qk_norm=False,
+    qkv_bias=True,
+    tied_embeddings=False,
+    dtype=torch.float32,
+)
+EXPERTS = dataclasses.replace(
+    DENSE, family="qwen3_moe", qkv_bias=False, qk_norm=True, moe=MoE(4, 2, 8, True, (True, False, True, True))
+)
+
+
+def hf_tensors(arch, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        hf: torch.randn(shape, generator=generator)
+        for entry in weight_map(arch).values()
+        for hf, shape in zip(entry.hf, entry.shapes, strict=True)
+    }
+
+
+def trainer_parameters(plan, tensors):
+    """{rank: {Megatron name: its shard}} as loading would fill them."""
+    ranks = TrainerRanks(plan.layouts.sizes, plan.layouts.arch.num_layers)
+    found = {rank: {} for rank in range(plan.layouts.sizes.world_size)}
+    for entry in plan.entries:
+        parts = ranks.shards(entry)
+        for shard in range(parts):
+            local = torch.zeros(entry.megatron_shape(parts))
+            for piece in entry.megatron_pieces(parts, shard):
+                piece.of(local).copy_(tensors[piece.hf][box(piece.start, piece.shape)])
+            for rank in ranks.holders(entry, shard):
+                found[rank][entry.megatron] = local.clone()
+    return found
+
+
+def engine_parameters(plan, tensors=None, dtype=torch.float32):
+    """{engine rank: {name: parameter}}, of the HF tensors, or NaN where nothing was written."""
+    found = {}
+    for me in plan.engine_ranks:
+        own = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in plan.engine_shapes.items()}
+        for entry in plan.entries if tensors else ():
+            for piece in entry.engine_pieces(plan.layouts.engine, me.rank):
+                piece.of(own[entry.engine]).copy_(tensors[piece.hf][box(piece.start, piece.shape)])
+        found[me] = own
+    return found
+
+
+sizes = st.builds(
+    ParallelSizes,
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2]),
+    dp=st.sampled_from([1, 2, 3, 4]),
+    cp=st.sampled_from([1, 2]),
+    vpp=st.sampled_from([1, 2]),
+    ep=st.sampled_from([1, 2, 4]),
+    etp=st.sampled_from([1, 2]),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=sizes,
+    experts=st.booleans(),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    ep=st.sampled_from([1, 2, 4]),
+    num_engines=st.integers(1, 5),
+    multicast=st.booleans(),
+    nodes=st.sampled_from([0, 1, 2]),
+)
+def test_every_element_reaches_every_engine_rank_exactly_once(sizes, experts, tp, ep, num_engines, multicast, nodes):
+    arch = EXPERTS if experts else DENSE
+    sizes = dataclasses.replace(sizes, sequence_parallel=experts and sizes.tp > 1)
+    assume(not layout_violations(sizes) and not layout_violations_of_model(sizes, arch))
+    assume(tp % ep == 0 and (experts or ep == 1) and 8 % (tp // ep) == 0)
+    where = {}
+    if nodes:
+        where = {
+            "rank_nodes": tuple(str(rank * nodes // sizes.world_size) for rank in range(sizes.world_size)),
+            "engine_nodes": tuple(str(engine % nodes) for engine in range(num_engines)),
+        }
+    plan = ReshardPlan(Layouts(arch, sizes, EngineLayout(tp, ep), num_engines, multicast, **where))
+    tensors = hf_tensors(arch)
+    have, expected = trainer_parameters(plan, tensors), engine_parameters(plan, tensors)
+    arrived = engine_parameters(plan)
+    sent = Counter()
+    for rank in range(sizes.world_size):
+        for link, parts in plan.outgoing(rank).items():
+            assert link.sender == rank
+            for part in parts:
+                for receiver in link.receivers:
+                    target = part.move.target(arrived[receiver][part.engine])
+                    assert target.isnan().all(), f"{part} came twice"
+                    target.copy_(part.move.source(have[rank][part.megatron]))
+                    sent[link, receiver, part] += 1
+    for receiver in plan.engine_ranks:
+        assert {name: value.shape for name, value in arrived[receiver].items()} == plan.engine_shapes
+        for name, value in arrived[receiver].items():
+            np.testing.assert_array_equal(value, expected[receiver][name], err_msg=f"{name} at {receiver}")
+        taken = {(link, receiver, part) for link, parts in plan.incoming(receiver).items() for part in parts}
+        assert taken == {key for key in sent if key[1] == receiver}
+
+
+class Cluster:
+    """Every rank of the trainer and of the engines as a thread, with its own sender or receiver."""
+
+    def __init__(self, layouts, way, folder="", bucket_bytes=700, timeout=10.0, delta=False, dtype=torch.float32):
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        self.plan = ReshardPlan(layouts)
+        dtypes = tuple((name, dtype) for name in self.plan.engine_shapes)
+        address = ("127.0.0.1", self.store.port)
+        self.setup = Setup(layouts, way, address, bucket_bytes, timeout, dtypes, str(folder), delta)
+        self.arrived = engine_parameters(self.plan, dtype=dtype)
+        cpu = torch.device("cpu")
+        made = self.on_all(lambda rank: Sender(self.setup, rank, cpu), lambda me: Receiver(self.setup, me, cpu))
+        self.senders = {rank: made[rank] for rank in range(layouts.sizes.world_size)}
+        self.receivers = {me: made[me] for me in self.plan.engine_ranks}
+        self.number = 0
+
+    def on_all(self, of_trainer, of_engine, without=()):
+        """{rank: result}; raises the first exception."""
+        results, errors = {}, []
+
+        def run(key, function):
+            try:
+                results[key] = function(key)
+            except Exception as error:
+                errors.append(error)
+
+        calls = [(rank, of_trainer) for rank in range(self.plan.layouts.sizes.world_size)]
+        calls += [(me, of_engine) for me in self.plan.engine_ranks]
+        threads = [threading.Thread(target=run, args=call) for call in calls if call[0] not in without]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def sync(self, tensors, task=Task.transfer, full=True, without=()):
+        self.number += 1
+        order = Order(task, self.number, self.number, self.setup, full=full)
+        have = trainer_parameters(self.plan, tensors)
+        return self.on_all(
+            lambda rank: self.senders[rank].send(order, have[rank]),
+            lambda me: self.receivers[me].receive(order, self.arrived[me]),
+            without,
+        )
+
+    def check(self, tensors):
+        expected = engine_parameters(self.plan, tensors, dtype=next(iter(dict(self.setup.dtypes).values())))
+        for me in self.plan.engine_ranks:
+            for name, value in expected[me].items():
+                assert torch.equal(self.arrived[me][name].nan_to_num(7.0), value.nan_to_num(7.0)), f"{name} at {me}"
+
+    def close(self):
+        for side in (*self.senders.values(), *self.receivers.values()):
+            side.close()
+
+
+def tp2_pp2_to_two_engines(multicast=False, arch=DENSE, **changes):
+    sizes = dataclasses.replace(ParallelSizes(tp=2, pp=2), **changes)
+    return Layouts(arch, sizes, EngineLayout(2), 2, multicast)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    made = []
+
+    def make(layouts, way, **settings):
+        made.append(Cluster(layouts, way, folder=tmp_path / "weights", **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+WAYS = [(way, multicast) for way in Way for multicast in (False, True)]
+
+
+@pytest.mark.parametrize(("way", "multicast"), WAYS)
+def test_every_transport_brings_every_parameter_and_its_digest(cluster, way, multicast):
+    one = cluster(tp2_pp2_to_two_engines(multicast), way)
+    for seed in (1, 2):
+        tensors = hf_tensors(DENSE, seed)
+        answers = one.sync(tensors)
+        one.check(tensors)
+        sealed = {link: seal for rank in range(4) for link, seal in answers[rank].seals.items()}
+        for me in one.plan.engine_ranks:
+            assert answers[me].wrong == ()
+            assert answers[me].seals == {link.name: sealed[link.name] for link in one.plan.incoming(me)}
