@@ -181,6 +181,7 @@ class Controller:
 
     def report(self, groups, mini_batches, metrics: Metrics, memory: dict[str, float]) -> None:
         scalars = to_floats(metrics) | memory | self.rollouts.statistics(groups)
+        scalars |= self.weight_sync.metrics if self.weight_sync else {}
         tokens = sum(mini.batch.num_tokens for mini in mini_batches)
         scalars = self.monitor.finish_step(self.step, scalars, tokens)
         dropped = {"actor/dropped_steps": "DROPPED STEPS"} if scalars["actor/dropped_steps"] else {}

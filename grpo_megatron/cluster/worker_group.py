@@ -74,6 +74,10 @@ class WorkerGroup:
         self.close()
         self.start()
 
+    def submit(self, method: str, *arguments) -> list[ray.ObjectRef]:
+        """Call `method` on every rank with the same arguments, and return at once; references in the order of ranks."""
+        return [worker.call.remote(method, *arguments) for worker in self._workers]
+
     def call(self, method: str, arguments: list[tuple] | None = None) -> list[Any]:
         """Call `method` on every rank, with the arguments of each (none: without); all results, in the order of ranks."""
         arguments = [()] * len(self._workers) if arguments is None else arguments

@@ -9,15 +9,31 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts, training_prompts
-from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.families import read_architecture
 from grpo_megatron.preflight.start import check_start
 from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
-from grpo_megatron.weights.sync.object_store import ObjectStore
-from grpo_megatron.weights.sync.plan import Plan
+from grpo_megatron.weights.sync.interface import Transport
+from grpo_megatron.weights.sync.plan import Layouts
+from grpo_megatron.weights.sync.resharding import make_transport
 from grpo_megatron.weights.sync.sync import WeightSync
+
+
+def _transport(run: Run) -> Transport:
+    config = run.config
+    layouts = Layouts(
+        arch=read_architecture(config.model.path),
+        sizes=run.trainer.sizes,
+        engine=EngineLayout(config.rollout.engine.tensor_parallel),
+        num_engines=config.rollout.engine.num_engines,
+        rank_nodes=run.trainer.nodes,
+        engine_nodes=run.engines.nodes,
+    )
+    folder = f"{config.weight_sync.folder}/{config.run.name}"
+    return make_transport(config.weight_sync, layouts, folder, config.cluster.call_timeout, run.monitor.say)
 
 
 @contextmanager
@@ -38,9 +54,8 @@ def assembled_loop(config: Config, controller_class: type[Controller] = Controll
         else:
             manager = RolloutManager(run.engines, episodes)
             rollouts = EngineRollouts(manager, config, run.resumed)
-            transport = ObjectStore(config.cluster.sync_bucket_bytes)
-            plan = Plan(weight_map(read_architecture(config.model.path)).values())
-            weight_sync = WeightSync(run.trainer, run.engines, transport, plan)
+            weight_sync = WeightSync(run.trainer, run.engines, _transport(run))
+            cleanup.callback(weight_sync.close)
             evaluation = Evaluation(manager, held_out, config, run.directory) if held_out else None
         cleanup.callback(rollouts.close)
         controller = controller_class(

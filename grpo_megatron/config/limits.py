@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+# Seconds, four months: timers of the operating system and of libraries overflow at very large values.
+LONGEST_WAIT = 10**7
+
 
 class Text(str, Enum):
     """What a text must be. Texts are filled unless the schema says otherwise."""

@@ -12,11 +12,9 @@ from omegaconf import MISSING
 
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.algorithm import AlgorithmConfig, MismatchConfig
-from grpo_megatron.config.limits import Text
+from grpo_megatron.config.limits import LONGEST_WAIT, Text
 from grpo_megatron.config.options import option, section
-
-# Seconds, four months: timers of the operating system and of libraries overflow at very large values.
-LONGEST_WAIT = 10**7
+from grpo_megatron.config.weight_sync import WeightSyncConfig
 
 # Where the answer can stand in a text; rewards.answers.FINDERS knows how to find it there.
 ANSWER_PLACES = ("hashes", "boxed", "last_number", "whole")
@@ -341,7 +339,6 @@ class ClusterConfig:
     )
     nodes: int | None = option(None, "nodes of the cluster, for checks on another machine; null: unknown", above=0)
     gpus_per_node: int | None = option(None, "GPUs of each node, for checks on another machine; null: unknown", above=0)
-    sync_bucket_bytes: int = option(256 * 2**20, "size of the buckets weights travel to the engines in", "bytes", above=0)
 
 
 @dataclass
@@ -381,5 +378,6 @@ class Config:
     moe: MoEConfig = section(MoEConfig, "routers of models with experts")
     optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer")
     cluster: ClusterConfig = section(ClusterConfig, "where processes run")
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig, "from the trainer's weights to the engines'")
     eval: EvalConfig = section(EvalConfig, "evaluation on held-out prompts")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")

@@ -31,11 +31,13 @@ from grpo_megatron.megatron.reference import ReferenceWeights
 from grpo_megatron.megatron.rounding import rounding_noise
 from grpo_megatron.megatron.router import Routing, take_loss_sums
 from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult
-from grpo_megatron.megatron.weights import iterate_hf, load_hf, mark_parallel
+from grpo_megatron.megatron.weights import iterate_hf, load_hf, local_parameters, mark_parallel
 from grpo_megatron.metrics import Mean, Metrics, concrete, merge
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
+from grpo_megatron.weights.sync.order import Answer, Order
+from grpo_megatron.weights.sync.sender import Sender
 
 PRECISIONS = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.bfloat16}
 MicroBatches = list[TrainBatch]
@@ -65,6 +67,7 @@ class Actor:
             z_loss_coeff=spec.moe.z_loss_coeff,
             constant_length=spec.pack_tokens > 0,
         )
+        self._transformer_engine, self._sender = model_spec.transformer_engine, None
         self.entries = weight_map(self.arch, model_spec.transformer_engine)
         self.chunks = build_model(self.arch, model_spec)
         mark_parallel(self.chunks, self.entries)
@@ -305,6 +308,16 @@ class Actor:
             raise RuntimeError("this actor was built without reference weights")
         with self._settled_weights():
             self.reference.take_current()
+
+    def sync_order(self, order: Order) -> Answer:
+        """This rank's side of a weight sync. The setup of the first order is kept, with its channel, until another one comes."""
+        if self._sender is None or self._sender.setup != order.setup:
+            if self._sender is not None:
+                self._sender.close()
+            self._sender = Sender(order.setup, self.rank.rank, self.device, self._transformer_engine)
+        with self._settled_weights(), torch.no_grad():
+            parameters = {name: parameter.detach() for name, parameter in local_parameters(self.chunks).items()}
+            return self._sender.send(order, parameters)
 
     def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """The current weights in HF names, each on one rank. Collective.

@@ -9,6 +9,7 @@ neither update sessions (since 0.5.21), nor weight-version spans (since 0.5.20),
 import asyncio
 import base64
 import os
+import pickle
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,18 @@ from typing import Any
 import numpy as np
 import psutil
 import ray
+import torch
 
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.processes import Process, redirect_output
 from grpo_megatron.config.schema import EngineConfig
+from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
+from grpo_megatron.sglang.weight_door import DOOR, answer_key, as_tensor
 from grpo_megatron.weights.buckets import Bucket
+from grpo_megatron.weights.sync.order import Answer, Order
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ def engine_arguments(
         "weight_version": "0",
         # Stop strings need text; without them ids are enough, and the detokenizer stays idle.
         "skip_tokenizer_init": not needs_tokenizer,
+        "custom_weight_loader": [DOOR],
     }
     if routing:
         arguments["enable_return_routed_experts"] = True
@@ -134,6 +140,7 @@ class SGLangEngine:
             child for child in psutil.Process().children(recursive=True) if "sglang::" in " ".join(child.cmdline())
         ]
         self._tp_size = arguments["tp_size"]
+        self._admitted, self._paused = False, False
         self._finished: asyncio.Queue = asyncio.Queue()
         self._tasks: set[asyncio.Task] = set()
 
@@ -166,7 +173,17 @@ class SGLangEngine:
                     raise asyncio.TimeoutError
         return task.result()
 
+    def admit(self) -> None:
+        """From now on, and until the next update begins, this engine may serve."""
+        self._admitted = True
+
+    def _must_be_admitted(self) -> None:
+        # A new process, such as one that took a dead engine's place, is not, and one whose update failed is no more.
+        if not self._admitted:
+            raise RuntimeError(f"{self._process.name} may not serve: nobody has compared its weights with the trainer's")
+
     async def submit(self, requests: list[Request]) -> None:
+        self._must_be_admitted()
         for request in requests:
             task = asyncio.create_task(self._generate(request))
             self._tasks.add(task)
@@ -201,6 +218,7 @@ class SGLangEngine:
 
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Log-prob of every token but the first under the engine's weights, at temperature 1; float32 [n - 1] each."""
+        self._must_be_admitted()
         answers = await self._while_alive(
             "score",
             self._engine.async_generate(
@@ -219,37 +237,61 @@ class SGLangEngine:
                 raise RuntimeError("the engine scored other tokens than it was given")
         return [np.array([logprob for logprob, _, _ in entries[1:]], dtype=np.float32) for entries in scored]
 
-    async def begin_update(self) -> None:
+    async def begin_update(self, pause: PauseMode) -> None:
+        """Stop serving, as `pause` says, and open an update session."""
         from sglang.srt.managers import io_struct
 
+        self._admitted = False
         manager = self._engine.tokenizer_manager
+        if self._tasks:
+            request = io_struct.PauseGenerationReqInput(mode=pause.value)
+            await self._while_alive("pause_generation", manager.pause_generation(request))
+            self._paused = True
         if hasattr(manager, "begin_weight_update"):
             request = io_struct.BeginWeightUpdateReqInput()
             await self._accepted("begin_weight_update", manager.begin_weight_update(request, None))
 
+    async def sync_order(self, order: Order) -> list[Answer]:
+        """Have every tensor-parallel rank carry out an order within the session; their answers. Raises UserError if one failed."""
+        await self._load([("order", as_tensor(order))], DOOR)
+        store = order.setup.connect()
+        answers = [pickle.loads(store.get(answer_key(order, rank))) for rank in range(self._tp_size)]
+        for rank, answer in enumerate(answers):
+            store.delete_key(answer_key(order, rank))
+            if answer.error:
+                raise UserError(f"rank {rank} of {self._process.name} failed in the weight sync:\n{answer.error}")
+        return answers
+
     async def load_bucket(self, bucket: Bucket) -> list[str]:
         """Load tensors by their HF names, which are returned."""
+        await self._load(bucket.tensors(), None)
+        return [item.name for item in bucket.contents]
+
+    async def _load(self, named_tensors: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
         # One payload per TP rank: the file handles inside each can be taken once only.
-        payloads = [MultiprocessingSerializer.serialize(bucket.tensors()) for _ in range(self._tp_size)]
-        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
+        payloads = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self._tp_size)]
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False)
         update = self._engine.tokenizer_manager.update_weights_from_tensor(request, None)
         await self._accepted("update_weights_from_tensor", update)
-        return [item.name for item in bucket.contents]
 
-    async def end_update(self, version: int) -> None:
-        """Close the session, drop cached prefixes of the old weights, and tag what comes now."""
+    async def end_update(self, version: int, keep_cache: bool) -> None:
+        """Close the session, drop cached prefixes of the old weights, tag what comes now, and go on serving.
+
+        keep_cache: requests that were paused in place go on with keys and values of the old weights.
+        """
         from sglang.srt.managers import io_struct
 
         manager = self._engine.tokenizer_manager
         if hasattr(manager, "end_weight_update"):
             request = io_struct.EndWeightUpdateReqInput()
             await self._accepted("end_weight_update", manager.end_weight_update(request, None))
-        flushed = await self._while_alive("flush_cache", manager.flush_cache())
-        if not flushed.success:
-            raise UserError("the engine did not flush its cache after the weight update; requests were still running")
+        if not (keep_cache and self._paused):
+            flushed = await self._while_alive("flush_cache", manager.flush_cache())
+            if not flushed.success:
+                raise UserError("the engine did not flush its cache after the weight update; requests were still running")
         # Has no answer to check; the manager compares the version that samples come back with.
         if hasattr(manager, "update_weight_version"):
             request = io_struct.UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
@@ -257,6 +299,11 @@ class SGLangEngine:
         else:
             # Before that call existed, the tag was the tokenizer manager's alone, which sets it like this after an update.
             manager._update_weight_version_if_provided(str(version))
+        if self._paused:
+            request = io_struct.ContinueGenerationReqInput()
+            await self._while_alive("continue_generation", manager.continue_generation(request))
+            self._paused = False
+        self.admit()
 
     async def _accepted(self, call: str, awaitable: Awaitable[tuple[bool, str]]) -> None:
         """Waits for SGLang's answer. Raises UserError if it refuses the call."""

@@ -8,9 +8,11 @@ import ray
 from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.cluster.processes import Process, fetch, gather
 from grpo_megatron.config.schema import RolloutConfig
+from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.client import EngineClient
 from grpo_megatron.sglang.engine import SGLangEngine, engine_arguments, engine_environment
+from grpo_megatron.weights.sync.order import Order
 
 _SHUTDOWN_SECONDS = 20.0
 
@@ -19,14 +21,22 @@ class EnginePool:
     """Engines that serve the same weights. weight_version: of the weights they were given last, 0 before that."""
 
     def __init__(
-        self, cluster: Cluster, config: RolloutConfig, model_path: str, seed: int, log_dir: str, routing: bool = False
+        self,
+        cluster: Cluster,
+        config: RolloutConfig,
+        model_path: str,
+        seed: int,
+        log_dir: str,
+        routing: bool = False,
+        pause: PauseMode = PauseMode.retract,
     ):
         """Start all engines and return at once; `wait_until_ready` waits for them.
 
-        routing: completions carry the experts that their tokens went to.
+        routing: completions carry the experts that their tokens went to. pause: what an update does to running requests.
         """
-        self._config = config
+        self._config, self._pause = config, pause
         self.weight_version = 0
+        self.nodes = tuple(slots[0].node for slots in cluster.engine_slots)
         self.processes: list[Process] = []
         self._engines: list = []
         moe = read_architecture(model_path).moe
@@ -58,9 +68,13 @@ class EnginePool:
         """See SGLangEngine.score; by the first engine."""
         return fetch(self._engines[0].score.remote(sequences), self.processes[0], "score")
 
+    def admit(self) -> None:
+        """Let the engines serve the weights that they loaded when they started, as version 0; a weight sync does without."""
+        self._on_all("admit")
+
     def begin_update(self) -> None:
-        """Open an update session on every engine."""
-        self._on_all("begin_update")
+        """Pause every engine, and open an update session on it; none serves until `end_update`."""
+        self._on_all("begin_update", self._pause)
 
     def load_bucket(self, bucket: ray.ObjectRef) -> list[str]:
         """Load a part of the new weights into every engine; the HF names of its tensors.
@@ -69,9 +83,13 @@ class EnginePool:
         """
         return self._on_all("load_bucket", bucket)[0]
 
+    def sync_order(self, order: Order) -> list[ray.ObjectRef]:
+        """Have every engine carry out an order within the session; one reference each, to the answers of its ranks."""
+        return [engine.sync_order.remote(order.to_engine(number)) for number, engine in enumerate(self._engines)]
+
     def end_update(self, version: int) -> None:
         """Close the session; what is sampled from now on carries `version`."""
-        self._on_all("end_update", version)
+        self._on_all("end_update", version, self._pause == PauseMode.in_place)
         self.weight_version = version
 
     def _on_all(self, method: str, *arguments, timeout: float | None = None) -> dict:

@@ -12,6 +12,7 @@ from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.schedule import Schedule
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.placement import Cluster, Slot
+from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.config.schema import MegatronConfig
 from grpo_megatron.megatron.spec import ActorSpec
@@ -19,6 +20,7 @@ from grpo_megatron.megatron.start import start_actor
 from grpo_megatron.metrics import Mean, Metrics, Sum, merge
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
+from grpo_megatron.weights.sync.order import Order
 
 
 def _environment(slot: Slot, config: MegatronConfig) -> dict[str, str]:
@@ -51,6 +53,7 @@ class PolicyTrainer:
     def __init__(self, cluster: Cluster, spec: ActorSpec, config: MegatronConfig, seed: int, log_dir: str, timeout: float):
         """timeout: most seconds that one call to the ranks may take."""
         self.sizes = spec.sizes
+        self.nodes = tuple(slot.node for slot in cluster.rank_slots)
         self.cost_model = read_architecture(spec.model_path).cost_model
         self._dropped_steps = DroppedSteps(spec.optimizer)
         self.group = WorkerGroup(
@@ -151,6 +154,15 @@ class PolicyTrainer:
         metrics["actor/dropped_steps"] = Sum(float(first.dropped))
         metrics["actor/optimizer_steps"] = Sum(1.0)
         return metrics
+
+    @property
+    def processes(self) -> list[Process]:
+        return self.group.processes
+
+    def sync_order(self, order: Order) -> list[ray.ObjectRef]:
+        """Have every rank carry out its side of a weight sync; references to their answers."""
+        self._wake()
+        return self.group.submit("sync_order", order)
 
     def weight_stream(self, max_bytes: int) -> AbstractContextManager:
         """Within this context: references to the buckets of all stages, see WorkerGroup.stream."""

@@ -19,7 +19,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import box
 from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
 from grpo_megatron.weights.sync.order import Order, Setup, Task, Way
-from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
+from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
 from grpo_megatron.weights.sync.ranks import TrainerRanks
 from grpo_megatron.weights.sync.receiver import Receiver
 from grpo_megatron.weights.sync.sender import Sender

@@ -44,7 +44,9 @@ class DiskSender:
                 file.write(payload.cpu().numpy())
             os.replace(aside, path)  # a receiver sees a whole file or none
         except OSError as error:
-            raise UserError(f"weights cannot be written to {path}: {error}; weight_sync.folder needs room for the model") from error
+            raise UserError(
+                f"weights cannot be written to {path}: {error}; weight_sync.folder needs room for the model"
+            ) from error
         self._written.append(path)
 
     def finish(self) -> None:

@@ -32,7 +32,9 @@ def _members(layouts: Layouts, link: Link) -> tuple[str, list[Member]]:
 class _Groups:
     """The groups that this process is a member of; their making waits for all their members."""
 
-    def __init__(self, store: dist.Store, layouts: Layouts, me: Member, links: list[Link], device: torch.device, timeout: float):
+    def __init__(
+        self, store: dist.Store, layouts: Layouts, me: Member, links: list[Link], device: torch.device, timeout: float
+    ):
         self._layouts, self._cuda, self._timeout = layouts, device.type == "cuda", timedelta(seconds=timeout)
         wanted = dict(_members(layouts, link) for link in links)
         if not layouts.multicast:  # members of a stage that have nothing to send to, or to take from, each other
@@ -69,7 +71,9 @@ class _Groups:
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            raise TimeoutError(f"{what} failed, or did not come within {self._timeout.total_seconds():.0f} s: {error}") from error
+            raise TimeoutError(
+                f"{what} failed, or did not come within {self._timeout.total_seconds():.0f} s: {error}"
+            ) from error
         if self._cuda:
             torch.cuda.current_stream().synchronize()
 
@@ -81,7 +85,14 @@ class GroupSender:
     """links: all that this rank sends over. timeout: seconds that one parcel may take."""
 
     def __init__(
-        self, store: dist.Store, layouts: Layouts, rank: int, links: list[Link], device: torch.device, timeout: float, variable: bool
+        self,
+        store: dist.Store,
+        layouts: Layouts,
+        rank: int,
+        links: list[Link],
+        device: torch.device,
+        timeout: float,
+        variable: bool,
     ):
         """variable: payloads differ in size from what receivers expect, which are told of it first."""
         self._groups = _Groups(store, layouts, rank, links, device, timeout)
@@ -119,7 +130,14 @@ class GroupReceiver:
     """me: this rank. links: all that it takes from."""
 
     def __init__(
-        self, store: dist.Store, layouts: Layouts, me: EngineRank, links: list[Link], device: torch.device, timeout: float, variable: bool
+        self,
+        store: dist.Store,
+        layouts: Layouts,
+        me: EngineRank,
+        links: list[Link],
+        device: torch.device,
+        timeout: float,
+        variable: bool,
     ):
         self._groups = _Groups(store, layouts, me, links, device, timeout)
         self._device, self._variable = device, variable

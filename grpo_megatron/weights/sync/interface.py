@@ -6,9 +6,17 @@ from typing import Protocol
 
 import ray
 
+from grpo_megatron.cluster.processes import Process
+from grpo_megatron.weights.sync.order import Order
+
 
 class WeightSource(Protocol):
-    """The trainer. Implemented by trainer.policy.PolicyTrainer."""
+    """The trainer. Implemented by trainer.policy.PolicyTrainer. processes: its ranks."""
+
+    processes: list[Process]
+
+    def sync_order(self, order: Order) -> list[ray.ObjectRef]:
+        """Have every rank carry out its side of an order; a reference to each rank's order.Answer."""
 
     def weight_stream(self, max_bytes: int) -> AbstractContextManager[Iterator[ray.ObjectRef]]:
         """Within this context: references to all weights in weights.buckets.Bucket of at most `max_bytes`, in HF names.
@@ -18,13 +26,18 @@ class WeightSource(Protocol):
 
 
 class WeightTarget(Protocol):
-    """The engines. Implemented by sglang.pool.EnginePool.
+    """The engines. Implemented by sglang.pool.EnginePool. processes: one each.
 
     Between `begin_update` and `end_update` the engines serve no request; if anything fails in between, their weights are
-    undefined and the run must end.
+    undefined, they never serve again, and the run must end.
     """
 
+    processes: list[Process]
+
     def begin_update(self) -> None: ...
+
+    def sync_order(self, order: Order) -> list[ray.ObjectRef]:
+        """Have every engine carry out its side of an order; a reference to the order.Answers of each engine's ranks."""
 
     def load_bucket(self, bucket: ray.ObjectRef) -> list[str]:
         """Load a weights.buckets.Bucket; returns the HF names of what every engine has loaded."""
@@ -36,5 +49,10 @@ class WeightTarget(Protocol):
 class Transport(Protocol):
     """One way for the weights to travel; called within an update session of the target."""
 
-    def transfer(self, source: WeightSource, target: WeightTarget) -> list[str]:
-        """Returns the HF names of the tensors that arrived."""
+    def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
+        """Returns once every engine has all weights and their digests are right; what it took, by name.
+
+        Raises RuntimeError, which names the tensor, for weights that are not what the trainer has.
+        """
+
+    def close(self) -> None: ...

@@ -53,7 +53,7 @@ class Setup:
         """Bytes of the largest payload of a parcel."""
         return max_payload(parcel) if self.delta else parcel.total_bytes
 
-    def connect(self) -> dist.Store:
+    def connect(self) -> dist.TCPStore:
         host, port = self.store
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout))
 

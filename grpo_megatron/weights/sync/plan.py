@@ -58,7 +58,7 @@ class Layouts:
     """All that a plan follows from.
 
     multicast: bytes that several engines need alike leave the trainer once, for all of them (a broadcast, shared memory, a file);
-    else each engine gets its own from the replica that serves it. transformer_engine: the trainer's layers have its names.
+    else each engine gets its own from the replica that serves it.
     rank_nodes, engine_nodes: the node of every rank, and of every engine; a replica on an engine's own node serves it. Empty: unknown.
     """
 
@@ -67,7 +67,6 @@ class Layouts:
     engine: EngineLayout
     num_engines: int
     multicast: bool = False
-    transformer_engine: bool = False
     rank_nodes: tuple[str, ...] = ()
     engine_nodes: tuple[str, ...] = ()
 
@@ -75,9 +74,10 @@ class Layouts:
 class ReshardPlan:
     """Every element of every engine rank's parameters, exactly once."""
 
-    def __init__(self, layouts: Layouts):
+    def __init__(self, layouts: Layouts, transformer_engine: bool = False):
+        """transformer_engine: the trainer's layers are, and have names of, TransformerEngine."""
         self.layouts = layouts
-        entries = weight_map(layouts.arch, layouts.transformer_engine).values()
+        entries = weight_map(layouts.arch, transformer_engine).values()
         self.entries = [entry for entry in entries if entry.exported]
         self._ranks = TrainerRanks(layouts.sizes, layouts.arch.num_layers)
 

@@ -20,7 +20,9 @@ class Receiver:
         self.setup = setup
         plan, dtypes = ReshardPlan(setup.layouts), dict(setup.dtypes)
         parcels = [
-            parcel for link, parts in plan.incoming(me).items() for parcel in make_parcels(link, parts, dtypes, setup.bucket_bytes)
+            parcel
+            for link, parts in plan.incoming(me).items()
+            for parcel in make_parcels(link, parts, dtypes, setup.bucket_bytes)
         ]
         self._parcels = in_global_order(parcels, len(plan.engine_ranks), setup.layouts.engine.tp)
         self._channel = setup.receiving_channel(me, self._parcels, device)

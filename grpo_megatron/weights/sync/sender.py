@@ -16,9 +16,11 @@ _MODULUS = 2**64
 class Sender:
     """Keeps, from sync to sync, what its rank sends by the plan, and the channel for it."""
 
-    def __init__(self, setup: Setup, rank: int, device: torch.device):
+    def __init__(self, setup: Setup, rank: int, device: torch.device, transformer_engine: bool = False):
+        """transformer_engine: the rank's parameters have the names of its layers."""
         self.setup = setup
-        plan, dtypes, engine = ReshardPlan(setup.layouts), dict(setup.dtypes), setup.layouts.engine
+        plan = ReshardPlan(setup.layouts, transformer_engine)
+        dtypes, engine = dict(setup.dtypes), setup.layouts.engine
         parcels = [
             parcel
             for link, parts in plan.outgoing(rank).items()

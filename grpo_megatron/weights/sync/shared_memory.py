@@ -19,16 +19,18 @@ from grpo_megatron.weights.sync.channel import SizeOf
 from grpo_megatron.weights.sync.parcels import Parcel
 
 _SLOTS = 2
+# The files of one run, by the port of its store.
+FILES = "/dev/shm/grpo-weights-{port}-*"
 
 
-def _make(size: int, device: torch.device) -> tuple[torch.Tensor, bytes, str | None]:
+def _make(size: int, device: torch.device, port: int) -> tuple[torch.Tensor, bytes, str | None]:
     """Memory of uint8 [size], how another process opens it, and the file to remove once it has."""
     if device.type == "cuda":
         from torch.multiprocessing.reductions import reduce_tensor
 
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         return memory, pickle.dumps(reduce_tensor(memory)), None
-    path = f"/dev/shm/grpo-weights-{os.getpid()}-{uuid.uuid4().hex}"
+    path = FILES.format(port=port).replace("*", uuid.uuid4().hex)
     with open(path, "xb+") as file:
         # Reserved now: a full /dev/shm would otherwise end the process by a signal in the middle of a copy.
         os.posix_fallocate(file.fileno(), 0, size)
@@ -52,9 +54,9 @@ def _settle(memory: torch.Tensor) -> None:
 class SharedMemorySender:
     """store: reaches every receiver. slot_bytes: of the largest parcel. timeout: seconds that a slot may stay taken."""
 
-    def __init__(self, store: dist.Store, rank: int, slot_bytes: int, device: torch.device, timeout: float):
+    def __init__(self, store: dist.TCPStore, rank: int, slot_bytes: int, device: torch.device, timeout: float):
         self._store, self._rank, self._timeout = store, rank, timedelta(seconds=timeout)
-        self._memory, handle, self._file = _make(_SLOTS * slot_bytes, device)
+        self._memory, handle, self._file = _make(_SLOTS * slot_bytes, device, store.port)
         self._slot_bytes = slot_bytes
         self._taken: list[str] = []  # of each parcel, the key that says so
         store.set(f"memory/{rank}", handle)

@@ -1,25 +1,33 @@
 """The trainer's current weights into the engines, under a new version each time."""
 
+import time
+
 from grpo_megatron.weights.sync.interface import Transport, WeightSource, WeightTarget
-from grpo_megatron.weights.sync.plan import Plan
 
 
 class WeightSync:
-    """Owned by the controller. version: of the weights the engines serve; 0 before the first sync."""
+    """Owned by the controller. version: of the weights the engines serve; 0 before the first sync. metrics: of the last one."""
 
-    def __init__(self, source: WeightSource, target: WeightTarget, transport: Transport, plan: Plan):
-        self._source, self._target, self._transport, self._plan = source, target, transport, plan
+    def __init__(self, source: WeightSource, target: WeightTarget, transport: Transport):
+        self._source, self._target, self._transport = source, target, transport
         self.version = 0
+        self.metrics: dict[str, float] = {}
 
     def run(self) -> None:
         """Bring the engines to the trainer's current weights; samples made from now on carry the new version.
 
-        Raises if a rank or an engine fails, an engine refuses any part, or a tensor did not arrive; the run must then end.
+        Raises if a rank or an engine fails, an engine refuses any part, or a digest differs; the run must then end.
         """
+        started = time.perf_counter()
         self._target.begin_update()
-        self._plan.check(self._transport.transfer(self._source, self._target))
+        taken = self._transport.transfer(self._source, self._target, self.version + 1)
         self._target.end_update(self.version + 1)
         self.version += 1
+        self.metrics = {f"sync/{name}": value for name, value in taken.items()}
+        self.metrics["sync/seconds"] = time.perf_counter() - started
+
+    def close(self) -> None:
+        self._transport.close()
 
     def state_dict(self) -> dict:
         return {"version": self.version}

@@ -1,0 +1,60 @@
+"""Runs inside an engine's scheduler process, one for each of its tensor-parallel ranks: its side of a weight sync.
+
+SGLang calls `obey` in place of loading weights, with the rank's own fused and sharded parameters. Scheduling stands still meanwhile.
+"""
+
+import pickle
+import traceback
+
+import torch
+
+from grpo_megatron.weights.sync.order import Answer, Order, Task
+from grpo_megatron.weights.sync.plan import EngineRank
+from grpo_megatron.weights.sync.receiver import Receiver
+
+# As SGLang imports it.
+DOOR = "grpo_megatron.sglang.weight_door.obey"
+_RECEIVER = "_grpo_weight_receiver"
+
+
+def answer_key(order: Order, rank: int) -> str:
+    return f"answer/{order.number}/{order.engine}.{rank}"
+
+
+def as_tensor(order: Order) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(order)), dtype=torch.uint8)
+
+
+def obey(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """named_tensors: one, an Order. The Answer goes into the store: what this raised would end the scheduler."""
+    from sglang.srt.distributed import get_tp_group
+
+    ((_, control),) = named_tensors
+    order: Order = pickle.loads(control.cpu().numpy().tobytes())
+    me = EngineRank(order.engine, get_tp_group().rank_in_group)
+    try:
+        answer = _carry_out(order, me, model)
+    except Exception:
+        answer = Answer({}, {}, error=traceback.format_exc())
+    order.setup.connect().set(answer_key(order, me.rank), pickle.dumps(answer))
+
+
+@torch.no_grad()
+def _carry_out(order: Order, me: EngineRank, model: torch.nn.Module) -> Answer:
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    if order.task == Task.describe:
+        return Answer({}, {}, parameters={name: (tuple(value.shape), value.dtype) for name, value in parameters.items()})
+    answer = _receiver(order, me, model).receive(order, parameters)
+    if order.task == Task.transfer and hasattr(model, "post_load_weights"):
+        model.post_load_weights()  # weights that are derived from others; SGLang leaves it to what loads them
+    return answer
+
+
+def _receiver(order: Order, me: EngineRank, model: torch.nn.Module) -> Receiver:
+    """The one of this engine's rank, which lives as long as the model and the setup."""
+    kept: Receiver | None = model.__dict__.get(_RECEIVER)
+    if kept is None or kept.setup != order.setup:
+        if kept is not None:
+            kept.close()
+        kept = model.__dict__[_RECEIVER] = Receiver(order.setup, me, next(model.parameters()).device)
+    return kept

@@ -1,0 +1,170 @@
+"""Shard to shard: the driver's side of a weight sync that follows a ReshardPlan."""
+
+import contextlib
+import glob
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import ray
+import torch.distributed as dist
+
+from grpo_megatron.cluster.processes import gather
+from grpo_megatron.config.weight_sync import SyncTransport, WeightSyncConfig
+from grpo_megatron.errors import UserError
+from grpo_megatron.weights.sync.interface import Transport, WeightSource, WeightTarget
+from grpo_megatron.weights.sync.object_store import ObjectStore
+from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task, Way
+from grpo_megatron.weights.sync.plan import EngineRank, Layouts, Link, ReshardPlan
+from grpo_megatron.weights.sync.shared_memory import FILES
+
+_SHOWN = 5
+
+
+class Resharding:
+    """Every rank of the trainer sends slices of its own shards, every rank of the engines writes them into its own parameters."""
+
+    def __init__(self, layouts: Layouts, way: Way, config: WeightSyncConfig, folder: str, call_timeout: float):
+        """folder: for Way.disk, of this run alone. call_timeout: most seconds of a whole sync."""
+        self._plan, self._call_timeout = ReshardPlan(layouts), call_timeout
+        host = ray.util.get_node_ip_address()
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        address = (host, self._store.port)
+        self._setup = Setup(layouts, way, address, config.bucket_bytes, config.timeout, folder=folder, delta=config.delta)
+        self._number, self._delivered = 0, None
+
+    def describe(self, target: WeightTarget) -> list[str]:
+        """Ask the engines for their parameters, within a session; what is not as planned, one sentence for each parameter.
+
+        Everything else needs this first.
+        """
+        shapes, found, dtypes = self._plan.engine_shapes, [], {}
+        for me, answer in self._asked(target, Task.describe).items():
+            have = answer.parameters
+            dtypes |= {name: dtype for name, (_, dtype) in have.items() if name in shapes}
+            found += [
+                f"{me} has {name} of shape {have[name][0] if name in have else 'none'}, planned {shapes.get(name, 'none')}"
+                for name in sorted(shapes.keys() | have.keys())
+                if name not in have or have[name][0] != shapes.get(name)
+            ]
+        self._setup = replace(self._setup, dtypes=tuple(sorted(dtypes.items(), key=lambda item: item[0])))
+        return found
+
+    def _asked(self, target: WeightTarget, task: Task) -> dict[EngineRank, Answer]:
+        order = self._order(task, version=0)
+        answers = gather(dict(enumerate(target.sync_order(order))), target.processes, "weight sync", self._call_timeout)
+        return _by_rank(answers.values())
+
+    def _order(self, task: Task, version: int) -> Order:
+        self._number += 1
+        return Order(task, self._number, version, self._setup, full=self._delivered != version - 1)
+
+    def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
+        return self._run(Task.transfer, source, target, version)
+
+    def verify(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
+        """As `transfer`, but only digests travel: raises if the engines do not have the trainer's weights."""
+        return self._run(Task.verify, source, target, version)
+
+    def _run(self, task: Task, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
+        order = self._order(task, version)
+        self._delivered = None  # until all have it, nobody knows who has what
+        references = [*source.sync_order(order), *target.sync_order(order)]
+        processes = [*source.processes, *target.processes]
+        answers = list(gather(dict(enumerate(references)), processes, "weight sync", self._call_timeout).values())
+        sent, received = answers[: len(source.processes)], _by_rank(answers[len(source.processes) :])
+        self._compare(sent, received)
+        self._delivered = version
+        return _measured(sent, list(received.values()))
+
+    def _compare(self, sent: list[Answer], received: dict[EngineRank, Answer]) -> None:
+        """Raises RuntimeError unless what every engine's rank has is what the trainer's ranks sent it."""
+        wrong = [f"{name} at {me}" for me, answer in received.items() for name in answer.wrong]
+        if wrong:
+            more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
+            raise RuntimeError(
+                f"after the weight sync the digest differs from the trainer's of {', '.join(wrong[:_SHOWN])}{more}; the engines do "
+                "not have the trainer's weights and may not serve"
+            )
+        seals = {link: seal for answer in sent for link, seal in answer.seals.items()}
+        for me, answer in received.items():
+            expected = {link.name: seals.get(link.name) for link in self._links_to(me)}
+            different = sorted(
+                link for link in expected.keys() | answer.seals.keys() if expected.get(link) != answer.seals.get(link)
+            )
+            if different:
+                raise RuntimeError(f"{me} did not take over what the trainer sent on {', '.join(different[:_SHOWN])}")
+
+    def _links_to(self, me: EngineRank) -> list[Link]:
+        return list(self._plan.incoming(me))
+
+    def close(self) -> None:
+        for path in glob.glob(FILES.format(port=self._setup.store[1])):  # of ranks that were killed
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def _by_rank(answers) -> dict[EngineRank, Answer]:
+    """From the answers of every engine's ranks."""
+    return {EngineRank(e, rank): answer for e, of_engine in enumerate(answers) for rank, answer in enumerate(of_engine)}
+
+
+def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
+    """GB that the trainer sent, and the seconds of the slowest rank of either side."""
+    seconds = {
+        f"{side}_{what}_seconds": max(answer.seconds.get(what, 0.0) for answer in answers)
+        for side, answers, kinds in (
+            ("trainer", sent, ("pack", "digest", "all")),
+            ("engine", received, ("load", "digest", "all")),
+        )
+        for what in kinds
+    }
+    return {"gb": sum(answer.bytes for answer in sent) / 1e9, **seconds}
+
+
+def chosen_way(config: WeightSyncConfig, layouts: Layouts) -> tuple[Way, Layouts]:
+    """How parcels travel: as configured, else shared memory within a node and groups between nodes."""
+    one_node = len({*layouts.rank_nodes, *layouts.engine_nodes}) == 1
+    automatic = Way.shared_memory if one_node else Way.groups
+    way = automatic if config.transport == SyncTransport.auto else Way(config.transport.value)
+    if way == Way.shared_memory and not one_node:
+        raise UserError("weight_sync.transport=shared_memory needs all ranks and engines on one node; use groups, or auto")
+    return way, replace(layouts, multicast=way != Way.groups)
+
+
+class Checked:
+    """Shard to shard where the engines' parameters are what the plan says. Where they are not, `auto` says so and takes full tensors."""
+
+    def __init__(self, resharding: Resharding, full: ObjectStore, transport: SyncTransport, say: Callable[[str], None]):
+        self._resharding, self._full, self._transport, self._say = resharding, full, transport, say
+        self._chosen: Transport | None = None
+
+    def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
+        if self._chosen is None:
+            self._chosen = self._choose(target)
+        return self._chosen.transfer(source, target, version)
+
+    def _choose(self, target: WeightTarget) -> Transport:
+        different = self._resharding.describe(target)
+        if not different:
+            return self._resharding
+        what = f"the engines' parameters are not those of the weight map ({len(different)} differ: {'; '.join(different[:_SHOWN])})"
+        if self._transport != SyncTransport.auto:
+            raise UserError(f"weight_sync.transport={self._transport.value}: {what}; use object_store, or auto")
+        self._say(f"weights travel as full tensors through the object store, and their digests are not compared: {what}")
+        return self._full
+
+    def close(self) -> None:
+        self._resharding.close()
+
+
+def make_transport(
+    config: WeightSyncConfig, layouts: Layouts, folder: str, call_timeout: float, say: Callable[[str], None]
+) -> Transport:
+    """As configured. folder: of this run within weight_sync.folder. say: tells people."""
+    full = ObjectStore(ReshardPlan(layouts).entries, config.bucket_bytes)
+    if config.transport == SyncTransport.object_store:
+        return full
+    way, layouts = chosen_way(config, layouts)
+    return Checked(Resharding(layouts, way, config, folder, call_timeout), full, config.transport, say)
