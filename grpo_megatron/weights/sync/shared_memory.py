@@ -72,10 +72,13 @@ class SharedMemorySender:
         return self._memory[start : start + size]
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
-        _settle(payload)
         number = len(self._taken)
         self._taken.append(_key(self._version, parcel, "taken"))
         start = number % _SLOTS * self._slot_bytes
+        slot = self._memory[start : start + len(payload)]
+        if payload.data_ptr() != slot.data_ptr():
+            slot.copy_(payload.clone())  # a part of the slot itself may not be copied over itself
+        _settle(slot)
         self._store.set(_key(self._version, parcel, "sent"), pickle.dumps((start, len(payload))))
 
     def finish(self) -> None:
