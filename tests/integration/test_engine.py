@@ -27,7 +27,6 @@ from grpo_megatron.rollout.manager import RolloutManager, Sampling
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.weights.buckets import make_buckets
 from grpo_megatron.weights.sync.object_store import ObjectStore
-from grpo_megatron.weights.sync.plan import Plan
 from grpo_megatron.weights.sync.sync import WeightSync
 from tests.models import transformers_logprobs
 
@@ -56,6 +55,7 @@ def running(arithmetic, tokenizer, logs, num_engines=1, **engine):
     engines = EnginePool(cluster, config.rollout, str(arithmetic / "model"), 0, str(logs))
     try:
         engines.wait_until_ready()
+        engines.admit()
         yield RolloutManager(engines, SingleTurn(rewards, tokenizer.decode)), engines
     finally:
         engines.close()
@@ -171,8 +171,8 @@ def check_update(manager, engines, tokenizer, model, model_path):
     torch.manual_seed(11)
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    plan = Plan(weight_map(read_architecture(model_path)).values())
-    sync = WeightSync(Weights(other), engines, ObjectStore(20_000), plan)
+    entries = weight_map(read_architecture(model_path)).values()
+    sync = WeightSync(Weights(other), engines, ObjectStore(entries, 20_000))
     sync.load_state_dict({"version": 40})
     sync.run()
     assert sync.version == 41
