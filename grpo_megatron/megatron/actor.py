@@ -192,8 +192,8 @@ class Actor:
         layer, see `rounding_noise`.
         """
         prepared = self.mini_batches.get(None, micro_batches)
-        # No routing was recorded for these; with the engine's, the samples bring it.
-        from_engine = self.spec.moe.routing_replay == RoutingReplay.engine
+        # No routing was recorded for these; with the engine's, samples of the engine bring it.
+        from_engine = self.spec.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
         routing = self._route(prepared, micro_batches, recording=True) if from_engine else Routing.own
         for ddp in self.ddp:
             ddp.eval()
