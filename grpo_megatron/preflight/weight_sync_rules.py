@@ -35,10 +35,3 @@ def disk_has_a_folder(config: Config) -> Iterator[str]:
 def delta_has_a_transport(config: Config) -> Iterator[str]:
     if config.weight_sync.delta and config.weight_sync.transport == SyncTransport.object_store:
         yield "weight_sync.delta=true does not work with weight_sync.transport=object_store, which carries full tensors"
-
-
-@WEIGHT_SYNC.rule("Shared memory is shared within one node.", "weight_sync.transport", "cluster.nodes", commands=_TRAIN)
-def shared_memory_has_one_node(config: Config) -> Iterator[str]:
-    nodes = config.cluster.nodes
-    if config.weight_sync.transport == SyncTransport.shared_memory and nodes is not None and nodes > 1:
-        yield f"weight_sync.transport=shared_memory needs ranks and engines on one node, cluster.nodes={nodes}; use groups or auto"

@@ -124,13 +124,16 @@ def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
 
 
 def chosen_way(config: WeightSyncConfig, layouts: Layouts) -> tuple[Way, Layouts]:
-    """How parcels travel: as configured, else shared memory within a node and groups between nodes."""
-    one_node = len({*layouts.rank_nodes, *layouts.engine_nodes}) == 1
-    automatic = Way.shared_memory if one_node else Way.groups
+    """How parcels travel: as configured, else shared memory where a rank of the trainer is on every engine's node, else groups."""
+    alone = sorted(set(layouts.engine_nodes) - set(layouts.rank_nodes))
+    automatic = Way.groups if alone else Way.shared_memory
     way = automatic if config.transport == SyncTransport.auto else Way(config.transport.value)
-    if way == Way.shared_memory and not one_node:
-        raise UserError("weight_sync.transport=shared_memory needs all ranks and engines on one node; use groups, or auto")
-    return way, replace(layouts, multicast=way != Way.groups)
+    if way == Way.shared_memory and alone:
+        raise UserError(
+            "weight_sync.transport=shared_memory needs a rank of the trainer on every engine's node, and there is none on "
+            f"{', '.join(alone[:_SHOWN])}; use groups, or auto"
+        )
+    return way, replace(layouts, multicast=way != Way.groups, within_nodes=way == Way.shared_memory)
 
 
 class Checked:

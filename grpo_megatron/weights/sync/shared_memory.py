@@ -114,7 +114,7 @@ class SharedMemoryReceiver:
 
     def receive(self, version: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
         for parcel in parcels:
-            memory = self._memory(parcel.link.sender)
+            memory = self._memory(parcel.link.carrier)
             start, size = pickle.loads(self._wait(_key(version, parcel, "sent")))
             yield parcel, memory[start : start + size]
             _settle(memory)
@@ -124,10 +124,10 @@ class SharedMemoryReceiver:
                     self._store.delete_key(key)
                 self._store.set(taken, b"1")
 
-    def _memory(self, sender: int) -> torch.Tensor:
-        if sender not in self._memories:
-            self._memories[sender] = _open(self._wait(f"memory/{sender}"))
-        return self._memories[sender]
+    def _memory(self, carrier: int) -> torch.Tensor:
+        if carrier not in self._memories:
+            self._memories[carrier] = _open(self._wait(f"memory/{carrier}"))
+        return self._memories[carrier]
 
     def _wait(self, key: str) -> bytes:
         try:
