@@ -203,12 +203,16 @@ class Actor:
         return np.concatenate(parts, axis=1) if self.rank.reports else None
 
     @torch.no_grad()
-    def scale_weights(self, factor: float) -> None:
-        """Multiply every parameter, but not the optimizer's masters: the next step takes it back. Collective."""
+    def scale_weights(self, factor: float, share: float = 1.0) -> None:
+        """Multiply every parameter, but not the optimizer's masters: the next step takes it back. Collective.
+
+        share: of the elements, chosen at random. Replicas then differ, so with less than 1 nothing may be trained afterwards.
+        """
         with self._settled_weights():
             for chunk in self.chunks:
                 for parameter in chunk.parameters():
-                    parameter.mul_(factor)
+                    chosen = factor if share == 1.0 else torch.where(torch.rand_like(parameter) < share, factor, 1.0)
+                    parameter.mul_(chosen)
 
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
         """Whose routing the policy follows in this pass; recording: it is the pass for the old log-probs."""

@@ -120,8 +120,9 @@ class PolicyTrainer:
         arguments = [(micro_batches, temperature, rounding) for micro_batches in self._split(batch, plan)]
         return _in_order(batch, plan, self._call("probe", arguments))
 
-    def scale_weights(self, factor: float) -> None:
-        self._call_alike("scale_weights", factor)
+    def scale_weights(self, factor: float, share: float = 1.0) -> None:
+        """See `Actor.scale_weights`."""
+        self._call_alike("scale_weights", factor, share)
 
     def train_step(
         self,

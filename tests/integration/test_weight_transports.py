@@ -42,9 +42,9 @@ def test_shared_memory_from_two_stages_and_back_to_the_weights_before(ray_here, 
     with loop(arithmetic, tmp_path, "megatron.pipeline_parallel=2", "weight_sync.delta=true") as (controller, run):
         refuses_to_serve(run.engines)  # before its first sync
         assert largest_mismatch(controller) < 1e-5
-        full = controller.weight_sync.metrics["sync/gb"]
+        full = controller.weight_sync.metrics["sync/sent_gb"]
         assert largest_mismatch(controller) < 1e-5  # nothing has changed
-        assert controller.weight_sync.metrics["sync/gb"] < 0.02 * full
+        assert controller.weight_sync.metrics["sync/sent_gb"] < 0.02 * full
         run.trainer.scale_weights(2.0)
         assert largest_mismatch(controller) < 1e-5
         verify(controller, run)

@@ -7,7 +7,7 @@ from the same small description, so that no plan is sent around.
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -113,6 +113,20 @@ class ReshardPlan:
     def all_links(self) -> dict[Link, list[Part]]:
         return self._collected(self._links())
 
+    def volumes(self) -> dict[Link, int]:
+        """{link: elements that go over it}, of the whole plan; for layouts too large to list every part of."""
+        found: dict[Link, int] = defaultdict(int)
+        for number, entry in enumerate(self.entries):
+            for shard in range(self._ranks.shards(entry)):
+                elements: dict[tuple[int, ...], int] = defaultdict(int)
+                for move, ranks in self._needed(entry, shard, None).items():
+                    elements[tuple(ranks)] += move.numel
+                for holder, audiences in self._senders[number, shard].items():
+                    for ranks, count in elements.items():
+                        for receivers in self._receivers(audiences, ranks):
+                            found[Link(holder, receivers, self._carrier(holder, receivers[0]))] += count
+        return found
+
     @staticmethod
     def _collected(links: Iterator[tuple[Link, Part]]) -> dict[Link, list[Part]]:
         found = defaultdict(list)
@@ -135,7 +149,7 @@ class ReshardPlan:
                                 if receiver is None or receiver in receivers:
                                     yield Link(holder, receivers, self._carrier(holder, receivers[0])), part
 
-    def _receivers(self, audiences: tuple[int, ...], ranks: list[int]) -> Iterator[tuple[EngineRank, ...]]:
+    def _receivers(self, audiences: tuple[int, ...], ranks: Sequence[int]) -> Iterator[tuple[EngineRank, ...]]:
         for audience in audiences:
             everyone = tuple(EngineRank(engine, rank) for engine in self._audiences[audience] for rank in ranks)
             yield from [everyone] if self.layouts.multicast else [(one,) for one in everyone]

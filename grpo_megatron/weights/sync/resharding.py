@@ -111,7 +111,7 @@ def _by_rank(answers) -> dict[EngineRank, Answer]:
 
 
 def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
-    """GB that the trainer sent, and the seconds of the slowest rank of either side."""
+    """GB that the trainer sent and the engines received, and the seconds of the slowest rank of either side."""
     seconds = {
         f"{side}_{what}_seconds": max(answer.seconds.get(what, 0.0) for answer in answers)
         for side, answers, kinds in (
@@ -120,7 +120,8 @@ def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
         )
         for what in kinds
     }
-    return {"gb": sum(answer.bytes for answer in sent) / 1e9, **seconds}
+    sent_gb, received_gb = (sum(answer.bytes for answer in answers) / 1e9 for answers in (sent, received))
+    return {"sent_gb": sent_gb, "received_gb": received_gb, **seconds}
 
 
 def chosen_way(config: WeightSyncConfig, layouts: Layouts) -> tuple[Way, Layouts]:
