@@ -101,11 +101,25 @@ class Groups:
         self._groups.clear()
 
 
+class _Ring:
+    """Buffers that are used in turn: memory that is new each time would cost as much as the copy into it."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._buffers, self._next = device, [torch.empty(0, dtype=torch.uint8)] * (_IN_FLIGHT + 1), 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """uint8 [size]; what was taken _IN_FLIGHT + 1 times ago is overwritten."""
+        self._next = (self._next + 1) % len(self._buffers)
+        if len(self._buffers[self._next]) < size:
+            self._buffers[self._next] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._buffers[self._next][:size]
+
+
 class GroupSender:
     """variable: payloads differ in size from what receivers expect, which are told of it first."""
 
     def __init__(self, groups: Groups, variable: bool):
-        self._groups, self._variable = groups, variable
+        self._groups, self._variable, self._ring = groups, variable, _Ring(groups.device)
         self._busy: deque[tuple[dist.Work, torch.Tensor, str]] = deque()
 
     def begin(self, version: int) -> None:
@@ -114,7 +128,7 @@ class GroupSender:
     def buffer(self, size: int) -> torch.Tensor:
         while len(self._busy) >= _IN_FLIGHT:
             self._wait_for_first()
-        return torch.empty(size, dtype=torch.uint8, device=self._groups.device)
+        return self._ring.take(size)
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
         what = f"parcel {parcel.number} of link {parcel.link.name}"
@@ -139,7 +153,7 @@ class GroupReceiver:
     """variable: see GroupSender."""
 
     def __init__(self, groups: Groups, variable: bool):
-        self._groups, self._variable = groups, variable
+        self._groups, self._variable, self._ring = groups, variable, _Ring(groups.device)
 
     def receive(self, version: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
         asked: deque[tuple[Parcel, dist.Work, torch.Tensor]] = deque()
@@ -156,7 +170,7 @@ class GroupReceiver:
             told = torch.zeros(1, dtype=torch.int64, device=self._groups.device)
             self._groups.wait(self._groups.transfer(parcel.link, told, sending=False), f"a size over link {parcel.link.name}")
             size = int(told)
-        payload = torch.empty(size, dtype=torch.uint8, device=self._groups.device)
+        payload = self._ring.take(size)
         return self._groups.transfer(parcel.link, payload, sending=False), payload
 
     def close(self) -> None:

@@ -83,6 +83,9 @@ class ReshardPlan:
     def __init__(self, layouts: Layouts, transformer_engine: bool = False):
         """transformer_engine: the trainer's layers are, and have names of, TransformerEngine."""
         self.layouts = layouts
+        alone = set(layouts.engine_nodes) - set(layouts.rank_nodes)
+        if layouts.within_nodes and alone:
+            raise ValueError(f"no rank of the trainer is on the engines' nodes {sorted(alone)}, to hand weights over there")
         entries = weight_map(layouts.arch, transformer_engine).values()
         self.entries = [entry for entry in entries if entry.exported]
         self._ranks = TrainerRanks(layouts.sizes, layouts.arch.num_layers)
