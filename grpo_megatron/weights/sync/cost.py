@@ -118,10 +118,20 @@ def full_tensors_seconds(layouts: Layouts, machine: Machine, itemsize: int = 2) 
     return model_bytes * layouts.num_engines * layouts.engine.tp / machine.network / 1e9
 
 
-def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine) -> bool:
-    """Whether one broadcast to all engines takes less time than serving each by itself; small models on many engines."""
-    single, together = (cost(replace(layouts, multicast=multicast), machine, bucket_bytes) for multicast in (False, True))
-    return together.seconds < single.seconds
+# Communicators that a rank can afford; NCCL keeps tens of MB of each on the device.
+_MOST_GROUPS = 16
+
+
+def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine = Machine()) -> bool:
+    """Whether broadcasts to all engines take less time than serving each by itself, as with a small model on many engines.
+
+    Not if an engine's rank would be in too many groups, one for each link.
+    """
+    together = replace(layouts, multicast=True)
+    groups = Counter(receiver for link in ReshardPlan(together).volumes() for receiver in link.receivers)
+    if max(groups.values()) > _MOST_GROUPS:
+        return False
+    return cost(together, machine, bucket_bytes).seconds < 0.9 * cost(layouts, machine, bucket_bytes).seconds
 
 
 def on_nodes(layouts: Layouts, gpus_per_node: int, colocated: bool) -> Layouts:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from grpo_megatron.cluster.processes import gather
 from grpo_megatron.config.weight_sync import SyncTransport, WeightSyncConfig
 from grpo_megatron.errors import UserError
+from grpo_megatron.weights.sync.cost import broadcast_is_cheaper
 from grpo_megatron.weights.sync.interface import Transport, WeightSource, WeightTarget
 from grpo_megatron.weights.sync.object_store import ObjectStore
 from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task, Way
@@ -125,7 +126,10 @@ def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
 
 
 def chosen_way(config: WeightSyncConfig, layouts: Layouts) -> tuple[Way, Layouts]:
-    """How parcels travel: as configured, else shared memory where a rank of the trainer is on every engine's node, else groups."""
+    """How parcels travel: as configured, else shared memory where a rank of the trainer is on every engine's node, else groups.
+
+    Groups broadcast where that is cheaper by the model of weights.sync.cost, else they go point to point.
+    """
     alone = sorted(set(layouts.engine_nodes) - set(layouts.rank_nodes))
     automatic = Way.groups if alone else Way.shared_memory
     way = automatic if config.transport == SyncTransport.auto else Way(config.transport.value)
@@ -134,7 +138,8 @@ def chosen_way(config: WeightSyncConfig, layouts: Layouts) -> tuple[Way, Layouts
             "weight_sync.transport=shared_memory needs a rank of the trainer on every engine's node, and there is none on "
             f"{', '.join(alone[:_SHOWN])}; use groups, or auto"
         )
-    return way, replace(layouts, multicast=way != Way.groups, within_nodes=way == Way.shared_memory)
+    multicast = way != Way.groups or broadcast_is_cheaper(layouts, config.bucket_bytes)
+    return way, replace(layouts, multicast=multicast, within_nodes=way == Way.shared_memory)
 
 
 class Checked:
