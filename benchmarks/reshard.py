@@ -22,6 +22,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import ray
 import torch
 import torch.distributed as dist
 
@@ -145,6 +146,39 @@ def _broadcast(rank: int, store: str, size: int, bucket_bytes: int, repeat: int,
     dist.destroy_process_group()
 
 
+@ray.remote(num_cpus=0)
+class _Holder:
+    """An actor that Ray's direct transport takes tensors from, or to."""
+
+    def __init__(self, sizes: list[int]):
+        self._buckets = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+
+    @ray.method(tensor_transport="gloo")
+    def give(self, number: int) -> torch.Tensor:
+        return self._buckets[number]
+
+    def take(self, bucket: torch.Tensor) -> int:
+        return bucket.numel()
+
+
+def ray_direct(size: int, bucket_bytes: int, repeat: int) -> float:
+    """Median seconds of the same bytes between two actors by Ray's own direct transport: to the engine's actor, not to its schedulers."""
+    from ray.experimental.collective import create_collective_group
+
+    sizes = [min(bucket_bytes, size - start) for start in range(0, size, bucket_bytes)]
+    giver, taker = (_Holder.remote(sizes) for _ in range(2))
+    create_collective_group([giver, taker], backend="gloo")
+    seconds = []
+    for _ in range(repeat + 1):
+        started = time.perf_counter()
+        taken = ray.get([taker.take.remote(giver.give.remote(number)) for number in range(len(sizes))])
+        seconds.append(time.perf_counter() - started)
+        assert sum(taken) == size
+    for actor in (giver, taker):
+        ray.kill(actor)
+    return statistics.median(seconds[1:])
+
+
 def measure(folder: Path, engine_tp: int, repeat: int) -> dict:
     settings = config(folder, engine_tp)
     with assemble(settings, "train") as run:
@@ -169,6 +203,7 @@ def measure(folder: Path, engine_tp: int, repeat: int) -> dict:
             found[transport.value] = {"seconds": seconds, **measured}
         found["object_store"], _ = timed(ObjectStore(plan.entries, settings.weight_sync.bucket_bytes), run, repeat)
         found["delta"] = deltas(layouts, run)
+        found["ray_direct"] = ray_direct(bound, settings.weight_sync.bucket_bytes, repeat)
         found["raw"] = raw_broadcast(bound, settings.weight_sync.bucket_bytes, repeat)
     return found
 
@@ -199,6 +234,7 @@ def main() -> None:
                 )
             )
         rows.append((name, "object_store", f"{one['object_store']:.3f}", f"{one['object_store'] / one['raw']:.2f}", "", ""))
+        rows.append((name, "Ray direct, to actor", f"{one['ray_direct']:.3f}", f"{one['ray_direct'] / one['raw']:.2f}", "", ""))
         rows.append((name, "raw broadcast", f"{one['raw']:.3f}", "1.00", f"{one['bound_gb']:.3f}", "1.0000"))
         for share, bytes_share in one["delta"].items():
             rows.append((name, f"delta, {float(share):.0%} changed", "", "", "", f"{bytes_share:.4f} of all bytes"))
@@ -215,6 +251,7 @@ def summary(found: list[dict]) -> dict:
         "groups_over_raw": max(one["groups"]["seconds"] / one["raw"] for one in found),
         "seconds": max(one["shared_memory"]["seconds"] for one in found),
         "object_store_seconds": max(one["object_store"] for one in found),
+        "ray_direct_seconds": max(one["ray_direct"] for one in found),
         "raw_seconds": max(one["raw"] for one in found),
         "digest_seconds": max(one["shared_memory"]["engine_digest_seconds"] for one in found),
         "delta_bytes": {share: max(one["delta"][share] for one in found) for share in found[0]["delta"]},
