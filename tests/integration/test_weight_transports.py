@@ -91,7 +91,7 @@ def one_sync_takes_seconds(controller):
     """By very small buckets; a first sync with them connects everything."""
     sync = controller.weight_sync
     resharding = sync._transport._resharding
-    resharding._setup = replace(resharding._setup, bucket_bytes=200)
+    resharding._setup = replace(resharding._setup, bucket_bytes=100)
 
 
 @pytest.mark.slow
@@ -101,12 +101,13 @@ def test_a_death_in_mid_sync_leaves_no_engine_serving(ray_here, arithmetic, tmp_
     changes = [f"weight_sync.transport={transport}", "megatron.pipeline_parallel=2", "rollout.engine.num_engines=2"]
     with loop(arithmetic, tmp_path, *changes) as (controller, run):
         one_sync_takes_seconds(controller)
+        controller.sync_weights()  # connects everything
         started = time.monotonic()
         controller.sync_weights()
         seconds = time.monotonic() - started
         assert seconds > 0.5
         process = {"trainer": run.trainer.group.ranks[1].pid, "engine": scheduler_of(run.engines._engines[1])}[victim]
-        threading.Timer(seconds / 2, os.kill, (process, signal.SIGKILL)).start()
+        threading.Timer(seconds / 3, os.kill, (process, signal.SIGKILL)).start()
         version = run.engines.weight_version
         with pytest.raises((ProcessDied, RuntimeError)) as caught:
             controller.sync_weights()

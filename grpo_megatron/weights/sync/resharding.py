@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -101,9 +102,12 @@ class Resharding:
         return list(self._plan.incoming(me))
 
     def close(self) -> None:
-        for path in glob.glob(FILES.format(port=self._setup.store[1])):  # of ranks that were killed
+        """The ranks may be dead already: what they left is removed here, as far as this node sees it."""
+        for path in glob.glob(FILES.format(port=self._setup.store[1])):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+        if self._setup.way == Way.disk:
+            shutil.rmtree(self._setup.folder, ignore_errors=True)
 
 
 def _by_rank(answers) -> dict[EngineRank, Answer]:
