@@ -183,7 +183,6 @@ class SGLangEngine:
             raise RuntimeError(f"{self._process.name} may not serve: nobody has compared its weights with the trainer's")
 
     async def submit(self, requests: list[Request]) -> None:
-        self._must_be_admitted()
         for request in requests:
             task = asyncio.create_task(self._generate(request))
             self._tasks.add(task)
@@ -191,6 +190,7 @@ class SGLangEngine:
 
     async def _generate(self, request: Request) -> None:
         try:
+            self._must_be_admitted()
             answer = await self._engine.async_generate(
                 input_ids=request.prompt_ids,
                 sampling_params=request.sampling,

@@ -10,6 +10,7 @@ from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.weights.sync.cost import Machine, broadcast_is_cheaper, cost, full_tensors_seconds, on_nodes
 from grpo_megatron.weights.sync.plan import Layouts
+from tests.tools import run_tool
 
 LLAMA_70B = Architecture(
     family="llama",
@@ -75,3 +76,13 @@ def test_a_small_model_is_broadcast_to_many_engines(engines, broadcast):
 
 def test_a_large_layout_would_need_too_many_groups():
     assert not broadcast_is_cheaper(on_128_gpus(), BUCKET)
+
+
+def test_a_sync_planned_on_paper(capsys):
+    """Of a model that is not here, with the numbers above; illegal layouts are refused."""
+    arguments = ["configs/models/llama-3.1-70b", "--nodes", 16, "--trainer", "tp=8,pp=4"]
+    text, _ = run_tool("plan_weight_sync", *arguments)
+    assert "| TP8 PP4 DP2 | 8 x TP8 | own nodes | 1,129 | 0 | 18.2 | 17.6 | 0.35 | 0.37 |" in text
+    assert "point to point" in text
+    assert "does not divide the model's 80 layers" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,pp=3", status=2)[1]
+    assert "must be one of tp, pp" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,xp=3", status=2)[1]
