@@ -35,6 +35,46 @@ FAMILIES = {
         },
     ),
     "mixtral": ("Mixtral", {"head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 24,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
 }
 
 
@@ -66,6 +106,9 @@ def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
             torch.nn.init.uniform_(parameter, 0.7, 1.3)
         if "bias" in parameter_name:  # all zeros at first
             torch.nn.init.normal_(parameter, std=0.3)
+    for buffer_name, buffer in model.named_buffers():
+        if "correction_bias" in buffer_name:  # all zeros at first
+            torch.nn.init.normal_(buffer, std=0.3)
     model.save_pretrained(folder)
     return str(folder)
 

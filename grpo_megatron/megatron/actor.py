@@ -345,8 +345,8 @@ class Actor:
         dist.barrier()
         with self._settled_weights():
             writer = hf_checkpoint.HFWriter(folder, f"{self.rank.rank:05d}")
-            for name, tensor in iterate_hf(self.chunks, self.entries):
-                writer.add(name, tensor.to(dtype))
+            for name, tensor in iterate_hf(self.chunks, self.entries, dtype):
+                writer.add(name, tensor)
             shards = writer.close()  # empty where nothing was gathered
         everyone: list = [None] * self.spec.sizes.world_size
         dist.all_gather_object(everyone, (self.rank.pp_rank, shards))
