@@ -63,6 +63,10 @@ FAMILIES = {
             "topk_group": 2,
             "moe_intermediate_size": 40,
             "first_k_dense_replace": 1,
+            # transformers does not write these, SGLang reads them
+            "moe_layer_freq": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,

@@ -74,9 +74,11 @@ class LatentAttention(MegatronModule):
             self.linear_q_proj = column_parallel(arch.hidden_size, heads * arch.head_dim)
         else:
             self.linear_q_down_proj = _Replicated(config, self.latent.query_rank, arch.hidden_size)
+        # Next to the queries' one also in the order of weight syncs, see weights.buckets.
+        self.linear_kv_down_proj = _Replicated(config, self.latent.kv_rank + rotated, arch.hidden_size)
+        if self.latent.query_rank is not None:
             self.q_layernorm = RMSNorm(config, self.latent.query_rank, eps=LATENT_NORM_EPS)
             self.linear_q_up_proj = column_parallel(self.latent.query_rank, heads * arch.head_dim)
-        self.linear_kv_down_proj = _Replicated(config, self.latent.kv_rank + rotated, arch.hidden_size)
         self.kv_layernorm = RMSNorm(config, self.latent.kv_rank, eps=LATENT_NORM_EPS)
         self.linear_kv_up_proj = column_parallel(self.latent.kv_rank, heads * (self.latent.plain_dim + self.latent.value_dim))
         self.core_attention = submodules.core(

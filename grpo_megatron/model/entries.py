@@ -220,3 +220,9 @@ def engine_shapes(entries: Iterable[Entry], layout: EngineLayout) -> dict[str, S
             # Of several entries in one parameter, the last one reaches to its end.
             shapes[entry.engine] = max(shape, shapes.get(entry.engine, shape))
     return shapes
+
+
+def engine_stacks(entries: Iterable[Entry]) -> dict[str, str]:
+    """{HF tensor: engine's parameter} of those that several Megatron parameters are stacked in, experts left out."""
+    stacked = {entry.engine for entry in entries if entry.engine_row}
+    return {hf: entry.engine for entry in entries if entry.engine in stacked for hf in entry.hf}

@@ -171,6 +171,10 @@ def _yarn(parameters: Fields) -> Yarn:
         raise UserError("attention_factor and truncate=false of the rope scaling are not supported")
     factor = parameters.number("factor")
     scores, cosines = parameters.number("mscale_all_dim", None), parameters.number("mscale", None)
+    if (scores is None) != (cosines is None):
+        raise UserError(
+            "mscale and mscale_all_dim of the rope scaling are only supported together: alone they are read differently"
+        )
 
     def grown(share: float) -> float:
         return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -180,6 +184,6 @@ def _yarn(parameters: Fields) -> Yarn:
         beta_fast=parameters.number("beta_fast", 32.0),
         beta_slow=parameters.number("beta_slow", 1.0),
         original_max_positions=parameters.integer("original_max_position_embeddings"),
-        cos_factor=grown(cosines) / grown(scores) if cosines and scores else grown(1.0),
+        cos_factor=grown(cosines) / grown(scores) if scores else grown(1.0),
         softmax_factor=grown(scores) ** 2 if scores else 1.0,
     )
