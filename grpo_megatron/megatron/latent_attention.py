@@ -17,10 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from grpo_megatron.megatron.attention import rotate
 from grpo_megatron.megatron.modules import RMSNorm
-from grpo_megatron.model.architecture import Architecture
-
-# The norms of the latents do not follow rms_norm_eps in the models' own code.
-LATENT_NORM_EPS = 1e-6
+from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ import torch
 from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.batch.schedule import CostModel
 
+# Of the norms of latents (see Latent): the models' own code does not take rms_norm_eps there.
+LATENT_NORM_EPS = 1e-6
+
 
 @dataclass(frozen=True)
 class RopeScaling:

@@ -1,15 +1,19 @@
 """Every family in every layout: log-probs as in transformers, round trips bit for bit."""
 
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from grpo_megatron.config.schema import OptimizerConfig, Precision
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.weights.stored import dequantised, scales_shape
 from tests.models import FAMILIES, random_batch, tiny_model, transformers_logprobs
 from tests.parallel import actors
 from tests.parallel.test_weights import assert_identical, read_all
@@ -95,6 +99,7 @@ VARIANTS = {
     "no latent of queries, rotation in halves": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
     "no groups, rotation unscaled": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "rope_parameters": PLAIN}),
     "another factor of cosines": ("deepseek_v3", {"rope_parameters": {"mscale": 0.7, "mscale_all_dim": 1.1}}),
+    "an epsilon that norms of latents do not take": ("deepseek_v3", {"rms_norm_eps": 0.01}),
     "neither norms nor biases": ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 3}),
 }
 
@@ -117,6 +122,29 @@ def test_the_correction_bias_changes_something(models, family):
     for bias in biases:
         bias.zero_()
     assert np.abs(transformers_logprobs(model, batch) - expected).max() > 1e-2
+
+
+def test_fp8_blocks_are_loaded_as_their_values(ranks, models, tmp_path):
+    """Also of slices that begin within a block; a layer for further tokens is left out of the export."""
+    folder, block = Path(models("deepseek_v3", False)[0]), (20, 24)
+    expected, stored = load_file(folder / "model.safetensors"), {}
+    for name, tensor in expected.items():
+        if "self_attn" in name and tensor.ndim == 2:
+            scales = torch.rand(scales_shape(tensor.shape, block))
+            stored |= {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+            expected[name] = dequantised(stored[name], scales, (0, 0), block)
+    further = {"model.layers.4.eh_proj.weight": torch.ones(2, 2)}
+    (tmp_path / "fp8").mkdir()
+    save_file(expected | stored | further, tmp_path / "fp8" / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config | fp8))
+    spec = ActorSpec(str(tmp_path / "fp8"), EXPERT_LAYOUTS["tp2sp"], OptimizerConfig())
+    ranks.run(actors.round_trip, spec.sizes, spec, str(tmp_path / "out"), None)
+    assert_identical(read_all(tmp_path / "out"), expected)
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in exported
+    assert exported["num_nextn_predict_layers"] == 0
 
 
 def test_the_correction_bias_is_not_rounded(ranks, models, tmp_path):
