@@ -1,7 +1,7 @@
 """Multi-head latent attention (arXiv:2405.04434, section 2.1) over packs, for either kind of layers.
 
-Megatron's own class is not used. Without sequence parallelism its gradient of the key part that all heads share misses the
-other tensor-parallel ranks' heads, and its rotation of packs asks for the lengths of all sequences in every layer.
+Megatron's own class is not used. With its local layers the gradient of the key part that all heads share misses the heads of other
+tensor-parallel ranks, and its rotation of packs asks for the lengths of all sequences in every layer.
 """
 
 import math

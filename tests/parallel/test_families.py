@@ -18,7 +18,8 @@ from tests.models import FAMILIES, random_batch, tiny_model, transformers_logpro
 from tests.parallel import actors
 from tests.parallel.test_weights import assert_identical, read_all
 
-EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
+SIGMOID = ("glm4_moe", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "mixtral", *SIGMOID)
 DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
 LAYOUTS = {
     "tp1": ParallelSizes(),
@@ -82,7 +83,9 @@ def test_family(ranks, models, tmp_path, family, tied, layout):
     check(ranks, *models(family, tied), LAYOUTS[layout], tmp_path / "out")
 
 
-@pytest.mark.slow_when(lambda layout: layout in ("pp2", "tp2pp2"))
+@pytest.mark.slow_when(
+    lambda family, layout: layout in ("pp2", "tp2pp2") or (family in SIGMOID and layout not in ("tp1", "pp2vpp2", "ep2tp2"))
+)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 @pytest.mark.parametrize("family", EXPERTS)
 def test_family_with_experts(ranks, models, tmp_path, family, layout):
@@ -104,6 +107,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow_when(lambda variant: not variant.startswith("no latent"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_a_family(ranks, models, tmp_path, variant):
     family, changes = VARIANTS[variant]
@@ -112,7 +116,7 @@ def test_variants_of_a_family(ranks, models, tmp_path, variant):
     check(ranks, *models(family, False, **changes), EXPERT_LAYOUTS["tp2sp"], tmp_path / "out")
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", SIGMOID)
 def test_the_correction_bias_changes_something(models, family):
     """Otherwise the cases above would pass without it."""
     folder, batch, expected = models(family, False)
