@@ -17,6 +17,7 @@ from grpo_megatron.run.folder import open_run_folder
 from grpo_megatron.run.monitor import Monitor
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.policy import PolicyTrainer
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ def assemble(config: Config, command: str) -> Iterator[Run]:
         monitor = Monitor(directory, config.run.total_steps, resumed)
         cleanup.callback(monitor.close)
         monitor.say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
+        if note := HFCheckpoint(config.model.path).note:
+            monitor.say(note)
         cluster = allocate(config, num_ranks, num_engines)
         cleanup.callback(cluster.close)
         engines = None

@@ -1,6 +1,7 @@
 """HF checkpoint <-> Megatron distributed checkpoint, in one process, by the trainer's own code."""
 
 import json
+import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,8 @@ def hf_to_megatron(source: str, target: str) -> None:
     if Path(target).exists() and any(Path(target).iterdir()):
         raise UserError(f"{target} is not empty; choose another folder")
     reader = hf_checkpoint.HFCheckpoint(source)
+    if reader.note:
+        print(reader.note, file=sys.stderr)
     dtype = read_architecture(source).dtype
     with _single_rank_model(source, dtype) as (chunks, entries):
         load_hf(chunks, reader, entries)

@@ -31,8 +31,9 @@ from grpo_megatron.megatron.reference import ReferenceWeights
 from grpo_megatron.megatron.rounding import rounding_noise
 from grpo_megatron.megatron.router import Routing, take_loss_sums
 from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult
-from grpo_megatron.megatron.weights import iterate_hf, load_hf, local_parameters, mark_parallel
+from grpo_megatron.megatron.weights import iterate_hf, load_hf, local_weights, mark_parallel
 from grpo_megatron.metrics import Mean, Metrics, concrete, merge
+from grpo_megatron.model.entries import engine_stacks
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
@@ -320,7 +321,7 @@ class Actor:
                 self._sender.close()
             self._sender = Sender(order.setup, self.rank.rank, self.device, self._transformer_engine)
         with self._settled_weights(), torch.no_grad():
-            parameters = {name: parameter.detach() for name, parameter in local_parameters(self.chunks).items()}
+            parameters = {name: parameter.detach() for name, parameter in local_weights(self.chunks).items()}
             return self._sender.send(order, parameters)
 
     def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
@@ -330,7 +331,8 @@ class Actor:
         """
         with self._settled_weights():
             # On ranks that hand out nothing the loop still drives the collectives.
-            yield from make_buckets(iterate_hf(self.chunks, self.entries), max_bytes)
+            stacks = engine_stacks(self.entries.values())
+            yield from make_buckets(iterate_hf(self.chunks, self.entries), max_bytes, stacks)
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
         """Write the weights as an HF checkpoint, with the tokenizer of the original. Collective.
@@ -345,8 +347,8 @@ class Actor:
         dist.barrier()
         with self._settled_weights():
             writer = hf_checkpoint.HFWriter(folder, f"{self.rank.rank:05d}")
-            for name, tensor in iterate_hf(self.chunks, self.entries):
-                writer.add(name, tensor.to(dtype))
+            for name, tensor in iterate_hf(self.chunks, self.entries, dtype):
+                writer.add(name, tensor)
             shards = writer.close()  # empty where nothing was gathered
         everyone: list = [None] * self.spec.sizes.world_size
         dist.all_gather_object(everyone, (self.rank.pp_rank, shards))

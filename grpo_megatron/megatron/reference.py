@@ -4,6 +4,8 @@ from contextlib import contextmanager
 
 import torch
 
+from grpo_megatron.megatron.weights import local_weights
+
 
 class ReferenceWeights:
     """A second set of values for the parameters of a model.
@@ -19,7 +21,7 @@ class ReferenceWeights:
         on_host: kept in the host's memory between uses, else beside the parameters.
         """
         self._on_host = on_host
-        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._parameters = list(local_weights(chunks).values())
         self._other = [self._copy(parameter) for parameter in self._parameters]
 
     def _copy(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,8 @@ def engine_arguments(
         "skip_server_warmup": True,
         "log_level": "warning",
         "weight_version": "0",
+        # Fused, a layer's shared experts are further rows of the stacked ones, and the weight map has them on their own.
+        "disable_shared_experts_fusion": True,
         # Stop strings need text; without them ids are enough, and the detokenizer stays idle.
         "skip_tokenizer_init": not needs_tokenizer,
         "custom_weight_loader": [DOOR],
