@@ -31,10 +31,11 @@ from grpo_megatron.megatron.process_groups import rank_info
 from grpo_megatron.megatron.reference import ReferenceWeights
 from grpo_megatron.megatron.rounding import rounding_noise
 from grpo_megatron.megatron.router import Routing, take_loss_sums
-from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, SaveReport, TrainResult
+from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult
 from grpo_megatron.megatron.weights import iterate_hf, load_hf, mark_parallel
 from grpo_megatron.metrics import Mean, Metrics, concrete, merge
 from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.run.checkpoints import SaveReport
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
 from grpo_megatron.weights.maps import weight_map
@@ -351,11 +352,11 @@ class Actor:
             hf_checkpoint.finish(folder, list(itertools.chain.from_iterable(part for _, part in in_order)), final)
         dist.barrier()
 
-    def save_checkpoint(self, folder: str, background: bool = False) -> None:
-        """Weights, optimizer and learning-rate state as they are now. Collective; raises as `finish_checkpoint`.
+    def begin_checkpoint(self, folder: str) -> None:
+        """Begin to write weights, optimizer and learning-rate state as they are now. Collective.
 
-        background: written while other methods are called, of which those that change the state wait until it is
-        read; the checkpoint is whole when `finish_checkpoint` has returned.
+        Other methods may be called meanwhile; those that change the state wait until it is read. The checkpoint is whole
+        when `finish_checkpoint` has returned.
         """
         if self._writer:
             raise RuntimeError("the last checkpoint has not been finished")
@@ -363,15 +364,13 @@ class Actor:
             self._writer = sharded_state.save(folder, [ddp.module for ddp in self.ddp], self.optimizer)
             if self.spec.optimizer.offload:
                 self._until_saved()
-        if not background:
-            self.finish_checkpoint()
 
     def checkpoint_written(self) -> bool:
         """Whether `finish_checkpoint` has nothing to wait for on this rank."""
         return self._writer is None or self._writer.done()
 
     def finish_checkpoint(self) -> SaveReport:
-        """Wait until the checkpoint begun by `save_checkpoint` is on the disk. Collective; may be called asleep.
+        """Wait until the checkpoint that was begun is on the disk. Collective; may be called asleep.
 
         Raises UserError on all ranks, naming those that could not write.
         """

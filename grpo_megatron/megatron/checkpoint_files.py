@@ -34,7 +34,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.shards import Piece
-from grpo_megatron.megatron.spec import SaveReport
+from grpo_megatron.paths import sync_to_disk
+from grpo_megatron.run.checkpoints import SaveReport
 
 # Megatron's names of the files beside the shards, which its own loader asks for.
 _CONFIG, _COMMON = "metadata.json", "common.pt"
@@ -56,6 +57,11 @@ class _Written(NamedTuple):
     dtype: torch.dtype | None = None
     offset: tuple[int, ...] = ()
     size: tuple[int, ...] = ()
+
+    def result(self, file: str) -> WriteResult:
+        """As torch.distributed.checkpoint finds it again."""
+        index = MetadataIndex(self.name, None if self.shape is None else self.offset)
+        return WriteResult(index, self.length, _StorageInfo(file, self.at, self.length))
 
 
 class Writer:
@@ -152,22 +158,9 @@ class Writer:
         (folder / _CONFIG).write_text(json.dumps(_BACKENDS), encoding="utf-8")
         for path in (folder / _COMMON, folder / _CONFIG):
             sync_to_disk(path)
-        results = [
-            WriteResult(MetadataIndex(item.name, None if item.shape is None else item.offset), item.length, _StorageInfo(file, item.at, item.length))
-            for file, items in files.items()
-            for item in items
-        ]
+        results = [item.result(file) for file, items in files.items() for item in items]
         FileSystemWriter(folder).finish(_metadata([item for items in files.values() for item in items]), [results])
         sync_to_disk(folder)
-
-
-def sync_to_disk(path: Path) -> None:
-    """fsync of a file, or of a folder's list of files."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _metadata(items: list[_Written]) -> Metadata:

@@ -70,15 +70,6 @@ class TrainResult:
     beyond: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class SaveReport:
-    """Of one rank. seconds: until its file was on the disk. waited: of these, how long training waited for it. bytes: written."""
-
-    seconds: float
-    waited: float
-    bytes: int
-
-
 def lr_decay_steps(config: Config, command: str) -> int:
     """Optimizer steps of the learning-rate schedule with its warm-up: as set, else all of the run; command: train or sft."""
     if config.optimizer.lr_decay_steps is not None:

@@ -14,10 +14,11 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.config.schema import MegatronConfig
-from grpo_megatron.megatron.spec import ActorSpec, SaveReport
+from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.start import start_actor
 from grpo_megatron.metrics import Mean, Metrics, Sum, merge
 from grpo_megatron.model.architecture import read_architecture
+from grpo_megatron.run.checkpoints import SaveReport
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 
 
@@ -164,17 +165,20 @@ class PolicyTrainer:
     def save_hf(self, folder: str) -> None:
         self._call_alike("save_hf", folder)
 
-    def save_checkpoint(self, folder: str, background: bool = False) -> None:
-        """background: see Actor.save_checkpoint; `finish_checkpoint` must follow."""
-        self._call_alike("save_checkpoint", folder, background)
+    def begin_checkpoint(self, folder: str) -> None:
+        """See Actor.begin_checkpoint; `finish_checkpoint` must follow."""
+        self._call_alike("begin_checkpoint", folder)
 
     def checkpoint_written(self) -> bool:
         """Whether `finish_checkpoint` has nothing to wait for. Lets the ranks sleep."""
         return all(self.group.call("checkpoint_written"))
 
-    def finish_checkpoint(self) -> SaveReport:
-        """The checkpoint in `folder` is whole afterwards; the longest times of any rank, and the bytes of all. Lets the ranks sleep."""
-        reports = self.group.call("finish_checkpoint")
+    def finish_checkpoint(self, timeout: float | None = None) -> SaveReport:
+        """The checkpoint is whole afterwards. Returns the longest times of any rank, and the bytes of all. Lets the ranks sleep.
+
+        timeout: in seconds, if not that of all calls.
+        """
+        reports = self.group.call("finish_checkpoint", timeout=timeout)
         return SaveReport(max(r.seconds for r in reports), max(r.waited for r in reports), sum(r.bytes for r in reports))
 
     def load_checkpoint(self, folder: str) -> None:
