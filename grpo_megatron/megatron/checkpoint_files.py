@@ -4,6 +4,7 @@ The format is torch.distributed.checkpoint's, with the names that Megatron gives
 Megatron's own writers cannot be used: they copy all that they write. docs/checkpoints.md has the comparison.
 """
 
+import ctypes
 import io
 import json
 import math
@@ -67,7 +68,7 @@ class _Written(NamedTuple):
 class Writer:
     """Writes one rank's file from the live tensors; whoever is about to change them waits until they are read.
 
-    Nothing is copied but the piece being written. Weights come first: they may be exchanged for the reference's
+    Nothing is copied but the piece that is being written. Weights come first: they may be exchanged for the reference's
     long before the optimizer's states change.
     """
 
@@ -113,8 +114,10 @@ class Writer:
     def _write(self, file, pieces: list[Piece]) -> None:
         for piece in pieces:
             at = file.tell()
-            # A copy on the host even where it is there already: torch.save writes the whole storage behind a view.
-            torch.save(piece.data.to("cpu", copy=True), file)
+            host = piece.data.cpu()  # the live memory itself where that is the host's
+            # torch.save writes the whole storage behind a view. A copy would do, but its page faults cost more than the writing.
+            memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
+            torch.save(torch.frombuffer(memory, dtype=host.dtype).view(host.shape), file)
             self._written.append(
                 _Written(piece.name, at, file.tell() - at, piece.shape, piece.data.dtype, piece.offset, tuple(piece.data.shape))
             )

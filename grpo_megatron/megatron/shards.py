@@ -16,7 +16,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
-# A piece is copied while it is written or read: more elements than this are several pieces.
+# A piece is copied, within torch.save, while it is written, and read as a whole: more elements than this are several.
 _MOST_ELEMENTS = 4 * 2**20
 
 
