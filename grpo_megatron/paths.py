@@ -1,4 +1,4 @@
-"""Is there, at a path that a user gave, what it was given for."""
+"""Is there, at a path that a user gave, what it was given for; and making what was written there last."""
 
 import os
 import stat

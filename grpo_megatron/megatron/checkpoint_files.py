@@ -209,7 +209,7 @@ def read(folder: str, pieces: list[Piece], objects: list[str]) -> dict[str, io.B
     reader = FileSystemReader(folder)
     try:
         metadata = reader.read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged pickle may raise anything
         raise UserError(f"{folder} is no whole checkpoint: its .metadata cannot be read ({error})") from error
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     by_name = defaultdict(list)

@@ -1,5 +1,6 @@
 """What the checkpoint tests run on each rank, and the reading of what they wrote."""
 
+import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron import checkpoint_files, shards
+from grpo_megatron.megatron import checkpoint_files, sharded_state, shards
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import TrainResult
 from tests.parallel.actors import micro_batches
@@ -112,6 +113,29 @@ def fail(spec, batches, loss, folder) -> str:
         said = str(error)
     actor.begin_checkpoint(f"{folder}-next")
     actor.finish_checkpoint()
+    return said
+
+
+def refusals(spec, other, folder) -> list[str]:
+    """What loading says of a checkpoint of another model, one of weights alone, a cut file, one without .metadata."""
+    actor = Actor(spec)
+    folders = [f"{folder}/{name}" for name in ("other", "weights", "cut", "begun")]
+    another = Actor(other)
+    another.begin_checkpoint(folders[0])
+    another.finish_checkpoint()
+    sharded_state.save_weights(folders[1], actor.chunks)
+    for name in folders[2:]:
+        actor.begin_checkpoint(name)
+        actor.finish_checkpoint()
+    shard = Path(folders[2], "__0_0.distcp")
+    os.truncate(shard, shard.stat().st_size - 1000)
+    Path(folders[3], ".metadata").unlink()
+    said = []
+    for name in folders:
+        try:
+            actor.load_checkpoint(name)
+        except UserError as error:
+            said.append(str(error))
     return said
 
 

@@ -168,6 +168,19 @@ def test_a_disk_that_is_full_is_one_message(ranks, models, batches, tmp_path):
     assert Path(f"{folder}-next", ".metadata").exists()
 
 
+def test_a_checkpoint_that_does_not_fit_is_one_message(ranks, models, tmp_path):
+    specs = [ActorSpec(models[name], ParallelSizes(), OPTIMIZER) for name in ("dense", "tied")]
+    (said,) = ranks.run(checkpoints.refusals, ParallelSizes(), *specs, str(tmp_path))
+    expected = (
+        "it is of another model",
+        "has weights alone",
+        "is damaged, or cannot be read",
+        "is no whole checkpoint: its .metadata",
+    )
+    for message, part in zip(said, expected, strict=True):
+        assert part in message
+
+
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_a_flat_range_is_few_rectangles(shape, data):
     count = math.prod(shape)
