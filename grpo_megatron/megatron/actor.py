@@ -21,6 +21,7 @@ from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Precision, RoutingReplay
 from grpo_megatron.megatron import sharded_state
+from grpo_megatron.megatron.checkpoint_files import Writer
 from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, forward_probe
 from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory, occupied
 from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, set_loss_inputs, set_routing_from
@@ -35,6 +36,7 @@ from grpo_megatron.megatron.weights import iterate_hf, load_hf, local_weights, m
 from grpo_megatron.metrics import Mean, Metrics, concrete, merge
 from grpo_megatron.model.entries import engine_stacks
 from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.run.checkpoints import SaveReport
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
 from grpo_megatron.weights.sync.order import Answer, Order
@@ -112,6 +114,7 @@ class Actor:
         config.grad_scale_func = self.optimizer.inner.scale_loss
         self.memory = TrainingMemory(self.ddp, self.optimizer)
         self._parking = Parking(spec.offload_folder)
+        self._writer: Writer | None = None
         self._park_optimizer()
 
     @contextmanager
@@ -143,6 +146,11 @@ class Actor:
         if self.spec.optimizer.offload:
             self._parking.park("optimizer", self.memory.optimizer())
 
+    def _until_saved(self, weights_only: bool = False) -> None:
+        """Called before weights or optimizer states change: a checkpoint may be being written from where they are."""
+        if self._writer:
+            self._writer.wait_until_read(weights_only)
+
     def sleep(self) -> dict[str, Bytes]:
         """Give back the memory of weights, gradients and optimizer states, until `wake`. Collective.
 
@@ -152,6 +160,7 @@ class Actor:
         report = {"before": self.memory.resident() | {"occupied": occupied()}}
         with self._settled_weights():
             pass  # values on their way from other replicas arrive first
+        self._until_saved()
         self.mini_batches.clear()
         if not self._parking.parked("optimizer"):
             self._parking.park("optimizer", self.memory.optimizer())
@@ -178,6 +187,8 @@ class Actor:
         """
         if reference and self.reference is None:
             raise RuntimeError("this actor was built without reference weights")
+        if reference:
+            self._until_saved(weights_only=True)
         prepared = self.mini_batches.get(key, micro_batches)
         routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
         for ddp in self.ddp:
@@ -209,6 +220,7 @@ class Actor:
 
         share: of the elements, chosen at random. Replicas then differ, so with less than 1 nothing may be trained afterwards.
         """
+        self._until_saved(weights_only=True)
         with self._settled_weights():
             for chunk in self.chunks:
                 for parameter in chunk.parameters():
@@ -245,6 +257,7 @@ class Actor:
         """
         metrics = self.compute_gradients(micro_batches, loss, step_tokens, current_is_old, key)
         beyond = self._beyond_limits(loss.limits, metrics)
+        self._until_saved()
         with self._optimizer_at_hand():
             outcome = self.optimizer.step(drop=drop or bool(beyond))
         if not self.rank.reports:
@@ -358,13 +371,34 @@ class Actor:
             hf_checkpoint.finish(folder, list(itertools.chain.from_iterable(part for _, part in in_order)), final)
         dist.barrier()
 
-    def save_checkpoint(self, folder: str) -> None:
-        """Collective; see megatron.checkpoint."""
+    def begin_checkpoint(self, folder: str) -> None:
+        """Begin to write weights, optimizer and learning-rate state as they are now. Collective.
+
+        Other methods may be called meanwhile; those that change the state wait until it is read. The checkpoint is whole
+        when `finish_checkpoint` has returned.
+        """
+        if self._writer:
+            raise RuntimeError("the last checkpoint has not been finished")
         with self._settled_weights(), self._optimizer_at_hand():
-            sharded_state.save(folder, [ddp.module for ddp in self.ddp], self.optimizer)
+            self._writer = sharded_state.save(folder, [ddp.module for ddp in self.ddp], self.optimizer)
+            if self.spec.optimizer.offload:
+                self._until_saved()
+
+    def checkpoint_written(self) -> bool:
+        """Whether `finish_checkpoint` has nothing to wait for on this rank."""
+        return self._writer is None or self._writer.done()
+
+    def finish_checkpoint(self) -> SaveReport:
+        """Wait until the checkpoint that was begun is on the disk. Collective; may be called asleep.
+
+        Raises UserError on all ranks, naming those that could not write.
+        """
+        writer, self._writer = self._writer, None
+        return writer.finish()
 
     def load_checkpoint(self, folder: str) -> None:
         """Weights, optimizer and learning-rate state; the reference stays what it was. Collective."""
+        self._until_saved()
         with self._settled_weights(), self._optimizer_at_hand():
             sharded_state.load(folder, [ddp.module for ddp in self.ddp], self.optimizer)
 
