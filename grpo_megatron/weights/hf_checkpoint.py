@@ -121,7 +121,7 @@ class HFCheckpoint:
     def violations(self, entries: dict[str, Entry]) -> list[str]:
         """What is wrong with names, shapes and types of the tensors, by the files' headers; no tensor is read.
 
-        entries: what weights.maps.weight_map promises. Each violation is one sentence that names the folder or file.
+        entries: what model.families.weight_map promises. Each violation is one sentence that names the folder or file.
         """
         promised = hf_shapes(entries)
         found = []
