@@ -15,6 +15,7 @@ import torch
 from grpo_megatron.conversion.layout import Layout, clipped, megatron_layout, rows_within
 from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, new_file, refuse_existing, writing
 from grpo_megatron.conversion.pool import Progress, run
+from grpo_megatron.conversion.sources import COMPANIONS, WEIGHTS, Buffer
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture
@@ -23,9 +24,7 @@ from grpo_megatron.model.pieces import Piece, Shape
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, write_metadata
 
-WEIGHTS = "actor"  # the same place as in a trainer's checkpoint
-COMPANIONS = "hf"
-NOTE = "converted.json"  # says what it was made of; without it, it is a trainer's
+_NOTE = "converted.json"  # says what it was made of; without it, it is a trainer's
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class _Converter:
 
     def start(self) -> None:
         self.checkpoint = hf_checkpoint.HFCheckpoint(self.source)
-        self.buffer = np.empty(0, np.uint8)
+        self.buffer = Buffer()
 
     def do(self, unit: _Unit, advance) -> list[tuple[int, int]]:
         """(offset, length) of each chunk in the file."""
@@ -70,9 +69,7 @@ class _Converter:
         return places
 
     def _make(self, chunk: _Chunk) -> torch.Tensor:
-        if self.buffer.nbytes < chunk.nbytes:
-            self.buffer = np.empty(chunk.nbytes, np.uint8)
-        tensor = torch.from_numpy(self.buffer[: chunk.nbytes]).view(chunk.dtype).view(chunk.shape)
+        tensor = self.buffer.tensor(chunk.shape, chunk.dtype)
         if sum(piece.numel for piece in chunk.pieces) < tensor.numel():
             tensor.zero_()  # padding
         for piece in chunk.pieces:
@@ -106,7 +103,7 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
         _finish(folder, weights, layout, arch, units)
         hf_checkpoint.copy_companions(source, str(folder.result / COMPANIONS), arch.dtype)
         note = {"source": plan["source"], "dtype": str(arch.dtype).removeprefix("torch.")}
-        (folder.result / NOTE).write_text(json.dumps(note), encoding="utf-8")
+        (folder.result / _NOTE).write_text(json.dumps(note), encoding="utf-8")
     folder.finish()
     return progress
 

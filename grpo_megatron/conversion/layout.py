@@ -114,6 +114,9 @@ def rows_within(shape: Shape, itemsize: int, limit: int, multiple: int = 1) -> l
     row = prod(shape[axis + 1 :]) * itemsize
     step = max(limit // row // multiple, 1) * multiple
     return [
-        (tuple(first if i == axis else 0 for i in range(len(shape))), (*shape[:axis], min(step, shape[axis] - first), *shape[axis + 1 :]))
+        (
+            tuple(first if i == axis else 0 for i in range(len(shape))),
+            (*shape[:axis], min(step, shape[axis] - first), *shape[axis + 1 :]),
+        )
         for first in range(0, shape[axis], step)
     ]

@@ -74,7 +74,9 @@ class PartialFolder:
         """Raises UserError if the disk has no room for so many bytes."""
         free = shutil.disk_usage(self.root).free
         if free < needed:
-            raise UserError(f"{self.root} needs {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free; make room, or choose another disk")
+            raise UserError(
+                f"{self.root} needs {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free; make room, or choose another disk"
+            )
 
     def finish(self) -> None:
         """Put the folder in its place; all of it must be written."""

@@ -14,6 +14,7 @@ from grpo_megatron.json_files import read_object
 from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
+from grpo_megatron.weights.pickled import pickled_weights
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -44,7 +45,7 @@ class HFCheckpoint:
             path = self.folder / _SINGLE
             self._where = dict.fromkeys(self._tensors_in(path), path)
         else:
-            raise UserError(f"{self.folder} holds neither {_INDEX} nor {_SINGLE}")
+            raise UserError(f"{self.folder} {pickled_weights(self.folder) or f'holds neither {_INDEX} nor {_SINGLE}'}")
 
     def _read_index(self, index: Path) -> dict[str, Path]:
         """{tensor: its file}, each of them there."""
@@ -195,20 +196,27 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
     new files would be what loaders follow.
     """
     root = Path(partial)
-    if len(shards) == 1:
-        (root / shards[0][0]).rename(root / _SINGLE)
-    else:
-        weight_map = {}
-        for number, (part, sizes) in enumerate(shards, start=1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            (root / part).rename(root / name)
-            weight_map.update(dict.fromkeys(sizes, name))
-        total = sum(size for _, sizes in shards for size in sizes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (root / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    where = {}
+    for number, (part, sizes) in enumerate(shards):
+        name = shard_name(number, len(shards))
+        (root / part).rename(root / name)
+        where.update(dict.fromkeys(sizes, name))
+    write_index(root, where, sum(size for _, sizes in shards for size in sizes.values()))
     if Path(final).exists():
         shutil.rmtree(final)
     root.rename(final)
+
+
+def shard_name(number: int, count: int) -> str:
+    """What HF calls shard `number`, from 0, of `count`."""
+    return _SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
+    """where: {tensor: its file}; one file alone needs no index."""
+    if set(where.values()) != {_SINGLE}:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def copy_companions(source: str, target: str, dtype: torch.dtype) -> None:
@@ -216,7 +224,7 @@ def copy_companions(source: str, target: str, dtype: torch.dtype) -> None:
     root = Path(target)
     root.mkdir(parents=True, exist_ok=True)
     for path in Path(source).iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and path.name != _INDEX:
+        if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json"):
             shutil.copy2(path, root / path.name)
     config = json.loads((root / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)

@@ -4,6 +4,7 @@ Such a checkpoint is one tensor for each key, cut into chunks; a file holds chun
 it, and `.metadata` says where. Megatron and torch read them into memory as a whole; here no more is read than is asked for.
 """
 
+import io
 import json
 import os
 import pickle
@@ -25,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import read_object
@@ -165,7 +165,9 @@ class TorchDistReader:
         raw = self._memory(count * size)
         file = self._open(chunk.file)
         got = os.preadv(file, [raw], self._start_of_data(key, chunk) + first * size)
-        while 0 < got < raw.nbytes and (more := os.preadv(file, [raw[got:]], self._start_of_data(key, chunk) + first * size + got)):
+        while 0 < got < raw.nbytes and (
+            more := os.preadv(file, [raw[got:]], self._start_of_data(key, chunk) + first * size + got)
+        ):
             got += more
         if got < raw.nbytes:
             raise UserError(f"{self.folder / chunk.file} ended while it was read; copy the checkpoint again")
@@ -195,10 +197,11 @@ class TorchDistReader:
     def _find_data(self, chunk: StoredChunk, dtype: torch.dtype) -> int:
         """Where in the file the elements of a chunk begin; the chunk is an archive of torch.save, with one tensor in it."""
         with open(self.folder / chunk.file, "rb") as file:
-            tensor = torch.load(_create_file_view(file, chunk.offset, chunk.length), map_location="meta", weights_only=True)
+            section = _Section(file, chunk.offset, chunk.length)
+            tensor = torch.load(section, map_location="meta", weights_only=True)
             if tensor.dtype != dtype or tuple(tensor.shape) != chunk.shape or not tensor.is_contiguous():
                 raise ValueError(f"{tensor.dtype} {list(tensor.shape)} in place of {dtype} {list(chunk.shape)}")
-            with zipfile.ZipFile(_create_file_view(file, chunk.offset, chunk.length)) as archive:
+            with zipfile.ZipFile(section) as archive:
                 record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
             if record.compress_type != zipfile.ZIP_STORED or record.file_size != tensor.nbytes or tensor.storage_offset():
                 raise ValueError("its archive holds something else than the tensor's elements")
@@ -206,6 +209,29 @@ class TorchDistReader:
             header = file.read(30)  # a fixed part, whose last four bytes are the lengths of the name and of an extra field
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         return chunk.offset + record.header_offset + len(header) + lengths
+
+
+class _Section(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file, offset: int, length: int):
+        self.file, self.offset, self.length, self.at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence])
+        return self.at
+
+    def readinto(self, buffer) -> int:
+        self.file.seek(self.offset + self.at)
+        got = self.file.readinto(memoryview(buffer)[: max(self.length - self.at, 0)])
+        self.at += got
+        return got
 
 
 class _Remembering:
@@ -250,10 +276,17 @@ def write_metadata(folder: str | Path, tensors: dict[str, Stored], objects: dict
         state[key] = TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(stored.shape), chunks)
         for index, chunk in enumerate(stored.chunks):
             where[MetadataIndex(key, chunk.at, index)] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-    metadata = Metadata(state, storage_data=where, storage_meta=StorageMeta(save_id=str(uuid.uuid4())), version=CURRENT_DCP_VERSION)
+    metadata = Metadata(
+        state, storage_data=where, storage_meta=StorageMeta(save_id=str(uuid.uuid4())), version=CURRENT_DCP_VERSION
+    )
     with open(root / _METADATA, "wb") as file:
         pickle.dump(metadata, file)
         file.flush()
         os.fsync(file.fileno())
-    settings = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    settings = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
     (root / _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
