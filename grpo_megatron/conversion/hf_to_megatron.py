@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_megatron.conversion.layout import Layout, clipped, megatron_layout, rows_within
 from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, new_file, refuse_existing, writing
 from grpo_megatron.conversion.pool import Progress, run
 from grpo_megatron.conversion.sources import COMPANIONS, WEIGHTS, Buffer
@@ -22,6 +21,7 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Piece, Shape
 from grpo_megatron.weights import hf_checkpoint
+from grpo_megatron.weights.layout import Layout, clipped, rows_within
 from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, write_metadata
 
 _NOTE = "converted.json"  # says what it was made of; without it, it is a trainer's
@@ -88,6 +88,8 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     violations = hf_checkpoint.HFCheckpoint(source).violations(weight_map(arch))
     if violations:
         raise UserError("; ".join(violations))
+    from grpo_megatron.megatron.layout import megatron_layout  # not above: the processes that share the work need no Megatron
+
     layout = megatron_layout(arch)
     units = _units(layout, arch)
     plan = {"source": str(Path(source).absolute()), "files": files_of(source, (".safetensors", ".json")), "units": len(units)}

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.conversion.layout import Layout, megatron_layout
 from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, new_file, refuse_existing, writing
 from grpo_megatron.conversion.pool import Progress, run
 from grpo_megatron.conversion.sources import COMPANIONS, Buffer, MegatronTensors, buckets, megatron_tensors, weights_folder
@@ -22,6 +21,7 @@ from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Shape
 from grpo_megatron.weights import fp8_blocks, hf_checkpoint
+from grpo_megatron.weights.layout import Layout
 from grpo_megatron.weights.safetensors_file import Header
 
 _FP8_BUCKET = BUCKET_BYTES // 8  # quantising computes in float32, on several copies
@@ -122,6 +122,8 @@ def megatron_to_hf(
     refuse_existing(target)
     weights, companions = weights_folder(source), companions_of(source, hf)
     arch = read_architecture(companions)
+    from grpo_megatron.megatron.layout import megatron_layout  # not above: the processes that share the work need no Megatron
+
     layout = megatron_layout(arch)
     tensors = hf_tensors(layout, hf_shapes(weight_map(arch)), dtype or arch.dtype, fp8)
     units = _units(tensors)

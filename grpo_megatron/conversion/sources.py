@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from grpo_megatron.conversion.layout import Layout, rows_within
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.pieces import Piece, Shape, box
 from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from grpo_megatron.weights.layout import Layout, rows_within
 from grpo_megatron.weights.pickled import pickled_weights
 from grpo_megatron.weights.torch_dist import TorchDistReader, read_metadata
 
