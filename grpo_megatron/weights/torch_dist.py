@@ -149,29 +149,31 @@ class TorchDistReader:
         for number in np.nonzero(((lows < end) & (highs > start)).all(axis=1))[0]:
             low, high = np.maximum(lows[number], start), np.minimum(highs[number], end)
             shape = tuple((high - low).tolist())
-            part = self._read_chunk(key, int(number), tuple((low - lows[number]).tolist()), shape)
-            out[box(tuple((low - start).tolist()), shape)].copy_(part)
+            part = out[box(tuple((low - start).tolist()), shape)]
+            self._read_chunk(key, int(number), tuple((low - lows[number]).tolist()), part)
             filled += part.numel()
         if filled < out.numel():
             raise UserError(f"{self.folder}: {key} is incomplete; no file holds all of {list(start)} to {end.tolist()}")
 
-    def _read_chunk(self, key: str, number: int, at: Shape, shape: Shape) -> torch.Tensor:
-        """A rectangle of a chunk, as a view of memory that the next call overwrites."""
+    def _read_chunk(self, key: str, number: int, at: Shape, out: torch.Tensor) -> None:
+        """Fill `out` with chunk[at : at + out.shape]; straight from the file where it is one run of bytes on both sides."""
         stored, chunk = self.tensors[key], self.tensors[key].chunks[number]
-        strides = [prod(chunk.shape[axis + 1 :]) for axis in range(len(shape))]
+        strides = [prod(chunk.shape[axis + 1 :]) for axis in range(out.ndim)]
         first = int(np.dot(at, strides))
-        count = int(np.dot(np.subtract(shape, 1), strides)) + 1  # from the rectangle's first element to its last
+        count = int(np.dot(np.subtract(out.shape, 1), strides)) + 1  # from the rectangle's first element to its last
         size = stored.dtype.itemsize
-        raw = self._memory(count * size)
-        file = self._open(chunk.file)
-        got = os.preadv(file, [raw], self._start_of_data(key, chunk) + first * size)
-        while 0 < got < raw.nbytes and (
-            more := os.preadv(file, [raw[got:]], self._start_of_data(key, chunk) + first * size + got)
-        ):
+        direct = out.dtype == stored.dtype and count == out.numel() and out.is_contiguous()
+        raw = out.view(-1).view(torch.uint8).numpy() if direct else self._memory(count * size)
+        self._read_bytes(chunk.file, self._start_of_data(key, chunk) + first * size, raw)
+        if not direct:
+            out.copy_(torch.from_numpy(raw).view(stored.dtype).as_strided(out.shape, strides))
+
+    def _read_bytes(self, name: str, offset: int, raw: np.ndarray) -> None:
+        file, got = self._open(name), 0
+        while got < raw.nbytes and (more := os.preadv(file, [raw[got:]], offset + got)):
             got += more
         if got < raw.nbytes:
-            raise UserError(f"{self.folder / chunk.file} ended while it was read; copy the checkpoint again")
-        return torch.from_numpy(raw).view(stored.dtype).as_strided(shape, strides)
+            raise UserError(f"{self.folder / name} ended while it was read; copy the checkpoint again")
 
     def _memory(self, size: int) -> np.ndarray:
         if self._scratch.nbytes < size:
