@@ -40,7 +40,7 @@ class PartialFolder:
             self._continue_or_begin(json.loads(json.dumps(plan)))
 
     def _continue_or_begin(self, plan: dict[str, Any]) -> None:
-        if any(self._notes.glob("*.json")) if self._notes.is_dir() else False:
+        if any(self._notes.glob("*.json")):
             before = read_object(self.root / _PLAN)
             different = sorted(key for key in plan.keys() | before.keys() if plan.get(key) != before.get(key))
             if different:

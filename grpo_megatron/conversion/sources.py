@@ -67,6 +67,10 @@ class MegatronTensors:
         if filled != out.numel():
             raise RuntimeError(f"the weight map does not cover {name}")
 
+    def shape(self, name: str) -> Shape:
+        """Of the whole HF tensor."""
+        return tuple(np.max([np.add(piece.start, piece.shape) for _, piece in self.places[name]], axis=0).tolist())
+
 
 @dataclass
 class KeyTensors:
@@ -79,6 +83,11 @@ class KeyTensors:
 
     def read(self, name: str, start: Shape, out: torch.Tensor) -> None:
         self.reader.read(name, start, out)
+
+
+def hf_files(path: str) -> bool:
+    """Is this a folder with an HF checkpoint, whole or not?"""
+    return any(Path(path).glob("*.safetensors")) or any(Path(path).glob("*.safetensors.index.json"))
 
 
 def weights_folder(source: str) -> Path:

@@ -15,6 +15,7 @@ from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
 from grpo_megatron.weights.pickled import pickled_weights
+from grpo_megatron.weights.safetensors_file import TYPES
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -23,6 +24,7 @@ _SINGLE = "model.safetensors"
 # safetensors' names of the types whose values a parameter can take over. Integers and FP8 are quantised weights, which
 # mean nothing without their scales.
 _LOADABLE = ("F64", "F32", "F16", "BF16")
+_TORCH_TYPES = {name: dtype for dtype, name in TYPES.items()}
 _NAMED = 5  # of many tensors, a message names so many
 
 
@@ -122,6 +124,13 @@ class HFCheckpoint:
         if types:
             found.append(f"{self.folder} has {_some(types)}; only {', '.join(_LOADABLE)} can be loaded")
         return found
+
+    def header(self, name: str) -> tuple[Shape, torch.dtype]:
+        """(shape, dtype) of a tensor as it is stored. Raises UserError for a type that torch does not have."""
+        described = self._file_of(name).get_slice(name)
+        if described.get_dtype() not in _TORCH_TYPES:
+            raise UserError(f"{self.folder}: {name} has the type {described.get_dtype()}, which cannot be read")
+        return tuple(described.get_shape()), _TORCH_TYPES[described.get_dtype()]
 
     def read(self, name: str) -> torch.Tensor:
         """The full tensor. Raises UserError if the checkpoint does not have it."""
