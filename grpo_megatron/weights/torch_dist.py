@@ -163,7 +163,8 @@ class TorchDistReader:
         count = int(np.dot(np.subtract(out.shape, 1), strides)) + 1  # from the rectangle's first element to its last
         size = stored.dtype.itemsize
         direct = out.dtype == stored.dtype and count == out.numel() and out.is_contiguous()
-        raw = out.view(-1).view(torch.uint8).numpy() if direct else self._memory(count * size)
+        # as_strided, because a single element counts as contiguous whatever its stride
+        raw = out.as_strided((count,), (1,)).view(torch.uint8).numpy() if direct else self._memory(count * size)
         self._read_bytes(chunk.file, self._start_of_data(key, chunk) + first * size, raw)
         if not direct:
             out.copy_(torch.from_numpy(raw).view(stored.dtype).as_strided(out.shape, strides))
