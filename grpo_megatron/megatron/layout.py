@@ -10,6 +10,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
+from grpo_megatron.errors import UserError
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.model import build_model
 from grpo_megatron.megatron.spec import ModelSpec
@@ -46,6 +47,10 @@ def _read(model, state: dict, entries: dict) -> Layout:
             torch.save([value.data], raw)
             objects[value.unique_key] = raw.getvalue()
             continue
+        if name not in entries:
+            raise UserError(
+                f"the weight map has no entry for Megatron's parameter {name}; the map of this architecture is incomplete"
+            )
         tensors = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
         pieces = entries[name].megatron_pieces(1, 0)
         parts += [_part(tensor, whole[name], pieces) for tensor in tensors]

@@ -132,7 +132,6 @@ class TorchDistReader:
             key: np.array([(c.at, np.add(c.at, c.shape)) for c in stored.chunks], dtype=np.int64)
             for key, stored in self.tensors.items()
         }
-        self._files: dict[str, int] = {}
         self._data: dict[tuple[str, int], int] = {}  # of a chunk, by file and offset: where its data begins in the file
         self._scratch = np.empty(0, np.uint8)
 
@@ -170,9 +169,12 @@ class TorchDistReader:
             out.copy_(torch.from_numpy(raw).view(stored.dtype).as_strided(out.shape, strides))
 
     def _read_bytes(self, name: str, offset: int, raw: np.ndarray) -> None:
-        file, got = self._open(name), 0
-        while got < raw.nbytes and (more := os.preadv(file, [raw[got:]], offset + got)):
-            got += more
+        # Opened anew each time: thousands of files, one a rank, would be more than a process may have open.
+        with open(self.folder / name, "rb", buffering=0) as file:
+            file.seek(offset)
+            got = 0
+            while got < raw.nbytes and (more := file.readinto(raw[got:])):
+                got += more
         if got < raw.nbytes:
             raise UserError(f"{self.folder / name} ended while it was read; copy the checkpoint again")
 
@@ -180,11 +182,6 @@ class TorchDistReader:
         if self._scratch.nbytes < size:
             self._scratch = np.empty(size, np.uint8)
         return self._scratch[:size]
-
-    def _open(self, name: str) -> int:
-        if name not in self._files:
-            self._files[name] = os.open(self.folder / name, os.O_RDONLY)
-        return self._files[name]
 
     def _start_of_data(self, key: str, chunk: StoredChunk) -> int:
         where = (chunk.file, chunk.offset)
