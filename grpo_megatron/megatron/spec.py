@@ -15,7 +15,8 @@ class ModelSpec:
 
     params_dtype: of parameters and activations. transformer_engine: its layers, else the local ones.
     aux_loss_coeff, z_loss_coeff: of the routers' own losses, 0: off. constant_length: all packs are
-    equally long, so that pipeline stages need not tell each other the shapes.
+    equally long, so that pipeline stages need not tell each other the shapes. without_memory: it is built on torch's meta device,
+    to be asked for names and shapes.
     """
 
     sizes: ParallelSizes
@@ -27,6 +28,7 @@ class ModelSpec:
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     constant_length: bool = False
+    without_memory: bool = False
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def transformer_config(arch: Architecture, spec: ModelSpec):
         fp8_recipe="tensorwise" if spec.fp8 else "delayed",
         # Weights come from the checkpoint: skip Megatron's random initialisation.
         perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=spec.without_memory or not torch.cuda.is_available(),
         # The loss function divides by nothing; Megatron divides by the token count it is given
         # (see forward_backward.py).
         calculate_per_token_loss=True,

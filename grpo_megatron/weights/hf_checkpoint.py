@@ -14,6 +14,8 @@ from grpo_megatron.json_files import read_object
 from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
+from grpo_megatron.weights.pickled import pickled_weights
+from grpo_megatron.weights.safetensors_file import TYPES
 from grpo_megatron.weights.stored import FP8, SCALES, dequantised, read_stored, scales_box, scales_shape
 
 _INDEX = "model.safetensors.index.json"
@@ -23,6 +25,7 @@ _SINGLE = "model.safetensors"
 # safetensors' names of the types whose values a parameter can take over. Integers and FP8 are quantised weights, which
 # mean nothing without their scales; FP8 in blocks is dequantised while it is read.
 _LOADABLE = ("F64", "F32", "F16", "BF16")
+_TORCH_TYPES = {name: dtype for dtype, name in TYPES.items()}
 _NAMED = 5  # of many tensors, a message names so many
 
 
@@ -47,7 +50,7 @@ class HFCheckpoint:
             path = self.folder / _SINGLE
             self._where = dict.fromkeys(self._tensors_in(path), path)
         else:
-            raise UserError(f"{self.folder} holds neither {_INDEX} nor {_SINGLE}")
+            raise UserError(f"{self.folder} {pickled_weights(self.folder) or f'holds neither {_INDEX} nor {_SINGLE}'}")
         self._stored = read_stored(self.folder)
 
     def _read_index(self, index: Path) -> dict[str, Path]:
@@ -168,6 +171,14 @@ class HFCheckpoint:
     def _is_fp8(self, name: str) -> bool:
         return self._stored.block is not None and self._slice(name).get_dtype() == FP8
 
+    def header(self, name: str) -> tuple[Shape, torch.dtype]:
+        """(shape, dtype) of a tensor as `read` gives it. Raises UserError for a type that torch does not have."""
+        described = self._slice(name)
+        if described.get_dtype() not in _TORCH_TYPES:
+            raise UserError(f"{self.folder}: {name} has the type {described.get_dtype()}, which cannot be read")
+        dtype = torch.float32 if self._is_fp8(name) else _TORCH_TYPES[described.get_dtype()]
+        return tuple(described.get_shape()), dtype
+
     def read(self, name: str) -> torch.Tensor:
         """The full tensor. Raises UserError if the checkpoint does not have it."""
         if not self._is_fp8(name):
@@ -248,20 +259,27 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
     new files would be what loaders follow.
     """
     root = Path(partial)
-    if len(shards) == 1:
-        (root / shards[0][0]).rename(root / _SINGLE)
-    else:
-        weight_map = {}
-        for number, (part, sizes) in enumerate(shards, start=1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            (root / part).rename(root / name)
-            weight_map.update(dict.fromkeys(sizes, name))
-        total = sum(size for _, sizes in shards for size in sizes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (root / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    where = {}
+    for number, (part, sizes) in enumerate(shards):
+        name = shard_name(number, len(shards))
+        (root / part).rename(root / name)
+        where.update(dict.fromkeys(sizes, name))
+    write_index(root, where, sum(size for _, sizes in shards for size in sizes.values()))
     if Path(final).exists():
         shutil.rmtree(final)
     root.rename(final)
+
+
+def shard_name(number: int, count: int) -> str:
+    """What HF calls shard `number`, from 0, of `count`."""
+    return _SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
+    """where: {tensor: its file}; one file alone needs no index."""
+    if set(where.values()) != {_SINGLE}:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def copy_companions(source: str, target: str, dtype: torch.dtype) -> None:
@@ -269,7 +287,7 @@ def copy_companions(source: str, target: str, dtype: torch.dtype) -> None:
     root = Path(target)
     root.mkdir(parents=True, exist_ok=True)
     for path in Path(source).iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and path.name != _INDEX:
+        if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json"):
             shutil.copy2(path, root / path.name)
     config = json.loads((root / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
