@@ -4,7 +4,6 @@ A plain class: Ray wraps it in a run, the tests call it directly. Every method t
 must be called on all ranks, with the same arguments unless said otherwise.
 """
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -20,7 +19,7 @@ from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Precision, RoutingReplay
-from grpo_megatron.megatron import sharded_state
+from grpo_megatron.megatron import export, sharded_state
 from grpo_megatron.megatron.checkpoint_files import Writer
 from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, forward_probe
 from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory, occupied
@@ -348,28 +347,12 @@ class Actor:
             yield from make_buckets(iterate_hf(self.chunks, self.entries), max_bytes, stacks)
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
-        """Write the weights as an HF checkpoint, with the tokenizer of the original. Collective.
+        """Write the weights as an HF checkpoint, with the tokenizer of the original; see `export.save_hf`. Collective.
 
-        dtype: of the written tensors; None keeps the training precision. Written aside and put in
-        place when whole, in place of what was there.
+        dtype: of the written tensors; None keeps the training precision.
         """
-        dtype = dtype or PRECISIONS[self.spec.precision]
-        final, folder = folder, f"{folder}.partial"
-        if self.rank.rank == 0:
-            hf_checkpoint.start(folder, final, self.spec.model_path)
-        dist.barrier()
         with self._settled_weights():
-            writer = hf_checkpoint.HFWriter(folder, f"{self.rank.rank:05d}")
-            for name, tensor in iterate_hf(self.chunks, self.entries, dtype):
-                writer.add(name, tensor)
-            shards = writer.close()  # empty where nothing was gathered
-        everyone: list = [None] * self.spec.sizes.world_size
-        dist.all_gather_object(everyone, (self.rank.pp_rank, shards))
-        if self.rank.rank == 0:
-            in_order = sorted((item for item in everyone if item[1]), key=lambda item: item[0])
-            hf_checkpoint.copy_companions(self.spec.model_path, folder, dtype)
-            hf_checkpoint.finish(folder, list(itertools.chain.from_iterable(part for _, part in in_order)), final)
-        dist.barrier()
+            export.save_hf(self.chunks, self.entries, self.spec.model_path, folder, dtype or PRECISIONS[self.spec.precision])
 
     def begin_checkpoint(self, folder: str) -> None:
         """Begin to write weights, optimizer and learning-rate state as they are now. Collective.
