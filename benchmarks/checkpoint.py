@@ -1,6 +1,6 @@
 """How long a checkpoint makes training wait, and what it costs in memory, on four ranks.
 
-    python benchmarks/checkpoint.py [--saves N] [--tokens N] [--layers N]
+    python benchmarks/checkpoint.py [--saves N] [--tokens N] [--layers N] [--before]
 
 TP2 x DP2 with the distributed optimizer, bf16 with fp32 masters, a Qwen3 of 200M parameters (hidden 1024, 16 layers), one
 thread a rank. Checkpoints go to a temporary folder (TMPDIR says where), with fsync.
@@ -15,16 +15,16 @@ Memory: one save while the ranks are idle, as while engines generate (training's
 and shared memory of a rank (RssAnon + RssShmem, every 5 ms) and what its child processes have for themselves (Private_Dirty),
 at the peak, beyond what it was just before; over the rank's weights and optimizer states. Largest of all ranks.
 
-before: Megatron's fully reshardable format by its own strategies, as this program saved until it had its own writer: the
-second of two saves, the ranks idle; training waits for all of it.
+--before: also Megatron's fully reshardable format by its own strategies, as this program saved until it had its own writer:
+the second of two saves, the ranks idle; training waits for all of it. Takes 16 GB of memory.
 
 Then new actors load the last checkpoint: in the same layout, where weights, masters and moments must be those saved
 bit for bit, and with PP2 x DP2, whose exported weights are compared with the exported ones of the first.
 
 Prints a table and, as its last line, one JSON object: blocked_share, extra_over_state, save_seconds, blocked_seconds,
 state_bytes (of all ranks, as written), bit_identical, other_layout_max_difference, step_seconds (of a step during which a
-checkpoint is written), quiet_step_seconds (of one before it: the writers take their share of two cores), before_seconds,
-before_extra_over_state.
+checkpoint is written), quiet_step_seconds (of one before it: the writers take their share of two cores); with --before
+before_seconds, before_extra_over_state.
 """
 
 import argparse
@@ -176,7 +176,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace, results) -> Non
             time.sleep(0.01)
         actor.finish_checkpoint()
     found["extra_over_state"] = extra.bytes / state
-    for number in range(2):  # the first one starts Megatron's process for results
+    for number in range(2 if options.before else 0):  # the first one starts Megatron's process for results
         with Extra() as extra:
             dist.barrier()
             begun = time.perf_counter()
@@ -240,7 +240,8 @@ def summary(found: list[dict], difference: float) -> dict:
     for name in ("save_seconds", "blocked_seconds", "step_seconds", "quiet_step_seconds"):
         result[name] = statistics.median(save[name] for save in saves)
     for name in ("extra_over_state", "before_seconds", "before_extra_over_state"):
-        result[name] = max(rank[name] for rank in found)
+        if name in found[0]:
+            result[name] = max(rank[name] for rank in found)
     result["state_bytes"] = sum(rank["saves"][0]["bytes"] for rank in found)
     result["bit_identical"] = all(rank["bit_identical"] for rank in found)
     result["other_layout_max_difference"] = difference
@@ -252,19 +253,20 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=3, help="timed saves")
     parser.add_argument("--tokens", type=int, default=1024, help="of each replica's batch")
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--before", action="store_true", help="also the way of before")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         count = make(Path(folder, "model"), hidden=1024, layers=options.layers, heads=8, kv_heads=4, ffn=3072)
         found = run(folder, options)
         result = summary(found, largest_difference(Path(folder, "hf"), Path(folder, "other_hf")))
     print(f"{count / 1e6:.0f}M parameters, {result['state_bytes'] / 1e9:.2f} GB, four ranks")
-    print(f"{'':<44}{'now':>10}{'before':>10}")
+    print(f"{'':<44}{'now':>10}" + (f"{'before':>10}" if options.before else ""))
     for text, name, before in (
         ("seconds of the whole save", "save_seconds", "before_seconds"),
         ("of these training waits", "blocked_seconds", "before_seconds"),
         ("memory beyond the state, over the state", "extra_over_state", "before_extra_over_state"),
     ):
-        print(f"{text:<44}{result[name]:>10.3f}{result[before]:>10.3f}")
+        print(f"{text:<44}{result[name]:>10.3f}" + (f"{result[before]:>10.3f}" if before in result else ""))
     print(
         f"a step takes {result['step_seconds']:.1f} s while a checkpoint is written, else {result['quiet_step_seconds']:.1f} s"
     )
