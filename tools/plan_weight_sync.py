@@ -36,11 +36,12 @@ def layouts_of(case: Case, nodes: int, gpus_per_node: int) -> Layouts:
     """Raises UserError for layouts that are not legal."""
     gpus = nodes * gpus_per_node
     for_trainer = gpus if case.colocated else gpus // 2
-    sizes = replace(case.trainer, dp=max(1, for_trainer // case.trainer.world_size))
+    replica = case.trainer.tp * case.trainer.cp * case.trainer.pp
+    sizes = replace(case.trainer, dp=max(1, for_trainer // replica))
     arch = read_architecture(case.model)
     found = layout_violations(sizes) + layout_violations_of_model(sizes, arch)
     if sizes.world_size != for_trainer:
-        found.append(f"{for_trainer} GPUs of the trainer are not a multiple of the {case.trainer.world_size} of a replica")
+        found.append(f"{for_trainer} GPUs of the trainer are not a multiple of the {replica} of a replica")
     if found:
         raise UserError("; ".join(found))
     num_engines = (gpus if case.colocated else gpus - for_trainer) // case.engine.tp
@@ -101,9 +102,9 @@ def show(rows: list[tuple[str, ...]]) -> None:
 def table() -> list[Case]:
     sp = {"sequence_parallel": True}
     llama = Case(f"{MODELS}/llama-3.1-70b", ParallelSizes(tp=8, pp=4, **sp), EngineLayout(8))
-    qwen = Case(f"{MODELS}/qwen3-235b-a22b", ParallelSizes(tp=4, pp=2, dp=8, ep=16, **sp), EngineLayout(8, 8))
+    qwen = Case(f"{MODELS}/qwen3-235b-a22b", ParallelSizes(tp=4, pp=2, ep=16, **sp), EngineLayout(8, 8))
     deepseek = Case(
-        f"{MODELS}/deepseek-v3", ParallelSizes(tp=4, pp=2, dp=8, ep=32, pipeline_layers=(30, 31), **sp), EngineLayout(16, 16)
+        f"{MODELS}/deepseek-v3", ParallelSizes(tp=4, pp=2, ep=32, pipeline_layers=(30, 31), **sp), EngineLayout(16, 16)
     )
     return [llama, replace(llama, colocated=True), qwen, replace(qwen, colocated=True), deepseek]
 
