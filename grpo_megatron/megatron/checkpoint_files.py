@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.shards import Piece
+from grpo_megatron.megatron.shards import Rectangle
 from grpo_megatron.paths import sync_to_disk
 from grpo_megatron.run.checkpoints import SaveReport
 
@@ -73,7 +73,13 @@ class Writer:
     """
 
     def __init__(
-        self, folder: str, weights: list[Piece], states: list[Piece], objects: dict[str, bytes], common: dict, begun: float
+        self,
+        folder: str,
+        weights: list[Rectangle],
+        states: list[Rectangle],
+        objects: dict[str, bytes],
+        common: dict,
+        begun: float,
     ):
         """Begins to write. objects: what is no tensor, by global name. common: what rank 0 writes beside all shards.
         begun: when the saving did, by time.perf_counter."""
@@ -91,7 +97,7 @@ class Writer:
         self._thread.start()
         self._waited = time.perf_counter() - self._begun
 
-    def _run(self, weights: list[Piece], states: list[Piece], objects: dict[str, bytes]) -> None:
+    def _run(self, weights: list[Rectangle], states: list[Rectangle], objects: dict[str, bytes]) -> None:
         try:
             Path(self._folder).mkdir(parents=True, exist_ok=True)
             with Path(self._folder, self._file).open("wb") as file, torch.cuda.stream(self._stream):
@@ -111,7 +117,7 @@ class Writer:
             self._all_read.set()
             self._seconds = time.perf_counter() - self._begun
 
-    def _write(self, file, pieces: list[Piece]) -> None:
+    def _write(self, file, pieces: list[Rectangle]) -> None:
         for piece in pieces:
             at = file.tell()
             host = piece.data.cpu()  # the live memory itself where that is the host's
@@ -186,7 +192,7 @@ def _metadata(items: list[_Written]) -> Metadata:
 class _Targets:
     """Where read pieces go; what FileSystemReader wants of a planner. objects: those read."""
 
-    def __init__(self, pieces: dict[str, list[Piece]]):
+    def __init__(self, pieces: dict[str, list[Rectangle]]):
         self._pieces = pieces
         self.objects: dict[str, io.BytesIO] = {}
 
@@ -201,7 +207,7 @@ class _Targets:
         self.objects[item.dest_index.fqn] = value
 
 
-def read(folder: str, pieces: list[Piece], objects: list[str]) -> dict[str, io.BytesIO]:
+def read(folder: str, pieces: list[Rectangle], objects: list[str]) -> dict[str, io.BytesIO]:
     """Fill the pieces in place, whatever layout wrote them; returns the objects of these names.
 
     Raises UserError where the checkpoint lacks one, has another shape, or is damaged.

@@ -21,7 +21,7 @@ _MOST_ELEMENTS = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Piece:
+class Rectangle:
     """A rectangle of a global tensor, where it lies in memory.
 
     shape: of the global tensor. offset: of the rectangle in it. data: contiguous, with as many axes as the global tensor, a
@@ -119,7 +119,7 @@ def _own_shares(shards: list[_Shard]) -> dict[int, range]:
     return shares
 
 
-def _pieces(prefix: str, shard: _Shard, values: torch.Tensor, first: int, wanted: range) -> Iterator[Piece]:
+def _pieces(prefix: str, shard: _Shard, values: torch.Tensor, first: int, wanted: range) -> Iterator[Rectangle]:
     """Of the elements `wanted` of the shard's parameter. values: flat, those from element `first` on."""
     place, begin = shard.place, shard.start
     start, stop = max(wanted.start, begin), min(wanted.stop, begin + place.data.numel())
@@ -128,7 +128,7 @@ def _pieces(prefix: str, shard: _Shard, values: torch.Tensor, first: int, wanted
         at = low - first
         for offset, size in rectangles(low - begin, min(low + _MOST_ELEMENTS, stop) - begin, place.local_shape):
             count = math.prod(size)
-            yield Piece(
+            yield Rectangle(
                 name=prefix + place.key,
                 shape=tuple(place.global_shape),
                 offset=tuple(a + b for a, b in zip(place.global_offset, (0,) * ahead + offset, strict=True)),
@@ -138,7 +138,7 @@ def _pieces(prefix: str, shard: _Shard, values: torch.Tensor, first: int, wanted
             at += count
 
 
-def weight_pieces(shards: list[_Shard], writing: bool) -> list[Piece]:
+def weight_pieces(shards: list[_Shard], writing: bool) -> list[Rectangle]:
     """All that this rank holds of the weights; writing: its share only, so that replicas write each element once."""
     shares = _own_shares(shards) if writing else {id(shard.parameter): range(shard.parameter.numel()) for shard in shards}
     pieces = []
@@ -149,7 +149,7 @@ def weight_pieces(shards: list[_Shard], writing: bool) -> list[Piece]:
     return pieces
 
 
-def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Piece]:
+def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rectangle]:
     """The same of the optimizer's states: Adam's moments, and the fp32 master weights where weights are not fp32."""
     shares = _own_shares(shards) if writing else {id(shard.parameter): range(shard.parameter.numel()) for shard in shards}
     pieces = []
