@@ -104,9 +104,8 @@ def show_links(case: Case, nodes: int, gpus_per_node: int) -> None:
     layouts = layouts_of(case, nodes, gpus_per_node)
     for link, elements in ReshardPlan(layouts).volumes().items():
         via = f" through rank {link.carrier}" if link.carrier != link.sender else ""
-        print(
-            f"rank {link.sender} ({layouts.rank_nodes[link.sender]}){via} -> {', '.join(map(str, link.receivers))}: {2 * elements / 1e9:.3f} GB"
-        )
+        sender, to = f"rank {link.sender} ({layouts.rank_nodes[link.sender]}){via}", ", ".join(map(str, link.receivers))
+        print(f"{sender} -> {to}: {2 * elements / 1e9:.3f} GB")
 
 
 def table() -> list[Case]:
