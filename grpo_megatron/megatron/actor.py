@@ -5,7 +5,7 @@ must be called on all ranks, with the same arguments unless said otherwise.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Precision, RoutingReplay
-from grpo_megatron.megatron import sharded_state
+from grpo_megatron.megatron import lora, sharded_state
 from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, forward_probe
 from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory, occupied
 from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, set_loss_inputs, set_routing_from
@@ -33,8 +33,10 @@ from grpo_megatron.megatron.router import Routing, take_loss_sums
 from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult
 from grpo_megatron.megatron.weights import iterate_hf, load_hf, local_parameters, mark_parallel
 from grpo_megatron.metrics import Mean, Metrics, concrete, merge
+from grpo_megatron.model.adapters import adapter_entries
+from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.weights import hf_checkpoint
+from grpo_megatron.weights import hf_checkpoint, peft_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
 from grpo_megatron.weights.sync.order import Answer, Order
 from grpo_megatron.weights.sync.sender import Sender
@@ -66,11 +68,15 @@ class Actor:
             aux_loss_coeff=spec.moe.aux_loss_coeff,
             z_loss_coeff=spec.moe.z_loss_coeff,
             constant_length=spec.pack_tokens > 0,
+            lora=spec.lora,
         )
         self._transformer_engine, self._sender = model_spec.transformer_engine, None
         self.entries = weight_map(self.arch, model_spec.transformer_engine)
         self.chunks = build_model(self.arch, model_spec)
         mark_parallel(self.chunks, self.entries)
+        self.adapters = adapter_entries(self.entries.values(), spec.lora)
+        if self.adapters:
+            lora.attach(self.chunks, self.adapters, spec.seed)
         layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, FP8_ALIGNMENT if fp8 else 1)
         if spec.pack_tokens:
             layout = replace(layout, pack_tokens=padded_to(spec.pack_tokens, layout.pack_multiple))
@@ -79,11 +85,11 @@ class Actor:
             lambda: output_weight(self.chunks[-1]), self.arch.vocab_size, sizes.sequence_parallel, spec.temperature
         )
         # Values are read before DDP and optimizer take the parameters into their buffers.
-        self.reference = None
+        self.reference, same_model = None, spec.reference_path in (None, spec.model_path)
         if spec.with_reference:
             load_hf(self.chunks, hf_checkpoint.HFCheckpoint(spec.reference_path or spec.model_path), self.entries)
-            self.reference = ReferenceWeights(self.chunks, on_host=spec.reference_offload)
-        if not spec.with_reference or spec.reference_path not in (None, spec.model_path):
+            self.reference = ReferenceWeights(self.chunks, on_host=spec.reference_offload, same_model=same_model)
+        if not spec.with_reference or not same_model:
             load_hf(self.chunks, hf_checkpoint.HFCheckpoint(spec.model_path), self.entries)
         self._set_up_training(model_spec.params_dtype)
 
@@ -316,8 +322,7 @@ class Actor:
                 self._sender.close()
             self._sender = Sender(order.setup, self.rank.rank, self.device, self._transformer_engine)
         with self._settled_weights(), torch.no_grad():
-            parameters = {name: parameter.detach() for name, parameter in local_parameters(self.chunks).items()}
-            return self._sender.send(order, parameters)
+            return self._sender.send(order, lora.MergedWeights(self.chunks))
 
     def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """The current weights in HF names, each on one rank. Collective.
@@ -326,13 +331,13 @@ class Actor:
         """
         with self._settled_weights():
             # On ranks that hand out nothing the loop still drives the collectives.
-            yield from make_buckets(iterate_hf(self.chunks, self.entries), max_bytes)
+            yield from make_buckets(iterate_hf(self.chunks, self.entries, lora.MergedWeights(self.chunks)), max_bytes)
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
         """Write the weights as an HF checkpoint, with the tokenizer of the original. Collective.
 
         dtype: of the written tensors; None keeps the training precision. Written aside and put in
-        place when whole, in place of what was there.
+        place when whole, in place of what was there. Adapters are merged, and in `folder`/adapter besides.
         """
         dtype = dtype or PRECISIONS[self.spec.precision]
         final, folder = folder, f"{folder}.partial"
@@ -340,17 +345,26 @@ class Actor:
             hf_checkpoint.start(folder, final, self.spec.model_path)
         dist.barrier()
         with self._settled_weights():
-            writer = hf_checkpoint.HFWriter(folder, f"{self.rank.rank:05d}")
-            for name, tensor in iterate_hf(self.chunks, self.entries):
-                writer.add(name, tensor.to(dtype))
-            shards = writer.close()  # empty where nothing was gathered
-        everyone: list = [None] * self.spec.sizes.world_size
-        dist.all_gather_object(everyone, (self.rank.pp_rank, shards))
+            shards = self._write_hf(folder, dtype, self.entries, lora.MergedWeights(self.chunks))
+            adapter = f"{folder}/adapter"
+            adapters = local_parameters(self.chunks, adapters=True)
+            parts = self._write_hf(adapter, dtype, self.adapters, adapters) if self.adapters else []
         if self.rank.rank == 0:
-            in_order = sorted((item for item in everyone if item[1]), key=lambda item: item[0])
+            if self.adapters:
+                peft_checkpoint.finish(adapter, [name for name, _ in parts], self.spec.lora, self.spec.model_path)
             hf_checkpoint.copy_companions(self.spec.model_path, folder, dtype)
-            hf_checkpoint.finish(folder, list(itertools.chain.from_iterable(part for _, part in in_order)), final)
+            hf_checkpoint.finish(folder, shards, final)
         dist.barrier()
+
+    def _write_hf(self, folder: str, dtype: torch.dtype, entries: dict[str, Entry], values: Mapping[str, torch.Tensor]) -> list:
+        """The shards that all ranks have written, in the order of the stages: (file name, {tensor: bytes}). Collective."""
+        writer = hf_checkpoint.HFWriter(folder, f"{self.rank.rank:05d}")
+        for name, tensor in iterate_hf(self.chunks, entries, values):
+            writer.add(name, tensor.to(dtype))
+        everyone: list = [None] * self.spec.sizes.world_size
+        dist.all_gather_object(everyone, (self.rank.pp_rank, writer.close()))
+        in_order = sorted((item for item in everyone if item[1]), key=lambda item: item[0])
+        return list(itertools.chain.from_iterable(part for _, part in in_order))
 
     def save_checkpoint(self, folder: str) -> None:
         """Collective; see megatron.checkpoint."""

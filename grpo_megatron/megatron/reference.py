@@ -13,13 +13,15 @@ class ReferenceWeights:
     """
 
     @torch.no_grad()
-    def __init__(self, chunks, on_host: bool = True):
+    def __init__(self, chunks, on_host: bool = True, same_model: bool = True):
         """Takes the current values of the model's chunks as the reference.
 
-        on_host: kept in the host's memory between uses, else beside the parameters.
+        on_host: kept in the host's memory between uses, else beside the parameters. same_model: frozen parameters are alike in
+        both, and not held twice: with adapters, the reference is the model with their first values, which change nothing.
         """
         self._on_host = on_host
-        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        everything = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._parameters = [parameter for parameter in everything if parameter.requires_grad or not same_model]
         self._other = [self._copy(parameter) for parameter in self._parameters]
 
     def _copy(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -40,8 +42,8 @@ class ReferenceWeights:
 
     def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The reference's value of one parameter, on the parameter's device."""
-        index = next(i for i, own in enumerate(self._parameters) if own is parameter)
-        return self._other[index].to(parameter.device)
+        index = next((i for i, own in enumerate(self._parameters) if own is parameter), None)
+        return parameter.detach() if index is None else self._other[index].to(parameter.device)
 
     @contextmanager
     def in_place(self):

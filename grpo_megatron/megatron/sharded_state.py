@@ -6,6 +6,8 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 
+from grpo_megatron.megatron import lora
+
 
 def _metadata() -> dict:
     return {
@@ -31,6 +33,7 @@ def _state(chunks, optimizer, loading: bool) -> dict:
         **weights,
         "optimizer": optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=_metadata()),
         "scheduler": optimizer.scheduler.state_dict(),
+        "lora": lora.description(chunks),
     }
 
 
@@ -43,6 +46,7 @@ def save(folder: str, chunks, optimizer) -> None:
 
 def load(folder: str, chunks, optimizer) -> None:
     """Collective; the layout may be another than the one that saved."""
+    lora.check_checkpoint(folder, chunks)
     _fill_optimizer_state(optimizer)
     state = dist_checkpointing.load(_state(chunks, optimizer, loading=True), folder)
     _load_weights(chunks, state)
@@ -59,6 +63,7 @@ def save_weights(folder: str, chunks) -> None:
 
 def load_weights(folder: str, chunks) -> None:
     """The model's weights out of what `save` or `save_weights` wrote."""
+    lora.check_checkpoint(folder, chunks)
     _load_weights(chunks, dist_checkpointing.load(_weights(chunks), folder))
 
 

@@ -1,6 +1,6 @@
 """HF tensors into the ranks of a Megatron model, and out of them again, tensor by tensor."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.process_groups import rank_info
+from grpo_megatron.model.adapters import is_adapter
 from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.pieces import box
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -16,8 +17,8 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 _EXPERTS = "mlp.experts.local_experts."
 
 
-def local_parameters(chunks) -> dict[str, torch.nn.Parameter]:
-    """Parameters of this rank's model chunks under their global names.
+def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Parameter]:
+    """Parameters of this rank's model chunks under their global names; adapters: those of LoRA instead.
 
     Megatron numbers layers per chunk and experts per rank.
     """
@@ -25,6 +26,8 @@ def local_parameters(chunks) -> dict[str, torch.nn.Parameter]:
     found = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
+            if is_adapter(name) != adapters:
+                continue
             if name.startswith("decoder.layers."):
                 _, _, local, rest = name.split(".", 3)
                 layer = chunk.decoder.layers[int(local)]
@@ -90,8 +93,12 @@ def _split_over(entry: Entry):
     return mpu.get_expert_tensor_parallel_group() if entry.expert else mpu.get_tensor_model_parallel_group()
 
 
-def iterate_hf(chunks, entries: dict[str, Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_hf(
+    chunks, entries: dict[str, Entry], values: Mapping[str, torch.Tensor] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, full tensor) of this rank's parameters, each on one rank of all.
+
+    values: of this rank's shards by their Megatron names; None: the parameters'.
 
     That is the first rank of the group that holds its shards, in the first replica; the others take
     part in the gathering. A generator: at most one gathered parameter is alive beyond what the consumer
@@ -99,16 +106,16 @@ def iterate_hf(chunks, entries: dict[str, Entry]) -> Iterator[tuple[str, torch.T
     then done its part in all gathering before its consumer makes it wait.
     """
     rank = rank_info()
-    parameters = [(_entry_of(entries, name), parameter) for name, parameter in local_parameters(chunks).items()]
-    for entry, parameter in sorted(parameters, key=lambda item: bool(item[0].expert)):
+    values = local_parameters(chunks) if values is None else values
+    for entry in sorted((_entry_of(entries, name) for name in values), key=lambda entry: bool(entry.expert)):
         if not entry.exported or not (rank.in_first_expert_replica if entry.expert else rank.in_first_replica):
             continue
-        group = _split_over(entry)
-        shards = [parameter.detach()]
+        group, own = _split_over(entry), values[entry.megatron].detach()
+        shards = [own]
         if entry.axis is not None and group.size() > 1:
             first = group.rank() == 0
-            shards = [torch.empty_like(parameter) for _ in range(group.size())] if first else None
-            dist.gather(parameter.detach().contiguous(), shards, group=group, group_dst=0)
+            shards = [torch.empty_like(own) for _ in range(group.size())] if first else None
+            dist.gather(own.contiguous(), shards, group=group, group_dst=0)
         if group.rank() == 0:
             yield from whole_tensors(entry, shards)
 
