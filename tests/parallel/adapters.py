@@ -25,8 +25,7 @@ def fill(actor: Actor) -> None:
 
 
 def logprobs_and_export(spec, batch, folder):
-    """(log-probs with the adapters, those of the reference, names of what optimizer and DDP hold gradients of and their
-    bytes, bytes of the reference); the export goes into `folder`."""
+    """(log-probs with the adapters, those of the reference); the export goes into `folder`."""
     actor = Actor(spec)
     base = {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
     fill(actor)
@@ -40,7 +39,7 @@ def logprobs_and_export(spec, batch, folder):
 
 
 def memory_after_a_step(spec, batch, loss):
-    """(bytes by kind, elements of the adapters and of the model, of the values that the reference holds) on a rank."""
+    """(bytes by kind; elements of the adapters, of the model, and of what the reference holds; merged weights that changed)."""
     actor = Actor(spec)
     before = {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
     _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
@@ -51,9 +50,11 @@ def memory_after_a_step(spec, batch, loss):
     return actor.memory.resident(), *sizes, sum(t.numel() for t in actor.reference._other), changed
 
 
-def save(spec, folder):
+def save(spec, folder, batch, loss):
     actor = Actor(spec)
     fill(actor)
+    _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    actor.train_step(parts, loss, batch.num_tokens)
     actor.save_checkpoint(folder)
 
 

@@ -141,7 +141,7 @@ def test_a_checkpoint_continues_in_another_layout(ranks, model, tmp_path):
         return ActorSpec(model, ParallelSizes(**sizes), OptimizerConfig(lr=1e-2, eps=1e-3), lora=LORA, seed=len(sizes))
 
     folder = str(tmp_path / "checkpoint")
-    ranks.run(adapters.save, ParallelSizes(tp=2, pp=2), spec(tp=2, pp=2), folder)
+    ranks.run(adapters.save, ParallelSizes(tp=2, pp=2), spec(tp=2, pp=2), folder, make_batch(1), TOKEN)
     one = ranks.run(adapters.train_from, ParallelSizes(), spec(), folder, make_batch(0), TOKEN)[0]
     tp2 = ranks.run(adapters.train_from, ParallelSizes(tp=2), spec(tp=2), folder, make_batch(0), TOKEN)
     for before_or_after in (0, 1):
@@ -165,7 +165,7 @@ def test_a_checkpoint_continues_in_another_layout(ranks, model, tmp_path):
 )
 def test_a_checkpoint_with_other_adapters_is_refused(ranks, model, tmp_path, saved, loaded, message):
     spec = ActorSpec(model, ParallelSizes(), OptimizerConfig(), lora=saved)
-    ranks.run(adapters.save, spec.sizes, spec, str(tmp_path))
+    ranks.run(adapters.save, spec.sizes, spec, str(tmp_path), make_batch(1), TOKEN)
+    other = ActorSpec(model, ParallelSizes(), OptimizerConfig(), lora=loaded)
     with pytest.raises(AssertionError, match=message):
-        other = ActorSpec(model, ParallelSizes(), OptimizerConfig(), lora=loaded)
         ranks.run(adapters.train_from, spec.sizes, other, str(tmp_path), make_batch(0), TOKEN)
