@@ -5,6 +5,7 @@ import zlib
 import torch
 from megatron.core import parallel_state as mpu
 
+from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.lora import MergedWeights
 from grpo_megatron.megatron.weights import local_parameters
@@ -50,23 +51,35 @@ def memory_after_a_step(spec, batch, loss):
     return actor.memory.resident(), *sizes, sum(t.numel() for t in actor.reference._other), changed
 
 
-def save(spec, folder, batch, loss):
+def _step(actor, batch, loss):
+    _, parts = micro_batches(batch, actor.spec, actor.rank.dp_rank, packing=True)
+    actor.train_step(parts, loss, batch.num_tokens)
+    return {name: p.detach().clone() for name, p in local_parameters(actor.chunks, adapters=True).items()}
+
+
+def train_and_save(spec, batches, loss, folder):
+    """Adapters after a step on each batch; a checkpoint of the first goes into `folder`."""
     actor = Actor(spec)
     fill(actor)
-    _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
-    actor.train_step(parts, loss, batch.num_tokens)
+    found = [_step(actor, batches[0], loss)]
     actor.save_checkpoint(folder)
+    return found + [_step(actor, batch, loss) for batch in batches[1:]]
 
 
-def train_from(spec, folder, batch, loss):
-    """Adapters before and after a step that follows on a checkpoint, by name."""
+def load_and_train(spec, batches, loss, folder):
+    """Adapters of the checkpoint, and after a step on each batch."""
     actor = Actor(spec)
     actor.load_checkpoint(folder)
-    found = [{name: p.detach().clone() for name, p in local_parameters(actor.chunks, adapters=True).items()}]
-    _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
-    actor.train_step(parts, loss, batch.num_tokens)
-    found.append({name: p.detach().clone() for name, p in local_parameters(actor.chunks, adapters=True).items()})
-    return found
+    loaded = {name: p.detach().clone() for name, p in local_parameters(actor.chunks, adapters=True).items()}
+    return [loaded] + [_step(actor, batch, loss) for batch in batches]
+
+
+def refusal(spec, folder):
+    """What loading the checkpoint says; None if it is loaded."""
+    try:
+        Actor(spec).load_checkpoint(folder)
+    except UserError as error:
+        return str(error)
 
 
 def synced(spec):
