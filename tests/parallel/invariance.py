@@ -120,6 +120,14 @@ def _megatrons_own(plain):
     return TopKRouter._apply_aux_loss
 
 
+def _own_tokens_only(plain):
+    def add_adapter(self, lora, whole):
+        plain(self, lora, whole)
+        getattr(self, whole).sequence_parallel = False
+
+    return add_adapter
+
+
 # Faults of the kinds that stacks of this sort have had: (module[:class], name in it, what replaces it).
 FAULTS = {
     "keys' gradients stay on their CP rank": (
@@ -128,6 +136,7 @@ FAULTS = {
         _keys_gradients_stay,
     ),
     "sequence sums of one CP rank": ("grpo_megatron.batch.layout", "_sum_over", _own_sums_only),
+    "adapters' gradients of one TP rank's tokens": ("grpo_megatron.megatron.lora:_Adapted", "_add_adapter", _own_tokens_only),
     "wrong VPP order": ("grpo_megatron.megatron.weights", "local_parameters", _chunks_of_a_stage_adjacent),
     "auxiliary losses by one rank's tokens": ("grpo_megatron.megatron.router:Router", "_apply_aux_loss", _megatrons_own),
 }

@@ -15,7 +15,7 @@ from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import random_batch, tiny_model, transformers_logprobs
 from tests.parallel import adapters
-from tests.parallel.test_invariance import TOKEN, Suite, make_batch
+from tests.parallel.test_invariance import TOKEN, Suite, assert_noticed, make_batch
 from tests.parallel.test_weights import read_all
 
 LORA = LoraConfig(rank=4, alpha=6.0)
@@ -53,6 +53,13 @@ def suite(ranks, model):
 def test_two_steps_do_not_depend_on_the_layout(suite, layout):
     sizes, options = LAYOUTS[layout]
     suite.check(sizes, TOKEN, options)
+
+
+def test_gradients_of_one_ranks_tokens_are_noticed(suite):
+    sizes, options = LAYOUTS["tp2sp"]
+    assert_noticed(
+        suite, sizes, TOKEN, suite.one_rank(TOKEN), options=options, fault="adapters' gradients of one TP rank's tokens"
+    )
 
 
 def test_a_recomputed_first_layer_trains_its_adapters(ranks, model):
