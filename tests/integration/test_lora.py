@@ -13,7 +13,13 @@ from tests.parallel.test_weights import read_all
 
 @pytest.mark.slow
 def test_a_run_with_adapters(ray_here, arithmetic, tmp_path):
-    changes = ["run.name=lora", "megatron.lora.rank=4", "megatron.tensor_parallel=2", "checkpoint.every=2"]
+    changes = [
+        "run.name=lora",
+        "train.ppo_mini_batch_size=6",
+        "megatron.lora.rank=4",
+        "megatron.tensor_parallel=2",
+        "checkpoint.every=2",
+    ]
     assert main(["train", *arguments(arithmetic, tmp_path, *changes)]) == 0
     rows, folder = metrics(tmp_path, "lora"), tmp_path / "lora"
     assert all(0 < row["mismatch/max"] <= 1e-4 for row in rows)
