@@ -70,8 +70,7 @@ class Controller:
             last = self.step == self.config.run.total_steps
             if last or (self.config.eval.every and self.step % self.config.eval.every == 0):
                 after = self.evaluate()
-            if self.saver.due(self.step):
-                self.saver.save(self.step, self.trainer, self.state_dict())
+            self.saver.after_step(self.step, self.state_dict)
         return {"before": before, "after": after, **self.totals}
 
     def train_step(self) -> None:

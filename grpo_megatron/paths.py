@@ -1,4 +1,4 @@
-"""Is there, at a path that a user gave, what it was given for."""
+"""Is there, at a path that a user gave, what it was given for; and making what was written there last."""
 
 import os
 import stat
@@ -46,3 +46,12 @@ def _mode(path: str | Path) -> int | str:
         return f"cannot be read: {error.strerror}"
     except ValueError as error:  # no path at all: a zero byte, a lone surrogate
         return f"is not a path: {error}"
+
+
+def sync_to_disk(path: Path) -> None:
+    """fsync of a file, or of a folder's list of files."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -35,6 +35,50 @@ FAMILIES = {
         },
     ),
     "mixtral": ("Mixtral", {"head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 24,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            # transformers does not write these, SGLang reads them
+            "moe_layer_freq": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
 }
 
 
@@ -66,13 +110,17 @@ def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
             torch.nn.init.uniform_(parameter, 0.7, 1.3)
         if "bias" in parameter_name:  # all zeros at first
             torch.nn.init.normal_(parameter, std=0.3)
+    for buffer_name, buffer in model.named_buffers():
+        if "correction_bias" in buffer_name:  # all zeros at first
+            torch.nn.init.normal_(buffer, std=0.3)
     model.save_pretrained(folder)
     return str(folder)
 
 
 def aligned_model(folder, family):
     """A tiny_model whose sizes are multiples of 16, as GPU kernels want them."""
-    sizes = {"head_dim": 32, "moe_intermediate_size": 48}
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    sizes = {"head_dim": 32, "moe_intermediate_size": 48, **latent}
     changes = {name: size for name, size in sizes.items() if name in FAMILIES[family][1]}
     return tiny_model(folder, family, vocab_size=64, hidden_size=128, intermediate_size=192, **changes)
 

@@ -78,15 +78,18 @@ class WorkerGroup:
         """Call `method` on every rank with the same arguments, and return at once; references in the order of ranks."""
         return [worker.call.remote(method, *arguments) for worker in self._workers]
 
-    def call(self, method: str, arguments: list[tuple] | None = None) -> list[Any]:
-        """Call `method` on every rank, with the arguments of each (none: without); all results, in the order of ranks."""
+    def call(self, method: str, arguments: list[tuple] | None = None, timeout: float | None = None) -> list[Any]:
+        """Call `method` on every rank, with the arguments of each (none: without); all results, in the order of ranks.
+
+        timeout: in seconds, if not the group's.
+        """
         arguments = [()] * len(self._workers) if arguments is None else arguments
         pairs = enumerate(zip(self._workers, arguments, strict=True))
         calls = {rank: worker.call.remote(method, *own) for rank, (worker, own) in pairs}
-        return list(self._gather(calls, method).values())
+        return list(self._gather(calls, method, timeout).values())
 
-    def _gather(self, references: dict[int, ray.ObjectRef], call: str) -> dict[int, Any]:
-        return gather(references, self.processes, call, self._timeout)
+    def _gather(self, references: dict[int, ray.ObjectRef], call: str, timeout: float | None = None) -> dict[int, Any]:
+        return gather(references, self.processes, call, self._timeout if timeout is None else timeout)
 
     @contextmanager
     def stream(self, method: str, *arguments) -> Iterator[Iterator[ray.ObjectRef]]:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,10 @@ from grpo_megatron.run.folder import open_run_folder
 from grpo_megatron.run.monitor import Monitor
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.policy import PolicyTrainer
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+
+# How long a run that failed may still take to complete its last checkpoint.
+_RESCUE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,11 @@ class Run:
         return self.state["step"] if self.state else 0
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Export the model if so configured; the result with where everything is and how long it took, as result.json has it."""
+        """Complete the last checkpoint, and export the model if so configured.
+
+        Returns the result with where everything is and how long it took, as result.json has it.
+        """
+        self.saver.finish()
         if self.config.checkpoint.export_hf:
             result["model"] = f"{self.directory}/hf"
             self.trainer.save_hf(result["model"])
@@ -69,6 +77,8 @@ def assemble(config: Config, command: str) -> Iterator[Run]:
         monitor = Monitor(directory, config.run.total_steps, resumed)
         cleanup.callback(monitor.close)
         monitor.say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
+        if note := HFCheckpoint(config.model.path).note:
+            monitor.say(note)
         cluster = allocate(config, num_ranks, num_engines)
         cleanup.callback(cluster.close)
         engines = None
@@ -87,5 +97,12 @@ def assemble(config: Config, command: str) -> Iterator[Run]:
         if state:
             trainer.load_checkpoint(actor_folder(config.run.resume))
         monitor.say(f"everything is up after {time.perf_counter() - started:.1f} s")
-        saver = Checkpoints(f"{directory}/checkpoints", config.checkpoint.every)
-        yield Run(config, directory, monitor, saver, trainer, engines, state, started)
+        saving = config.checkpoint
+        saver = Checkpoints(f"{directory}/checkpoints", saving.every, trainer, monitor.say, saving.async_save)
+        try:
+            yield Run(config, directory, monitor, saver, trainer, engines, state, started)
+        except BaseException:
+            # Whatever failed, the state that ranks are still writing was sound; those that cannot are not waited for.
+            with suppress(Exception):
+                saver.finish(_RESCUE_SECONDS)
+            raise

@@ -15,24 +15,21 @@ import torch
 
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.algorithm import MismatchAction, MismatchConfig
-from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, LoadFormat, LrSchedule, OldLogprobs, Precision
+from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, LoadFormat, LrSchedule, OldLogprobs
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.manager import StaleWeights
 from grpo_megatron.sglang.engine import engine_dtype
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
+from grpo_megatron.trainer.weight_probe import TOLERANCE, TRAINER_DTYPES
 
-# A mean |delta| of up to this many times what the trainer's own rounding moves log-probs by is agreement:
-# the engine's kernels sum in another order and round at other places (logits in bf16, for one).
-TOLERANCE = 20
 # The mean |delta| of steps under the same weights may vary by this factor, by their samples.
 FLAT = 4
 # A change explains a mismatch if no more than this share of it is left.
 LEFT = 1 / 3
 # Standard errors by which surprise and entropy may differ, if samples are drawn from the whole distribution.
 SAMPLING_Z = 6.0
-TRAINER_DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.float8_e4m3fn}
 
 
 @dataclass
@@ -82,6 +79,8 @@ def selftest_config(config: Config, steps: int) -> Config:
         mismatch=MismatchConfig(action=MismatchAction.off),
         train=replace(config.train, old_logprobs=OldLogprobs.recompute),
         eval=EvalConfig(),
+        # A probe would end the run before the cause is found.
+        weight_sync=replace(config.weight_sync, probe_every=0),
         checkpoint=replace(CheckpointConfig(), every=0, export_hf=False),
     )
 
@@ -232,7 +231,7 @@ class Investigation:
         return (
             f"unknown: mean |delta| is {tokens.mismatch:.3g} (limit {self.limit:.3g}), and neither a new weight sync nor another "
             "temperature, top-p, other token ids or the engine's precision explains it; some weights may not arrive as they "
-            "are (the map of the architecture in grpo_megatron/weights/maps.py), or a layer computes something else. The "
+            "are (the map of the architecture in grpo_megatron/model/families), or a layer computes something else. The "
             "worst tokens are in TensorBoard under mismatch/worst"
         )
 

@@ -41,8 +41,7 @@ def sft(config: Config) -> dict[str, Any]:
             scalars = run.monitor.finish_step(step, metrics, batch.num_tokens)
             if step in (1, last) or step % _SHOWN_EVERY == 0:
                 run.monitor.line(step, scalars, {"sft/loss_per_token": "loss", "actor/grad_norm": "grad norm"})
-            if run.saver.due(step):
-                run.saver.save(step, run.trainer, {"step": step, "order": order.state_dict()})
+            run.saver.after_step(step, lambda step=step: {"step": step, "order": order.state_dict()})
         return run.finish({"loss": metrics.get("sft/loss_per_token"), "tokens": tokens})
 
 

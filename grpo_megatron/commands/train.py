@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
+
 from grpo_megatron.commands.assemble import Run, assemble
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
-from grpo_megatron.data import PromptTokenizer
+from grpo_megatron.data import PromptSource, PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts, training_prompts
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
@@ -16,10 +18,14 @@ from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
+from grpo_megatron.trainer.weight_probe import WeightProbe
 from grpo_megatron.weights.sync.interface import Transport
 from grpo_megatron.weights.sync.plan import Layouts
 from grpo_megatron.weights.sync.resharding import make_transport
 from grpo_megatron.weights.sync.sync import WeightSync
+
+# Prompts whose log-probs are compared after a weight sync.
+_PROBES = 4
 
 
 def _transport(run: Run) -> Transport:
@@ -34,6 +40,14 @@ def _transport(run: Run) -> Transport:
     )
     folder = f"{config.weight_sync.folder}/{config.run.name}"
     return make_transport(config.weight_sync, layouts, folder, config.cluster.call_timeout, run.monitor.say)
+
+
+def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
+    """Of the first prompts, repeated where there are too few for all replicas; a prompt of one token is asked twice."""
+    count = max(_PROBES, run.trainer.sizes.dp)
+    found = [np.array(prompt.ids if len(prompt.ids) > 1 else prompt.ids * 2) for prompt in prompts.first(count)]
+    sequences = [found[number % len(found)] for number in range(count)]
+    return WeightProbe(run.trainer, run.engines, sequences, run.config)
 
 
 @contextmanager
@@ -54,7 +68,9 @@ def assembled_loop(config: Config, controller_class: type[Controller] = Controll
         else:
             manager = RolloutManager(run.engines, episodes)
             rollouts = EngineRollouts(manager, config, run.resumed)
-            weight_sync = WeightSync(run.trainer, run.engines, _transport(run))
+            weight_sync = WeightSync(
+                run.trainer, run.engines, _transport(run), _probe(run, prompts), config.weight_sync.probe_every
+            )
             cleanup.callback(weight_sync.close)
             evaluation = Evaluation(manager, held_out, config, run.directory) if held_out else None
         cleanup.callback(rollouts.close)

@@ -361,6 +361,7 @@ class EvalConfig:
 @dataclass
 class CheckpointConfig:
     every: int = option(0, "save a checkpoint every this many steps; 0: never", "steps", at_least=0)
+    async_save: bool = option(True, "training goes on while a checkpoint is written; false: it waits for the disk")
     export_hf: bool = option(True, "write the trained model as an HF checkpoint at the end")
 
 

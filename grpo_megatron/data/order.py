@@ -70,6 +70,10 @@ class PromptSource:
             handed_out.append(self._sources[source][self._orders[source].take(1)[0]])
         return handed_out
 
+    def first(self, count: int) -> list[Prompt]:
+        """The first prompts of the first source as its file has them; nothing is handed out. Fewer if it has fewer."""
+        return [self._sources[0][number] for number in range(min(count, len(self._sources[0])))]
+
     @property
     def epoch(self) -> int:
         """Of the source that is furthest."""

@@ -4,8 +4,7 @@ A plain class: Ray wraps it in a run, the tests call it directly. Every method t
 must be called on all ranks, with the same arguments unless said otherwise.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -20,7 +19,8 @@ from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Precision, RoutingReplay
-from grpo_megatron.megatron import lora, sharded_state
+from grpo_megatron.megatron import export, lora, sharded_state
+from grpo_megatron.megatron.checkpoint_files import Writer
 from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, forward_probe
 from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory, occupied
 from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, set_loss_inputs, set_routing_from
@@ -31,12 +31,13 @@ from grpo_megatron.megatron.reference import ReferenceWeights
 from grpo_megatron.megatron.rounding import rounding_noise
 from grpo_megatron.megatron.router import Routing, take_loss_sums
 from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult
-from grpo_megatron.megatron.weights import iterate_hf, load_hf, local_parameters, mark_parallel
+from grpo_megatron.megatron.weights import iterate_hf, load_hf, mark_parallel
 from grpo_megatron.metrics import Mean, Metrics, concrete, merge
 from grpo_megatron.model.adapters import adapter_entries
-from grpo_megatron.model.entries import Entry
+from grpo_megatron.model.entries import engine_stacks
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.weights import hf_checkpoint, peft_checkpoint
+from grpo_megatron.run.checkpoints import SaveReport
+from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
 from grpo_megatron.weights.sync.order import Answer, Order
 from grpo_megatron.weights.sync.sender import Sender
@@ -117,6 +118,7 @@ class Actor:
         config.grad_scale_func = self.optimizer.inner.scale_loss
         self.memory = TrainingMemory(self.ddp, self.optimizer)
         self._parking = Parking(spec.offload_folder)
+        self._writer: Writer | None = None
         self._park_optimizer()
 
     @contextmanager
@@ -148,6 +150,11 @@ class Actor:
         if self.spec.optimizer.offload:
             self._parking.park("optimizer", self.memory.optimizer())
 
+    def _until_saved(self, weights_only: bool = False) -> None:
+        """Called before weights or optimizer states change: a checkpoint may be being written from where they are."""
+        if self._writer:
+            self._writer.wait_until_read(weights_only)
+
     def sleep(self) -> dict[str, Bytes]:
         """Give back the memory of weights, gradients and optimizer states, until `wake`. Collective.
 
@@ -157,6 +164,7 @@ class Actor:
         report = {"before": self.memory.resident() | {"occupied": occupied()}}
         with self._settled_weights():
             pass  # values on their way from other replicas arrive first
+        self._until_saved()
         self.mini_batches.clear()
         if not self._parking.parked("optimizer"):
             self._parking.park("optimizer", self.memory.optimizer())
@@ -183,6 +191,8 @@ class Actor:
         """
         if reference and self.reference is None:
             raise RuntimeError("this actor was built without reference weights")
+        if reference:
+            self._until_saved(weights_only=True)
         prepared = self.mini_batches.get(key, micro_batches)
         routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
         for ddp in self.ddp:
@@ -198,8 +208,8 @@ class Actor:
         layer, see `rounding_noise`.
         """
         prepared = self.mini_batches.get(None, micro_batches)
-        # No routing was recorded for these; with the engine's, the samples bring it.
-        from_engine = self.spec.moe.routing_replay == RoutingReplay.engine
+        # No routing was recorded for these; with the engine's, samples of the engine bring it.
+        from_engine = self.spec.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
         routing = self._route(prepared, micro_batches, recording=True) if from_engine else Routing.own
         for ddp in self.ddp:
             ddp.eval()
@@ -209,12 +219,17 @@ class Actor:
         return np.concatenate(parts, axis=1) if self.rank.reports else None
 
     @torch.no_grad()
-    def scale_weights(self, factor: float) -> None:
-        """Multiply every parameter, but not the optimizer's masters: the next step takes it back. Collective."""
+    def scale_weights(self, factor: float, share: float = 1.0) -> None:
+        """Multiply every parameter, but not the optimizer's masters: the next step takes it back. Collective.
+
+        share: of the elements, chosen at random. Replicas then differ, so with less than 1 nothing may be trained afterwards.
+        """
+        self._until_saved(weights_only=True)
         with self._settled_weights():
             for chunk in self.chunks:
                 for parameter in chunk.parameters():
-                    parameter.mul_(factor)
+                    chosen = factor if share == 1.0 else torch.where(torch.rand_like(parameter) < share, factor, 1.0)
+                    parameter.mul_(chosen)
 
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
         """Whose routing the policy follows in this pass; recording: it is the pass for the old log-probs."""
@@ -246,6 +261,7 @@ class Actor:
         """
         metrics = self.compute_gradients(micro_batches, loss, step_tokens, current_is_old, key)
         beyond = self._beyond_limits(loss.limits, metrics)
+        self._until_saved()
         with self._optimizer_at_hand():
             outcome = self.optimizer.step(drop=drop or bool(beyond))
         if not self.rank.reports:
@@ -331,48 +347,43 @@ class Actor:
         """
         with self._settled_weights():
             # On ranks that hand out nothing the loop still drives the collectives.
-            yield from make_buckets(iterate_hf(self.chunks, self.entries, lora.MergedWeights(self.chunks)), max_bytes)
+            tensors = iterate_hf(self.chunks, self.entries, values=lora.MergedWeights(self.chunks))
+            yield from make_buckets(tensors, max_bytes, engine_stacks(self.entries.values()))
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
-        """Write the weights as an HF checkpoint, with the tokenizer of the original. Collective.
-
-        dtype: of the written tensors; None keeps the training precision. Written aside and put in
-        place when whole, in place of what was there. Adapters are merged, and in `folder`/adapter besides.
-        """
-        dtype = dtype or PRECISIONS[self.spec.precision]
-        final, folder = folder, f"{folder}.partial"
-        if self.rank.rank == 0:
-            hf_checkpoint.start(folder, final, self.spec.model_path)
-        dist.barrier()
+        """Write an HF checkpoint, see `export.save_hf`. dtype: of the tensors; None keeps the training precision. Collective."""
         with self._settled_weights():
-            shards = self._write_hf(folder, dtype, self.entries, lora.MergedWeights(self.chunks))
-            adapter = f"{folder}/adapter"
-            adapters = local_parameters(self.chunks, adapters=True)
-            parts = self._write_hf(adapter, dtype, self.adapters, adapters) if self.adapters else []
-        if self.rank.rank == 0:
-            if self.adapters:
-                peft_checkpoint.finish(adapter, [name for name, _ in parts], self.spec.lora, self.spec.model_path)
-            hf_checkpoint.copy_companions(self.spec.model_path, folder, dtype)
-            hf_checkpoint.finish(folder, shards, final)
-        dist.barrier()
+            dtype = dtype or PRECISIONS[self.spec.precision]
+            export.save_hf(self.chunks, self.entries, self.spec.model_path, folder, dtype, self.adapters, self.spec.lora)
 
-    def _write_hf(self, folder: str, dtype: torch.dtype, entries: dict[str, Entry], values: Mapping[str, torch.Tensor]) -> list:
-        """The shards that all ranks have written, in the order of the stages: (file name, {tensor: bytes}). Collective."""
-        writer = hf_checkpoint.HFWriter(folder, f"{self.rank.rank:05d}")
-        for name, tensor in iterate_hf(self.chunks, entries, values):
-            writer.add(name, tensor.to(dtype))
-        everyone: list = [None] * self.spec.sizes.world_size
-        dist.all_gather_object(everyone, (self.rank.pp_rank, writer.close()))
-        in_order = sorted((item for item in everyone if item[1]), key=lambda item: item[0])
-        return list(itertools.chain.from_iterable(part for _, part in in_order))
+    def begin_checkpoint(self, folder: str) -> None:
+        """Begin to write weights, optimizer and learning-rate state as they are now. Collective.
 
-    def save_checkpoint(self, folder: str) -> None:
-        """Collective; see megatron.checkpoint."""
+        Other methods may be called meanwhile; those that change the state wait until it is read. The checkpoint is whole
+        when `finish_checkpoint` has returned.
+        """
+        if self._writer:
+            raise RuntimeError("the last checkpoint has not been finished")
         with self._settled_weights(), self._optimizer_at_hand():
-            sharded_state.save(folder, [ddp.module for ddp in self.ddp], self.optimizer)
+            self._writer = sharded_state.save(folder, [ddp.module for ddp in self.ddp], self.optimizer)
+            if self.spec.optimizer.offload:
+                self._until_saved()
+
+    def checkpoint_written(self) -> bool:
+        """Whether `finish_checkpoint` has nothing to wait for on this rank."""
+        return self._writer is None or self._writer.done()
+
+    def finish_checkpoint(self) -> SaveReport:
+        """Wait until the checkpoint that was begun is on the disk. Collective; may be called asleep.
+
+        Raises UserError on all ranks, naming those that could not write.
+        """
+        writer, self._writer = self._writer, None
+        return writer.finish()
 
     def load_checkpoint(self, folder: str) -> None:
         """Weights, optimizer and learning-rate state; the reference stays what it was. Collective."""
+        self._until_saved()
         with self._settled_weights(), self._optimizer_at_hand():
             sharded_state.load(folder, [ddp.module for ddp in self.ddp], self.optimizer)
 

@@ -37,6 +37,14 @@ def _rotated(x, cos, sin):
     return x.roll(x.shape[-1] // 2, -1).mul_(sin).addcmul_(x, cos)
 
 
+def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """x [t, heads, d] with its first channels rotated, as many as the rotation has; see PackedSequences.rotation."""
+    turned = rotation[0].shape[-1]
+    if turned == x.shape[-1]:
+        return _Rotate.apply(x, *rotation)
+    return torch.cat([_Rotate.apply(x[..., :turned], *rotation), x[..., turned:]], dim=-1)
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """Queries whose attention is computed together: n stretches of q.
@@ -71,11 +79,11 @@ class PackedSequences(PackedSeqParams):
     short: bool = False
     _kept: dict = field(default_factory=dict, repr=False)
 
-    def rotation(self, frequencies: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin for _Rotate, both [t, 1, d]. Kept: frequencies must be the same in every layer."""
+    def rotation(self, frequencies: torch.Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin times the factor, for `rotate`, both [t, 1, d]. Kept: the arguments must be the same in every layer."""
         if dtype not in self._kept:
             angle = self.position_ids.to(frequencies.dtype)[:, None] * frequencies.to(self.position_ids.device)
-            cos, sin = angle.cos(), angle.sin()
+            cos, sin = angle.cos() * factor, angle.sin() * factor
             self._kept[dtype] = tuple(torch.cat(halves, dim=-1)[:, None].to(dtype) for halves in ((cos, cos), (-sin, sin)))
         return self._kept[dtype]
 
@@ -189,9 +197,10 @@ class PackedAttention(MegatronModule):
     """Causal self-attention over a pack of sequences with rotary embedding, on torch's scaled_dot_product_attention or,
     for short sequences on a CPU, on batched matrix products.
 
-    query [t, heads, d], key and value [t, kv_heads, d] of one TP and CP rank, not yet rotated
-    -> [t, heads * d]. rope_frequencies: float32 [d / 2], of all layers alike; Megatron's own rotation of packs asks for
-    the lengths of all sequences (a synchronisation) and computes cosines anew in every layer, twice.
+    query [t, heads, d], key [t, kv_heads, d] and value [t, kv_heads, e] of one TP and CP rank, not yet rotated
+    -> [t, heads * e]. rope_frequencies: float32 [d / 2] or fewer, of all layers alike, None: rotated already; Megatron's
+    own rotation of packs asks for the lengths of all sequences (a synchronisation) and computes cosines anew in every
+    layer, twice.
     Padding sits behind a sequence's real tokens, where the causal mask hides it. Under CP every rank
     gathers the keys and values of the pack, and no mask is larger than 1024 times a sequence.
     """
@@ -206,8 +215,10 @@ class PackedAttention(MegatronModule):
         softmax_scale=None,
         cp_comm_type=None,
         pg_collection=None,
+        k_channels=None,
+        v_channels=None,
         *,
-        rope_frequencies: torch.Tensor,
+        rope_frequencies: torch.Tensor | None = None,
     ):
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
@@ -219,13 +230,14 @@ class PackedAttention(MegatronModule):
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         packed = packed_seq_params
-        rotation = packed.rotation(self.rope_frequencies, query.dtype)
-        query, key = _Rotate.apply(query, *rotation), _Rotate.apply(key, *rotation)
+        if self.rope_frequencies is not None:
+            rotation = packed.rotation(self.rope_frequencies, query.dtype)
+            query, key = rotate(query, rotation), rotate(key, rotation)
         if self.cp_group.size() > 1:
             # One collective for both; its backward sums every rank's gradients (reduce-scatter).
-            both = torch.cat([key, value], dim=1)
+            both = torch.cat([key, value], dim=-1)
             both = gather_from_sequence_parallel_region(both, group=self.cp_group)
-            key, value = both.split(key.shape[1], dim=1)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         queries = _take(query, packed.query_rows).split([batch.n * batch.q for batch in packed.batches])
         keys, values = (_take(x, packed.key_rows).split(packed.key_sizes) for x in (key, value))
         outputs = [
@@ -235,7 +247,7 @@ class PackedAttention(MegatronModule):
         return _take(torch.cat(outputs), packed.inverse)
 
     def _attend(self, packed: PackedSequences, batch: AttentionBatch, query, key, value) -> torch.Tensor:
-        """[n * q, heads, d], [at least n * k, kv_heads, d] twice -> [n * q, heads * d]"""
+        """[n * q, heads, d], [at least n * k, kv_heads, d], the same with e -> [n * q, heads * e]"""
         seen = batch.n * batch.k
         if seen < len(key):
             key, value = key[:seen], value[:seen]
@@ -256,7 +268,7 @@ class PackedAttention(MegatronModule):
 class _ShortAttention(torch.autograd.Function):
     """softmax(scale * q k^T + mask) v by batched matrix products, in which the query heads of one kv head are rows.
 
-    query [n, q, heads, d], key and value [n, k, kv_heads, d], mask [q, k] -> [n * q, heads * d]
+    query [n, q, heads, d], key [n, k, kv_heads, d], value [n, k, kv_heads, e], mask [q, k] -> [n * q, heads * e]
     """
 
     @staticmethod
@@ -274,13 +286,13 @@ class _ShortAttention(torch.autograd.Function):
     def backward(ctx, grad):
         query, key, value, share = ctx.saved_tensors
         n, q, heads, _ = ctx.shape
-        kv_shape = (n, key.shape[1], len(key) // n, key.shape[2])
-        grad = _rows_of_heads(grad.view(n, q, heads, -1), heads // kv_shape[2])
+        key_shape, value_shape = ((n, x.shape[1], len(x) // n, x.shape[2]) for x in (key, value))
+        grad = _rows_of_heads(grad.view(n, q, heads, -1), heads // key_shape[2])
         grad_value = share.transpose(1, 2) @ grad
         grad_scores = torch._softmax_backward_data(grad @ value.transpose(1, 2), share, -1, share.dtype)
         grad_query = (grad_scores @ key).mul_(ctx.scale)
         grad_key = grad_scores.transpose(1, 2) @ query
-        shapes = (ctx.shape, kv_shape, kv_shape)
+        shapes = (ctx.shape, key_shape, value_shape)
         grads = (_heads_of_rows(x, shape) for x, shape in zip((grad_query, grad_key, grad_value), shapes, strict=True))
         return *grads, None, None
 
@@ -291,9 +303,9 @@ def _rows_of_heads(x: torch.Tensor, groups: int = 1) -> torch.Tensor:
 
 
 def _heads_of_rows(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Undoes `_rows_of_heads`; shape: [n, length, heads, d] before it."""
-    n, length, heads, d = shape
-    kv_heads = len(x) // n
+    """Undoes `_rows_of_heads`; shape: [n, length, heads, any] before it."""
+    n, length, heads, _ = shape
+    kv_heads, d = len(x) // n, x.shape[-1]
     return x.view(n, kv_heads, heads // kv_heads, length, d).permute(0, 3, 1, 2, 4).reshape(n, length, heads, d)
 
 

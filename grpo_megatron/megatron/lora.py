@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel as tp
-from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.weights import local_parameters, local_weights
 from grpo_megatron.model.adapters import A, is_adapter
 from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.pieces import box
@@ -147,7 +146,7 @@ class MergedWeights(Mapping):
     def __init__(self, chunks):
         modules = [module for chunk in chunks for module in chunk.modules()]
         layers = {id(module.weight): module for module in modules if isinstance(module, _Adapted)}
-        self._parameters = local_parameters(chunks)
+        self._parameters = local_weights(chunks)
         self._layers = {name: layers[id(own)] for name, own in self._parameters.items() if id(own) in layers}
         self._kept: tuple[str, torch.Tensor | None] = ("", None)
 
@@ -174,9 +173,9 @@ def description(chunks) -> dict | None:
     return any_of_them and {"rank": any_of_them.rank, "alpha": any_of_them.alpha, "layers": sorted(found)}
 
 
-def check_checkpoint(folder: str, chunks) -> None:
-    """Raises UserError if the checkpoint's adapters are others than the model's: what it lacks, or has beyond that, would be lost."""
-    saved, ours = load_common_state_dict(folder).get("lora"), description(chunks)
+def check_checkpoint(folder: str, saved: dict | None, chunks) -> None:
+    """saved: `description` of the chunks that are in the folder. Raises UserError unless it is these chunks' too: more would be lost."""
+    ours = description(chunks)
     if saved != ours:
         raise UserError(
             f"{folder} was saved with {_in_words(saved)}, but here there are {_in_words(ours)}: megatron.lora must be as in the "

@@ -6,6 +6,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -15,6 +16,7 @@ from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.schema import Precision, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.attention import PackedAttention
+from grpo_megatron.megatron.latent_attention import LatentAttention, LatentAttentionParts
 from grpo_megatron.megatron.logprobs import hand_out_hidden_states
 from grpo_megatron.megatron.lora import AdaptedColumns, AdaptedGateUp, AdaptedRows
 from grpo_megatron.megatron.modules import RMSNorm, SwiGLU
@@ -56,7 +58,9 @@ def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
 def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, num_experts: int | None):
     """One layer: TransformerEngine's, or Megatron's local one with our norm and attention."""
     if spec.transformer_engine:
-        layer_spec = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm)
+        layer_spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts, qk_layernorm=config.qk_layernorm, multi_latent_attention=arch.latent is not None
+        )
     else:
         layer_spec = get_gpt_layer_local_spec(
             num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
@@ -69,14 +73,27 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, 
         if config.qk_layernorm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
-        # The activation belongs to a dense layer's MLP, or to that of each expert.
-        mlp = layer.mlp.submodules.experts if num_experts else layer.mlp
-        mlp.submodules.activation_func = SwiGLU
+        # The activation belongs to a dense layer's MLP, or to those of each expert and of the shared ones.
+        mlp = layer.mlp.submodules
+        for with_activation in (mlp.experts.submodules, mlp.shared_experts.submodules) if num_experts else (mlp,):
+            with_activation.activation_func = SwiGLU
         if spec.lora.rank:
-            _add_adapters(attention, None if num_experts else mlp.submodules, spec.lora)
+            _add_adapters(attention, None if num_experts else mlp, spec.lora)
+    if arch.latent is not None:
+        layer_spec.submodules.self_attention = _latent_attention(arch, spec.transformer_engine)
     if num_experts:
-        layer_spec.submodules.mlp.submodules.router = Router
+        layer_spec.submodules.mlp.submodules.router = partial(Router, correction_bias=arch.moe.correction_bias)
     return layer_spec
+
+
+def _latent_attention(arch: Architecture, transformer_engine: bool) -> ModuleSpec:
+    if transformer_engine:
+        from megatron.core.extensions import transformer_engine as te
+
+        parts = LatentAttentionParts(te.TEColumnParallelLinear, te.TERowParallelLinear, te.TEDotProductAttention)
+    else:
+        parts = LatentAttentionParts(ColumnParallelLinear, RowParallelLinear, PackedAttention)
+    return ModuleSpec(module=LatentAttention, params={"arch": arch}, submodules=parts)
 
 
 def _block_spec(
@@ -100,6 +117,7 @@ def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
     They are uninitialised (fill them with weights.load_hf) and return hidden states for logits.
     """
     config = transformer_config(arch, spec)
+    rotated_by_megatron = spec.transformer_engine and arch.latent is None
     chunks = []
     for number in range(spec.sizes.vpp):
         vp_stage = number if spec.sizes.vpp > 1 else None
@@ -112,12 +130,13 @@ def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,
             share_embeddings_and_output_weights=arch.tied_embeddings,
-            # PackedAttention rotates queries and keys itself.
-            position_embedding_type="rope" if spec.transformer_engine else "none",
+            # PackedAttention and LatentAttention rotate queries and keys themselves.
+            position_embedding_type="rope" if rotated_by_megatron else "none",
+            rotary_percent=arch.rotary_share,
             rotary_base=arch.rope_theta,
             vp_stage=vp_stage,
         )
-        if spec.transformer_engine:
+        if rotated_by_megatron:
             # Megatron's own rope scaling has Llama 3.1's numbers built in; these come from config.json.
             chunk.rotary_pos_emb.inv_freq = arch.rope_frequencies().to(chunk.rotary_pos_emb.inv_freq.device)
         if chunk.post_process:

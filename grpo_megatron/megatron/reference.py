@@ -4,6 +4,8 @@ from contextlib import contextmanager
 
 import torch
 
+from grpo_megatron.megatron.weights import local_parameters, local_weights
+
 
 class ReferenceWeights:
     """A second set of values for the parameters of a model.
@@ -20,8 +22,9 @@ class ReferenceWeights:
         both, and not held twice: with adapters, the reference is the model with their first values, which change nothing.
         """
         self._on_host = on_host
-        everything = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        self._parameters = [parameter for parameter in everything if parameter.requires_grad or not same_model]
+        adapters = local_parameters(chunks, adapters=True)
+        held = adapters if adapters and same_model else local_weights(chunks) | adapters
+        self._parameters = list(held.values())
         self._other = [self._copy(parameter) for parameter in self._parameters]
 
     def _copy(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -73,12 +73,27 @@ class Router(TopKRouter):
     Their gradient is that of sum_micro-batches (T / M) * loss, T the tokens of the micro-batch over
     all TP and CP ranks, M those of the step. Megatron scales by the tokens of one rank, so that under
     sequence or context parallelism its auxiliary losses shrink with the number of ranks.
+
+    correction_bias: `expert_bias`, float32 [experts], is added to the scores in the choice of experts, but not to their
+    weights (arXiv:2408.15664). It is a buffer: training leaves it as it was loaded.
     """
 
-    def __init__(self, config, pg_collection=None):
+    def __init__(self, config, pg_collection=None, *, correction_bias: bool = False):
         super().__init__(config=config, pg_collection=pg_collection)
         self.router_replay = _Choice()
         self.loss_sums: dict[str, torch.Tensor] = {}
+        if correction_bias:
+            # Megatron's own switch for it would also move the bias towards equal loads after every step.
+            del self.expert_bias
+            self.register_buffer("expert_bias", self.weight.new_zeros(len(self.weight), dtype=torch.float32))
+
+    def _apply(self, fn, recurse=True):
+        """Conversions to another dtype leave the bias in float32: rounded, it chooses other experts than the engine's."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
 
     def routing(self, logits, padding_mask=None):
         self.router_replay.training = self.training
@@ -114,6 +129,11 @@ class Router(TopKRouter):
         total = (squares if padding_mask is None else squares * ~padding_mask).sum()
         self._add("z_loss", total)
         return MoEAuxLossAutoScaler.apply(logits, coeff * total)
+
+
+def is_correction_bias(name: str) -> bool:
+    """Whether a buffer's name is that of a Router's `expert_bias`."""
+    return name.endswith(".router.expert_bias")
 
 
 def routers(chunk) -> Iterator[tuple[int, Router]]:

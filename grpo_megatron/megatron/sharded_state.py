@@ -1,74 +1,88 @@
-"""Actor checkpoints: Megatron's distributed format, readable in any layout."""
+"""What a checkpoint of the trained model holds, and how it comes back; readable in any layout."""
 
-from pathlib import Path
+import io
+import time
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core import parallel_state as mpu
 
+from grpo_megatron.errors import UserError
 from grpo_megatron.megatron import lora
+from grpo_megatron.megatron.checkpoint_files import Writer, read, read_common
+from grpo_megatron.megatron.shards import optimizer_pieces, sharded_model, weight_pieces
 
 
-def _metadata() -> dict:
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
-        "singleton_local_shards": False,
-    }
+def save(folder: str, chunks, optimizer) -> Writer:
+    """Begin to write a checkpoint, on all ranks; see Writer for what must come after. optimizer None: weights alone.
 
-
-def _weights(chunks) -> dict:
-    """Sharded state of each model chunk; the shards' names are global, whatever the chunk."""
-    return {f"model{i}": chunk.sharded_state_dict(metadata=_metadata()) for i, chunk in enumerate(chunks)}
-
-
-def _load_weights(chunks, state: dict) -> None:
-    for i, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[f"model{i}"])
-
-
-def _state(chunks, optimizer, loading: bool) -> dict:
-    weights = _weights(chunks)
-    return {
-        **weights,
-        "optimizer": optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=_metadata()),
-        "scheduler": optimizer.scheduler.state_dict(),
-        "lora": lora.description(chunks),
-    }
-
-
-def save(folder: str, chunks, optimizer) -> None:
-    """Collective over all ranks. `folder` is written as is; rename it into place afterwards."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    torch.distributed.barrier()
-    dist_checkpointing.save(_state(chunks, optimizer, loading=False), folder)
+    `folder` is written as is; rename it into place when the writers have finished.
+    """
+    begun = time.perf_counter()
+    shards, objects = sharded_model(chunks)
+    states, common = [], {}
+    if optimizer is not None:
+        _fill_optimizer_state(optimizer)
+        states = optimizer_pieces(shards, optimizer, writing=True)
+        steps = [group["step"] for part in optimizer.parts() for group in part.optimizer.param_groups if "step" in group]
+        common = {
+            "optimizer_steps": int(max(steps)),
+            "scheduler": optimizer.scheduler.state_dict(),
+            "lora": lora.description(chunks),
+        }
+    everything = (item for own in objects for item in own.values())
+    own_objects = {item.unique_key: _serialised(item.data) for item in everything if not any(item.replica_id)}
+    return Writer(folder, weight_pieces(shards, writing=True), states, own_objects, common, begun)
 
 
 def load(folder: str, chunks, optimizer) -> None:
-    """Collective; the layout may be another than the one that saved."""
-    lora.check_checkpoint(folder, chunks)
-    _fill_optimizer_state(optimizer)
-    state = dist_checkpointing.load(_state(chunks, optimizer, loading=True), folder)
-    _load_weights(chunks, state)
-    optimizer.inner.load_state_dict(state["optimizer"])
-    optimizer.load_scheduler(state["scheduler"])
+    """Fill weights and, unless None, optimizer and learning-rate state in place; the layout may be another than the one that saved.
+
+    Raises UserError for a checkpoint that does not fit, or holds no optimizer.
+    """
+    shards, objects = sharded_model(chunks)
+    pieces = weight_pieces(shards, writing=False)
+    if optimizer is not None:
+        common = read_common(folder)
+        if "optimizer_steps" not in common:
+            raise UserError(f"{folder} has weights alone, or is of an earlier version: a run cannot continue from it")
+        lora.check_checkpoint(folder, common.get("lora"), chunks)
+        _fill_optimizer_state(optimizer)
+        pieces += optimizer_pieces(shards, optimizer, writing=False)
+    found = read(folder, pieces, [item.unique_key for own in objects for item in own.values()])
+    for chunk, own in zip(chunks, objects, strict=True):
+        extra = {name: _deserialised(found[item.unique_key]) for name, item in own.items()}
+        chunk.load_state_dict(extra, strict=False)
+    if optimizer is not None:
+        for part in optimizer.parts():
+            for group in part.optimizer.param_groups:
+                group["step"] = common["optimizer_steps"]
+        optimizer.load_scheduler(common["scheduler"])
 
 
 def save_weights(folder: str, chunks) -> None:
-    """The model part of `save` alone."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    torch.distributed.barrier()
-    dist_checkpointing.save(_weights(chunks), folder)
+    """The model part of `save` alone, and whole on return. Collective."""
+    save(folder, chunks, None).finish()
 
 
 def load_weights(folder: str, chunks) -> None:
     """The model's weights out of what `save` or `save_weights` wrote."""
-    lora.check_checkpoint(folder, chunks)
-    _load_weights(chunks, dist_checkpointing.load(_weights(chunks), folder))
+    load(folder, chunks, None)
+
+
+def _serialised(value) -> bytes:
+    """As Megatron stores its objects, such as the scales of TransformerEngine's FP8."""
+    buffer = io.BytesIO()
+    torch.save([value], buffer)
+    return buffer.getvalue()
+
+
+def _deserialised(buffer: io.BytesIO):
+    # No code of a file is run. TransformerEngine's state is bytes.
+    with torch.serialization.safe_globals([io.BytesIO]):
+        return torch.load(buffer, weights_only=True)[0]
 
 
 def _fill_optimizer_state(optimizer) -> None:
-    """Adam creates its moments at the first step; loading needs tensors to load into."""
+    """Adam creates its moments at the first step; a checkpoint needs tensors to take from and to load into."""
     for chained in optimizer.parts():
         adam = chained.optimizer
         for group in adam.param_groups:

@@ -16,7 +16,8 @@ class ModelSpec:
 
     params_dtype: of parameters and activations. transformer_engine: its layers, else the local ones.
     aux_loss_coeff, z_loss_coeff: of the routers' own losses, 0: off. constant_length: all packs are
-    equally long, so that pipeline stages need not tell each other the shapes. lora: with local layers only.
+    equally long, so that pipeline stages need not tell each other the shapes. without_memory: it is built on torch's meta device,
+    to be asked for names and shapes. lora: beside local layers only.
     """
 
     sizes: ParallelSizes
@@ -28,6 +29,7 @@ class ModelSpec:
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     constant_length: bool = False
+    without_memory: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

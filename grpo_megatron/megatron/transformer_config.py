@@ -41,10 +41,20 @@ def _parallel_settings(arch: Architecture, spec: ModelSpec) -> dict:
 def _expert_settings(arch: Architecture, spec: ModelSpec) -> dict:
     if arch.moe is None:
         return {}
+    sigmoid = {}
+    if arch.moe.sigmoid:
+        # The correction bias is the Router's own.
+        sigmoid = {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_num_groups": arch.moe.groups,
+            "moe_router_group_topk": arch.moe.top_groups,
+            "moe_router_topk_scaling_factor": arch.moe.weight_factor,
+        }
     return {
         "num_moe_experts": arch.moe.num_experts,
         "moe_router_topk": arch.moe.top_k,
         "moe_ffn_hidden_size": arch.moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": arch.moe.shared_ffn_hidden_size or None,
         "moe_layer_freq": [int(has_experts) for has_experts in arch.moe.layers],
         # Softmax over the chosen experts only is the softmax over all, scaled to sum to 1.
         "moe_router_pre_softmax": not arch.moe.normalize,
@@ -55,6 +65,7 @@ def _expert_settings(arch: Architecture, spec: ModelSpec) -> dict:
         "expert_model_parallel_size": spec.sizes.ep,
         "expert_tensor_parallel_size": spec.sizes.etp,
         "moe_grouped_gemm": False,
+        **sigmoid,
     }
 
 
@@ -101,7 +112,7 @@ def transformer_config(arch: Architecture, spec: ModelSpec):
         fp8_recipe="tensorwise" if spec.fp8 else "delayed",
         # Weights come from the checkpoint: skip Megatron's random initialisation.
         perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=spec.without_memory or not torch.cuda.is_available(),
         # The loss function divides by nothing; Megatron divides by the token count it is given
         # (see forward_backward.py).
         calculate_per_token_loss=True,

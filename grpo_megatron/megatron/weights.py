@@ -1,6 +1,6 @@
 """HF tensors into the ranks of a Megatron model, and out of them again, tensor by tensor."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.process_groups import rank_info
+from grpo_megatron.megatron.router import is_correction_bias
 from grpo_megatron.model.adapters import is_adapter
 from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.pieces import box
@@ -18,16 +19,22 @@ _EXPERTS = "mlp.experts.local_experts."
 
 
 def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Parameter]:
-    """Parameters of this rank's model chunks under their global names; adapters: those of LoRA instead.
+    """Parameters of this rank's model chunks under their global names; adapters: those of LoRA instead."""
+    return _under_global_names(chunks, lambda chunk: ((n, p) for n, p in chunk.named_parameters() if is_adapter(n) == adapters))
 
-    Megatron numbers layers per chunk and experts per rank.
-    """
+
+def local_weights(chunks) -> dict[str, torch.Tensor]:
+    """All that an HF checkpoint holds: the parameters, and the routers' correction biases, which are buffers."""
+    biases = _under_global_names(chunks, lambda chunk: ((n, b) for n, b in chunk.named_buffers() if is_correction_bias(n)))
+    return local_parameters(chunks) | biases
+
+
+def _under_global_names(chunks, named: Callable) -> dict:
+    """named: of a chunk, (name, tensor) pairs. Megatron numbers layers per chunk and experts per rank."""
     first_expert = mpu.get_expert_model_parallel_rank()
     found = {}
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if is_adapter(name) != adapters:
-                continue
+        for name, parameter in named(chunk):
             if name.startswith("decoder.layers."):
                 _, _, local, rest = name.split(".", 3)
                 layer = chunk.decoder.layers[int(local)]
@@ -73,7 +80,7 @@ def load_hf(chunks, checkpoint: HFCheckpoint, entries: dict[str, Entry]) -> None
     violations = checkpoint.violations(entries)
     if violations:
         raise UserError("; ".join(violations))
-    for name, parameter in local_parameters(chunks).items():
+    for name, parameter in local_weights(chunks).items():
         entry = _entry_of(entries, name)
         group = _split_over(entry)
         if parameter.shape != entry.megatron_shape(group.size()):
@@ -94,11 +101,11 @@ def _split_over(entry: Entry):
 
 
 def iterate_hf(
-    chunks, entries: dict[str, Entry], values: Mapping[str, torch.Tensor] | None = None
+    chunks, entries: dict[str, Entry], dtype: torch.dtype | None = None, values: Mapping[str, torch.Tensor] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, full tensor) of this rank's parameters, each on one rank of all.
+    """(HF name, full tensor) of this rank's parameters, each on one rank of all; dtype: of all but float32 buffers.
 
-    values: of this rank's shards by their Megatron names; None: the parameters'.
+    values: {Megatron name: this rank's shard}, None: as they are in the chunks.
 
     That is the first rank of the group that holds its shards, in the first replica; the others take
     part in the gathering. A generator: at most one gathered parameter is alive beyond what the consumer
@@ -106,7 +113,7 @@ def iterate_hf(
     then done its part in all gathering before its consumer makes it wait.
     """
     rank = rank_info()
-    values = local_parameters(chunks) if values is None else values
+    values = local_weights(chunks) if values is None else values
     for entry in sorted((_entry_of(entries, name) for name in values), key=lambda entry: bool(entry.expert)):
         if not entry.exported or not (rank.in_first_expert_replica if entry.expert else rank.in_first_replica):
             continue
@@ -117,7 +124,8 @@ def iterate_hf(
             shards = [torch.empty_like(own) for _ in range(group.size())] if first else None
             dist.gather(own.contiguous(), shards, group=group, group_dst=0)
         if group.rank() == 0:
-            yield from whole_tensors(entry, shards)
+            for name, tensor in whole_tensors(entry, shards):
+                yield name, tensor if entry.float32 or dtype is None else tensor.to(dtype)
 
 
 def whole_tensors(entry: Entry, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import Entry, Plain
+from grpo_megatron.model.families import weight_map
 
 A, B = ".lora_a", ".lora_b"
 # Megatron's layers that megatron.lora has a class for.
@@ -44,8 +46,11 @@ def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, E
     return found
 
 
-def without_adapter(entries: Iterable[Entry], config: LoraConfig) -> list[str]:
+def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
     """Each target that is in none of the model's layers, or in layers that cannot have an adapter, as one sentence."""
+    if arch.latent is not None:
+        return ["megatron.lora.rank: this model's attention is over latents (MLA), which cannot have adapters"]
+    entries = weight_map(arch).values()
     there = {target: [e for e in entries if _is_target(e, [target])] for target in config.targets}
     found = []
     for target, layers in there.items():

@@ -36,11 +36,11 @@ class Fields:
     def _refusal(self, key: str, what: str) -> UserError:
         return UserError(f"{self._within}{key} must be {what}, is {shortened(repr(self._values[key]))}")
 
-    def integer(self, key: str, default: Any = _REQUIRED, most: int = _MOST) -> Any:
-        """From 1 to `most`."""
-        what = f"an integer from 1 to {most}"
+    def integer(self, key: str, default: Any = _REQUIRED, most: int = _MOST, least: int = 1) -> Any:
+        """From `least` to `most`."""
+        what = f"an integer from {least} to {most}"
         value = self._get(key, default, (int,), what)
-        if value is not default and not 1 <= value <= most:
+        if value is not default and not least <= value <= most:
             raise self._refusal(key, what)
         return value
 

@@ -156,7 +156,8 @@ class Entry:
     axis split over TP (an expert's over expert-tensor parallel ranks), None if every rank has all of it. engine, engine_axis: the
     same in the engine. engine_row: where several Megatron parameters share one of the engine's, the first row of this one in it.
     exported is False for a second copy (the tied embedding on the last pipeline stage). expert: whose parameter it is, which only
-    the ranks that hold this expert have; in the engine, one of a stack.
+    the ranks that hold this expert have; in the engine, one of a stack. float32: it is a buffer, which is in float32 everywhere,
+    whatever the dtype of the parameters.
     """
 
     hf: tuple[str, ...]
@@ -169,6 +170,7 @@ class Entry:
     exported: bool = True
     expert: Expert | None = None
     engine_row: int = 0
+    float32: bool = False
 
     def megatron_shape(self, parts: int) -> Shape:
         """Of one rank's shard if there are `parts` of them."""
@@ -218,3 +220,9 @@ def engine_shapes(entries: Iterable[Entry], layout: EngineLayout) -> dict[str, S
             # Of several entries in one parameter, the last one reaches to its end.
             shapes[entry.engine] = max(shape, shapes.get(entry.engine, shape))
     return shapes
+
+
+def engine_stacks(entries: Iterable[Entry]) -> dict[str, str]:
+    """{HF tensor: engine's parameter} of those that several Megatron parameters are stacked in, experts left out."""
+    stacked = {entry.engine for entry in entries if entry.engine_row}
+    return {hf: entry.engine for entry in entries if entry.engine in stacked for hf in entry.hf}

@@ -91,6 +91,11 @@ def qkv_rows_divide(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
 def intermediate_size_divides(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.ffn_hidden_size % sizes.tp:
         yield f"megatron.tensor_parallel={sizes.tp} does not divide the model's intermediate size {arch.ffn_hidden_size}"
+    if arch.moe is not None and arch.moe.shared_ffn_hidden_size % sizes.tp:
+        yield (
+            f"megatron.tensor_parallel={sizes.tp} does not divide the shared experts' intermediate size "
+            f"{arch.moe.shared_ffn_hidden_size}"
+        )
 
 
 @SIZES_OF_MODEL.rule("With sequence parallelism, the hidden size is divided evenly over the tensor-parallel ranks.", _TP, _SP)

@@ -1,14 +1,19 @@
 """Does the model fit the layout, the engines and the lengths that are configured."""
 
+import json
+from pathlib import Path
+
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import read_object
 from grpo_megatron.model.adapters import without_adapter
-from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.layout import layout_violations_of_model
 from grpo_megatron.preflight.rules import out_of_limits
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from grpo_megatron.weights.stored import read_stored
 
 
 def check_model(config: Config, command: str = "train") -> Architecture:
@@ -30,7 +35,7 @@ def model_violations(config: Config, arch: Architecture, command: str = "train")
     if command == "train" and not config.rollout.replay:
         found += _engine(config, arch)
     if config.megatron.lora.rank > 0:
-        found += without_adapter(weight_map(arch).values(), config.megatron.lora)
+        found += without_adapter(arch, config.megatron.lora)
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if longest > arch.max_positions:
         found.append(
@@ -64,7 +69,35 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
             f"{path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's Qwen3-MoE ignores: "
             "it would generate with uninitialised weights"
         )
+    return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
+
+
+def _latent_engine(path: str, arch: Architecture) -> list[str]:
+    config, found = read_object(Path(path) / "config.json"), []
+    needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    missing = [f'"{key}": {json.dumps(value)}' for key, value in needed.items() if key not in config]
+    if missing:
+        found.append(
+            f"{path}/config.json lacks what SGLang reads from it and transformers does not write; add {', '.join(missing)}"
+        )
+    if arch.norm_eps != LATENT_NORM_EPS:
+        found.append(
+            f"{path} has rms_norm_eps={arch.norm_eps:g}, which SGLang takes for the norms of latents too, where the model's own code "
+            f"takes {LATENT_NORM_EPS:g}: log-probs would differ"
+        )
     return found
+
+
+def _quantised_engine(path: str) -> list[str]:
+    try:
+        if read_stored(Path(path)).block is None:
+            return []
+    except UserError:
+        return []  # said where the weights are looked at
+    return [
+        f"{path} has FP8 weights (quantization_config), which SGLang would keep in FP8, and weight syncs bring others; make a copy without "
+        "by tools/convert_hf_to_megatron.py and tools/convert_megatron_to_hf.py"
+    ]
 
 
 def _weights(path: str, arch: Architecture) -> list[str]:

@@ -19,11 +19,14 @@ from grpo_megatron.preflight.mismatch_rules import MISMATCH
 from grpo_megatron.preflight.rollout_rules import ROLLOUT
 from grpo_megatron.preflight.rule import Rule
 from grpo_megatron.preflight.training_rules import TRAINING
+from grpo_megatron.preflight.weight_sync_rules import WEIGHT_SYNC
 
 
 def all_rules() -> list[Rule]:
     return [
-        rule for book in (TRAINING, LORA, ROLLOUT, SIZES, SIZES_OF_MODEL, CLUSTER, ALGORITHM, MISMATCH) for rule in book.rules
+        rule
+        for book in (TRAINING, LORA, ROLLOUT, SIZES, SIZES_OF_MODEL, CLUSTER, WEIGHT_SYNC, ALGORITHM, MISMATCH)
+        for rule in book.rules
     ]
 
 
@@ -41,6 +44,7 @@ def violations(config: Config, command: str = "train", capabilities: Capabilitie
     found += layout_violations(ParallelSizes.from_config(config.megatron), out_of_limits=keys)
     known = capabilities or known_capabilities(config.cluster)
     found += CLUSTER.violations(config, known, command=command, out_of_limits=keys)
+    found += WEIGHT_SYNC.violations(config, command=command, out_of_limits=keys)
     found += ALGORITHM.violations(config, command=command, out_of_limits=keys)
     return found + MISMATCH.violations(config, command=command, out_of_limits=keys)
 

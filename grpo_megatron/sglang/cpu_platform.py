@@ -53,11 +53,16 @@ def __getattr__(name: str):
         def init_backend(self) -> None:
             from sglang.srt.layers.attention.attention_registry import register_attention_backend
             from sglang.srt.mem_cache.pool_host import common
+            from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+            from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
             from grpo_megatron.sglang import cpu_operators
             from grpo_megatron.sglang.cpu_attention import BatchedAttention
 
             register_attention_backend(ATTENTION_BACKEND)(BatchedAttention)
+            # Latent attention of new tokens without a prefix would by default be computed from keys and values that are not in
+            # the pool, where BatchedAttention looks for them.
+            AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda attention, batch: AttnForwardMethod.MLA)
             cpu_operators.register(self.get_dispatch_key_name())
 
             # The host buffer of routed-expert capture is registered with CUDA by default.

@@ -83,6 +83,8 @@ def engine_arguments(
         "skip_server_warmup": True,
         "log_level": "warning",
         "weight_version": "0",
+        # Fused, a layer's shared experts are further rows of the stacked ones, and the weight map has them on their own.
+        "disable_shared_experts_fusion": True,
         # Stop strings need text; without them ids are enough, and the detokenizer stays idle.
         "skip_tokenizer_init": not needs_tokenizer,
         "custom_weight_loader": [DOOR],
@@ -183,7 +185,6 @@ class SGLangEngine:
             raise RuntimeError(f"{self._process.name} may not serve: nobody has compared its weights with the trainer's")
 
     async def submit(self, requests: list[Request]) -> None:
-        self._must_be_admitted()
         for request in requests:
             task = asyncio.create_task(self._generate(request))
             self._tasks.add(task)
@@ -191,6 +192,7 @@ class SGLangEngine:
 
     async def _generate(self, request: Request) -> None:
         try:
+            self._must_be_admitted()
             answer = await self._engine.async_generate(
                 input_ids=request.prompt_ids,
                 sampling_params=request.sampling,

@@ -68,6 +68,10 @@ class EnginePool:
         """See SGLangEngine.score; by the first engine."""
         return fetch(self._engines[0].score.remote(sequences), self.processes[0], "score")
 
+    def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
+        """See SGLangEngine.score; by each engine."""
+        return list(self._on_all("score", sequences).values())
+
     def admit(self) -> None:
         """Let the engines serve the weights that they loaded when they started, as version 0; a weight sync does without."""
         self._on_all("admit")

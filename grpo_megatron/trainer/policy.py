@@ -19,6 +19,7 @@ from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.start import start_actor
 from grpo_megatron.metrics import Mean, Metrics, Sum, merge
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.run.checkpoints import SaveReport
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.weights.sync.order import Order
 
@@ -120,8 +121,9 @@ class PolicyTrainer:
         arguments = [(micro_batches, temperature, rounding) for micro_batches in self._split(batch, plan)]
         return _in_order(batch, plan, self._call("probe", arguments))
 
-    def scale_weights(self, factor: float) -> None:
-        self._call_alike("scale_weights", factor)
+    def scale_weights(self, factor: float, share: float = 1.0) -> None:
+        """See `Actor.scale_weights`."""
+        self._call_alike("scale_weights", factor, share)
 
     def train_step(
         self,
@@ -176,8 +178,21 @@ class PolicyTrainer:
     def save_hf(self, folder: str) -> None:
         self._call_alike("save_hf", folder)
 
-    def save_checkpoint(self, folder: str) -> None:
-        self._call_alike("save_checkpoint", folder)
+    def begin_checkpoint(self, folder: str) -> None:
+        """See Actor.begin_checkpoint; `finish_checkpoint` must follow."""
+        self._call_alike("begin_checkpoint", folder)
+
+    def checkpoint_written(self) -> bool:
+        """Whether `finish_checkpoint` has nothing to wait for. Lets the ranks sleep."""
+        return all(self.group.call("checkpoint_written"))
+
+    def finish_checkpoint(self, timeout: float | None = None) -> SaveReport:
+        """The checkpoint is whole afterwards. Returns the longest times of any rank, and the bytes of all. Lets the ranks sleep.
+
+        timeout: in seconds, if not that of all calls.
+        """
+        reports = self.group.call("finish_checkpoint", timeout=timeout)
+        return SaveReport(max(r.seconds for r in reports), max(r.waited for r in reports), sum(r.bytes for r in reports))
 
     def load_checkpoint(self, folder: str) -> None:
         self._call_alike("load_checkpoint", folder)

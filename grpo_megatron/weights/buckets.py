@@ -33,13 +33,20 @@ class Bucket:
         ]
 
 
-def make_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Fill buckets of at most `max_bytes`; a larger tensor gets a bucket of its own."""
+def make_buckets(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int, stacks: dict[str, str] | None = None
+) -> Iterator[Bucket]:
+    """Fill buckets of at most `max_bytes`; a larger tensor gets a bucket of its own.
+
+    stacks: as of entries.engine_stacks. Neighbours in one stack share a bucket: SGLang's DeepSeek loader puts both down
+    projections together within one call, and drops without a word a one whose other one comes in the next.
+    """
     pending: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in named_tensors:
         tensor_bytes = tensor.numel() * tensor.element_size()
-        if pending and size + tensor_bytes > max_bytes:
+        joined = pending and stacks and name in stacks and stacks[name] == stacks.get(pending[-1][0])
+        if pending and size + tensor_bytes > max_bytes and not joined:
             yield _fill(pending)
             pending, size = [], 0
         pending.append((name, tensor))

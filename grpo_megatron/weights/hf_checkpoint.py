@@ -14,19 +14,25 @@ from grpo_megatron.json_files import read_object
 from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
+from grpo_megatron.weights.pickled import pickled_weights
+from grpo_megatron.weights.safetensors_file import TYPES
+from grpo_megatron.weights.stored import FP8, SCALES, dequantised, read_stored, scales_box, scales_shape
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
 # safetensors' names of the types whose values a parameter can take over. Integers and FP8 are quantised weights, which
-# mean nothing without their scales.
+# mean nothing without their scales; FP8 in blocks is dequantised while it is read.
 _LOADABLE = ("F64", "F32", "F16", "BF16")
+_TORCH_TYPES = {name: dtype for dtype, name in TYPES.items()}
 _NAMED = 5  # of many tensors, a message names so many
 
 
 class HFCheckpoint:
     """Read access to the safetensors of an HF folder; tensors are read one at a time, on the CPU.
+
+    FP8 tensors with a scale for each block are read as float32.
 
     Everything that can be missing is checked when the object is made: no index, no shard file, a
     file that is not safetensors, a tensor the index promises. Raises UserError.
@@ -44,7 +50,8 @@ class HFCheckpoint:
             path = self.folder / _SINGLE
             self._where = dict.fromkeys(self._tensors_in(path), path)
         else:
-            raise UserError(f"{self.folder} holds neither {_INDEX} nor {_SINGLE}")
+            raise UserError(f"{self.folder} {pickled_weights(self.folder) or f'holds neither {_INDEX} nor {_SINGLE}'}")
+        self._stored = read_stored(self.folder)
 
     def _read_index(self, index: Path) -> dict[str, Path]:
         """{tensor: its file}, each of them there."""
@@ -90,15 +97,34 @@ class HFCheckpoint:
     def unread(self, entries: dict[str, Entry]) -> list[str]:
         """The tensors that no entry of the weight map reads, sorted; they would be lost without a word.
 
-        Left out is what some tools write although the embedding is tied or the buffer is computed.
+        Left out is what some tools write although the embedding is tied or the buffer is computed, `left_out`, and the scales
+        of FP8 tensors.
         """
-        unread = self.names - {name for entry in entries.values() for name in entry.hf}
+        promised = {name for entry in entries.values() for name in entry.hf}
+        scales = {name + SCALES for name in promised & self.names if self._is_fp8(name)}
+        unread = self.names - promised - scales - set(self.left_out)
         return sorted(n for n in unread if n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq"))
+
+    @property
+    def left_out(self) -> list[str]:
+        """The tensors of layers that predict tokens beyond the next one, sorted: they are neither trained nor exported."""
+        return sorted(name for name in self.names if name.startswith(self._stored.left_out))
+
+    @property
+    def note(self) -> str | None:
+        """What people should know of a checkpoint that is loaded: whether tensors are left out."""
+        if not self.left_out:
+            return None
+        layers = ", ".join(f"{prefix}*" for prefix in self._stored.left_out)
+        return (
+            f"{self.folder}: {layers} predict tokens beyond the next one; these {len(self.left_out)} tensors are not trained, and exports "
+            "are without them"
+        )
 
     def violations(self, entries: dict[str, Entry]) -> list[str]:
         """What is wrong with names, shapes and types of the tensors, by the files' headers; no tensor is read.
 
-        entries: what weights.maps.weight_map promises. Each violation is one sentence that names the folder or file.
+        entries: what model.families.weight_map promises. Each violation is one sentence that names the folder or file.
         """
         promised = hf_shapes(entries)
         found = []
@@ -114,21 +140,59 @@ class HFCheckpoint:
                 header = self._open(self._where[name]).get_slice(name)
                 if tuple(header.get_shape()) != shape:
                     wrong.append(f"{name} of shape {tuple(header.get_shape())}, config.json promises {shape}")
-                if header.get_dtype() not in _LOADABLE:
+                if header.get_dtype() not in _LOADABLE and not (header.get_dtype() == FP8 and self._stored.block):
                     types.append(f"{name} of type {header.get_dtype()}")
+                elif header.get_dtype() == FP8 and (problem := self._scales_problem(name, shape)):
+                    wrong.append(problem)
         if wrong:
             found.append(f"{self.folder} has {_some(wrong, '; ')}")
         if types:
-            found.append(f"{self.folder} has {_some(types)}; only {', '.join(_LOADABLE)} can be loaded")
+            found.append(
+                f"{self.folder} has {_some(types)}; only {', '.join(_LOADABLE)} can be loaded, and {FP8} where config.json has a "
+                "quantization_config.weight_block_size"
+            )
         return found
+
+    def _scales_problem(self, name: str, shape: Shape) -> str | None:
+        """What is wrong with the scales of an FP8 tensor of this shape."""
+        if len(shape) != 2:
+            return f"{name} of type {FP8}, which only matrices can have"
+        if name + SCALES not in self._where:
+            return f"{name} of type {FP8} without {name + SCALES}"
+        header, expected = self._slice(name + SCALES), scales_shape(shape, self._stored.block)
+        if tuple(header.get_shape()) != expected or header.get_dtype() not in ("F32", "BF16"):
+            return f"{name + SCALES} of type {header.get_dtype()} and shape {tuple(header.get_shape())}, not F32 and {expected}"
+        return None
+
+    def _slice(self, name: str) -> Any:
+        """Raises UserError if the checkpoint does not have the tensor."""
+        return self._file_of(name).get_slice(name)
+
+    def _is_fp8(self, name: str) -> bool:
+        return self._stored.block is not None and self._slice(name).get_dtype() == FP8
+
+    def header(self, name: str) -> tuple[Shape, torch.dtype]:
+        """(shape, dtype) of a tensor as `read` gives it. Raises UserError for a type that torch does not have."""
+        described = self._slice(name)
+        if described.get_dtype() not in _TORCH_TYPES:
+            raise UserError(f"{self.folder}: {name} has the type {described.get_dtype()}, which cannot be read")
+        dtype = torch.float32 if self._is_fp8(name) else _TORCH_TYPES[described.get_dtype()]
+        return tuple(described.get_shape()), dtype
 
     def read(self, name: str) -> torch.Tensor:
         """The full tensor. Raises UserError if the checkpoint does not have it."""
-        return self._file_of(name).get_tensor(name)
+        if not self._is_fp8(name):
+            return self._file_of(name).get_tensor(name)
+        shape = tuple(self._slice(name).get_shape())
+        return self.read_slice(name, (0,) * len(shape), shape)
 
     def read_slice(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
         """A rectangle of a tensor; no more than that is read. Raises UserError if the checkpoint does not have the tensor."""
-        return self._file_of(name).get_slice(name)[box(start, shape)]
+        values = self._slice(name)[box(start, shape)]
+        if not self._is_fp8(name):
+            return values
+        scales = self._slice(name + SCALES)[box(*scales_box(start, shape, self._stored.block))]
+        return dequantised(values, scales, start, self._stored.block)
 
     def _file_of(self, name: str) -> Any:
         if name not in self._where:
@@ -195,30 +259,40 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
     new files would be what loaders follow.
     """
     root = Path(partial)
-    if len(shards) == 1:
-        (root / shards[0][0]).rename(root / _SINGLE)
-    else:
-        weight_map = {}
-        for number, (part, sizes) in enumerate(shards, start=1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            (root / part).rename(root / name)
-            weight_map.update(dict.fromkeys(sizes, name))
-        total = sum(size for _, sizes in shards for size in sizes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (root / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    where = {}
+    for number, (part, sizes) in enumerate(shards):
+        name = shard_name(number, len(shards))
+        (root / part).rename(root / name)
+        where.update(dict.fromkeys(sizes, name))
+    write_index(root, where, sum(size for _, sizes in shards for size in sizes.values()))
     if Path(final).exists():
         shutil.rmtree(final)
     root.rename(final)
 
 
+def shard_name(number: int, count: int) -> str:
+    """What HF calls shard `number`, from 0, of `count`."""
+    return _SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
+    """where: {tensor: its file}; one file alone needs no index."""
+    if set(where.values()) != {_SINGLE}:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
 def copy_companions(source: str, target: str, dtype: torch.dtype) -> None:
-    """Copy config, generation config and tokenizer; config.json states the new dtype."""
+    """Copy config, generation config and tokenizer; config.json states what of the original is written, and the new dtype."""
     root = Path(target)
     root.mkdir(parents=True, exist_ok=True)
     for path in Path(source).iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and path.name != _INDEX:
+        if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json"):
             shutil.copy2(path, root / path.name)
     config = json.loads((root / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)  # what is written is not quantised
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0  # HFCheckpoint.left_out
     config["dtype"] = str(dtype).removeprefix("torch.")
     (root / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -18,16 +18,17 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.schema import Config, EngineConfig, RewardConfig
+from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import RolloutManager, Sampling
+from grpo_megatron.sglang.engine import Request
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.weights.buckets import make_buckets
 from grpo_megatron.weights.sync.object_store import ObjectStore
-from grpo_megatron.weights.sync.plan import Plan
 from grpo_megatron.weights.sync.sync import WeightSync
 from tests.models import transformers_logprobs
 
@@ -56,6 +57,7 @@ def running(arithmetic, tokenizer, logs, num_engines=1, **engine):
     engines = EnginePool(cluster, config.rollout, str(arithmetic / "model"), 0, str(logs))
     try:
         engines.wait_until_ready()
+        engines.admit()
         yield RolloutManager(engines, SingleTurn(rewards, tokenizer.decode)), engines
     finally:
         engines.close()
@@ -171,8 +173,8 @@ def check_update(manager, engines, tokenizer, model, model_path):
     torch.manual_seed(11)
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    plan = Plan(weight_map(read_architecture(model_path)).values())
-    sync = WeightSync(Weights(other), engines, ObjectStore(20_000), plan)
+    entries = weight_map(read_architecture(model_path)).values()
+    sync = WeightSync(Weights(other), engines, ObjectStore(entries, 20_000))
     sync.load_state_dict({"version": 40})
     sync.run()
     assert sync.version == 41
@@ -192,6 +194,47 @@ def test_an_engine_follows_the_weights_through_an_update(manager, engines, token
 def test_two_engines_with_two_tensor_parallel_ranks_each(ray_here, arithmetic, tokenizer, model, tmp_path):
     with running(arithmetic, tokenizer, tmp_path, num_engines=2, tensor_parallel=2) as (manager, engines):
         check_update(manager, engines, tokenizer, model, str(arithmetic / "model"))
+
+
+def sampled_over_an_update(engines, mode, prompt_ids):
+    """Long responses with an update, of nothing, in the middle of them."""
+    engine = engines._engines[0]
+    sampling = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
+    ray.get(engine.submit.remote([Request((0, i), prompt_ids, sampling) for i in range(4)]))
+    time.sleep(0.3)
+    ray.get(engine.begin_update.remote(mode))
+    time.sleep(0.2)
+    ray.get(engine.end_update.remote(7, mode == PauseMode.in_place))
+    done = []
+    while len(done) < 4:
+        done += ray.get(engine.poll.remote(5.0))
+    return done
+
+
+@pytest.mark.slow_when(lambda mode: mode != PauseMode.retract)
+@pytest.mark.parametrize("mode", list(PauseMode))
+def test_requests_that_run_over_an_update_go_on_or_end_as_configured(engines, tokenizer, mode):
+    done = sampled_over_an_update(engines, mode, prompts(tokenizer)[0].ids.tolist())
+    for completion in done:
+        assert len(completion.response_ids) == len(completion.logprobs)
+        if mode == PauseMode.abort:
+            assert completion.finish_reason == "abort"
+            assert 0 < len(completion.response_ids) < 400
+        else:
+            assert completion.finish_reason == "length"
+            first, second = completion.weight_spans
+            assert (second.version, second.end) == (7, 400)
+            assert 0 < first.end == second.start < 400
+
+
+def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
+    engine = engines._engines[0]
+    ray.get(engine.begin_update.remote(PauseMode.retract))
+    ray.get(engine.submit.remote([Request((0, 0), [1, 2], {"max_new_tokens": 2})]))
+    with pytest.raises(RuntimeError, match="engine 0 may not serve"):
+        ray.get(engine.poll.remote(5.0))
+    ray.get(engine.end_update.remote(8, False))
+    assert len(engines.score([[1, 2, 3]])[0]) == 2
 
 
 def test_an_update_the_engine_refuses_is_an_error(engines):

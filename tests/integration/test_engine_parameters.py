@@ -65,11 +65,12 @@ def planned(model, tp):
     return engine_shapes(weight_map(read_architecture(model)).values(), EngineLayout(tp))
 
 
+EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 CASES = [
     ("qwen3_moe", False, 1),
     *[(family, False, 1) for family in FAMILIES if family != "qwen3_moe"],
     # SGLang's models with experts do not tie embeddings: preflight/model.py refuses them.
-    *[(family, True, 1) for family in FAMILIES if family not in ("qwen3_moe", "mixtral")],
+    *[(family, True, 1) for family in FAMILIES if family not in EXPERTS],
 ]
 CASES += [(family, False, 2) for family in FAMILIES]
 
@@ -80,8 +81,10 @@ CASES += [(family, False, 2) for family in FAMILIES]
 def test_the_plan_names_every_parameter_of_the_engine(ray_here, tmp_path, family, tied, tp):
     # On a CPU, SGLang pads MLPs whose width is no multiple of 32 on each rank.
     changes = {"intermediate_size": 128}
+    if "moe_intermediate_size" in FAMILIES[family][1]:
+        changes |= {"moe_intermediate_size": 64}
     if family == "qwen3_moe":  # in SGLang it has experts in every layer
-        changes |= {"moe_intermediate_size": 64, "mlp_only_layers": []}
+        changes |= {"mlp_only_layers": []}
     if family == "mixtral":  # in SGLang its heads divide the hidden size
         changes |= {"head_dim": None}
     model = tiny_model(tmp_path / "model", family, tied, **changes)

@@ -1,4 +1,4 @@
-"""Conversion, GSM8K from its original files, several data sets, and the doctor."""
+"""A run's checkpoint as an HF model, GSM8K from its original files, several data sets, and the doctor."""
 
 import json
 import subprocess
@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from grpo_megatron.cli import main
-from grpo_megatron.commands.convert import hf_to_megatron, megatron_to_hf
-from grpo_megatron.errors import UserError
 from tests.integration.test_train import arguments, metrics
 from tests.parallel.test_weights import assert_identical, read_all
 
@@ -21,17 +19,6 @@ def tool(name, *args, status=0):
     done = subprocess.run([sys.executable, f"tools/{name}.py", *map(str, args)], capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
-
-
-def test_conversion_there_and_back_is_bit_identical(arithmetic, tmp_path):
-    tool("convert_hf_to_megatron", arithmetic / "model", tmp_path / "megatron")
-    tool("convert_megatron_to_hf", tmp_path / "megatron", tmp_path / "hf")
-    assert_identical(read_all(tmp_path / "hf"), read_all(arithmetic / "model"))
-    assert (tmp_path / "hf" / "tokenizer.json").is_file()
-    with pytest.raises(UserError, match="is not empty"):
-        hf_to_megatron(str(arithmetic / "model"), str(tmp_path / "megatron"))
-    with pytest.raises(UserError, match="holds no actor/"):
-        megatron_to_hf(str(tmp_path / "hf"), str(tmp_path / "x"), None)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.preflight.load import load_config
 from grpo_megatron.rollout.record import Replay
+from grpo_megatron.run.checkpoints import Checkpoints, read_state
 from grpo_megatron.trainer.policy import PolicyTrainer
 from tests.integration.helpers import digits
 
@@ -229,11 +230,19 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
 
     assert len(sync()) > 1
     before = actor.logprobs(batch, schedule(batch.lengths, 128))
+    saver = Checkpoints(str(tmp_path / "checkpoints"), 1, actor, print)
+    saver.after_step(1, lambda: {"step": 1, "order": {}})
+    saver.after_step(2, lambda: {"step": 2, "order": {}})  # completes the first
     os.kill(actor.group.ranks[1].pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(ProcessDied, match=rf"trainer rank 1 of 2 died in `{call}`; its log is .*rank1.log"):
         sync() if call == "weight_buckets" else actor.logprobs(batch, schedule(batch.lengths, 128))
     assert time.monotonic() - start < 30
+    # The checkpoint that was being written meanwhile does not come to look complete; the one before it is.
+    with pytest.raises(ProcessDied, match="trainer rank 1 of 2 died in `finish_checkpoint`"):
+        saver.finish(timeout=30)
+    assert sorted(folder.name for folder in saver.folder.iterdir()) == ["step_00000001", "step_00000002.partial"]
+    assert read_state(str(saver.folder / "step_00000001"), "sft")["step"] == 1
     if call == "logprobs":
         actor.group.restart()
         assert np.array_equal(actor.logprobs(batch, schedule(batch.lengths, 128)), before)

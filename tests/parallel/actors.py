@@ -78,18 +78,14 @@ def logprobs_and_round_trip(spec: ActorSpec, batch: TrainBatch, folder: str):
     return in_order(batch, plan, actor, values)
 
 
-def train_with_reference_and_checkpoint(spec: ActorSpec, batches: list[TrainBatch], loss, save: str | None, load: str | None):
-    """Steps with a reference pass before each; `save` a checkpoint after the first, or `load` one before."""
+def train_with_reference(spec: ActorSpec, batches: list[TrainBatch], loss):
+    """Steps with a reference pass before each."""
     actor = Actor(spec)
-    if load:
-        actor.load_checkpoint(load)
     results = []
-    for i, batch in enumerate(batches):
+    for batch in batches:
         _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
         before = actor.logprobs(parts, reference=True)
         results.append(actor.train_step(parts, loss, step_tokens=batch.num_tokens))
         after = actor.logprobs(parts, reference=True)
         assert np.array_equal(before, after), "training moved the reference"
-        if save and i == 0:
-            actor.save_checkpoint(save)
     return results if actor.rank.reports else None

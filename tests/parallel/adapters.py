@@ -62,7 +62,8 @@ def train_and_save(spec, batches, loss, folder):
     actor = Actor(spec)
     fill(actor)
     found = [_step(actor, batches[0], loss)]
-    actor.save_checkpoint(folder)
+    actor.begin_checkpoint(folder)
+    actor.finish_checkpoint()
     return found + [_step(actor, batch, loss) for batch in batches[1:]]
 
 

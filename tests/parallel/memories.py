@@ -25,18 +25,3 @@ def train(spec, batches, loss, sleeping):
             actor.wake()
         _step(actor, batch, loss)
     return _parameters(actor), reports[1:]  # before the first step the optimizer has no states
-
-
-def train_and_save(spec, batches, loss, folder):
-    actor = Actor(spec)
-    for batch in batches:
-        _step(actor, batch, loss)
-    actor.save_checkpoint(folder)
-
-
-def load_and_train(spec, batches, loss, folder):
-    actor = Actor(spec)
-    actor.load_checkpoint(folder)
-    for batch in batches:
-        _step(actor, batch, loss)
-    return _parameters(actor)

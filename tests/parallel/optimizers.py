@@ -163,7 +163,8 @@ def rates_and_groups(spec: ActorSpec, batches: list[TrainBatch], loss, load: str
         actor.load_checkpoint(load)
     results = [step(actor, batch, loss) for batch in batches]
     if save:
-        actor.save_checkpoint(save)
+        actor.begin_checkpoint(save)
+        actor.finish_checkpoint()
     decay, moments = {}, {}
     for name, parameter in local_parameters(actor.chunks).items():
         owned = optimized(actor, parameter)

@@ -1,20 +1,25 @@
 """Every family in every layout: log-probs as in transformers, round trips bit for bit."""
 
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from grpo_megatron.config.schema import OptimizerConfig
+from grpo_megatron.config.schema import OptimizerConfig, Precision
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.weights.stored import dequantised, scales_shape
 from tests.models import FAMILIES, random_batch, tiny_model, transformers_logprobs
 from tests.parallel import actors
 from tests.parallel.test_weights import assert_identical, read_all
 
-EXPERTS = ("qwen3_moe", "mixtral")
+SIGMOID = ("glm4_moe", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "mixtral", *SIGMOID)
 DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
 LAYOUTS = {
     "tp1": ParallelSizes(),
@@ -50,8 +55,10 @@ SOME_FAMILIES = {"llama3": ("pp2vpp2", "cp2"), "qwen3": ("tp2sp", "pp2vpp2", "cp
 EXPERT_LAYOUTS = {
     "tp1": ParallelSizes(),
     "tp2sp": ParallelSizes(tp=2, sequence_parallel=True),
+    "pp2": ParallelSizes(pp=2),
     "pp2vpp2": ParallelSizes(pp=2, vpp=2),
     "cp2": ParallelSizes(cp=2),
+    "tp2pp2": ParallelSizes(tp=2, pp=2, sequence_parallel=True),
     "ep2": ParallelSizes(dp=2, ep=2),
     "ep2tp2": ParallelSizes(tp=2, ep=2, sequence_parallel=True),
 }
@@ -76,6 +83,9 @@ def test_family(ranks, models, tmp_path, family, tied, layout):
     check(ranks, *models(family, tied), LAYOUTS[layout], tmp_path / "out")
 
 
+@pytest.mark.slow_when(
+    lambda family, layout: layout in ("pp2", "tp2pp2") or (family in SIGMOID and layout not in ("tp1", "pp2vpp2", "ep2tp2"))
+)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 @pytest.mark.parametrize("family", EXPERTS)
 def test_family_with_experts(ranks, models, tmp_path, family, layout):
@@ -85,6 +95,71 @@ def test_family_with_experts(ranks, models, tmp_path, family, layout):
 def test_weights_of_chosen_experts_left_as_they_are(ranks, models, tmp_path):
     """norm_topk_prob=false: they do not sum to 1."""
     check(ranks, *models("qwen3_moe", False, norm_topk_prob=False), ParallelSizes(), tmp_path / "out")
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+VARIANTS = {
+    "no latent of queries, rotation in halves": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
+    "no groups, rotation unscaled": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "rope_parameters": PLAIN}),
+    "another factor of cosines": ("deepseek_v3", {"rope_parameters": {"mscale": 0.7, "mscale_all_dim": 1.1}}),
+    "an epsilon that norms of latents do not take": ("deepseek_v3", {"rms_norm_eps": 0.01}),
+    "neither norms nor biases": ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 3}),
+}
+
+
+@pytest.mark.slow_when(lambda variant: not variant.startswith("no latent"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_a_family(ranks, models, tmp_path, variant):
+    family, changes = VARIANTS[variant]
+    if changes.get("rope_parameters", PLAIN) is not PLAIN:
+        changes = {"rope_parameters": FAMILIES[family][1]["rope_parameters"] | changes["rope_parameters"]}
+    check(ranks, *models(family, False, **changes), EXPERT_LAYOUTS["tp2sp"], tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", SIGMOID)
+def test_the_correction_bias_changes_something(models, family):
+    """Otherwise the cases above would pass without it."""
+    folder, batch, expected = models(family, False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert biases
+    for bias in biases:
+        bias.zero_()
+    assert np.abs(transformers_logprobs(model, batch) - expected).max() > 1e-2
+
+
+def test_fp8_blocks_are_loaded_as_their_values(ranks, models, tmp_path):
+    """Also of slices that begin within a block; a layer for further tokens is left out of the export."""
+    folder, block = Path(models("deepseek_v3", False)[0]), (20, 24)
+    expected, stored = load_file(folder / "model.safetensors"), {}
+    for name, tensor in expected.items():
+        if "self_attn" in name and tensor.ndim == 2:
+            scales = torch.rand(scales_shape(tensor.shape, block))
+            stored |= {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+            expected[name] = dequantised(stored[name], scales, (0, 0), block)
+    further = {"model.layers.4.eh_proj.weight": torch.ones(2, 2)}
+    (tmp_path / "fp8").mkdir()
+    save_file(expected | stored | further, tmp_path / "fp8" / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config | fp8))
+    spec = ActorSpec(str(tmp_path / "fp8"), EXPERT_LAYOUTS["tp2sp"], OptimizerConfig())
+    ranks.run(actors.round_trip, spec.sizes, spec, str(tmp_path / "out"), None)
+    assert_identical(read_all(tmp_path / "out"), expected)
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in exported
+    assert exported["num_nextn_predict_layers"] == 0
+
+
+def test_the_correction_bias_is_not_rounded(ranks, models, tmp_path):
+    """Rounded to bf16 like the parameters, it would choose other experts than the engine's."""
+    folder = models("glm4_moe", False)[0]
+    spec = ActorSpec(folder, ParallelSizes(), OptimizerConfig(), Precision.bf16)
+    ranks.run(actors.round_trip, spec.sizes, spec, str(tmp_path / "out"), None)
+    ours, original = read_all(tmp_path / "out"), read_all(folder)
+    biases = [name for name in original if name.endswith("e_score_correction_bias")]
+    assert_identical({name: ours[name] for name in biases}, {name: original[name] for name in biases})
+    assert {ours[name].dtype for name in ours.keys() - biases} == {torch.bfloat16}
 
 
 @pytest.mark.slow_when(lambda family, sizes: sizes.tp == 4 and family in ("mistral", "qwen2"))

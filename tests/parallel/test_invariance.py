@@ -196,6 +196,28 @@ def test_experts(experts, layout, loss):
     experts.check(ParallelSizes(**EXPERT_LAYOUTS[layout]), LOSSES[loss])
 
 
+@pytest.fixture(scope="module")
+def shared_experts(ranks, tmp_path_factory):
+    """{family: its suite}"""
+    routings = {"glm4_moe": (3, 4, 2), "deepseek_v3": (3, 8, 4)}
+    folders = {family: tiny_model(tmp_path_factory.mktemp(family), family) for family in routings}
+    return {family: Suite(ranks, folders[family], experts=routing, moe=REPLAY) for family, routing in routings.items()}
+
+
+@pytest.mark.slow_when(lambda family, layout: (family, layout) not in (("deepseek_v3", "tp2sp"), ("glm4_moe", "cp2")))
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_shared_experts_and_latent_attention(shared_experts, family, layout):
+    shared_experts[family].check(ParallelSizes(**EXPERT_LAYOUTS[layout]), TOKEN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp1", "tp2sp"])
+def test_latent_attention_with_recompute(shared_experts, layout):
+    options = {"recompute": Recompute.selective, "recompute_modules": ("core_attn",)}
+    shared_experts["deepseek_v3"].check(ParallelSizes(**EXPERT_LAYOUTS.get(layout, {})), TOKEN, options)
+
+
 @pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.full])
 def test_experts_with_recompute(experts, recompute):
     options = {"recompute": recompute, "recompute_modules": ("moe",)}

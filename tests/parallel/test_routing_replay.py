@@ -32,9 +32,9 @@ def spec(model, sizes, moe, **options):
     return ActorSpec(model, sizes, OPTIMIZER, moe=moe, **options)
 
 
-def whole(results, batch):
+def whole(results, batch, k=2):
     """int [T, layers, k] out of what the ranks recorded; every layer from some rank."""
-    routing = np.full((batch.num_tokens, 4, 2), -1)
+    routing = np.full((batch.num_tokens, 4, k), -1)
     for result in results:
         for layer, (tokens, chosen) in result.items():
             routing[tokens, layer] = chosen
@@ -61,6 +61,21 @@ def test_training_follows_the_old_policys_routing(ranks, model, layout, recomput
     ours = sum(total for total, _ in entropies) / sum(count for _, count in entropies)
     np.testing.assert_allclose(ours, same[0] / same[1], rtol=1e-5)
     assert abs(ours - other[0] / other[1]) > 1e-3
+
+
+def test_the_bias_and_groups_of_sigmoid_routing_do_not_change_a_replay(ranks, tmp_path):
+    """As above, of a model whose own choice also depends on a bias of the experts and on groups of them."""
+    model, sizes, batch = tiny_model(tmp_path, "deepseek_v3"), LAYOUTS["tp2sp"], make_batch(0)
+    results = ranks.run(routings.record_flip_train, sizes, spec(model, sizes, OLD_POLICY), batch, TOKEN)
+    routing = whole([recorded for _, recorded in results], batch, k=4)[:, 1:]
+    assert (np.diff(np.sort(routing, axis=2), axis=2) > 0).all()
+    # 4 of 8 experts out of 2 of the 4 groups are both experts of these groups.
+    pairs = np.sort(routing, axis=2).reshape(*routing.shape[:2], 2, 2)
+    assert (pairs[..., 0] // 2 == pairs[..., 1] // 2).all()
+    given = replace(batch, routing=routing)
+    (same, _), *_ = ranks.run(routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), ENGINE), given, TOKEN)
+    ((total, count), _) = results[0]
+    np.testing.assert_allclose(total / count, same[0] / same[1], rtol=1e-5)
 
 
 def test_without_a_recorded_pass_there_is_nothing_to_follow(ranks, model):

@@ -1,6 +1,8 @@
 """Models that SGLang would take for others are refused where engines generate with them."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,12 @@ from grpo_megatron.preflight.model import model_violations
 from tests.models import tiny_model
 
 EVERYWHERE = {"mlp_only_layers": []}
+
+
+def violations(model, command, *more):
+    lengths = ["data.max_prompt_length=64", "rollout.max_response_length=64"]
+    config = read_config(None, [f"model.path={model}", "data.train=d.jsonl", *lengths, *more], command)
+    return model_violations(config, read_architecture(model), command)
 
 
 @pytest.mark.parametrize(
@@ -22,21 +30,29 @@ EVERYWHERE = {"mlp_only_layers": []}
         ("mixtral", {"head_dim": None, "tied": True}, "tied embeddings"),
         ("mixtral", {"head_dim": 24}, "head_dim of 24, which SGLang's Mixtral ignores: it takes .* = 16"),
         ("qwen3", {"tied": True, "head_dim": 24}, None),
+        ("deepseek_v3", {}, None),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05, which SGLang takes for the norms of latents"),
+        ("glm4_moe", {"rms_norm_eps": 1e-5}, None),
     ],
 )
 def test_what_sglang_would_take_for_another_model(tmp_path, family, changes, says):
     model = tiny_model(tmp_path / "model", family, **changes)
-    arch = read_architecture(model)
-
-    def found(command, *more):
-        lengths = ["data.max_prompt_length=64", "rollout.max_response_length=64"]
-        config = read_config(None, [f"model.path={model}", "data.train=d.jsonl", *lengths, *more], command)
-        return model_violations(config, arch, command)
-
     if says is None:
-        assert found("train") == []
+        assert violations(model, "train") == []
         return
-    (rule,) = found("train")
+    (rule,) = violations(model, "train")
     assert re.search(says, rule)
-    assert found("sft") == []
-    assert found("train", "rollout.replay=r.jsonl") == []
+    assert violations(model, "sft") == []
+    assert violations(model, "train", "rollout.replay=r.jsonl") == []
+
+
+def test_what_sglang_would_not_find_or_keep_otherwise(tmp_path):
+    model = tiny_model(tmp_path / "model", "deepseek_v3")
+    path = Path(model) / "config.json"
+    config = json.loads(path.read_text())
+    del config["topk_method"]
+    path.write_text(json.dumps(config | {"quantization_config": {"weight_block_size": [128, 128]}}))
+    missing, fp8 = violations(model, "train")
+    assert 'add "topk_method": "noaux_tc"' in missing
+    assert "FP8 weights" in fp8
+    assert violations(model, "sft") == []

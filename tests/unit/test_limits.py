@@ -103,7 +103,7 @@ NONSENSE = [
     ("optimizer.beta1", math.nan, "must be a finite number"),
     ("optimizer.beta1", 1.0, "less than 1"),
     ("optimizer.beta2", -0.1, "at least 0"),
-    ("cluster.sync_bucket_bytes", -1, "must be greater than 0"),
+    ("weight_sync.bucket_bytes", -1, "must be greater than 0"),
     ("cluster.gpu", "h100", "cluster.gpu=h100 is unknown; choose one of none"),
     ("eval.top_p", 0.0, "must be greater than 0"),
     ("eval.max_response_length", 0, "must be greater than 0"),

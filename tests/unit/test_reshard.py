@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from collections import Counter
 from datetime import timedelta
 
@@ -19,7 +20,8 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import box
 from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
 from grpo_megatron.weights.sync.order import Order, Setup, Task, Way
-from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
+from grpo_megatron.weights.sync.parcels import Parcel
+from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
 from grpo_megatron.weights.sync.ranks import TrainerRanks
 from grpo_megatron.weights.sync.receiver import Receiver
 from grpo_megatron.weights.sync.sender import Sender
@@ -116,7 +118,8 @@ def test_every_element_reaches_every_engine_rank_exactly_once(sizes, experts, tp
             "rank_nodes": tuple(str(rank * nodes // sizes.world_size) for rank in range(sizes.world_size)),
             "engine_nodes": tuple(str(engine % nodes) for engine in range(num_engines)),
         }
-    plan = ReshardPlan(Layouts(arch, sizes, EngineLayout(tp, ep), num_engines, multicast, **where))
+        assume(not multicast or set(where["engine_nodes"]) <= set(where["rank_nodes"]))
+    plan = ReshardPlan(Layouts(arch, sizes, EngineLayout(tp, ep), num_engines, multicast, within_nodes=multicast, **where))
     tensors = hf_tensors(arch)
     have, expected = trainer_parameters(plan, tensors), engine_parameters(plan, tensors)
     arrived = engine_parameters(plan)
@@ -124,8 +127,11 @@ def test_every_element_reaches_every_engine_rank_exactly_once(sizes, experts, tp
     for rank in range(sizes.world_size):
         for link, parts in plan.outgoing(rank).items():
             assert link.sender == rank
+            assert link.carrier == rank or link in plan.carried(link.carrier)
             for part in parts:
                 for receiver in link.receivers:
+                    if nodes and multicast:
+                        assert where["rank_nodes"][link.carrier] == where["engine_nodes"][receiver.engine]
                     target = part.move.target(arrived[receiver][part.engine])
                     assert target.isnan().all(), f"{part} came twice"
                     target.copy_(part.move.source(have[rank][part.megatron]))
@@ -228,3 +234,128 @@ def test_every_transport_brings_every_parameter_and_its_digest(cluster, way, mul
         for me in one.plan.engine_ranks:
             assert answers[me].wrong == ()
             assert answers[me].seals == {link.name: sealed[link.name] for link in one.plan.incoming(me)}
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_engines_of_another_node_get_their_weights_from_a_rank_there(cluster, delta):
+    """Stage 0 is on one node and stage 1 on the other: each has half of what the engine of the other needs."""
+    layouts = dataclasses.replace(
+        tp2_pp2_to_two_engines(True), within_nodes=True, rank_nodes=("a", "a", "b", "b"), engine_nodes=("a", "b")
+    )
+    one = cluster(layouts, Way.shared_memory, delta=delta)
+    carriers = {link.carrier for rank in range(4) for link in one.plan.outgoing(rank) if link.carrier != link.sender}
+    assert carriers == {0, 1, 2, 3}
+    for seed in (1, 2):
+        tensors = hf_tensors(DENSE, seed)
+        answers = one.sync(tensors, full=seed == 1)
+        one.check(tensors)
+        assert not any(answers[me].wrong for me in one.plan.engine_ranks)
+    one.sync(tensors, Task.verify)
+
+
+def test_experts_reach_an_engine_that_divides_them(cluster):
+    layouts = Layouts(EXPERTS, ParallelSizes(dp=2, ep=2), EngineLayout(2, ep=2), 1, multicast=True)
+    one = cluster(layouts, Way.shared_memory)
+    tensors = hf_tensors(EXPERTS)
+    one.sync(tensors)
+    one.check(tensors)
+
+
+def test_weights_are_cast_to_what_the_engine_has(cluster):
+    one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory, dtype=torch.bfloat16)
+    tensors = hf_tensors(DENSE)
+    answers = one.sync(tensors)
+    one.check(tensors)
+    assert sum(answers[rank].bytes for rank in range(4)) < 2.2 * sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_a_verification_sends_digests_alone_and_finds_what_was_changed(cluster):
+    one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory)
+    tensors = hf_tensors(DENSE)
+    transferred = one.sync(tensors)
+    verified = one.sync(tensors, Task.verify)
+    me = EngineRank(1, 0)
+    assert not any(verified[receiver].wrong for receiver in one.plan.engine_ranks)
+    assert verified[me].seals == transferred[me].seals
+    assert sum(verified[rank].bytes for rank in range(4)) < 0.1 * sum(transferred[rank].bytes for rank in range(4))
+    one.arrived[me]["model.layers.2.self_attn.qkv_proj.weight"][0, 0] += 1e-3
+    verified = one.sync(tensors, Task.verify)
+    assert verified[me].wrong == ("model.layers.2.self_attn.q_proj.weight",)
+    assert not any(verified[receiver].wrong for receiver in one.plan.engine_ranks if receiver != me)
+
+
+@pytest.mark.parametrize("place", ["data", "digest"])
+def test_a_bucket_that_is_corrupted_on_its_way_names_its_tensor(cluster, monkeypatch, place):
+    one = cluster(tp2_pp2_to_two_engines(True), Way.disk)
+    send = type(one.senders[3]._channel).send
+    broken = []
+
+    def corrupting(channel, parcel, payload):
+        if channel is one.senders[3]._channel and not broken:
+            payload[5 if place == "data" else parcel.data_bytes + 1] ^= 4
+            broken.append(parcel)
+        send(channel, parcel, payload)
+
+    monkeypatch.setattr(type(one.senders[3]._channel), "send", corrupting)
+    answers = one.sync(hf_tensors(DENSE))
+    (parcel,) = broken
+    wrong = {me: answers[me].wrong for me in one.plan.engine_ranks if answers[me].wrong}
+    assert wrong == dict.fromkeys(parcel.link.receivers, (parcel.runs[0][0],))
+
+
+@pytest.mark.parametrize("way", [Way.shared_memory, Way.groups, Way.disk])
+def test_a_sender_that_is_gone_ends_the_wait_of_the_engines(cluster, way):
+    one = cluster(tp2_pp2_to_two_engines(), way, timeout=1.0)
+    one.sync(hf_tensors(DENSE))
+    with pytest.raises(TimeoutError, match="did not come within 1 s"):
+        one.sync(hf_tensors(DENSE), without=(2,))
+
+
+def test_a_sync_that_moves_on_may_take_longer_than_the_timeout(cluster, monkeypatch):
+    one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory, timeout=1.5, bucket_bytes=300)
+    unpack = Parcel.unpack
+
+    def slowly(parcel, buffer, parameters):
+        time.sleep(0.04)
+        unpack(parcel, buffer, parameters)
+
+    monkeypatch.setattr(Parcel, "unpack", slowly)
+    tensors = hf_tensors(DENSE)
+    answers = one.sync(tensors)
+    assert answers[0].seconds["all"] > 1.5
+    one.check(tensors)
+
+
+def changed(tensors, share, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.where(torch.rand(tensor.shape, generator=generator) < share, tensor + 1, tensor)
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("way", list(Way))
+def test_a_delta_is_exact_and_small(cluster, way):
+    one = cluster(tp2_pp2_to_two_engines(way != Way.groups), way, delta=True, bucket_bytes=4000)
+    tensors = hf_tensors(DENSE)
+    sent = {}
+    for share in (1.0, 0.0, 0.01, 0.1, 1.0):
+        tensors = changed(tensors, share, seed=int(100 * share))
+        answers = one.sync(tensors, full=not sent)
+        one.check(tensors)
+        assert not any(answers[me].wrong for me in one.plan.engine_ranks)
+        sent[share] = sum(answers[rank].bytes for rank in range(4))
+    assert sent[0.0] < sent[0.01] < sent[0.1] < sent[1.0]
+    assert sent[0.01] < 0.15 * sent[1.0]
+
+
+def test_a_delta_on_other_weights_than_the_sender_thinks_is_noticed(cluster):
+    one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory, delta=True)
+    tensors = hf_tensors(DENSE)
+    one.sync(tensors)
+    me = EngineRank(0, 1)
+    one.arrived[me]["model.norm.weight"].fill_(0.0)  # as in an engine that was started anew
+    tensors = changed(tensors, 0.01, seed=3)
+    assert "model.norm.weight" in one.sync(tensors, full=False)[me].wrong
+    assert one.sync(tensors, full=True)[me].wrong == ()
+    one.check(tensors)

@@ -11,10 +11,10 @@ from grpo_megatron.json_files import read_object
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.config_json import Fields
 from grpo_megatron.model.entries import Entry
-from grpo_megatron.model.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from grpo_megatron.model.families import deepseek_v3, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from grpo_megatron.paths import folder_problem, is_absent
 
-_FAMILIES = [module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral)]
+_FAMILIES = [module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, glm4_moe, deepseek_v3)]
 _BY_ARCHITECTURE = {family.architecture: family for family in _FAMILIES}
 _BY_NAME = {family.name: family for family in _FAMILIES}
 
@@ -55,7 +55,7 @@ def weight_map(arch: Architecture, transformer_engine: bool = False) -> dict[str
 
 
 def _transformer_engine_name(name: str, arch: Architecture) -> str:
-    fused = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    fused = {} if arch.latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     layer = name.removeprefix("decoder.layers.").split(".")[0]
     if arch.moe is None or (layer.isdigit() and not arch.moe.layers[int(layer)]):
         fused["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"  # a router's norm stays on its own

@@ -1,6 +1,7 @@
 """Weight maps of the layers that most families share."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import QKV, Entry, Expert, GateUp, Vocab
@@ -61,21 +62,30 @@ def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
 
 def mlp(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
     """SwiGLU."""
-    hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
-    gate_up = tuple(f"{hf}.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    return _swiglu(arch.hidden_size, arch.ffn_hidden_size, f"{hf}.mlp", f"{megatron}.mlp")
+
+
+def _swiglu(hidden: int, ffn: int, hf: str, megatron: str) -> list[Entry]:
+    gate_up = tuple(f"{hf}.{name}_proj.weight" for name in ("gate", "up"))
     shapes = ((ffn, hidden),) * 2
     return [
-        Entry(gate_up, shapes, f"{megatron}.mlp.linear_fc1.weight", 0, f"{hf}.mlp.gate_up_proj.weight", 0, GateUp()),
-        same(f"{hf}.mlp.down_proj.weight", (hidden, ffn), f"{megatron}.mlp.linear_fc2.weight", 1),
+        Entry(gate_up, shapes, f"{megatron}.linear_fc1.weight", 0, f"{hf}.gate_up_proj.weight", 0, GateUp()),
+        same(f"{hf}.down_proj.weight", (hidden, ffn), f"{megatron}.linear_fc2.weight", 1),
     ]
 
 
 def experts(block: str, gate: str, up: str, down: str) -> Block:
-    """A router and experts of SwiGLU; what the block and the projections of an expert are called in HF."""
+    """A router and experts of SwiGLU, and shared ones; what the block and the projections of an expert are called in HF."""
 
     def entries(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
         hidden, ffn, count = arch.hidden_size, arch.moe.ffn_hidden_size, arch.moe.num_experts
         found = [same(f"{hf}.{block}.gate.weight", (count, hidden), f"{megatron}.mlp.router.weight", None)]
+        if arch.moe.correction_bias:
+            bias = same(f"{hf}.{block}.gate.e_score_correction_bias", (count,), f"{megatron}.mlp.router.expert_bias", None)
+            found.append(replace(bias, float32=True))
+        if arch.moe.shared_ffn_hidden_size:
+            names = f"{hf}.{block}.shared_experts", f"{megatron}.mlp.shared_experts"
+            found += _swiglu(hidden, arch.moe.shared_ffn_hidden_size, *names)
         engine, shapes = f"{hf}.{block}.experts", ((ffn, hidden),) * 2
         for number in range(count):
             expert = Expert(number, count)

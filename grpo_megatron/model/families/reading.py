@@ -1,7 +1,9 @@
 """What the families' config.json files have in common."""
 
+import math
+
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.model.architecture import Architecture, MoE, RopeScaling
+from grpo_megatron.model.architecture import Architecture, Latent, MoE, RopeScaling, Yarn
 from grpo_megatron.model.config_json import MOST_LAYERS, Fields, torch_dtype
 
 
@@ -11,22 +13,27 @@ def decoder(
     qk_norm: bool = False,
     qkv_bias: bool = False,
     windowed: bool = False,
+    rotary_share: float = 1.0,
     moe: MoE | None = None,
+    latent: Latent | None = None,
 ) -> Architecture:
     """A decoder with rotary embeddings, RMS norms and SwiGLU. Raises UserError for what is not supported.
 
-    windowed: a sliding window in config.json is on, unless it says otherwise.
+    windowed: a sliding window in config.json is on, unless it says otherwise. rotary_share: what the family takes where
+    config.json has no partial_rotary_factor; 1: it has no such key.
     """
     # What would change the forward pass and is not implemented must not be ignored.
-    if config.flag("attention_bias", False):
+    if config.flag("attention_bias", False) and not qkv_bias:
         raise UserError("attention_bias=true puts a bias on the attention's output projection too, which is not supported")
     if config.flag("mlp_bias", False):
         raise UserError("mlp_bias=true is not supported")
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise UserError(f"hidden_act={shortened(activation)} is not supported, only silu")
-    theta, scaling = rope(config)
-    num_heads, num_kv_heads, head_dim = heads(config)
+    theta, scaling, share = rope(config, rotary_share, yarn=latent is not None)
+    num_heads, num_kv_heads, head_dim = heads(config) if latent is None else _latent_heads(config, latent)
+    if int(head_dim * share) % 2:
+        raise UserError(f"partial_rotary_factor={share:g} of the {head_dim} channels of a head is not an even number")
     return Architecture(
         family=family,
         num_layers=num_layers(config),
@@ -45,6 +52,9 @@ def decoder(
         tied_embeddings=config.flag("tie_word_embeddings", False),
         dtype=torch_dtype(config),
         moe=moe,
+        latent=latent,
+        rotary_share=share,
+        prediction_layers=config.integer("num_nextn_predict_layers", 0, most=MOST_LAYERS, least=0),
     )
 
 
@@ -57,6 +67,51 @@ def top_k(config: Fields, num_experts: int) -> int:
     if chosen > num_experts:
         raise UserError(f"num_experts_per_tok={chosen} is more than the {num_experts} experts")
     return chosen
+
+
+def sigmoid_experts(config: Fields) -> MoE:
+    """Shared and routed experts as of DeepSeek-V3 (arXiv:2412.19437), in all layers but the first ones."""
+    num_experts, ffn = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
+    chosen, dense = top_k(config, num_experts), config.integer("first_k_dense_replace", most=MOST_LAYERS, least=0)
+    for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if config.text(key, expected) != expected:
+            raise UserError(f"{key}={shortened(config.text(key, None))} is not supported, only {expected}")
+    if config.integer("moe_layer_freq", 1) != 1:
+        raise UserError("moe_layer_freq other than 1 is not supported")
+    if not config.flag("norm_topk_prob", True) or chosen == 1:
+        raise UserError(
+            "norm_topk_prob=false and num_experts_per_tok=1 are not supported: Megatron scales the weights to sum to 1"
+        )
+    groups, top_groups = config.integer("n_group"), config.integer("topk_group")
+    if top_groups >= groups:
+        groups = top_groups = None
+    elif num_experts % groups or chosen != 2 * top_groups or chosen > num_experts // groups * top_groups:
+        raise UserError(
+            f"n_group={groups}, topk_group={top_groups}, n_routed_experts={num_experts} and num_experts_per_tok={chosen} are not "
+            "supported together: the groups must be equal and hold enough experts, and two be chosen of each chosen group"
+        )
+    return MoE(
+        num_experts=num_experts,
+        top_k=chosen,
+        ffn_hidden_size=ffn,
+        normalize=True,
+        layers=tuple(layer >= dense for layer in range(num_layers(config))),
+        shared_ffn_hidden_size=config.integer("n_shared_experts") * ffn,
+        sigmoid=True,
+        correction_bias=True,
+        groups=groups,
+        top_groups=top_groups,
+        weight_factor=config.number("routed_scaling_factor"),
+    )
+
+
+def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
+    """As `heads`."""
+    count = config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", count)
+    if kv_heads != count:
+        raise UserError(f"num_key_value_heads={kv_heads} must be num_attention_heads={count} with latent attention")
+    return count, count, latent.plain_dim + latent.rotated_dim
 
 
 def _max_positions(config: Fields, windowed: bool) -> int:
@@ -81,18 +136,25 @@ def heads(config: Fields) -> tuple[int, int, int]:
     return count, kv_heads, head_dim
 
 
-def rope(config: Fields) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary embedding."""
+def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeScaling | Yarn | None, float]:
+    """Base and scaling of the rotary embedding, and the share of a head's channels that it rotates.
+
+    rotary_share: as in `decoder`. yarn: whether that scaling is supported.
+    """
     # transformers 5 writes rope_parameters; older versions rope_theta and, if needed, rope_scaling.
     parameters = config.object("rope_parameters") or config.object("rope_scaling") or Fields({})
-    if parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
+    share = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary_share))
+    if share > 1 or (share < 1 and rotary_share == 1):
         raise UserError("partial_rotary_factor other than 1 is not supported")
     theta = parameters.number("rope_theta", None) or config.number("rope_theta")
     kind = parameters.text("rope_type", None) or parameters.text("type", "default")
     if kind == "default":
-        return theta, None
+        return theta, None, share
+    if kind == "yarn" and yarn:
+        return theta, _yarn(parameters), share
     if kind != "llama3":
-        raise UserError(f"rope type {shortened(kind)!r} is not supported; supported: default, llama3")
+        supported = "default, llama3, yarn" if yarn else "default, llama3"
+        raise UserError(f"rope type {shortened(kind)!r} is not supported; supported: {supported}")
     scaling = RopeScaling(
         factor=parameters.number("factor"),
         low_freq_factor=parameters.number("low_freq_factor"),
@@ -101,4 +163,27 @@ def rope(config: Fields) -> tuple[float, RopeScaling | None]:
     )
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise UserError("low_freq_factor of the rope scaling must be less than its high_freq_factor")
-    return theta, scaling
+    return theta, scaling, share
+
+
+def _yarn(parameters: Fields) -> Yarn:
+    if parameters.number("attention_factor", None) or not parameters.flag("truncate", True):
+        raise UserError("attention_factor and truncate=false of the rope scaling are not supported")
+    factor = parameters.number("factor")
+    scores, cosines = parameters.number("mscale_all_dim", None), parameters.number("mscale", None)
+    if (scores is None) != (cosines is None):
+        raise UserError(
+            "mscale and mscale_all_dim of the rope scaling are only supported together: alone they are read differently"
+        )
+
+    def grown(share: float) -> float:
+        return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return Yarn(
+        factor=factor,
+        beta_fast=parameters.number("beta_fast", 32.0),
+        beta_slow=parameters.number("beta_slow", 1.0),
+        original_max_positions=parameters.integer("original_max_position_embeddings"),
+        cos_factor=grown(cosines) / grown(scores) if scores else grown(1.0),
+        softmax_factor=grown(scores) ** 2 if scores else 1.0,
+    )

@@ -21,7 +21,7 @@ class SendingChannel(Protocol):
         """uint8 [size] to fill with the next parcel; waits until one is free. Raises TimeoutError if none becomes free in time."""
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
-        """payload: the last buffer, or the first bytes of it; nothing else may write to it any more."""
+        """payload: the last buffer, a part of it, or other bytes, no more than its size; nobody else may write to it any more."""
 
     def finish(self) -> None:
         """Waits until every receiver has taken everything."""

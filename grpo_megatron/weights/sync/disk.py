@@ -1,7 +1,6 @@
 """Parcels as files in a folder that both sides see, such as NFS or a mounted object store; they need no network between them."""
 
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +52,8 @@ class DiskSender:
         pass
 
     def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for path in self._written:
+            path.unlink(missing_ok=True)
 
 
 class DiskReceiver:

@@ -2,11 +2,13 @@
 
 Point to point, there is one group for each pipeline stage, of its ranks and all of the engines'. With multicast there is one for each
 link, in which the sender broadcasts. Stages and replicas send side by side. A sender packs the next parcel while the last ones travel.
+Where parcels are handed over within nodes, one group of the trainer's ranks brings them to their carriers.
 """
 
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,37 +21,57 @@ _IN_FLIGHT = 2
 Member = int | EngineRank  # a rank of the trainer, or of an engine
 
 
-def _members(layouts: Layouts, link: Link) -> tuple[str, list[Member]]:
-    """Name and members of the group that a link belongs to."""
+class _Route(NamedTuple):
+    """The group that a link belongs to, and to whom of it the sender sends; None: to all."""
+
+    name: str
+    members: list[Member]
+    target: Member | None
+
+
+def _route(layouts: Layouts, link: Link) -> _Route:
+    if layouts.within_nodes:
+        return _Route("relay", list(range(layouts.sizes.world_size)), link.carrier)
     if layouts.multicast:
-        return link.name, [link.sender, *link.receivers]
+        return _Route(link.name, [link.sender, *link.receivers], None)
     per_stage = layouts.sizes.world_size // layouts.sizes.pp
-    stage = link.sender // per_stage
+    return _stage(layouts, link.sender // per_stage, link.receivers[0])
+
+
+def _stage(layouts: Layouts, stage: int, target: Member | None) -> _Route:
+    per_stage = layouts.sizes.world_size // layouts.sizes.pp
     engines = [EngineRank(engine, rank) for engine in range(layouts.num_engines) for rank in range(layouts.engine.tp)]
-    return f"stage{stage}", [*range(stage * per_stage, (stage + 1) * per_stage), *engines]
+    return _Route(f"stage{stage}", [*range(stage * per_stage, (stage + 1) * per_stage), *engines], target)
 
 
-class _Groups:
-    """The groups that this process is a member of; their making waits for all their members."""
+def _groups_of(layouts: Layouts, me: Member, links: list[Link]) -> dict[str, list[Member]]:
+    """Name and members of each group that a process must join, also where it has nothing to send to, or to take from, some of them."""
+    routes = [_route(layouts, link) for link in links]
+    if layouts.within_nodes:
+        routes = [_Route("relay", list(range(layouts.sizes.world_size)), None)]
+    elif not layouts.multicast:
+        routes = [_stage(layouts, stage, None) for stage in range(layouts.sizes.pp)]
+    return {route.name: route.members for route in routes if me in route.members}
+
+
+class Groups:
+    """The groups that this process is a member of; their making waits for all their members. timeout: seconds of one parcel.
+
+    links: all that this process sends over or takes from.
+    """
 
     def __init__(
         self, store: dist.Store, layouts: Layouts, me: Member, links: list[Link], device: torch.device, timeout: float
     ):
-        self._layouts, self._cuda, self._timeout = layouts, device.type == "cuda", timedelta(seconds=timeout)
-        wanted = dict(_members(layouts, link) for link in links)
-        if not layouts.multicast:  # members of a stage that have nothing to send to, or to take from, each other
-            for stage in range(layouts.sizes.pp):
-                name, members = _members(layouts, Link(stage * (layouts.sizes.world_size // layouts.sizes.pp), ()))
-                if me in members:
-                    wanted[name] = members
+        self.device, self._layouts, self._timeout = device, layouts, timedelta(seconds=timeout)
         self._places, self._groups = {}, {}
-        for name in sorted(wanted):  # in one order everywhere, or processes would wait for each other in a circle
-            members = wanted[name]
+        # In one order everywhere, or processes would wait for each other in a circle.
+        for name, members in sorted(_groups_of(layouts, me, links).items()):
             self._places[name] = {member: place for place, member in enumerate(members)}
             self._groups[name] = self._make(dist.PrefixStore(name, store), members.index(me), len(members))
 
     def _make(self, store: dist.Store, rank: int, size: int):
-        if not self._cuda:
+        if self.device.type != "cuda":
             return dist.ProcessGroupGloo(store, rank, size, self._timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
@@ -57,15 +79,13 @@ class _Groups:
 
     def transfer(self, link: Link, payload: torch.Tensor, sending: bool) -> dist.Work:
         """Start to send, or to receive, one payload."""
-        name, _ = _members(self._layouts, link)
-        group, places = self._groups[name], self._places[name]
-        if self._layouts.multicast:
+        route = _route(self._layouts, link)
+        group, places = self._groups[route.name], self._places[route.name]
+        if route.target is None:
             options = dist.BroadcastOptions()
-            options.rootRank = 0
+            options.rootRank = places[link.sender]
             return group.broadcast([payload], options)
-        if sending:
-            return group.send([payload], places[link.receivers[0]], 0)
-        return group.recv([payload], places[link.sender], 0)
+        return group.send([payload], places[route.target], 0) if sending else group.recv([payload], places[link.sender], 0)
 
     def wait(self, work: dist.Work, what: str) -> None:
         try:
@@ -74,29 +94,32 @@ class _Groups:
             raise TimeoutError(
                 f"{what} failed, or did not come within {self._timeout.total_seconds():.0f} s: {error}"
             ) from error
-        if self._cuda:
+        if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
         self._groups.clear()
 
 
-class GroupSender:
-    """links: all that this rank sends over. timeout: seconds that one parcel may take."""
+class _Ring:
+    """Buffers that are used in turn: memory that is new each time would cost as much as the copy into it."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        layouts: Layouts,
-        rank: int,
-        links: list[Link],
-        device: torch.device,
-        timeout: float,
-        variable: bool,
-    ):
-        """variable: payloads differ in size from what receivers expect, which are told of it first."""
-        self._groups = _Groups(store, layouts, rank, links, device, timeout)
-        self._device, self._variable = device, variable
+    def __init__(self, device: torch.device):
+        self._device, self._buffers, self._next = device, [torch.empty(0, dtype=torch.uint8)] * (_IN_FLIGHT + 1), 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """uint8 [size]; what was taken _IN_FLIGHT + 1 times ago is overwritten."""
+        self._next = (self._next + 1) % len(self._buffers)
+        if len(self._buffers[self._next]) < size:
+            self._buffers[self._next] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._buffers[self._next][:size]
+
+
+class GroupSender:
+    """variable: payloads differ in size from what receivers expect, which are told of it first."""
+
+    def __init__(self, groups: Groups, variable: bool):
+        self._groups, self._variable, self._ring = groups, variable, _Ring(groups.device)
         self._busy: deque[tuple[dist.Work, torch.Tensor, str]] = deque()
 
     def begin(self, version: int) -> None:
@@ -105,12 +128,12 @@ class GroupSender:
     def buffer(self, size: int) -> torch.Tensor:
         while len(self._busy) >= _IN_FLIGHT:
             self._wait_for_first()
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._ring.take(size)
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
         what = f"parcel {parcel.number} of link {parcel.link.name}"
         if self._variable:
-            size = torch.tensor([len(payload)], device=self._device)
+            size = torch.tensor([len(payload)], device=self._groups.device)
             self._busy.append((self._groups.transfer(parcel.link, size, sending=True), size, what))
         self._busy.append((self._groups.transfer(parcel.link, payload, sending=True), payload, what))
 
@@ -127,20 +150,10 @@ class GroupSender:
 
 
 class GroupReceiver:
-    """me: this rank. links: all that it takes from."""
+    """variable: see GroupSender."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        layouts: Layouts,
-        me: EngineRank,
-        links: list[Link],
-        device: torch.device,
-        timeout: float,
-        variable: bool,
-    ):
-        self._groups = _Groups(store, layouts, me, links, device, timeout)
-        self._device, self._variable = device, variable
+    def __init__(self, groups: Groups, variable: bool):
+        self._groups, self._variable, self._ring = groups, variable, _Ring(groups.device)
 
     def receive(self, version: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
         asked: deque[tuple[Parcel, dist.Work, torch.Tensor]] = deque()
@@ -154,10 +167,10 @@ class GroupReceiver:
 
     def _ask(self, parcel: Parcel, size: int) -> tuple[dist.Work, torch.Tensor]:
         if self._variable:
-            told = torch.zeros(1, dtype=torch.int64, device=self._device)
+            told = torch.zeros(1, dtype=torch.int64, device=self._groups.device)
             self._groups.wait(self._groups.transfer(parcel.link, told, sending=False), f"a size over link {parcel.link.name}")
             size = int(told)
-        payload = torch.empty(size, dtype=torch.uint8, device=self._device)
+        payload = self._ring.take(size)
         return self._groups.transfer(parcel.link, payload, sending=False), payload
 
     def close(self) -> None:

@@ -7,10 +7,10 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.weights.sync.channel import ReceivingChannel, SendingChannel
+from grpo_megatron.weights.sync.channel import ReceivingChannel, SendingChannel, SizeOf
 from grpo_megatron.weights.sync.delta import max_payload
 from grpo_megatron.weights.sync.disk import DiskReceiver, DiskSender
-from grpo_megatron.weights.sync.groups import GroupReceiver, GroupSender
+from grpo_megatron.weights.sync.groups import GroupReceiver, Groups, GroupSender
 from grpo_megatron.weights.sync.parcels import Parcel
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts
 from grpo_megatron.weights.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
@@ -53,16 +53,20 @@ class Setup:
         """Bytes of the largest payload of a parcel."""
         return max_payload(parcel) if self.delta else parcel.total_bytes
 
+    def expected_bytes(self, task: Task) -> SizeOf:
+        """Of the payload of a parcel; the largest if it varies."""
+        return (lambda parcel: 8 * len(parcel.runs)) if task == Task.verify else self.size_of
+
     def connect(self) -> dist.TCPStore:
         host, port = self.store
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout))
 
     def sending_channel(self, rank: int, parcels: list[Parcel], device: torch.device) -> SendingChannel:
+        """For the parcels that this rank of the trainer hands over."""
         if self.way == Way.disk:
             return DiskSender(self.folder, device)
         if self.way == Way.groups:
-            links = list(dict.fromkeys(parcel.link for parcel in parcels))
-            return GroupSender(self.connect(), self.layouts, rank, links, device, self.timeout, self.delta)
+            return GroupSender(self.groups(rank, parcels, device), self.delta)
         largest = max((self.size_of(parcel) for parcel in parcels), default=0)
         return SharedMemorySender(self.connect(), rank, largest, device, self.timeout)
 
@@ -70,9 +74,12 @@ class Setup:
         if self.way == Way.disk:
             return DiskReceiver(self.folder, device, self.timeout)
         if self.way == Way.groups:
-            links = list(dict.fromkeys(parcel.link for parcel in parcels))
-            return GroupReceiver(self.connect(), self.layouts, me, links, device, self.timeout, self.delta)
+            return GroupReceiver(self.groups(me, parcels, device), self.delta)
         return SharedMemoryReceiver(self.connect(), self.timeout)
+
+    def groups(self, me: int | EngineRank, parcels: list[Parcel], device: torch.device) -> Groups:
+        links = list(dict.fromkeys(parcel.link for parcel in parcels))
+        return Groups(self.connect(), self.layouts, me, links, device, self.timeout)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from the same small description, so that no plan is sent around.
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -31,10 +31,14 @@ class EngineRank(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A rank of the trainer, and the engines' ranks that all take the same bytes from it."""
+    """A rank of the trainer, and the engines' ranks that all take the same bytes from it.
+
+    carrier: the rank of the trainer that hands them over; another one than the sender where that must be on the receivers' node.
+    """
 
     sender: int
     receivers: tuple[EngineRank, ...]
+    carrier: int
 
     @property
     def name(self) -> str:
@@ -58,8 +62,9 @@ class Layouts:
     """All that a plan follows from.
 
     multicast: bytes that several engines need alike leave the trainer once, for all of them (a broadcast, shared memory, a file);
-    else each engine gets its own from the replica that serves it.
-    rank_nodes, engine_nodes: the node of every rank, and of every engine; a replica on an engine's own node serves it. Empty: unknown.
+    else each engine gets its own from the replica that serves it. within_nodes: they are handed over within a node, to all engines
+    there. rank_nodes, engine_nodes: the node of every rank, and of every engine; a replica on an engine's own node serves it. Empty:
+    all are on one.
     """
 
     arch: Architecture
@@ -67,6 +72,7 @@ class Layouts:
     engine: EngineLayout
     num_engines: int
     multicast: bool = False
+    within_nodes: bool = False
     rank_nodes: tuple[str, ...] = ()
     engine_nodes: tuple[str, ...] = ()
 
@@ -77,6 +83,9 @@ class ReshardPlan:
     def __init__(self, layouts: Layouts, transformer_engine: bool = False):
         """transformer_engine: the trainer's layers are, and have names of, TransformerEngine."""
         self.layouts = layouts
+        alone = set(layouts.engine_nodes) - set(layouts.rank_nodes)
+        if layouts.within_nodes and alone:
+            raise ValueError(f"no rank of the trainer is on the engines' nodes {sorted(alone)}, to hand weights over there")
         entries = weight_map(layouts.arch, transformer_engine).values()
         self.entries = [entry for entry in entries if entry.exported]
         self._ranks = TrainerRanks(layouts.sizes, layouts.arch.num_layers)
@@ -95,12 +104,31 @@ class ReshardPlan:
         """What a rank of the trainer sends; all of it lies in parameters of its own."""
         return self._collected(self._links(sender=rank))
 
+    def carried(self, rank: int) -> dict[Link, list[Part]]:
+        """What a rank of the trainer hands over on its node for ranks of other nodes."""
+        links = self._collected(link for link in self._links() if link[0].carrier == rank)
+        return {link: parts for link, parts in links.items() if link.sender != rank}
+
     def incoming(self, receiver: EngineRank) -> dict[Link, list[Part]]:
         """What an engine's rank takes."""
         return self._collected(self._links(receiver=receiver))
 
     def all_links(self) -> dict[Link, list[Part]]:
         return self._collected(self._links())
+
+    def volumes(self) -> dict[Link, int]:
+        """{link: elements that go over it}, of the whole plan; for layouts too large to list every part of."""
+        found: dict[Link, int] = defaultdict(int)
+        for number, entry in enumerate(self.entries):
+            for shard in range(self._ranks.shards(entry)):
+                elements: dict[tuple[int, ...], int] = defaultdict(int)
+                for move, ranks in self._needed(entry, shard, None).items():
+                    elements[tuple(ranks)] += move.numel
+                for holder, audiences in self._senders[number, shard].items():
+                    for ranks, count in elements.items():
+                        for receivers in self._receivers(audiences, ranks):
+                            found[Link(holder, receivers, self._carrier(holder, receivers[0]))] += count
+        return found
 
     @staticmethod
     def _collected(links: Iterator[tuple[Link, Part]]) -> dict[Link, list[Part]]:
@@ -118,15 +146,49 @@ class ReshardPlan:
                     continue
                 for move, ranks in self._needed(entry, shard, receiver).items():
                     part = Part(entry.megatron, entry.engine, move)
-                    for holder, engines in senders.items():
+                    for holder, audiences in senders.items():
                         if sender is None or holder == sender:
-                            for receivers in self._receivers(engines, ranks):
+                            for receivers in self._receivers(audiences, ranks):
                                 if receiver is None or receiver in receivers:
-                                    yield Link(holder, receivers), part
+                                    yield Link(holder, receivers, self._carrier(holder, receivers[0])), part
 
-    def _receivers(self, engines: tuple[int, ...], ranks: list[int]) -> list[tuple[EngineRank, ...]]:
-        everyone = [EngineRank(engine, rank) for engine in engines for rank in ranks]
-        return [tuple(everyone)] if self.layouts.multicast else [(one,) for one in everyone]
+    def _receivers(self, audiences: tuple[int, ...], ranks: Sequence[int]) -> Iterator[tuple[EngineRank, ...]]:
+        for audience in audiences:
+            everyone = tuple(EngineRank(engine, rank) for engine in self._audiences[audience] for rank in ranks)
+            yield from [everyone] if self.layouts.multicast else [(one,) for one in everyone]
+
+    def _carrier(self, sender: int, receiver: EngineRank) -> int:
+        layouts = self.layouts
+        if not layouts.within_nodes or not layouts.rank_nodes:
+            return sender
+        node = layouts.engine_nodes[receiver.engine]
+        if layouts.rank_nodes[sender] == node:
+            return sender
+        there = self._ranks_on[node]
+        return there[(receiver.engine * layouts.engine.tp + receiver.rank) % len(there)]
+
+    @property
+    def has_carriers(self) -> bool:
+        """Whether parcels may go through another rank of the trainer than the one that sends them."""
+        return self.layouts.within_nodes and len(set(self.layouts.rank_nodes)) > 1
+
+    @cached_property
+    def _ranks_on(self) -> dict[str, list[int]]:
+        found = defaultdict(list)
+        for rank, node in enumerate(self.layouts.rank_nodes):
+            found[node].append(rank)
+        return found
+
+    @cached_property
+    def _audiences(self) -> list[tuple[int, ...]]:
+        """Engines that are served together: each alone, with multicast those of a node, or all."""
+        engines = tuple(range(self.layouts.num_engines))
+        if not self.layouts.multicast:
+            return [(engine,) for engine in engines]
+        if not (self.layouts.within_nodes and self.layouts.engine_nodes):
+            return [engines]
+        nodes = self.layouts.engine_nodes
+        return [tuple(e for e in engines if nodes[e] == node) for node in dict.fromkeys(nodes)]
 
     def _needed(self, entry: Entry, shard: int, receiver: EngineRank | None) -> dict[Move, list[int]]:
         """{rectangle of this shard: the ranks of an engine that need it, all in the same place}; of what the receiver needs."""
@@ -139,32 +201,31 @@ class ReshardPlan:
 
     @cached_property
     def _senders(self) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
-        """{(entry, shard): {replica that sends it: the engines it goes to}}.
+        """{(entry, shard): {replica that sends it: the audiences it goes to}}.
 
-        Each time the replica that has the least to send so far, of those that serve the engine.
+        Each time the replica that has the least to send so far, of those that serve the audience.
         """
         load: dict[tuple[int, ...], dict[int, int]] = {}
-        everyone = tuple(range(self.layouts.num_engines))
-        groups = [everyone] if self.layouts.multicast else [(engine,) for engine in everyone]
         chosen = {}
         for number, entry in enumerate(self.entries):
             shards = self._ranks.shards(entry)
             for shard in range(shards):
-                holders, of_engines = self._ranks.holders(entry, shard), defaultdict(tuple)
-                for engines in groups:
-                    serving = holders if self.layouts.multicast else self._serving(holders, engines[0])
+                holders, goes_to = self._ranks.holders(entry, shard), defaultdict(tuple)
+                for audience in range(len(self._audiences)):
+                    serving = self._serving(holders, audience)
                     loads = load.setdefault(serving, dict.fromkeys(serving, 0))
                     sender = min(serving, key=loads.__getitem__)
                     loads[sender] += entry.numel // shards
-                    of_engines[sender] += engines
-                chosen[number, shard] = dict(of_engines)
+                    goes_to[sender] += (audience,)
+                chosen[number, shard] = dict(goes_to)
         return chosen
 
-    def _serving(self, holders: tuple[int, ...], engine: int) -> tuple[int, ...]:
-        """The replicas that send to this engine: those on its node if there are any, else an equal share of all."""
+    def _serving(self, holders: tuple[int, ...], audience: int) -> tuple[int, ...]:
+        """The replicas that send to this audience: those on its node if there are any, else an equal share of all."""
         rank_nodes, engine_nodes = self.layouts.rank_nodes, self.layouts.engine_nodes
-        if rank_nodes and engine_nodes:
-            near = tuple(rank for rank in holders if rank_nodes[rank] == engine_nodes[engine])
+        nodes = {engine_nodes[engine] for engine in self._audiences[audience]} if rank_nodes and engine_nodes else set()
+        if len(nodes) == 1:
+            near = tuple(rank for rank in holders if rank_nodes[rank] in nodes)
             if near:
                 return near
-        return holders[engine % len(holders) :: self.layouts.num_engines]
+        return holders[audience % len(holders) :: len(self._audiences)]

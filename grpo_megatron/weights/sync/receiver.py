@@ -35,7 +35,7 @@ class Receiver:
         seconds, seals, wrong, received = defaultdict(float), defaultdict(int), [], 0
         verifying = order.task == Task.verify
         started = time.perf_counter()
-        size_of = self._seals_alone if verifying else self.setup.size_of
+        size_of = self.setup.expected_bytes(order.task)
         for parcel, payload in self._channel.receive(order.number, self._parcels, size_of):
             received += len(payload)
             loading = time.perf_counter()
@@ -56,10 +56,6 @@ class Receiver:
         buffer = delta.decode(parcel, payload, parameters) if self.setup.delta else payload
         parcel.unpack(buffer, parameters)
         return parcel.sealed(buffer).clone()
-
-    @staticmethod
-    def _seals_alone(parcel: Parcel) -> int:
-        return 8 * len(parcel.runs)
 
     def close(self) -> None:
         self._channel.close()

@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from grpo_megatron.cluster.processes import gather
 from grpo_megatron.config.weight_sync import SyncTransport, WeightSyncConfig
 from grpo_megatron.errors import UserError
+from grpo_megatron.weights.sync.cost import broadcast_is_cheaper
 from grpo_megatron.weights.sync.interface import Transport, WeightSource, WeightTarget
 from grpo_megatron.weights.sync.object_store import ObjectStore
 from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task, Way
@@ -100,9 +102,12 @@ class Resharding:
         return list(self._plan.incoming(me))
 
     def close(self) -> None:
-        for path in glob.glob(FILES.format(port=self._setup.store[1])):  # of ranks that were killed
+        """The ranks may be dead already: what they left is removed here, as far as this node sees it."""
+        for path in glob.glob(FILES.format(port=self._setup.store[1])):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+        if self._setup.way == Way.disk:
+            shutil.rmtree(self._setup.folder, ignore_errors=True)
 
 
 def _by_rank(answers) -> dict[EngineRank, Answer]:
@@ -111,7 +116,7 @@ def _by_rank(answers) -> dict[EngineRank, Answer]:
 
 
 def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
-    """GB that the trainer sent, and the seconds of the slowest rank of either side."""
+    """GB that the trainer sent and the engines received, and the seconds of the slowest rank of either side."""
     seconds = {
         f"{side}_{what}_seconds": max(answer.seconds.get(what, 0.0) for answer in answers)
         for side, answers, kinds in (
@@ -120,17 +125,25 @@ def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
         )
         for what in kinds
     }
-    return {"gb": sum(answer.bytes for answer in sent) / 1e9, **seconds}
+    sent_gb, received_gb = (sum(answer.bytes for answer in answers) / 1e9 for answers in (sent, received))
+    return {"sent_gb": sent_gb, "received_gb": received_gb, **seconds}
 
 
 def chosen_way(config: WeightSyncConfig, layouts: Layouts) -> tuple[Way, Layouts]:
-    """How parcels travel: as configured, else shared memory within a node and groups between nodes."""
-    one_node = len({*layouts.rank_nodes, *layouts.engine_nodes}) == 1
-    automatic = Way.shared_memory if one_node else Way.groups
+    """How parcels travel: as configured, else shared memory where a rank of the trainer is on every engine's node, else groups.
+
+    Groups broadcast where that is cheaper by the model of weights.sync.cost, else they go point to point.
+    """
+    alone = sorted(set(layouts.engine_nodes) - set(layouts.rank_nodes))
+    automatic = Way.groups if alone else Way.shared_memory
     way = automatic if config.transport == SyncTransport.auto else Way(config.transport.value)
-    if way == Way.shared_memory and not one_node:
-        raise UserError("weight_sync.transport=shared_memory needs all ranks and engines on one node; use groups, or auto")
-    return way, replace(layouts, multicast=way != Way.groups)
+    if way == Way.shared_memory and alone:
+        raise UserError(
+            "weight_sync.transport=shared_memory needs a rank of the trainer on every engine's node, and there is none on "
+            f"{', '.join(alone[:_SHOWN])}; use groups, or auto"
+        )
+    multicast = way != Way.groups or broadcast_is_cheaper(layouts, config.bucket_bytes)
+    return way, replace(layouts, multicast=multicast, within_nodes=way == Way.shared_memory)
 
 
 class Checked:

@@ -10,6 +10,7 @@ from grpo_megatron.weights.sync.delta import Encoder
 from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task
 from grpo_megatron.weights.sync.parcels import Parcel, in_global_order, make_parcels, odd_factors
 from grpo_megatron.weights.sync.plan import ReshardPlan
+from grpo_megatron.weights.sync.relay import Relay
 
 _MODULUS = 2**64
 
@@ -19,16 +20,15 @@ class Sender:
 
     def __init__(self, setup: Setup, rank: int, device: torch.device, transformer_engine: bool = False):
         """transformer_engine: the rank's parameters have the names of its layers."""
-        self.setup = setup
+        self.setup, self._rank = setup, rank
         plan = ReshardPlan(setup.layouts, transformer_engine)
         dtypes, engine = dict(setup.dtypes), setup.layouts.engine
-        parcels = [
-            parcel
-            for link, parts in plan.outgoing(rank).items()
-            for parcel in make_parcels(link, parts, dtypes, setup.bucket_bytes)
-        ]
+        links = plan.outgoing(rank) | plan.carried(rank)
+        parcels = [parcel for link, parts in links.items() for parcel in make_parcels(link, parts, dtypes, setup.bucket_bytes)]
         self._parcels = in_global_order(parcels, len(plan.engine_ranks), engine.tp)
-        self._channel = setup.sending_channel(rank, self._parcels, device)
+        handed_over = [parcel for parcel in self._parcels if parcel.link.carrier == rank]
+        self._channel = setup.sending_channel(rank, handed_over, device)
+        self._relay = Relay(setup, rank, parcels, device) if plan.has_carriers else None
         self._factors = odd_factors(parcels, device)
         self._encoder = Encoder() if setup.delta else None
 
@@ -40,7 +40,12 @@ class Sender:
         if self._encoder:
             self._encoder.begin(order.full)
         for parcel in self._parcels:
-            buffer = self._channel.buffer(self.setup.size_of(parcel))
+            if parcel.link.sender != self._rank:
+                self._channel.buffer(self.setup.size_of(parcel))
+                self._channel.send(parcel, self._relay.take(parcel, order.task))
+                continue
+            way = self._channel if parcel.link.carrier == self._rank else self._relay
+            buffer = way.buffer(self.setup.size_of(parcel))
             packing = time.perf_counter()
             parcel.pack(parameters, buffer)
             digesting = time.perf_counter()
@@ -50,10 +55,12 @@ class Sender:
             sending = time.perf_counter()
             payload = self._payload(order, parcel, buffer)
             sent += len(payload)
-            self._channel.send(parcel, payload)
+            way.send(parcel, payload)
             seconds["pack"] += digesting - packing
             seconds["digest"] += sending - digesting
             seconds["send"] += time.perf_counter() - sending
+        if self._relay:
+            self._relay.finish()
         self._channel.finish()
         seconds["all"] = time.perf_counter() - started
         return Answer({link: seal % _MODULUS for link, seal in seals.items()}, dict(seconds), sent)

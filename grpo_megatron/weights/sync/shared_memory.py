@@ -72,10 +72,13 @@ class SharedMemorySender:
         return self._memory[start : start + size]
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
-        _settle(payload)
         number = len(self._taken)
         self._taken.append(_key(self._version, parcel, "taken"))
         start = number % _SLOTS * self._slot_bytes
+        slot = self._memory[start : start + len(payload)]
+        if payload.data_ptr() != slot.data_ptr():
+            slot.copy_(payload.clone())  # a part of the slot itself may not be copied over itself
+        _settle(slot)
         self._store.set(_key(self._version, parcel, "sent"), pickle.dumps((start, len(payload))))
 
     def finish(self) -> None:
@@ -111,7 +114,7 @@ class SharedMemoryReceiver:
 
     def receive(self, version: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
         for parcel in parcels:
-            memory = self._memory(parcel.link.sender)
+            memory = self._memory(parcel.link.carrier)
             start, size = pickle.loads(self._wait(_key(version, parcel, "sent")))
             yield parcel, memory[start : start + size]
             _settle(memory)
@@ -121,10 +124,10 @@ class SharedMemoryReceiver:
                     self._store.delete_key(key)
                 self._store.set(taken, b"1")
 
-    def _memory(self, sender: int) -> torch.Tensor:
-        if sender not in self._memories:
-            self._memories[sender] = _open(self._wait(f"memory/{sender}"))
-        return self._memories[sender]
+    def _memory(self, carrier: int) -> torch.Tensor:
+        if carrier not in self._memories:
+            self._memories[carrier] = _open(self._wait(f"memory/{carrier}"))
+        return self._memories[carrier]
 
     def _wait(self, key: str) -> bytes:
         try:

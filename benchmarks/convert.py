@@ -1,0 +1,195 @@
+"""Conversion HF -> Megatron -> HF of a checkpoint of 2 billion parameters, against copying its files.
+
+    python benchmarks/convert.py [--layers N] [--processes N] [--repeats N] [--folder DIR]
+
+A Qwen3 of random bf16 weights in shards of 1 GiB (hidden 2048, 28 layers, vocabulary 151,936, untied: 2.03 billion parameters) is
+made in a temporary folder (of DIR; 13 GB of disk). Then, in turn: its weight files are copied, each brought to the disk (fsync)
+before the next, which is what any conversion must do at least; and it is converted in both directions by the tools, as programs. The
+files have been read before, so neither side waits for the disk to read. GB/s are those of the tools' own line, which leaves out their
+start-up (imports, processes, the model's layout). While they run, the anonymous resident memory of each of their processes
+is read every 5 ms; from its largest, that of a process with the same imports is taken off.
+
+Prints a table and, as its last line, one JSON object: speed_over_copy (the slower direction's GB/s over the copy's, medians),
+extra_gib (the most that any process had beyond its imports), and copy_gb_per_s, to_megatron_gb_per_s, to_hf_gb_per_s. The result of the
+round trip is compared with the source bit by bit; the benchmark fails if it differs.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from grpo_megatron.model.entries import hf_shapes
+from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.weights.hf_checkpoint import HFWriter, finish
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "dtype": "bfloat16",
+}
+# What the processes of a conversion import: those that do the work, and the one that asks the model for its layout.
+WORKER = "import grpo_megatron.conversion.hf_to_megatron, grpo_megatron.conversion.megatron_to_hf"
+PARENT = f"{WORKER}, grpo_megatron.megatron.model, grpo_megatron.megatron.process_groups"
+SHOW_OWN = "; import psutil; print(psutil.Process().pid); input()"
+
+
+def make(folder: Path, layers: int) -> int:
+    """Write the checkpoint; its number of parameters."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    writer = HFWriter(str(folder / "parts"), "000", max_shard_bytes=2**30)
+    shapes = hf_shapes(weight_map(read_architecture(str(folder))))
+    for name, shape in shapes.items():
+        writer.add(name, torch.randn(shape, dtype=torch.bfloat16))
+    shards = writer.close()
+    finish(str(folder / "parts"), shards, str(folder / "weights"))
+    for path in (folder / "weights").iterdir():
+        path.rename(folder / path.name)
+    (folder / "weights").rmdir()
+    os.sync()
+    return sum(int(torch.Size(shape).numel()) for shape in shapes.values())
+
+
+def anonymous(pid: int) -> int:
+    """Bytes of a process's resident memory that no file is behind."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+
+
+def after_imports(imports: str) -> int:
+    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", imports + SHOW_OWN], stdin=-1, stdout=-1, text=True)
+    process.stdout.readline()
+    found = anonymous(process.pid)
+    process.communicate("\n")
+    return found
+
+
+def copy(source: Path, target: Path) -> float:
+    """GB/s of copying the weight files."""
+    target.mkdir()
+    begun, count = time.perf_counter(), 0
+    for path in sorted(source.glob("*.safetensors")):
+        shutil.copyfile(path, target / path.name)
+        with open(target / path.name, "rb+") as file:
+            os.fsync(file.fileno())
+        count += path.stat().st_size
+    return count / (time.perf_counter() - begun) / 1e9
+
+
+def convert(tool: str, *arguments: str | Path) -> tuple[float, dict[int, int], int]:
+    """(GB/s, most anonymous bytes of each process, the first one's pid)."""
+    command = [sys.executable, str(TOOLS / f"{tool}.py"), *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    peaks: dict[int, int] = {}
+    thread = threading.Thread(target=_watch, args=(process, peaks))
+    thread.start()
+    output, _ = process.communicate()
+    thread.join()
+    if process.returncode:
+        sys.exit(f"{tool} failed")
+    amount, seconds = re.search(r"([\d.]+) GB in ([\d.]+) s", output).groups()
+    return float(amount) / float(seconds), peaks, process.pid
+
+
+def _watch(process: subprocess.Popen, peaks: dict[int, int]) -> None:
+    while process.poll() is None:
+        try:
+            family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        except psutil.Error:
+            continue
+        for pid in family:
+            try:
+                peaks[pid] = max(peaks.get(pid, 0), anonymous(pid))
+            except (OSError, StopIteration):
+                continue  # it has just ended
+        time.sleep(0.005)
+
+
+def same_files(first: Path, second: Path) -> bool:
+    """Are all tensors of two HF folders equal, bit for bit?"""
+    from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+
+    a, b = HFCheckpoint(str(first)), HFCheckpoint(str(second))
+    return a.names == b.names and all(
+        torch.equal(a.read(name).view(torch.int16), b.read(name).view(torch.int16)) for name in sorted(a.names)
+    )
+
+
+def timed(folder: Path, source: Path, options) -> tuple[dict[str, list[float]], int]:
+    """({side: GB/s of each repeat}, the most bytes of a process beyond its imports)."""
+    imports = {"parent": after_imports(PARENT), "worker": after_imports(WORKER)}
+    speeds: dict[str, list[float]] = {"copy": [], "to_megatron": [], "to_hf": []}
+    extra = 0
+    megatron, hf, copied = folder / "megatron", folder / "hf", folder / "copy"
+    how = ("--processes", str(options.processes)) if options.processes else ()
+    sides: dict[str, Callable] = {
+        "to_megatron": lambda: convert("convert_hf_to_megatron", source, megatron, *how),
+        "to_hf": lambda: convert("convert_megatron_to_hf", megatron, hf, *how),
+    }
+    for _ in range(options.repeats):
+        for path in (megatron, hf):
+            shutil.rmtree(path, ignore_errors=True)
+        os.sync()  # what one side left for the disk to do is not the next one's
+        speeds["copy"].append(copy(source, copied))
+        shutil.rmtree(copied)
+        for side, run in sides.items():
+            os.sync()
+            speed, peaks, first = run()
+            speeds[side].append(speed)
+            beyond = [peak - imports["parent" if pid == first else "worker"] for pid, peak in peaks.items()]
+            extra = max(extra, *beyond)
+        print("  ".join(f"{side} {values[-1]:.2f} GB/s" for side, values in speeds.items()), flush=True)
+    if not same_files(source, hf):
+        sys.exit("the round trip changed the weights")
+    return speeds, extra
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--processes", type=int, help="default: the tools' own")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", help="where the temporary folder goes")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        source = Path(folder, "source")
+        print(f"{make(source, options.layers) / 1e9:.2f} billion parameters", flush=True)
+        speeds, extra = timed(Path(folder), source, options)
+    middle = {side: statistics.median(values) for side, values in speeds.items()}
+    print(f"\n{'median':<16}{'GB/s':>8}{'over copy':>12}")
+    for side, value in middle.items():
+        print(f"{side:<16}{value:>8.2f}{value / middle['copy']:>12.2f}")
+    print(f"most memory of a process beyond its imports: {extra / 2**30:.2f} GiB\n")
+    result = {"speed_over_copy": min(middle["to_megatron"], middle["to_hf"]) / middle["copy"], "extra_gib": extra / 2**30}
+    print(json.dumps(result | {f"{side}_gb_per_s": value for side, value in middle.items()}))
+
+
+if __name__ == "__main__":
+    main()

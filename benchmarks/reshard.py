@@ -1,0 +1,262 @@
+"""Weights from the trainer's ranks into real SGLang engines: bytes and seconds of every transport.
+
+    python benchmarks/reshard.py [--engine-tp 1 2] [--repeat N]
+
+A Qwen3 of 222M parameters in bf16, TP2 x PP2 trainer ranks, one engine with 1 and then with 2 tensor-parallel ranks. Each transport moves
+all weights `repeat` times after a first time that connects everything; medians. Seconds are of the transfer with digests on both sides,
+without opening and closing the engine's update session. `raw` is a plain gloo broadcast of the same bytes, in buckets of the same size,
+from one process to another in the same run. `bound` is what the engine's ranks must receive by the plan. `delta` travels through shared
+memory after the given share of the elements was changed.
+
+Prints a table and, as its last line, one JSON object: bytes_over_bound and time_over_raw (the worse of the two engines, for the
+transport that `auto` takes), groups_over_raw, seconds, object_store_seconds, digest_seconds, delta_bytes (share of all bytes by share
+changed).
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import ray
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.commands.assemble import assemble
+from grpo_megatron.config.weight_sync import SyncTransport
+from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.preflight.load import load_config
+from grpo_megatron.weights.sync.object_store import ObjectStore
+from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
+from grpo_megatron.weights.sync.resharding import Resharding, chosen_way
+
+SHARES = (0.01, 0.1, 1.0)
+
+
+def make_model(folder: Path) -> None:
+    """Random weights, 222M parameters in bf16."""
+    import transformers
+
+    config = transformers.Qwen3Config(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=16384,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def config(folder: Path, engine_tp: int):
+    return load_config(
+        None,
+        [
+            f"run.root={folder}",
+            f"run.name=tp{engine_tp}",
+            "run.total_steps=1",
+            f"model.path={folder}/model",
+            f"data.train={folder}/none.jsonl",
+            "megatron.tensor_parallel=2",
+            "megatron.pipeline_parallel=2",
+            "megatron.precision=bf16",
+            "rollout.engine.load_format=dummy",
+            f"rollout.engine.tensor_parallel={engine_tp}",
+            "rollout.engine.max_total_tokens=1024",
+            "checkpoint.export_hf=false",
+        ],
+    )
+
+
+def timed(transport, run, repeat: int) -> tuple[float, dict[str, float]]:
+    """Median seconds of a transfer after a first one, and what the last one measured."""
+    seconds = []
+    for version in range(1, repeat + 2):
+        run.engines.begin_update()
+        started = time.perf_counter()
+        measured = transport.transfer(run.trainer, run.engines, version)
+        seconds.append(time.perf_counter() - started)
+        run.engines.end_update(version)
+    return statistics.median(seconds[1:]), measured
+
+
+def described(layouts, run, transport: SyncTransport, **settings) -> Resharding:
+    sync = replace(run.config.weight_sync, transport=transport, **settings)
+    way, layouts = chosen_way(sync, layouts)
+    resharding = Resharding(layouts, way, sync, "", 600.0)
+    run.engines.begin_update()
+    different = resharding.describe(run.engines)
+    run.engines.end_update(0)
+    if different:
+        raise SystemExit(f"the engine's parameters are not as planned: {different[:3]}")
+    return resharding
+
+
+def deltas(layouts, run) -> dict[str, float]:
+    """{share of the elements changed: share of all bytes sent}; digests are compared each time."""
+    resharding = described(layouts, run, SyncTransport.auto, delta=True)
+    sent = {}
+    for version, share in enumerate((None, *SHARES), start=1):
+        if share is not None:
+            run.trainer.scale_weights(1.5, share)
+        run.engines.begin_update()
+        sent[share] = resharding.transfer(run.trainer, run.engines, version)["sent_gb"]
+        run.engines.end_update(version)
+    return {str(share): sent[share] / sent[None] for share in SHARES}
+
+
+def raw_broadcast(size: int, bucket_bytes: int, repeat: int) -> float:
+    """Median seconds of a gloo broadcast of so many bytes from one process to another."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_broadcast, args=(rank, f"file://{folder}/store", size, bucket_bytes, repeat, answers))
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.start()
+        seconds = [answers.get(timeout=300) for _ in processes]
+        for process in processes:
+            process.join()
+    return max(seconds)
+
+
+def _broadcast(rank: int, store: str, size: int, bucket_bytes: int, repeat: int, answers) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    buckets = [torch.ones(min(bucket_bytes, size - start), dtype=torch.uint8) for start in range(0, size, bucket_bytes)]
+    seconds = []
+    for _ in range(repeat + 1):
+        dist.barrier()
+        started = time.perf_counter()
+        for bucket in buckets:
+            dist.broadcast(bucket, 0)
+        dist.barrier()
+        seconds.append(time.perf_counter() - started)
+    answers.put(statistics.median(seconds[1:]))
+    dist.destroy_process_group()
+
+
+@ray.remote(num_cpus=0)
+class _Holder:
+    """An actor that Ray's direct transport takes tensors from, or to."""
+
+    def __init__(self, sizes: list[int]):
+        self._buckets = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+
+    @ray.method(tensor_transport="gloo")
+    def give(self, number: int) -> torch.Tensor:
+        return self._buckets[number]
+
+    def take(self, bucket: torch.Tensor) -> int:
+        return bucket.numel()
+
+
+def ray_direct(size: int, bucket_bytes: int, repeat: int) -> float:
+    """Median seconds of the same bytes between two actors by Ray's own direct transport: to the engine's actor, not to its schedulers."""
+    from ray.experimental.collective import create_collective_group
+
+    sizes = [min(bucket_bytes, size - start) for start in range(0, size, bucket_bytes)]
+    giver, taker = (_Holder.remote(sizes) for _ in range(2))
+    create_collective_group([giver, taker], backend="gloo")
+    seconds = []
+    for _ in range(repeat + 1):
+        started = time.perf_counter()
+        taken = ray.get([taker.take.remote(giver.give.remote(number)) for number in range(len(sizes))])
+        seconds.append(time.perf_counter() - started)
+        assert sum(taken) == size
+    for actor in (giver, taker):
+        ray.kill(actor)
+    return statistics.median(seconds[1:])
+
+
+def measure(folder: Path, engine_tp: int, repeat: int) -> dict:
+    settings = config(folder, engine_tp)
+    with assemble(settings, "train") as run:
+        layouts = Layouts(
+            arch=read_architecture(settings.model.path),
+            sizes=run.trainer.sizes,
+            engine=EngineLayout(engine_tp),
+            num_engines=1,
+            rank_nodes=run.trainer.nodes,
+            engine_nodes=run.engines.nodes,
+        )
+        plan = ReshardPlan(layouts)
+        bound = 2 * sum(
+            piece.numel
+            for me in plan.engine_ranks
+            for entry in plan.entries
+            for piece in entry.engine_pieces(layouts.engine, me.rank)
+        )
+        found = {"engine_tp": engine_tp, "bound_gb": bound / 1e9}
+        for transport in (SyncTransport.shared_memory, SyncTransport.groups):
+            seconds, measured = timed(described(layouts, run, transport), run, repeat)
+            found[transport.value] = {"seconds": seconds, **measured}
+        found["object_store"], _ = timed(ObjectStore(plan.entries, settings.weight_sync.bucket_bytes), run, repeat)
+        found["delta"] = deltas(layouts, run)
+        found["ray_direct"] = ray_direct(bound, settings.weight_sync.bucket_bytes, repeat)
+        found["raw"] = raw_broadcast(bound, settings.weight_sync.bucket_bytes, repeat)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine-tp", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeat", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model")
+        (folder / "none.jsonl").write_text("")
+        found = [measure(folder, tp, options.repeat) for tp in options.engine_tp]
+    rows = [("engine", "transport", "seconds", "over raw", "GB received", "over bound")]
+    for one in found:
+        name = f"TP{one['engine_tp']}"
+        for transport in ("shared_memory", "groups"):
+            of = one[transport]
+            rows.append(
+                (
+                    name,
+                    transport,
+                    f"{of['seconds']:.3f}",
+                    f"{of['seconds'] / one['raw']:.2f}",
+                    f"{of['received_gb']:.3f}",
+                    f"{of['received_gb'] / one['bound_gb']:.4f}",
+                )
+            )
+        rows.append((name, "object_store", f"{one['object_store']:.3f}", f"{one['object_store'] / one['raw']:.2f}", "", ""))
+        rows.append((name, "Ray direct, to actor", f"{one['ray_direct']:.3f}", f"{one['ray_direct'] / one['raw']:.2f}", "", ""))
+        rows.append((name, "raw broadcast", f"{one['raw']:.3f}", "1.00", f"{one['bound_gb']:.3f}", "1.0000"))
+        for share, bytes_share in one["delta"].items():
+            rows.append((name, f"delta, {float(share):.0%} changed", "", "", "", f"{bytes_share:.4f} of all bytes"))
+    for row in rows:
+        print("  ".join(f"{text:<22}" for text in row))
+    print(json.dumps(summary(found)))
+
+
+def summary(found: list[dict]) -> dict:
+    return {
+        "parameters": round(found[0]["bound_gb"] / 2 * 1e9),
+        "bytes_over_bound": max(one["shared_memory"]["received_gb"] / one["bound_gb"] for one in found),
+        "time_over_raw": max(one["shared_memory"]["seconds"] / one["raw"] for one in found),
+        "groups_over_raw": max(one["groups"]["seconds"] / one["raw"] for one in found),
+        "seconds": max(one["shared_memory"]["seconds"] for one in found),
+        "object_store_seconds": max(one["object_store"] for one in found),
+        "ray_direct_seconds": max(one["ray_direct"] for one in found),
+        "raw_seconds": max(one["raw"] for one in found),
+        "digest_seconds": max(one["shared_memory"]["engine_digest_seconds"] for one in found),
+        "delta_bytes": {share: max(one["delta"][share] for one in found) for share in found[0]["delta"]},
+    }
+
+
+if __name__ == "__main__":
+    main()

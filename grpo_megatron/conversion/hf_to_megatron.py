@@ -1,0 +1,148 @@
+"""HF checkpoint -> Megatron's distributed format, which loads in any layout.
+
+Every output file is one unit: its chunks are made one after the other in one buffer, each of the HF rectangles that the model's own
+layout says it is made of.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, new_file, refuse_existing, writing
+from grpo_megatron.conversion.pool import Progress, run
+from grpo_megatron.conversion.sources import COMPANIONS, WEIGHTS, Buffer
+from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
+from grpo_megatron.errors import UserError
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.model.pieces import Piece, Shape
+from grpo_megatron.weights import hf_checkpoint
+from grpo_megatron.weights.layout import Layout, clipped, rows_within
+from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, write_metadata
+
+_NOTE = "converted.json"  # says what it was made of; without it, it is a trainer's
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """key[at : at + shape]; pieces: the HF rectangles in it, counted from its own first element."""
+
+    key: str
+    at: Shape
+    shape: Shape
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Unit:
+    name: str
+    chunks: list[_Chunk]
+
+
+@dataclass
+class _Converter:
+    """What each process does."""
+
+    source: str
+    folder: Path
+
+    def start(self) -> None:
+        self.checkpoint = hf_checkpoint.HFCheckpoint(self.source)
+        self.buffer = Buffer()
+
+    def do(self, unit: _Unit, advance) -> list[tuple[int, int]]:
+        """(offset, length) of each chunk in the file."""
+        places = []
+        with new_file(self.folder / unit.name) as file:
+            for chunk in unit.chunks:
+                places.append(append_tensor(file, self._make(chunk)))
+                advance(chunk.nbytes)
+        return places
+
+    def _make(self, chunk: _Chunk) -> torch.Tensor:
+        tensor = self.buffer.tensor(chunk.shape, chunk.dtype)
+        if sum(piece.numel for piece in chunk.pieces) < tensor.numel():
+            tensor.zero_()  # padding
+        for piece in chunk.pieces:
+            piece.of(tensor).copy_(self.checkpoint.read_slice(piece.hf, piece.start, piece.shape))
+        return tensor
+
+
+def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
+    """Write `target`/actor (weights in Megatron's distributed format) and a copy of configuration and tokenizer in `target`/hf.
+
+    dtype stays that of config.json. Continues what an interrupted call with the same source and target has left. Raises UserError
+    for a source that is incomplete, damaged or pickled, for a target that is not empty, and for a full disk.
+    """
+    refuse_existing(target)
+    arch = read_architecture(source)
+    checkpoint = hf_checkpoint.HFCheckpoint(source)
+    violations = checkpoint.violations(weight_map(arch))
+    if violations:
+        raise UserError("; ".join(violations))
+    if checkpoint.note:
+        print(checkpoint.note, file=sys.stderr)
+    from grpo_megatron.megatron.layout import megatron_layout  # not above: the processes that share the work need no Megatron
+
+    layout = megatron_layout(arch)
+    units = _units(layout, arch)
+    plan = {"source": str(Path(source).absolute()), "files": files_of(source, (".safetensors", ".json")), "units": len(units)}
+    folder = PartialFolder(target, plan)
+    weights = folder.result / WEIGHTS
+    weights.mkdir(exist_ok=True)
+    missing = [unit for unit in units if folder.note(_inside(unit)) is None]
+    total = sum(chunk.nbytes for unit in missing for chunk in unit.chunks)
+    folder.check_space(total)
+    converter = _Converter(source, weights)
+    progress = run(converter, missing, processes, target, total, lambda unit, places: folder.add_note(_inside(unit), places))
+    with writing(weights):
+        _finish(folder, weights, layout, arch, units)
+        hf_checkpoint.copy_companions(source, str(folder.result / COMPANIONS), arch.dtype)
+        note = {"source": plan["source"], "dtype": str(arch.dtype).removeprefix("torch.")}
+        (folder.result / _NOTE).write_text(json.dumps(note), encoding="utf-8")
+    folder.finish()
+    return progress
+
+
+def _inside(unit: _Unit) -> str:
+    return f"{WEIGHTS}/{unit.name}"
+
+
+def _units(layout: Layout, arch: Architecture) -> list[_Unit]:
+    chunks = []
+    for part in layout.parts:
+        dtype = part.dtype or arch.dtype
+        for start, shape in rows_within(part.shape, dtype.itemsize, BUCKET_BYTES):
+            at = tuple(np.add(part.at, start).tolist())
+            pieces = tuple(found for piece in part.pieces if (found := clipped(piece, at, shape)))
+            chunks.append(_Chunk(part.key, at, shape, dtype, pieces))
+    limit = file_bytes(sum(chunk.nbytes for chunk in chunks))
+    files = filled(((chunk, chunk.nbytes) for chunk in chunks), limit)
+    return [_Unit(f"__{number}_0.distcp", inside) for number, (inside, _) in enumerate(files)]
+
+
+def _finish(folder: PartialFolder, weights: Path, layout: Layout, arch: Architecture, units: list[_Unit]) -> None:
+    """What makes the files a checkpoint."""
+    tensors = {part.key: Stored(part.dtype or arch.dtype, part.full, ()) for part in layout.parts}
+    for unit in units:
+        for chunk, place in zip(unit.chunks, folder.note(_inside(unit)), strict=True):
+            stored = tensors[chunk.key]
+            chunks = (*stored.chunks, StoredChunk(chunk.at, chunk.shape, unit.name, *place))
+            tensors[chunk.key] = replace(stored, chunks=chunks)
+    objects, name = {}, f"__{len(units)}_0.distcp"
+    with new_file(weights / name) as file:
+        for key, raw in layout.objects.items():
+            objects[key] = (name, file.tell(), file.write(raw))
+    with new_file(weights / "common.pt") as file:
+        torch.save({}, file)
+    write_metadata(weights, tensors, objects)

@@ -1,0 +1,145 @@
+"""What a checkpoint holds: names, shapes, types, bytes, and a digest of each tensor; and how two checkpoints differ."""
+
+import hashlib
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from grpo_megatron.conversion.pool import run
+from grpo_megatron.conversion.sources import (
+    COMPANIONS,
+    Buffer,
+    HFTensors,
+    KeyTensors,
+    Tensors,
+    buckets,
+    hf_files,
+    megatron_tensors,
+    weights_folder,
+)
+from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.model.pieces import Shape
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from grpo_megatron.weights.torch_dist import read_metadata
+
+_OPTIMIZER = "optimizer."
+
+
+@dataclass(frozen=True)
+class Described:
+    """One tensor. digest: SHA-256 of its elements as they lie in memory, row by row, little-endian; None if it was not asked for."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    digest: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def type(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """tensors: under HF's names, or, of a Megatron checkpoint of which nobody knows the model, under Megatron's keys."""
+
+    path: str
+    kind: str
+    tensors: list[Described]
+
+    def as_json(self) -> dict:
+        rows = [asdict(tensor) | {"dtype": tensor.type, "bytes": tensor.nbytes} for tensor in self.tensors]
+        return {"path": self.path, "kind": self.kind, "tensors": rows}
+
+    def text(self) -> str:
+        width = max((len(tensor.name) for tensor in self.tensors), default=0)
+        lines = [f"{self.path}: {self.kind}"]
+        for tensor in self.tensors:
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            lines.append(
+                f"  {tensor.name:<{width}}  {shape:>16}  {tensor.type:<14}{tensor.nbytes:>14,}  {(tensor.digest or '')[:16]}"
+            )
+        count = sum(prod(tensor.shape) for tensor in self.tensors)
+        size = sum(tensor.nbytes for tensor in self.tensors)
+        return "\n".join([*lines, f"  {len(self.tensors)} tensors, {count:,} elements, {size:,} bytes"])
+
+
+@dataclass
+class _Hasher:
+    tensors: Tensors
+
+    def start(self) -> None:
+        self.tensors.open()
+        self.buffer = Buffer()
+
+    def do(self, unit: list[Described], advance) -> list[str]:
+        found = []
+        for tensor in unit:
+            digest = hashlib.sha256()
+            for rows in buckets(self.tensors, tensor.name, tensor.shape, tensor.dtype, BUCKET_BYTES, self.buffer):
+                digest.update(rows.contiguous().view(-1).view(torch.uint8).numpy().data)
+                advance(rows.nbytes)
+            found.append(digest.hexdigest())
+        return found
+
+
+def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int) -> Listing:
+    """Of an HF folder, a converted checkpoint, a trainer's, or Megatron-LM's; weights alone, without an optimizer's states.
+
+    hf: which model a Megatron checkpoint is of; a converted one says so itself. keys: Megatron's own keys in place of HF's names. Raises
+    UserError for what is no checkpoint, or a damaged one.
+    """
+    if hf_files(path):
+        kind, source = "HF", HFTensors(path)
+        checkpoint = HFCheckpoint(path)
+        tensors = [Described(name, *checkpoint.header(name)) for name in sorted(checkpoint.names)]
+    else:
+        weights = weights_folder(path)
+        stored = read_metadata(weights)
+        companions = hf or f"{path}/{COMPANIONS}"
+        if keys or not Path(companions, "config.json").is_file():
+            kind, source = "Megatron, its own keys", KeyTensors(weights)
+            own = sorted(key for key in stored if not key.startswith(_OPTIMIZER))
+            tensors = [Described(key, stored[key].shape, stored[key].dtype) for key in own]
+        else:
+            from grpo_megatron.megatron.layout import megatron_layout
+
+            kind, source = "Megatron", megatron_tensors(weights, megatron_layout(read_architecture(companions)))
+            tensors = [
+                Described(name, source.shape(name), stored[source.places[name][0][0]].dtype) for name in sorted(source.places)
+            ]
+    return Listing(path, kind, _with_digests(path, source, tensors, processes) if digests else tensors)
+
+
+def _with_digests(path: str, source: Tensors, tensors: list[Described], processes: int) -> list[Described]:
+    total = sum(tensor.nbytes for tensor in tensors)
+    units = [unit for unit, _ in filled(((tensor, tensor.nbytes) for tensor in tensors), file_bytes(total))]
+    found: dict[str, str] = {}
+
+    def keep(unit: list[Described], digests: list[str]) -> None:
+        found.update(zip((tensor.name for tensor in unit), digests, strict=True))
+
+    run(_Hasher(source), units, processes, path, total, keep)
+    return [replace(tensor, digest=found[tensor.name]) for tensor in tensors]
+
+
+def differences(first: Listing, second: Listing) -> list[str]:
+    """One line for each tensor that is not the same in both."""
+    a, b = ({tensor.name: tensor for tensor in listing.tensors} for listing in (first, second))
+    found = [f"{name}: only in {first.path}" for name in sorted(a.keys() - b.keys())]
+    found += [f"{name}: only in {second.path}" for name in sorted(b.keys() - a.keys())]
+    for name in sorted(a.keys() & b.keys()):
+        if a[name].shape != b[name].shape:
+            found.append(f"{name}: shape {list(a[name].shape)} and {list(b[name].shape)}")
+        elif a[name].dtype != b[name].dtype:
+            found.append(f"{name}: {a[name].type} and {b[name].type}")
+        elif a[name].digest != b[name].digest:
+            found.append(f"{name}: other values")
+    return found

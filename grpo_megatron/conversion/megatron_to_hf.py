@@ -1,0 +1,186 @@
+"""Megatron checkpoint, converted or a trainer's, in whatever layout it was saved -> HF checkpoint.
+
+Every safetensors file is one unit. Its header is known before any tensor is read; then each tensor goes through one buffer, some
+rows at a time, to its place in the file.
+"""
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, new_file, refuse_existing, writing
+from grpo_megatron.conversion.pool import Progress, run
+from grpo_megatron.conversion.sources import COMPANIONS, Buffer, MegatronTensors, buckets, megatron_tensors, weights_folder
+from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
+from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import read_object
+from grpo_megatron.model.entries import hf_shapes
+from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.model.pieces import Shape
+from grpo_megatron.weights import fp8_blocks, hf_checkpoint
+from grpo_megatron.weights.layout import Layout
+from grpo_megatron.weights.safetensors_file import Header
+
+_FP8_BUCKET = BUCKET_BYTES // 8  # quantising computes in float32, on several copies
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A tensor to be written; fp8: as float8_e4m3fn and scales for blocks of it, read as `dtype`."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    fp8: bool = False
+
+    @property
+    def stored(self) -> list[tuple[str, Shape, torch.dtype]]:
+        """(name, shape, dtype) of what is in the file for it."""
+        if not self.fp8:
+            return [(self.name, self.shape, self.dtype)]
+        scales = tuple(-(-size // fp8_blocks.BLOCK) for size in self.shape)
+        return [(self.name, self.shape, torch.float8_e4m3fn), (f"{self.name}_scale_inv", scales, torch.float32)]
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return sum(prod(shape) * dtype.itemsize for _, shape, dtype in self.stored)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    name: str
+    tensors: list[HFTensor]
+
+
+@dataclass
+class _Converter:
+    """What each process does."""
+
+    source: MegatronTensors
+    folder: Path
+
+    def start(self) -> None:
+        self.source.open()
+        self.buffer = Buffer()
+
+    def do(self, unit: _Unit, advance) -> None:
+        header = Header(stored for tensor in unit.tensors for stored in tensor.stored)
+        with new_file(self.folder / unit.name) as file:
+            file.write(header.raw)
+            for tensor in unit.tensors:
+                (self._write_fp8 if tensor.fp8 else self._write)(file, header, tensor, advance)
+
+    def _write(self, file, header: Header, tensor: HFTensor, advance) -> None:
+        file.seek(header.start_of(tensor.name))
+        for rows in buckets(self.source, tensor.name, tensor.shape, tensor.dtype, BUCKET_BYTES, self.buffer):
+            file.write(_bytes(rows))
+            advance(rows.nbytes)
+
+    def _write_fp8(self, file, header: Header, tensor: HFTensor, advance) -> None:
+        file.seek(header.start_of(tensor.name))
+        scales = []
+        for rows in buckets(
+            self.source, tensor.name, tensor.shape, tensor.dtype, _FP8_BUCKET, self.buffer, multiple=fp8_blocks.BLOCK
+        ):
+            try:
+                values, scale = fp8_blocks.quantise(rows)
+            except ValueError as error:
+                raise UserError(f"{self.source.folder}: {tensor.name} cannot be written as FP8: {error}") from error
+            scales.append(scale)
+            file.write(_bytes(values))
+            advance(values.nbytes + scale.nbytes)
+        file.seek(header.start_of(f"{tensor.name}_scale_inv"))
+        file.write(_bytes(torch.cat(scales)))
+
+
+def _bytes(tensor: torch.Tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def companions_of(source: str, hf: str | None) -> str:
+    """Where configuration and tokenizer of a Megatron checkpoint are. Raises UserError if nobody has said so."""
+    folder = hf or f"{source}/{COMPANIONS}"
+    if not Path(folder, "config.json").is_file():
+        raise UserError(f"{folder} has no config.json; say by --hf which model this checkpoint is of")
+    return folder
+
+
+def megatron_to_hf(
+    source: str, target: str, hf: str | None, processes: int, dtype: torch.dtype | None = None, fp8: bool = False
+) -> Progress:
+    """Write the weights of a Megatron checkpoint, without its optimizer's states, as an HF checkpoint.
+
+    hf: where configuration and tokenizer come from; a converted checkpoint brings its own. dtype: of the written tensors, None: as in
+    config.json. fp8: the matrices of attention and experts, and of MLPs, in blocks as DeepSeek-V3 has them. Continues what an interrupted
+    call with the same arguments has left. Raises UserError for a source that is incomplete, damaged, pickled or of another
+    model, for a target that is not empty, and for a full disk.
+    """
+    refuse_existing(target)
+    weights, companions = weights_folder(source), companions_of(source, hf)
+    arch = read_architecture(companions)
+    from grpo_megatron.megatron.layout import megatron_layout  # not above: the processes that share the work need no Megatron
+
+    layout = megatron_layout(arch)
+    tensors = hf_tensors(layout, hf_shapes(weight_map(arch)), dtype or arch.dtype, fp8)
+    units = _units(tensors)
+    plan = {
+        "source": str(weights.absolute()),
+        "files": files_of(weights, (".distcp", ".metadata")),
+        "configuration": files_of(companions, (".json",)),
+        "dtype": str(dtype),
+        "fp8": fp8,
+        "units": len(units),
+    }
+    converter = _Converter(megatron_tensors(weights, layout), Path())
+    folder = PartialFolder(target, plan)
+    converter.folder = folder.result
+    missing = [unit for unit in units if folder.note(unit.name) is None]
+    total = sum(tensor.nbytes for unit in missing for tensor in unit.tensors)
+    folder.check_space(total)
+    progress = run(converter, missing, processes, target, total, lambda unit, _: folder.add_note(unit.name, True))
+    with writing(folder.result):
+        hf_checkpoint.copy_companions(companions, str(folder.result), dtype or arch.dtype)
+        _describe(folder.result, tensors, fp8)
+        _write_index(folder.result, units)
+    folder.finish()
+    return progress
+
+
+def hf_tensors(layout: Layout, shapes: dict[str, Shape], dtype: torch.dtype, fp8: bool = False) -> list[HFTensor]:
+    """All tensors of the HF checkpoint in the map's order."""
+    fixed = {piece.hf: part.dtype for part in layout.parts for piece in part.pieces}
+    router = {piece.hf for part in layout.parts if ".router." in part.key for piece in part.pieces}
+    return [
+        HFTensor(name, shape, fixed[name] or dtype, fp8 and ".layers." in name and len(shape) == 2 and name not in router)
+        for name, shape in shapes.items()
+        if name in fixed  # a tied output layer is no tensor of its own
+    ]
+
+
+def _units(tensors: list[HFTensor]) -> list[_Unit]:
+    sized = [(tensor, tensor.nbytes) for tensor in tensors]
+    files = filled(sized, file_bytes(sum(size for _, size in sized)))
+    return [_Unit(hf_checkpoint.shard_name(number, len(files)), inside) for number, (inside, _) in enumerate(files)]
+
+
+def _describe(folder: Path, tensors: list[HFTensor], fp8: bool) -> None:
+    """Say in config.json how the weights are stored, which may be another way than in the model it came from."""
+    config = read_object(folder / "config.json")
+    config.pop("quantization_config", None)
+    if fp8:
+        kept = [t.name.removesuffix(".weight") for t in tensors if ".layers." in t.name and len(t.shape) == 2 and not t.fp8]
+        config["quantization_config"] = fp8_blocks.settings(["lm_head", *kept])
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _write_index(folder: Path, units: list[_Unit]) -> None:
+    stored = [
+        (name, shape, dtype, unit.name) for unit in units for tensor in unit.tensors for name, shape, dtype in tensor.stored
+    ]
+    hf_checkpoint.write_index(
+        folder, {name: file for name, _, _, file in stored}, sum(prod(shape) * dtype.itemsize for _, shape, dtype, _ in stored)
+    )

@@ -1,0 +1,126 @@
+"""A folder that is written aside, continued where an earlier attempt stopped, and put in place when it is whole."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import read_object
+
+_PLAN, _LOCK, _NOTES, _RESULT = "plan.json", "lock", "notes", "result"
+
+
+class PartialFolder:
+    """`target`.partial: the files of the result, and a note for each one that is whole.
+
+    Nothing has its final name before all of it is whole: a file is written as NAME.tmp, brought to the disk and renamed; the folder
+    is renamed at the end. plan: what the result is made of, JSON-serialisable. Raises UserError if the target is there already, if what
+    lies there was begun with another plan, or if another process is writing it.
+    """
+
+    def __init__(self, target: str, plan: dict[str, Any]):
+        self.target = Path(target)
+        refuse_existing(target)
+        self.root = Path(f"{target}.partial")
+        self.result, self._notes = self.root / _RESULT, self.root / _NOTES
+        with writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.root / _LOCK, "w")  # noqa: SIM115 it is held until this object goes
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.root} is being written by another process; wait for it, or end it") from None
+        with writing(self.root):
+            self._continue_or_begin(json.loads(json.dumps(plan)))
+
+    def _continue_or_begin(self, plan: dict[str, Any]) -> None:
+        if any(self._notes.glob("*.json")):
+            before = read_object(self.root / _PLAN)
+            different = sorted(key for key in plan.keys() | before.keys() if plan.get(key) != before.get(key))
+            if different:
+                raise UserError(
+                    f"{self.root} was begun with other settings or from other files ({', '.join(different)}); "
+                    "delete it to begin anew, or choose another target"
+                )
+            return
+        for leftover in (self.result, self._notes):
+            shutil.rmtree(leftover, ignore_errors=True)
+            leftover.mkdir()
+        (self.root / _PLAN).write_text(json.dumps(plan), encoding="utf-8")
+
+    def note(self, name: str) -> Any:
+        """What was noted of a file of the result, if it is whole."""
+        path = self._note_of(name)
+        return read_object(path)["note"] if path.is_file() and (self.result / name).is_file() else None
+
+    def add_note(self, name: str, note: Any) -> None:
+        """Say that a file is whole."""
+        path = self._note_of(name)
+        with writing(path):
+            aside = path.with_suffix(".tmp")
+            aside.write_text(json.dumps({"note": note}), encoding="utf-8")
+            aside.rename(path)
+
+    def _note_of(self, name: str) -> Path:
+        return self._notes / f"{name.replace('/', '-')}.json"
+
+    def check_space(self, needed: int) -> None:
+        """Raises UserError if the disk has no room for so many bytes."""
+        free = shutil.disk_usage(self.root).free
+        if free < needed:
+            raise UserError(
+                f"{self.root} needs {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free; make room, or choose another disk"
+            )
+
+    def finish(self) -> None:
+        """Put the folder in its place; all of it must be written."""
+        with writing(self.root):
+            for folder in (self.result, *(path for path in self.result.rglob("*") if path.is_dir())):
+                handle = os.open(folder, os.O_RDONLY)
+                os.fsync(handle)
+                os.close(handle)
+            self.result.rename(self.target)
+            shutil.rmtree(self.root)
+        self._lock.close()
+
+
+def refuse_existing(target: str) -> None:
+    """Raises UserError unless the target is free; nothing is ever overwritten."""
+    path = Path(target)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{target} is not empty; choose another folder, or delete it")
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Any]:
+    """A file to write, which gets its name when it is whole and on the disk. Raises UserError for a full disk."""
+    aside = path.with_name(f"{path.name}.tmp")
+    with writing(path):
+        with open(aside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the disk says into a message."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "make room and call the same command again, which continues" if full else "is the disk writable, and in order?"
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; {what}") from error
+
+
+def files_of(folder: str | Path, suffixes: tuple[str, ...]) -> list[list]:
+    """[name, bytes, time of the last change] of a folder's files: are they still those of an earlier attempt?"""
+    found = [path for path in Path(folder).rglob("*") if path.is_file() and path.name.endswith(suffixes)]
+    return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(found)]

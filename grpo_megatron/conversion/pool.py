@@ -1,0 +1,141 @@
+"""Several processes that do one unit of work after the other, and end with the one that started them."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+from grpo_megatron.errors import UserError
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Job(Protocol):
+    """What every process does; sent to it once, before its first unit."""
+
+    def start(self) -> None:
+        """Open the files; in the process that does the work."""
+
+    def do(self, unit: Any, advance: Callable[[int], None]) -> Any:
+        """One unit; advance: takes bytes as they are done. Raises UserError."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """bytes done in `seconds`, which begin when all processes are ready."""
+
+    bytes: int
+    seconds: float
+
+    def __str__(self):
+        return f"{self.bytes / 1e9:.2f} GB in {self.seconds:.1f} s ({self.bytes / max(self.seconds, 1e-9) / 1e9:.2f} GB/s)"
+
+
+def default_processes() -> int:
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+def run(job: Job, units: list, processes: int, title: str, total: int, done: Callable[[Any, Any], None]) -> Progress:
+    """Do all units, the first ones first; with one process or unit here, else in `processes` new ones.
+
+    total: bytes of all units, for the progress bar on a terminal. done: called here with each unit and its result. Raises UserError,
+    also if a process dies; none is left then.
+    """
+    with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=None, smoothing=0.1) as bar:
+        if min(processes, len(units)) <= 1:
+            job.start()
+            begun = time.perf_counter()
+            for unit in units:
+                done(unit, job.do(unit, bar.update))
+        else:
+            with _workers(job, min(processes, len(units))) as workers:
+                begun = time.perf_counter()
+                for unit, result in _distribute(workers, units, bar.update):
+                    done(unit, result)
+    return Progress(total, time.perf_counter() - begun)
+
+
+@contextmanager
+def _workers(job: Job, count: int):
+    """{connection: process}, each ready; killed at the end, whatever the end is."""
+    context = multiprocessing.get_context("spawn")
+    workers = {}
+    try:
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, os.getpid(), job))
+            process.start()
+            theirs.close()
+            workers[ours] = process
+        for connection, process in workers.items():
+            _receive(connection, process)
+        yield workers
+    finally:
+        for connection, process in workers.items():
+            process.kill()
+            process.join()
+            connection.close()
+
+
+def _distribute(workers: dict, units: list, advance: Callable[[int], None]) -> Iterator[tuple[Any, Any]]:
+    waiting, busy = list(units), {}
+    for connection in workers:
+        busy[connection] = waiting.pop(0)
+        connection.send(busy[connection])
+    while busy:
+        for connection in wait(list(busy)):
+            kind, value = _receive(connection, workers[connection])
+            if kind == "advance":
+                advance(value)
+                continue
+            unit = busy.pop(connection)
+            if waiting:
+                busy[connection] = waiting.pop(0)
+                connection.send(busy[connection])
+            yield unit, value
+
+
+def _receive(connection, process) -> tuple[str, Any]:
+    try:
+        kind, value = connection.recv()
+    except EOFError:
+        process.join()
+        how = f"was killed by signal {-process.exitcode}" if process.exitcode < 0 else f"ended with status {process.exitcode}"
+        raise UserError(
+            f"a process of the conversion (pid {process.pid}) {how}; if the machine ran out of memory, use fewer (--processes)"
+        ) from None
+    if kind == "user error":
+        raise UserError(value)
+    if kind == "defect":
+        raise RuntimeError(f"in a process of the conversion:\n{value}")
+    return kind, value
+
+
+def _serve(connection, parent: int, job: Job) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return  # it died before it could be watched
+    torch.set_num_threads(1)
+    try:
+        job.start()
+        connection.send(("ready", None))
+        while True:
+            result = job.do(connection.recv(), lambda count: connection.send(("advance", count)))
+            connection.send(("done", result))
+    except UserError as error:
+        connection.send(("user error", str(error)))
+    except (EOFError, BrokenPipeError):
+        return
+    except Exception:
+        connection.send(("defect", traceback.format_exc()))

@@ -1,0 +1,152 @@
+"""The HF tensors of a checkpoint, whichever format it has: their shapes and types, and any rectangle of them."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.model.adapters import is_adapter
+from grpo_megatron.model.pieces import Piece, Shape, box
+from grpo_megatron.paths import folder_problem, is_absent
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from grpo_megatron.weights.layout import Layout, rows_within
+from grpo_megatron.weights.pickled import pickled_weights
+from grpo_megatron.weights.torch_dist import TorchDistReader, read_metadata
+
+WEIGHTS = "actor"  # within a converted checkpoint, and within a trainer's
+COMPANIONS = "hf"  # configuration and tokenizer, within a converted one
+
+
+class Tensors(Protocol):
+    """Sent from process to process before it is opened."""
+
+    def open(self) -> None: ...
+
+    def read(self, name: str, start: Shape, out: torch.Tensor) -> None:
+        """Fill `out` with tensor[start : start + out.shape], cast to its dtype. Raises UserError."""
+
+
+@dataclass
+class HFTensors:
+    """Of an HF checkpoint."""
+
+    folder: str
+
+    def open(self) -> None:
+        self.checkpoint = HFCheckpoint(self.folder)
+
+    def read(self, name: str, start: Shape, out: torch.Tensor) -> None:
+        out.copy_(self.checkpoint.read_slice(name, start, tuple(out.shape)))
+
+
+@dataclass
+class MegatronTensors:
+    """Of a Megatron checkpoint; places: where the rectangles of each HF tensor lie, as (key, piece of it)."""
+
+    folder: Path
+    places: dict[str, list[tuple[str, Piece]]]
+
+    def open(self) -> None:
+        self.reader = TorchDistReader(self.folder)
+
+    def read(self, name: str, start: Shape, out: torch.Tensor) -> None:
+        filled, end = 0, np.add(start, out.shape)
+        for key, piece in self.places[name]:
+            low = np.maximum(start, piece.start)
+            size = np.minimum(end, np.add(piece.start, piece.shape)) - low
+            if (size <= 0).any():
+                continue
+            lead = len(piece.at) - len(piece.shape)
+            at = (*piece.at[:lead], *np.add(piece.at[lead:], low - piece.start).tolist())
+            part = out[box(tuple((low - start).tolist()), tuple(size.tolist()))]
+            self.reader.read(key, at, part[(None,) * lead])
+            filled += part.numel()
+        if filled != out.numel():
+            raise RuntimeError(f"the weight map does not cover {name}")
+
+    def shape(self, name: str) -> Shape:
+        """Of the whole HF tensor."""
+        return tuple(np.max([np.add(piece.start, piece.shape) for _, piece in self.places[name]], axis=0).tolist())
+
+
+@dataclass
+class KeyTensors:
+    """What a Megatron checkpoint stores, under Megatron's own keys."""
+
+    folder: Path
+
+    def open(self) -> None:
+        self.reader = TorchDistReader(self.folder)
+
+    def read(self, name: str, start: Shape, out: torch.Tensor) -> None:
+        self.reader.read(name, start, out)
+
+
+def hf_files(path: str) -> bool:
+    """Is this a folder with an HF checkpoint, whole or not?"""
+    return any(Path(path).glob("*.safetensors")) or any(Path(path).glob("*.safetensors.index.json"))
+
+
+def weights_folder(source: str) -> Path:
+    """The folder with the shards of a converted checkpoint, of a trainer's, or of Megatron-LM's. Raises UserError where there is none."""
+    root = Path(source)
+    problem = folder_problem(root)
+    if problem:
+        raise UserError(f"{source} {problem}; it must be a folder with a Megatron checkpoint")
+    for folder in (root / WEIGHTS, root):
+        if not is_absent(folder / ".metadata"):
+            return folder
+    reason = (
+        pickled_weights(root) or f"holds no {WEIGHTS}/ folder with weights in Megatron's distributed format (a file .metadata)"
+    )
+    raise UserError(f"{source} {reason}")
+
+
+def megatron_tensors(folder: Path, layout: Layout) -> MegatronTensors:
+    """Raises UserError unless the checkpoint has all tensors of this layout, in their shapes."""
+    stored = read_metadata(folder)
+    if any(is_adapter(key) for key in stored):
+        raise UserError(
+            f"{folder} was saved with adapters (megatron.lora), which would be lost; the run that trained them exports them, merged and "
+            "alone, when it ends (hf/)"
+        )
+    places = defaultdict(list)
+    for part in layout.parts:
+        if part.key not in stored:
+            raise UserError(
+                f"{folder} holds no tensor {part.key}, which config.json promises; it is a checkpoint of another model"
+            )
+        if stored[part.key].shape != part.full and not part.padded:
+            raise UserError(
+                f"{folder} has {part.key} of shape {stored[part.key].shape}, config.json promises {part.full}; "
+                "it is a checkpoint of another model"
+            )
+        for piece in part.pieces:
+            places[piece.hf].append((part.key, piece))
+    return MegatronTensors(folder, dict(places))
+
+
+class Buffer:
+    """Memory for one bucket, used again for every one: fresh memory costs more time than filling it."""
+
+    def __init__(self):
+        self._raw = np.empty(0, np.uint8)
+
+    def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """Valid until the next call; alone in its storage."""
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if self._raw.nbytes < size:
+            self._raw = np.empty(size, np.uint8)
+        return torch.from_numpy(self._raw[:size]).view(dtype).view(shape)
+
+
+def buckets(tensors: Tensors, name: str, shape: Shape, dtype: torch.dtype, limit: int, buffer: Buffer, multiple: int = 1):
+    """The tensor from its first row to its last, in pieces of at most `limit` bytes; each valid until the next."""
+    for start, size in rows_within(shape, dtype.itemsize, limit, multiple):
+        out = buffer.tensor(size, dtype)
+        tensors.read(name, start, out)
+        yield out

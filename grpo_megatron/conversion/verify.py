@@ -1,0 +1,91 @@
+"""Is a Megatron checkpoint the HF checkpoint it should be: bit by bit, and by what both models compute."""
+
+from dataclasses import dataclass
+
+import torch
+
+from grpo_megatron.conversion.listing import Described
+from grpo_megatron.conversion.pool import Progress, run
+from grpo_megatron.conversion.sources import Buffer, HFTensors, MegatronTensors, megatron_tensors, weights_folder
+from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
+from grpo_megatron.errors import UserError
+from grpo_megatron.model.entries import hf_shapes
+from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from grpo_megatron.weights.layout import rows_within
+
+LOGITS_BOUND = 1e-5  # of float32 logits, over the largest of them in magnitude
+_LENGTHS = (48, 17)  # of the sequences whose logits are compared
+
+
+@dataclass
+class _Comparer:
+    hf: HFTensors
+    megatron: MegatronTensors
+
+    def start(self) -> None:
+        self.hf.open()
+        self.megatron.open()
+        self.buffers = Buffer(), Buffer()
+
+    def do(self, unit: list[Described], advance) -> list[str]:
+        return [line for tensor in unit if (line := self._compare(tensor, advance))]
+
+    def _compare(self, tensor: Described, advance) -> str | None:
+        different, largest = 0, 0.0
+        for start, shape in rows_within(tensor.shape, tensor.dtype.itemsize, BUCKET_BYTES // 2):
+            ours, theirs = (buffer.tensor(shape, tensor.dtype) for buffer in self.buffers)
+            self.megatron.read(tensor.name, start, ours)
+            self.hf.read(tensor.name, start, theirs)
+            advance(theirs.nbytes)
+            if not torch.equal(_bits(ours), _bits(theirs)):
+                different += int((_bits(ours) != _bits(theirs)).sum())
+                largest = max(largest, float((ours.float() - theirs.float()).abs().max()))
+        count = tensor.nbytes // tensor.dtype.itemsize
+        return f"{tensor.name}: {different} of {count} elements, by up to {largest:.3g}" if different else None
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers, of which NaN is equal to itself and -0 is not 0."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
+
+
+def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], Progress]:
+    """(a line for each HF tensor that would come back otherwise, what was read). Nothing is written.
+
+    Raises UserError for a checkpoint that is damaged, incomplete or of another model.
+    """
+    from grpo_megatron.megatron.layout import megatron_layout
+
+    arch, checkpoint = read_architecture(hf), HFCheckpoint(hf)
+    entries = weight_map(arch)
+    violations = checkpoint.violations(entries)
+    if violations:
+        raise UserError("; ".join(violations))
+    source = megatron_tensors(weights_folder(megatron), megatron_layout(arch))
+    tensors = [Described(name, shape, checkpoint.header(name)[1]) for name, shape in hf_shapes(entries).items()]
+    total = sum(tensor.nbytes for tensor in tensors)
+    units = [unit for unit, _ in filled(((tensor, tensor.nbytes) for tensor in tensors), file_bytes(total))]
+    found: list[str] = []
+    progress = run(_Comparer(HFTensors(hf), source), units, processes, megatron, total, lambda _, lines: found.extend(lines))
+    return found, progress
+
+
+def logits_difference(hf: str, megatron: str) -> tuple[float, float]:
+    """(largest difference, largest logit in magnitude) of float32 logits of random tokens, ours against transformers'.
+
+    Both models are loaded whole, one after the other, in float32.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from grpo_megatron.megatron.logits import logits_of
+
+    arch = read_architecture(hf)
+    random = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(arch.vocab_size, (length,), generator=random) for length in _LENGTHS]
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs = torch.cat([model(tokens[None]).logits[0] for tokens in sequences])
+    del model
+    ours = logits_of(str(weights_folder(megatron).absolute()), arch, sequences)
+    return float((ours - theirs).abs().max()), float(theirs.abs().max())

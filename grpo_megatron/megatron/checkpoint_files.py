@@ -1,0 +1,255 @@
+"""The files of a checkpoint: every rank writes its own from a thread, and any rank reads what it needs of all.
+
+The format is torch.distributed.checkpoint's, with the names that Megatron gives its fully reshardable checkpoints.
+Megatron's own writers cannot be used: they copy all that they write. docs/checkpoints.md has the comparison.
+"""
+
+import ctypes
+import io
+import json
+import math
+import os
+import pickle
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.shards import Rectangle
+from grpo_megatron.paths import sync_to_disk
+from grpo_megatron.run.checkpoints import SaveReport
+
+# Megatron's names of the files beside the shards, which its own loader asks for.
+_CONFIG, _COMMON = "metadata.json", "common.pt"
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+class _Written(NamedTuple):
+    """Where a piece of a tensor, or an object (without shape), is in the file of its rank. at, length: in bytes."""
+
+    name: str
+    at: int
+    length: int
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    offset: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
+
+    def result(self, file: str) -> WriteResult:
+        """As torch.distributed.checkpoint finds it again."""
+        index = MetadataIndex(self.name, None if self.shape is None else self.offset)
+        return WriteResult(index, self.length, _StorageInfo(file, self.at, self.length))
+
+
+class Writer:
+    """Writes one rank's file from the live tensors; whoever is about to change them waits until they are read.
+
+    Nothing is copied but the piece that is being written. Weights come first: they may be exchanged for the reference's
+    long before the optimizer's states change.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        weights: list[Rectangle],
+        states: list[Rectangle],
+        objects: dict[str, bytes],
+        common: dict,
+        begun: float,
+    ):
+        """Begins to write. objects: what is no tensor, by global name. common: what rank 0 writes beside all shards.
+        begun: when the saving did, by time.perf_counter."""
+        self._begun = begun
+        self._folder, self._rank, self._common = folder, dist.get_rank(), common
+        self._file = f"__{self._rank}_0.distcp"
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        self._written: list[_Written] = []
+        self._error: str | None = None
+        self._seconds = self._waited = 0.0
+        self._weights_read, self._all_read = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(weights, states, objects), name="checkpoint", daemon=True)
+        self._thread.start()
+        self._waited = time.perf_counter() - self._begun
+
+    def _run(self, weights: list[Rectangle], states: list[Rectangle], objects: dict[str, bytes]) -> None:
+        try:
+            Path(self._folder).mkdir(parents=True, exist_ok=True)
+            with Path(self._folder, self._file).open("wb") as file, torch.cuda.stream(self._stream):
+                for name, value in objects.items():
+                    self._written.append(_Written(name, file.tell(), file.write(value)))
+                self._write(file, weights)
+                self._weights_read.set()
+                self._write(file, states)
+                self._all_read.set()
+                file.flush()
+                os.fsync(file.fileno())
+        except Exception as error:
+            # Raised by `finish` on all ranks; a wait that failed on one would leave the others in a collective.
+            self._error = f"{type(error).__name__}: {error}"
+        finally:
+            self._weights_read.set()
+            self._all_read.set()
+            self._seconds = time.perf_counter() - self._begun
+
+    def _write(self, file, pieces: list[Rectangle]) -> None:
+        for piece in pieces:
+            at = file.tell()
+            host = piece.data.cpu()  # the live memory itself where that is the host's
+            # torch.save writes the whole storage behind a view. A copy would do, but its page faults cost more than the writing.
+            memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
+            torch.save(torch.frombuffer(memory, dtype=host.dtype).view(host.shape), file)
+            self._written.append(
+                _Written(piece.name, at, file.tell() - at, piece.shape, piece.data.dtype, piece.offset, tuple(piece.data.shape))
+            )
+
+    def wait_until_read(self, weights_only: bool = False) -> None:
+        """Return when the live tensors may change; weights_only: the weights, but not the optimizer's states."""
+        begun = time.perf_counter()
+        (self._weights_read if weights_only else self._all_read).wait()
+        self._waited += time.perf_counter() - begun
+
+    def done(self) -> bool:
+        """Whether this rank's file is on the disk, or has failed."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> SaveReport:
+        """Wait for all ranks' files and write what makes them a checkpoint. Collective.
+
+        Raises UserError on all ranks if one could not write.
+        """
+        begun = time.perf_counter()
+        self._thread.join()
+        errors: list = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, self._error)
+        failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
+        if failed:
+            raise UserError(
+                f"the checkpoint {self._folder} could not be written by {'; '.join(failed)}. Earlier checkpoints are untouched; "
+                "make room there, or change run.root, and continue from the last one with run.resume"
+            )
+        everyone: list | None = [None] * len(errors) if self._rank == 0 else None
+        dist.gather_object((self._file, self._written), everyone, dst=0)
+        if everyone:
+            self._finish_folder(dict(everyone))
+        dist.barrier()
+        waited = self._waited + time.perf_counter() - begun
+        return SaveReport(self._seconds, waited, sum(item.length for item in self._written))
+
+    def _finish_folder(self, files: dict[str, list[_Written]]) -> None:
+        folder = Path(self._folder)
+        torch.save(self._common, folder / _COMMON)
+        (folder / _CONFIG).write_text(json.dumps(_BACKENDS), encoding="utf-8")
+        for path in (folder / _COMMON, folder / _CONFIG):
+            sync_to_disk(path)
+        results = [item.result(file) for file, items in files.items() for item in items]
+        FileSystemWriter(folder).finish(_metadata([item for items in files.values() for item in items]), [results])
+        sync_to_disk(folder)
+
+
+def _metadata(items: list[_Written]) -> Metadata:
+    """Raises RuntimeError unless every element of every tensor was written once."""
+    tensors, described = defaultdict(list), {}
+    for item in items:
+        if item.shape is None:
+            described[item.name] = BytesStorageMetadata()
+        else:
+            tensors[item.name].append(item)
+    for name, parts in tensors.items():
+        shape = torch.Size(parts[0].shape)
+        if sum(math.prod(part.size) for part in parts) != shape.numel():
+            raise RuntimeError(f"the ranks have not written {name} of shape {tuple(shape)} exactly once")
+        chunks = [ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.size)) for part in parts]
+        described[name] = TensorStorageMetadata(TensorProperties(parts[0].dtype), shape, chunks)
+    return Metadata(described)
+
+
+class _Targets:
+    """Where read pieces go; what FileSystemReader wants of a planner. objects: those read."""
+
+    def __init__(self, pieces: dict[str, list[Rectangle]]):
+        self._pieces = pieces
+        self.objects: dict[str, io.BytesIO] = {}
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        piece = self._pieces[item.dest_index.fqn][item.dest_index.index]
+        return narrow_tensor_by_index(piece.data, item.dest_offsets, item.lengths)
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        self.objects[item.dest_index.fqn] = value
+
+
+def read(folder: str, pieces: list[Rectangle], objects: list[str]) -> dict[str, io.BytesIO]:
+    """Fill the pieces in place, whatever layout wrote them; returns the objects of these names.
+
+    Raises UserError where the checkpoint lacks one, has another shape, or is damaged.
+    """
+    reader = FileSystemReader(folder)
+    try:
+        metadata = reader.read_metadata()
+    except Exception as error:  # a damaged pickle may raise anything
+        raise UserError(f"{folder} is no whole checkpoint: its .metadata cannot be read ({error})") from error
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    by_name = defaultdict(list)
+    for piece in pieces:
+        by_name[piece.name].append(piece)
+    items = [_object_item(name) for name in objects]
+    for name in (*by_name, *objects):
+        if name not in metadata.state_dict_metadata:
+            raise UserError(f"{folder} has no {name}: it is of another model or another megatron.precision, or weights alone")
+    for name, parts in by_name.items():
+        saved = metadata.state_dict_metadata[name]
+        if parts[0].padded:
+            for part in parts:
+                part.data.zero_()
+        elif tuple(saved.size) != parts[0].shape:
+            raise UserError(f"{folder}: {name} has shape {tuple(saved.size)}, this model's is {parts[0].shape}")
+        wanted = [ChunkStorageMetadata(torch.Size(part.offset), part.data.shape) for part in parts]
+        items += create_read_items_for_chunk_list(name, saved, wanted)
+    targets = _Targets(by_name)
+    try:
+        reader.read_data(LoadPlan(items), targets)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise UserError(f"{folder} is damaged, or cannot be read: {error}") from error
+    return targets.objects
+
+
+def _object_item(name: str) -> ReadItem:
+    none = torch.Size((0,))
+    return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(name), none, MetadataIndex(name), none, none)
+
+
+def read_common(folder: str) -> dict:
+    """What `Writer` was given as `common`. Raises UserError where it is not there or damaged."""
+    try:
+        return torch.load(Path(folder, _COMMON), weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise UserError(f"{folder} is no whole checkpoint: its {_COMMON} cannot be read ({error})") from error

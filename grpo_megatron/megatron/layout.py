@@ -1,0 +1,71 @@
+"""Asks a model how Megatron stores it, without the memory for its weights."""
+
+import io
+import tempfile
+from dataclasses import replace
+
+import numpy as np
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.megatron import process_groups
+from grpo_megatron.megatron.model import build_model
+from grpo_megatron.megatron.spec import ModelSpec
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.families import weight_map
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.model.pieces import Piece
+from grpo_megatron.weights.layout import Layout, Part, clipped
+
+# Of the model that is asked; another than that of what stays in float32.
+_PARAMETERS = torch.bfloat16
+
+
+def megatron_layout(arch: Architecture) -> Layout:
+    """The checkpoint of a model on one rank; one of any other layout has the same tensors, cut otherwise."""
+    with tempfile.TemporaryDirectory() as folder:
+        process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
+        try:
+            with torch.device("meta"):
+                (model,) = build_model(arch, ModelSpec(ParallelSizes(), _PARAMETERS, without_memory=True))
+            group = mpu.get_data_parallel_group(with_context_parallel=True)
+            state = model.sharded_state_dict(metadata={"dp_cp_group": group, "singleton_local_shards": False})
+            return _read(model, state, weight_map(arch))
+        finally:
+            process_groups.destroy()
+
+
+def _read(model, state: dict, entries: dict) -> Layout:
+    whole = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    parts, objects = [], {}
+    for name, value in state.items():
+        if isinstance(value, ShardedObject):
+            raw = io.BytesIO()
+            torch.save([value.data], raw)
+            objects[value.unique_key] = raw.getvalue()
+            continue
+        if name not in entries:
+            raise UserError(
+                f"the weight map has no entry for Megatron's parameter {name}; the map of this architecture is incomplete"
+            )
+        tensors = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
+        pieces = entries[name].megatron_pieces(1, 0)
+        parts += [_part(tensor, whole[name], pieces) for tensor in tensors]
+    return Layout(parts, objects)
+
+
+def _part(tensor, parameter: torch.Tensor, pieces: list[Piece]) -> Part:
+    """tensor: Megatron's ShardedTensor, whose data is a view of the parameter. pieces: of the parameter."""
+    view, lead = tensor.data, tensor.prepend_axis_num
+    if view.stride() != parameter.stride():
+        raise RuntimeError(f"{tensor.key}: Megatron saves another view of the parameter than a rectangle")
+    first = np.unravel_index(view.storage_offset() - parameter.storage_offset(), parameter.shape)
+    found = [within for piece in pieces if (within := clipped(piece, tuple(map(int, first)), tuple(view.shape)))]
+    at = tuple(tensor.global_offset)
+    shape = (1,) * lead + tuple(view.shape)
+    placed = tuple(replace(piece, at=(*at[:lead], *np.add(at[lead:], piece.at).tolist())) for piece in found)
+    dtype = None if tensor.dtype == _PARAMETERS else tensor.dtype
+    return Part(tensor.key, tuple(tensor.global_shape), dtype, at, shape, placed, tensor.allow_shape_mismatch)

@@ -1,0 +1,190 @@
+"""Which rectangles of which global tensors a rank holds: of the weights, and of its own part of the optimizer's states.
+
+Megatron says where a parameter's shard lies in the global tensor (`sharded_state_dict`). The distributed optimizer has a
+flat range of that shard, and a flat range of a matrix is at most three rectangles: a part of a row, whole rows, a part of a
+row. So every rank can write and read its own part of the optimizer where it lies, without a gathering, and any other
+layout can put the rectangles together again.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+
+# A piece is copied, within torch.save, while it is written, and read as a whole: more elements than this are several.
+_MOST_ELEMENTS = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A rectangle of a global tensor, where it lies in memory.
+
+    shape: of the global tensor. offset: of the rectangle in it. data: contiguous, with as many axes as the global tensor, a
+    view of the live weights or optimizer states. padded: the global shape depends on the layout, by padding with zeros.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    data: torch.Tensor
+    padded: bool
+
+
+class _Shard(NamedTuple):
+    """A part of a parameter (or buffer) that is one rectangle of a global tensor."""
+
+    parameter: torch.Tensor
+    place: ShardedTensor
+
+    @property
+    def expert(self) -> bool:
+        return not getattr(self.parameter, "allreduce", True)
+
+    @property
+    def start(self) -> int:
+        """Where in the flat parameter it begins, in elements."""
+        part, whole = self.place.data, self.parameter
+        if not part.is_contiguous() or part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+            raise RuntimeError(f"{self.place.key}: its shard is no contiguous part of the parameter")
+        return part.storage_offset() - whole.storage_offset()
+
+
+def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, size) of the fewest rectangles that hold elements start to stop of a tensor in row-major order, in that order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if head and first == last:
+        yield from _within_row(first, head, tail, shape)
+        return
+    if head:
+        yield from _within_row(first, head, row, shape)
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if tail:
+        yield from _within_row(last, 0, tail, shape)
+
+
+def _within_row(number: int, start: int, stop: int, shape: tuple[int, ...]):
+    for offset, size in rectangles(start, stop, shape[1:]):
+        yield (number, *offset), (1, *size)
+
+
+def sharded_model(chunks) -> tuple[list[_Shard], list[dict[str, ShardedObject]]]:
+    """(the parts of all parameters and buffers; for each model chunk what is no tensor, by its local name) of a rank."""
+    metadata = {
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+    }
+    shards, objects = [], []
+    for chunk in chunks:
+        objects.append({})
+        for name, entry in chunk.sharded_state_dict(metadata=metadata).items():
+            if isinstance(entry, ShardedObject):
+                objects[-1][name] = entry
+                continue
+            # Such as gate and up projection, which are one parameter here and two halves of the global tensor.
+            built = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+            shards += [_Shard(entry.data, place) for place in nested_values(built)]
+    return shards, objects
+
+
+def _own_shares(shards: list[_Shard]) -> dict[int, range]:
+    """{id of a parameter: the elements of it that this rank writes}; replicas divide what all of them hold evenly."""
+    shares = {}
+    for expert in (False, True):
+        group = mpu.get_expert_data_parallel_group() if expert else mpu.get_data_parallel_group(with_context_parallel=True)
+        # Megatron numbers copies by (pipeline stage, TP rank, replica). A copy on another stage or TP rank writes nothing.
+        mine = [shard for shard in shards if shard.expert == expert and not any(shard.place.replica_id[:-1])]
+        if any(shard.place.replica_id[-1] != group.rank() for shard in mine):
+            raise RuntimeError("Megatron numbers the replicas of a parameter otherwise than by their data-parallel group")
+        parameters = {id(shard.parameter): shard.parameter for shard in mine}
+        total = sum(parameter.numel() for parameter in parameters.values())
+        first, end = (total * (group.rank() + i) // group.size() for i in (0, 1))
+        at = 0
+        for key, parameter in parameters.items():
+            shares[key] = range(max(first - at, 0), min(end - at, parameter.numel()))
+            at += parameter.numel()
+    return shares
+
+
+def _pieces(prefix: str, shard: _Shard, values: torch.Tensor, first: int, wanted: range) -> Iterator[Rectangle]:
+    """Of the elements `wanted` of the shard's parameter. values: flat, those from element `first` on."""
+    place, begin = shard.place, shard.start
+    start, stop = max(wanted.start, begin), min(wanted.stop, begin + place.data.numel())
+    ahead, axes = place.prepend_axis_num, len(place.global_shape)
+    for low in range(start, stop, _MOST_ELEMENTS):
+        at = low - first
+        for offset, size in rectangles(low - begin, min(low + _MOST_ELEMENTS, stop) - begin, place.local_shape):
+            count = math.prod(size)
+            yield Rectangle(
+                name=prefix + place.key,
+                shape=tuple(place.global_shape),
+                offset=tuple(a + b for a, b in zip(place.global_offset, (0,) * ahead + offset, strict=True)),
+                data=values[at : at + count].view((1,) * (axes - len(size)) + size),
+                padded=place.allow_shape_mismatch,
+            )
+            at += count
+
+
+def weight_pieces(shards: list[_Shard], writing: bool) -> list[Rectangle]:
+    """All that this rank holds of the weights; writing: its share only, so that replicas write each element once."""
+    shares = _own_shares(shards) if writing else {id(shard.parameter): range(shard.parameter.numel()) for shard in shards}
+    pieces = []
+    for shard in shards:
+        if id(shard.parameter) in shares:
+            values = shard.parameter.detach().view(-1)
+            pieces += _pieces("", shard, values, 0, shares[id(shard.parameter)])
+    return pieces
+
+
+def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rectangle]:
+    """The same of the optimizer's states: Adam's moments, and the fp32 master weights where weights are not fp32."""
+    shares = _own_shares(shards) if writing else {id(shard.parameter): range(shard.parameter.numel()) for shard in shards}
+    pieces = []
+    for shard in shards:
+        found = _optimizer_state(optimizer, shard.parameter)
+        if found is None or id(shard.parameter) not in shares:
+            continue
+        first, own, states = found
+        for name, values in states.items():
+            wanted = shares[id(shard.parameter)] if own is None else own
+            pieces += _pieces(f"optimizer.state.{name}.", shard, values, first, wanted)
+    return pieces
+
+
+def _optimizer_state(optimizer, parameter: torch.Tensor) -> tuple[int, range | None, dict[str, torch.Tensor]] | None:
+    """(element of the parameter that the flat states begin at, the elements no other replica has a state of, {name: state}).
+
+    None where this rank has none of it; a range of None where every replica has all.
+    """
+    for part in optimizer.parts():
+        own = None
+        if hasattr(part, "model_param_group_index_map"):
+            if parameter not in part.model_param_group_index_map:
+                continue
+            group, number = part.model_param_group_index_map[parameter]
+            optimized = part.optimizer.param_groups[group]["params"][number]
+            placed = part._get_model_param_range_map(parameter)["param"]
+            own = range(placed.start, placed.end)
+        else:
+            optimized = getattr(parameter, "main_param", parameter)
+            if optimized not in part.optimizer.state:
+                continue
+        state = part.optimizer.state[optimized]
+        states = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+        if parameter.dtype != torch.float32:
+            states["param"] = optimized
+        return own.start if own else 0, own, {name: value.detach().view(-1) for name, value in states.items()}
+    return None

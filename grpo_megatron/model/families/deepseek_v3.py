@@ -1,0 +1,71 @@
+"""DeepSeek-V3 and R1 (arXiv:2412.19437): latent attention, shared and routed experts; also Kimi-K2, which has the same layers."""
+
+from functools import partial
+
+from grpo_megatron.model.architecture import Architecture, Latent
+from grpo_megatron.model.config_json import Fields
+from grpo_megatron.model.entries import Entry
+from grpo_megatron.model.families import blocks, reading
+from grpo_megatron.model.families.family import Family
+
+
+def _read(config: Fields) -> Architecture:
+    latent = Latent(
+        query_rank=config.integer("q_lora_rank", None),
+        kv_rank=config.integer("kv_lora_rank"),
+        plain_dim=config.integer("qk_nope_head_dim"),
+        rotated_dim=config.integer("qk_rope_head_dim"),
+        value_dim=config.integer("v_head_dim"),
+        interleaved=config.flag("rope_interleave", True),
+    )
+    return reading.decoder(config, "deepseek_v3", moe=reading.sigmoid_experts(config), latent=latent)
+
+
+def _attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
+    hidden, latent = arch.hidden_size, arch.latent
+    queries, values = arch.num_heads * arch.head_dim, arch.num_heads * latent.value_dim
+    pairs, kv_rows = arch.num_heads * latent.plain_dim + values, latent.kv_rank + latent.rotated_dim
+    theirs, ours = f"{hf}.self_attn", f"{megatron}.self_attention"
+
+    def same(name: str, shape: tuple[int, ...], megatron_name: str, axis: int | None = None) -> Entry:
+        return blocks.same(f"{theirs}.{name}.weight", shape, f"{ours}.{megatron_name}.weight", axis)
+
+    def down(name: str, rows: int, megatron_name: str, engine_row: int) -> Entry:
+        """One of the two projections to latents, which are one in the engine."""
+        fused = f"{theirs}.fused_qkv_a_proj_with_mqa.weight"
+        names = (f"{theirs}.{name}.weight",), ((rows, hidden),), f"{ours}.{megatron_name}.weight"
+        return Entry(*names, None, fused, None, engine_row=engine_row)
+
+    if latent.query_rank is None:
+        found = [
+            same("q_proj", (queries, hidden), "linear_q_proj", 0),
+            same("kv_a_proj_with_mqa", (kv_rows, hidden), "linear_kv_down_proj"),
+        ]
+    else:
+        found = [
+            down("q_a_proj", latent.query_rank, "linear_q_down_proj", 0),
+            same("q_a_layernorm", (latent.query_rank,), "q_layernorm"),
+            same("q_b_proj", (queries, latent.query_rank), "linear_q_up_proj", 0),
+            down("kv_a_proj_with_mqa", kv_rows, "linear_kv_down_proj", latent.query_rank),
+        ]
+    return [
+        blocks.same(f"{hf}.input_layernorm.weight", (hidden,), f"{megatron}.input_layernorm.weight", None),
+        *found,
+        same("kv_a_layernorm", (latent.kv_rank,), "kv_layernorm"),
+        same("kv_b_proj", (pairs, latent.kv_rank), "linear_kv_up_proj", 0),
+        same("o_proj", (hidden, values), "linear_proj", 1),
+        blocks.same(f"{hf}.post_attention_layernorm.weight", (hidden,), f"{megatron}.pre_mlp_layernorm.weight", None),
+    ]
+
+
+FAMILY = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    read=_read,
+    entries=partial(
+        blocks.decoder,
+        attention=_attention,
+        mlp=blocks.mlp,
+        experts=blocks.experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+)

@@ -1,0 +1,32 @@
+"""GLM-4.5 and 4.6 (arXiv:2508.06471): half of a head's channels rotated, Q/K norms in some sizes, experts as in DeepSeek-V3."""
+
+from functools import partial
+
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.config_json import Fields
+from grpo_megatron.model.families import blocks, reading
+from grpo_megatron.model.families.family import Family
+
+
+def _read(config: Fields) -> Architecture:
+    return reading.decoder(
+        config,
+        "glm4_moe",
+        qk_norm=config.flag("use_qk_norm", False),
+        qkv_bias=config.flag("attention_bias", False),  # GLM has none on the output projection
+        rotary_share=0.5,
+        moe=reading.sigmoid_experts(config),
+    )
+
+
+FAMILY = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    read=_read,
+    entries=partial(
+        blocks.decoder,
+        attention=blocks.attention,
+        mlp=blocks.mlp,
+        experts=blocks.experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+)

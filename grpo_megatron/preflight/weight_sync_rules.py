@@ -1,0 +1,37 @@
+"""Rules about the way of the weights to the engines."""
+
+from collections.abc import Iterator
+
+from grpo_megatron.config.schema import Config
+from grpo_megatron.config.weight_sync import SyncTransport
+from grpo_megatron.preflight.rule import RuleBook
+
+# Their checks take a Config.
+WEIGHT_SYNC = RuleBook()
+
+_TRAIN = ("train",)
+
+
+@WEIGHT_SYNC.rule(
+    "Weights that travel through files need a folder that all nodes see.",
+    "weight_sync.transport",
+    "weight_sync.folder",
+    commands=_TRAIN,
+)
+def disk_has_a_folder(config: Config) -> Iterator[str]:
+    sync = config.weight_sync
+    if sync.transport == SyncTransport.disk and sync.folder is None:
+        yield "weight_sync.transport=disk needs weight_sync.folder, which all nodes see"
+    if sync.transport != SyncTransport.disk and sync.folder is not None:
+        yield f"weight_sync.folder={sync.folder} is for weight_sync.transport=disk only, which is {sync.transport.value}"
+
+
+@WEIGHT_SYNC.rule(
+    "A delta is of slices of an engine's own parameters, which the object store does not carry.",
+    "weight_sync.delta",
+    "weight_sync.transport",
+    commands=_TRAIN,
+)
+def delta_has_a_transport(config: Config) -> Iterator[str]:
+    if config.weight_sync.delta and config.weight_sync.transport == SyncTransport.object_store:
+        yield "weight_sync.delta=true does not work with weight_sync.transport=object_store, which carries full tensors"

@@ -1,0 +1,66 @@
+"""Do trainer and engines give fixed token sequences the same probabilities: what digests cannot see, such as a wrong weight map."""
+
+import numpy as np
+import torch
+
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import Config, Precision
+from grpo_megatron.sglang.engine import engine_dtype
+from grpo_megatron.sglang.pool import EnginePool
+from grpo_megatron.trainer.mini_batch import partition
+from grpo_megatron.trainer.policy import PolicyTrainer
+
+# A mean |delta| of up to this many times what the trainer's own rounding moves log-probs by is agreement:
+# the engine's kernels sum in another order and round at other places (logits in bf16, for one).
+TOLERANCE = 20
+TRAINER_DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.float8_e4m3fn}
+
+
+class WeightProbe:
+    """Called after a weight sync, when the engines serve again."""
+
+    def __init__(self, trainer: PolicyTrainer, engines: EnginePool, sequences: list[np.ndarray], config: Config):
+        """sequences: token ids int [n] each, n > 1, at least one for each data-parallel replica."""
+        self._trainer, self._engines = trainer, engines
+        self._sequences = [sequence.tolist() for sequence in sequences]
+        self._batch = TrainBatch.from_samples([_as_sample(number, ids) for number, ids in enumerate(sequences)])
+        self._plan = partition(config, self._batch.lengths, trainer.cost_model)
+        served = getattr(torch, engine_dtype(config.rollout.engine, config.model.path))
+        # The coarser of the two.
+        self._dtype = max(served, TRAINER_DTYPES[config.megatron.precision], key=lambda dtype: torch.finfo(dtype).eps)
+
+    def __call__(self) -> dict[str, float]:
+        """Mean |difference of log-probs| and its limit. Raises RuntimeError for an engine that is beyond it."""
+        expected = self._logprobs(None)
+        limit = TOLERANCE * float(np.abs(self._logprobs(self._dtype) - expected).mean())
+        found = [
+            float(np.abs(np.concatenate(scores) - expected).mean()) for scores in self._engines.score_on_all(self._sequences)
+        ]
+        worst = int(np.argmax(found))
+        if not found[worst] <= limit:
+            raise RuntimeError(
+                f"after the weight sync engine {worst} gives the probe prompts log-probs that differ from the trainer's by "
+                f"{found[worst]:.3g} in the mean (limit {limit:.3g}, {TOLERANCE} times the trainer's own rounding), although every "
+                "weight has the trainer's digest: a layer computes something else, or the weight map is wrong; "
+                "`grpo-megatron selftest` looks for the cause"
+            )
+        return {"probe_mean": found[worst], "probe_limit": limit}
+
+    def _logprobs(self, rounding: torch.dtype | None) -> np.ndarray:
+        """float32 [tokens]: of every token but the first of each sequence, at temperature 1."""
+        return self._trainer.probe(self._batch, self._plan, 1.0, rounding)[0][self._batch.loss_mask]
+
+
+def _as_sample(number: int, ids: np.ndarray) -> Sample:
+    count = len(ids) - 1
+    return Sample(
+        group_id=number,
+        trajectory_id=number,
+        prompt_ids=np.asarray(ids[:1], dtype=np.int32),
+        response_ids=np.asarray(ids[1:], dtype=np.int32),
+        loss_mask=np.ones(count, dtype=bool),
+        rollout_logprobs=np.zeros(count, dtype=np.float32),
+        finish_reason="stop",
+        reward=0.0,
+    )

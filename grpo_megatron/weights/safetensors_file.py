@@ -1,0 +1,44 @@
+"""The header of a safetensors file, made before its tensors are there, so that they can be written piece by piece."""
+
+import json
+from collections.abc import Iterable
+from math import prod
+
+import torch
+
+from grpo_megatron.model.pieces import Shape
+
+# safetensors' names
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Header:
+    """raw: what the file begins with. The larger types come first, as readers need them at multiples of their size."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Shape, torch.dtype]]):
+        """tensors: (name, shape, dtype)."""
+        described, end = {}, 0
+        for name, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[2].itemsize):
+            start, end = end, end + prod(shape) * dtype.itemsize
+            described[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps({"__metadata__": {"format": "pt"}, **described}).encode()
+        text += b" " * (-len(text) % 8)
+        self.raw = len(text).to_bytes(8, "little") + text
+        self._starts = {name: about["data_offsets"][0] for name, about in described.items()}
+
+    def start_of(self, name: str) -> int:
+        """Where in the file the tensor begins."""
+        return len(self.raw) + self._starts[name]

@@ -1,0 +1,292 @@
+"""Megatron's distributed checkpoints (torch_dist) as files: any rectangle of a stored tensor, and chunks written one by one.
+
+Such a checkpoint is one tensor for each key, cut into chunks; a file holds chunks one after the other, each as torch.save writes
+it, and `.metadata` says where. Megatron and torch read them into memory as a whole; here no more is read than is asked for.
+"""
+
+import io
+import json
+import os
+import pickle
+import uuid
+import zipfile
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.json_files import read_object
+from grpo_megatron.model.pieces import Shape, box
+from grpo_megatron.paths import file_problem, folder_problem, is_absent
+
+_METADATA = ".metadata"
+_SETTINGS = "metadata.json"
+# All that the metadata of a sound checkpoint is made of. It is a pickle, which could name any other function to be called.
+_ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
+_ALLOWED = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("collections", "defaultdict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13's name of it
+}
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """key[at : at + shape], which is `length` bytes from `offset` of a file."""
+
+    at: Shape
+    shape: Shape
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: Shape
+    chunks: tuple[StoredChunk, ...]
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        harmless = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if harmless or (module, name) in _ALLOWED or (module in _ALLOWED_MODULES and "." not in name):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata needs")
+
+
+def read_metadata(folder: str | Path) -> dict[str, Stored]:
+    """{key: tensor} of a checkpoint, optimizer states included. Raises UserError for a damaged or incomplete one; every file that a
+    chunk is in is known to be long enough."""
+    root = Path(folder)
+    problem = folder_problem(root) or (file_problem(root / _METADATA) and f"has no {_METADATA}: the checkpoint is incomplete")
+    if problem:
+        raise UserError(f"{root} {problem}")
+    backend = "torch_dist" if is_absent(root / _SETTINGS) else read_object(root / _SETTINGS).get("sharded_backend")
+    if backend != "torch_dist":
+        raise UserError(f"{root} is a checkpoint of the format {shortened(repr(backend))}; only torch_dist can be read")
+    try:
+        with open(root / _METADATA, "rb") as file:
+            metadata = _Unpickler(file).load()
+        tensors = {
+            key: _stored(key, value, metadata.storage_data)
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+    except Exception as error:  # bytes that are no such pickle raise whatever they happen to mean
+        raise UserError(f"{root / _METADATA} cannot be read ({shortened(error, 200)}); the checkpoint is damaged") from error
+    _check_files(root, tensors)
+    return tensors
+
+
+def _stored(key: str, value: TensorStorageMetadata, where: dict) -> Stored:
+    chunks = []
+    for chunk in value.chunks:
+        info = where[MetadataIndex(key, chunk.offsets)]
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{key} is stored compressed")
+        chunks.append(StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length))
+    return Stored(value.properties.dtype, tuple(value.size), tuple(chunks))
+
+
+def _check_files(root: Path, tensors: dict[str, Stored]) -> None:
+    ends: dict[str, int] = {}
+    for stored in tensors.values():
+        for chunk in stored.chunks:
+            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+    for name, end in ends.items():
+        problem = file_problem(root / name)
+        if problem is None and (size := os.path.getsize(root / name)) < end:
+            problem = f"is truncated: it has {size} bytes, the checkpoint's metadata promises {end}"
+        if problem:
+            raise UserError(f"{root / name} {problem}; copy the checkpoint again")
+
+
+class TorchDistReader:
+    """Reads rectangles of the tensors of a checkpoint; holds no more memory than the largest part of a chunk read at once."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.tensors = read_metadata(folder)
+        self._corners = {
+            key: np.array([(c.at, np.add(c.at, c.shape)) for c in stored.chunks], dtype=np.int64)
+            for key, stored in self.tensors.items()
+        }
+        self._data: dict[tuple[str, int], int] = {}  # of a chunk, by file and offset: where its data begins in the file
+        self._scratch = np.empty(0, np.uint8)
+
+    def read(self, key: str, start: Shape, out: torch.Tensor) -> None:
+        """Fill `out`, [like the tensor's own dimensions], with key[start : start + out.shape], cast to its dtype.
+
+        Raises UserError if a part of it is in no chunk, or a file is damaged.
+        """
+        if key not in self.tensors:
+            raise UserError(f"{self.folder} holds no tensor {key}; it is a checkpoint of another model")
+        end = np.add(start, out.shape)
+        lows, highs = self._corners[key][:, 0], self._corners[key][:, 1]
+        filled = 0
+        for number in np.nonzero(((lows < end) & (highs > start)).all(axis=1))[0]:
+            low, high = np.maximum(lows[number], start), np.minimum(highs[number], end)
+            shape = tuple((high - low).tolist())
+            part = out[box(tuple((low - start).tolist()), shape)]
+            self._read_chunk(key, int(number), tuple((low - lows[number]).tolist()), part)
+            filled += part.numel()
+        if filled < out.numel():
+            raise UserError(f"{self.folder}: {key} is incomplete; no file holds all of {list(start)} to {end.tolist()}")
+
+    def _read_chunk(self, key: str, number: int, at: Shape, out: torch.Tensor) -> None:
+        """Fill `out` with chunk[at : at + out.shape]; straight from the file where it is one run of bytes on both sides."""
+        stored, chunk = self.tensors[key], self.tensors[key].chunks[number]
+        strides = [prod(chunk.shape[axis + 1 :]) for axis in range(out.ndim)]
+        first = int(np.dot(at, strides))
+        count = int(np.dot(np.subtract(out.shape, 1), strides)) + 1  # from the rectangle's first element to its last
+        size = stored.dtype.itemsize
+        direct = out.dtype == stored.dtype and count == out.numel() and out.is_contiguous()
+        # as_strided, because a single element counts as contiguous whatever its stride
+        raw = out.as_strided((count,), (1,)).view(torch.uint8).numpy() if direct else self._memory(count * size)
+        self._read_bytes(chunk.file, self._start_of_data(key, chunk) + first * size, raw)
+        if not direct:
+            out.copy_(torch.from_numpy(raw).view(stored.dtype).as_strided(out.shape, strides))
+
+    def _read_bytes(self, name: str, offset: int, raw: np.ndarray) -> None:
+        # Opened anew each time: thousands of files, one a rank, would be more than a process may have open.
+        with open(self.folder / name, "rb", buffering=0) as file:
+            file.seek(offset)
+            got = 0
+            while got < raw.nbytes and (more := file.readinto(raw[got:])):
+                got += more
+        if got < raw.nbytes:
+            raise UserError(f"{self.folder / name} ended while it was read; copy the checkpoint again")
+
+    def _memory(self, size: int) -> np.ndarray:
+        if self._scratch.nbytes < size:
+            self._scratch = np.empty(size, np.uint8)
+        return self._scratch[:size]
+
+    def _start_of_data(self, key: str, chunk: StoredChunk) -> int:
+        where = (chunk.file, chunk.offset)
+        if where not in self._data:
+            try:
+                self._data[where] = self._find_data(chunk, self.tensors[key].dtype)
+            except Exception as error:  # torch and zipfile raise whatever the damage leads to
+                raise UserError(
+                    f"{self.folder / chunk.file}: {key} cannot be read ({shortened(error, 200)}); the file is damaged, copy it again"
+                ) from error
+        return self._data[where]
+
+    def _find_data(self, chunk: StoredChunk, dtype: torch.dtype) -> int:
+        """Where in the file the elements of a chunk begin; the chunk is an archive of torch.save, with one tensor in it."""
+        with open(self.folder / chunk.file, "rb") as file:
+            section = _Section(file, chunk.offset, chunk.length)
+            tensor = torch.load(section, map_location="meta", weights_only=True)
+            if tensor.dtype != dtype or tuple(tensor.shape) != chunk.shape or not tensor.is_contiguous():
+                raise ValueError(f"{tensor.dtype} {list(tensor.shape)} in place of {dtype} {list(chunk.shape)}")
+            with zipfile.ZipFile(section) as archive:
+                record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
+            if record.compress_type != zipfile.ZIP_STORED or record.file_size != tensor.nbytes or tensor.storage_offset():
+                raise ValueError("its archive holds something else than the tensor's elements")
+            file.seek(chunk.offset + record.header_offset)
+            header = file.read(30)  # a fixed part, whose last four bytes are the lengths of the name and of an extra field
+        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        return chunk.offset + record.header_offset + len(header) + lengths
+
+
+class _Section(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file, offset: int, length: int):
+        self.file, self.offset, self.length, self.at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence])
+        return self.at
+
+    def readinto(self, buffer) -> int:
+        self.file.seek(self.offset + self.at)
+        got = self.file.readinto(memoryview(buffer)[: max(self.length - self.at, 0)])
+        self.at += got
+        return got
+
+
+class _Remembering:
+    """A stream for torch.save, which ends the process if a write fails beneath it: the error waits until it has returned."""
+
+    def __init__(self, file):
+        self.file, self.error = file, None
+
+    def write(self, data) -> int:
+        try:
+            if self.error is None:
+                self.file.write(data)
+        except OSError as error:
+            self.error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """torch.save wants one; whoever opened the file flushes it."""
+
+
+def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
+    """Write a tensor, which must be all of its storage, at the file's end; its (offset, length). Raises OSError."""
+    offset, stream = file.tell(), _Remembering(file)
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # torch never compares them, and computes them at a third of a disk's speed
+    try:
+        torch.save(tensor, stream)
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+    if stream.error:
+        raise stream.error
+    return offset, file.tell() - offset
+
+
+def write_metadata(folder: str | Path, tensors: dict[str, Stored], objects: dict[str, tuple[str, int, int]]) -> None:
+    """`.metadata` and `metadata.json`, which make the files of a folder a checkpoint. objects: {key: (file, offset, length)}."""
+    root = Path(folder)
+    state: dict = {key: BytesStorageMetadata() for key in objects}
+    where = {MetadataIndex(key): _StorageInfo(*place) for key, place in objects.items()}
+    for key, stored in tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(c.at), torch.Size(c.shape)) for c in stored.chunks]
+        state[key] = TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(stored.shape), chunks)
+        for index, chunk in enumerate(stored.chunks):
+            where[MetadataIndex(key, chunk.at, index)] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+    metadata = Metadata(
+        state, storage_data=where, storage_meta=StorageMeta(save_id=str(uuid.uuid4())), version=CURRENT_DCP_VERSION
+    )
+    with open(root / _METADATA, "wb") as file:
+        pickle.dump(metadata, file)
+        file.flush()
+        os.fsync(file.fileno())
+    settings = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    (root / _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")

@@ -1,0 +1,124 @@
+"""Weights from real trainer ranks into real engines over every transport, and what breaks on the way."""
+
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import psutil
+import pytest
+import ray
+
+from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.commands.train import assembled_loop
+from grpo_megatron.preflight.load import load_config
+from tests.integration.test_train import arguments
+
+
+@contextmanager
+def loop(arithmetic, root, *changes):
+    """(controller, run) with everything up, before the first sync."""
+    config = load_config(None, [*arguments(arithmetic, root, *changes), "run.name=sync"])
+    with assembled_loop(config) as pair:
+        yield pair
+
+
+def largest_mismatch(controller) -> float:
+    """Of the engines' log-probs and the trainer's after a sync: the probe raises beyond 20 times the rounding."""
+    controller.weight_sync._syncs = 0
+    controller.sync_weights()
+    return controller.weight_sync.metrics["sync/probe_mean"]
+
+
+def refuses_to_serve(engines):
+    for engine in engines._engines:
+        with pytest.raises(RuntimeError, match="may not serve: nobody has compared its weights"):
+            ray.get(engine.score.remote([[1, 2, 3]]))
+
+
+def test_shared_memory_from_two_stages_and_back_to_the_weights_before(ray_here, arithmetic, tmp_path):
+    with loop(arithmetic, tmp_path, "megatron.pipeline_parallel=2", "weight_sync.delta=true") as (controller, run):
+        refuses_to_serve(run.engines)  # before its first sync
+        assert largest_mismatch(controller) < 1e-5
+        full = controller.weight_sync.metrics["sync/sent_gb"]
+        assert largest_mismatch(controller) < 1e-5  # nothing has changed
+        assert controller.weight_sync.metrics["sync/sent_gb"] < 0.02 * full
+        run.trainer.scale_weights(2.0)
+        assert largest_mismatch(controller) < 1e-5
+        verify(controller, run)
+        run.trainer.scale_weights(0.5)  # the engines have other weights now, and that is found
+        with pytest.raises(
+            RuntimeError, match=r"digest differs from the trainer's of model.embed_tokens.weight at rank 0 of engine 0"
+        ):
+            verify(controller, run)
+        refuses_to_serve(run.engines)
+
+
+def verify(controller, run):
+    """Digests alone, in a session of their own."""
+    resharding = controller.weight_sync._transport._chosen
+    run.engines.begin_update()
+    resharding.verify(run.trainer, run.engines, controller.weight_sync.version)
+    run.engines.end_update(controller.weight_sync.version)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["groups", "disk", "object_store"])
+def test_other_transports_into_two_engines(ray_here, arithmetic, tmp_path, transport):
+    changes = [f"weight_sync.transport={transport}", "rollout.engine.num_engines=2", "megatron.tensor_parallel=2"]
+    if transport == "disk":
+        changes.append(f"weight_sync.folder={tmp_path}/weights")
+    with loop(arithmetic, tmp_path, *changes) as (controller, run):
+        assert largest_mismatch(controller) < 1e-5
+        run.trainer.scale_weights(2.0)
+        assert largest_mismatch(controller) < 1e-5
+    assert not os.path.exists(f"{tmp_path}/weights/sync")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared_memory", "groups"])
+def test_into_engines_with_two_tensor_parallel_ranks(ray_here, arithmetic, tmp_path, transport):
+    changes = [f"weight_sync.transport={transport}", "rollout.engine.tensor_parallel=2", "megatron.tensor_parallel=2"]
+    with loop(arithmetic, tmp_path, *changes) as (controller, run):
+        assert largest_mismatch(controller) < 1e-5
+        run.trainer.scale_weights(2.0)
+        assert largest_mismatch(controller) < 1e-5
+
+
+def one_sync_takes_seconds(controller):
+    """By very small buckets; a first sync with them connects everything."""
+    sync = controller.weight_sync
+    resharding = sync._transport._resharding
+    resharding._setup = replace(resharding._setup, bucket_bytes=100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["trainer", "engine"])
+@pytest.mark.parametrize("transport", ["shared_memory", "groups"])
+def test_a_death_in_mid_sync_leaves_no_engine_serving(ray_here, arithmetic, tmp_path, transport, victim):
+    changes = [f"weight_sync.transport={transport}", "megatron.pipeline_parallel=2", "rollout.engine.num_engines=2"]
+    with loop(arithmetic, tmp_path, *changes) as (controller, run):
+        one_sync_takes_seconds(controller)
+        controller.sync_weights()  # connects everything
+        started = time.monotonic()
+        controller.sync_weights()
+        seconds = time.monotonic() - started
+        assert seconds > 0.5
+        process = {"trainer": run.trainer.group.ranks[1].pid, "engine": scheduler_of(run.engines._engines[1])}[victim]
+        threading.Timer(seconds / 3, os.kill, (process, signal.SIGKILL)).start()
+        version = run.engines.weight_version
+        with pytest.raises((ProcessDied, RuntimeError)) as caught:
+            controller.sync_weights()
+        assert {"trainer": "trainer rank 1", "engine": "engine 1"}[victim] in str(caught.value)
+        assert run.engines.weight_version == version
+        alive = run.engines._engines[:1] if victim == "engine" else run.engines._engines
+        for engine in alive:
+            with pytest.raises(RuntimeError, match="may not serve"):
+                ray.get(engine.score.remote([[1, 2, 3]]), timeout=30)
+
+
+def scheduler_of(engine) -> int:
+    children = psutil.Process(ray.get(engine.ready.remote())).children(recursive=True)
+    return next(child.pid for child in children if "scheduler" in " ".join(child.cmdline()))

@@ -1,0 +1,157 @@
+"""What the checkpoint tests run on each rank, and the reading of what they wrote."""
+
+import os
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.megatron import checkpoint_files, sharded_state, shards
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.spec import TrainResult
+from tests.parallel.actors import micro_batches
+from tests.parallel.optimizers import State, state_of, step
+
+
+class Outcome(NamedTuple):
+    """Of one rank: its state at the checkpoint and after the step that followed, and what that step reported."""
+
+    at: State
+    after: State
+    result: TrainResult | None
+
+
+def _state(actor: Actor) -> State:
+    with actor._optimizer_at_hand():
+        return state_of(actor)
+
+
+@contextmanager
+def _small_pieces():
+    """Tiny tensors are cut like large ones: in several pieces, within rows."""
+    most, shards._MOST_ELEMENTS = shards._MOST_ELEMENTS, 500
+    try:
+        yield
+    finally:
+        shards._MOST_ELEMENTS = most
+
+
+def save(spec, batches, loss, folder) -> Outcome:
+    """A step on each batch; the checkpoint is of before the last one."""
+    actor = Actor(spec)
+    for batch in batches[:-1]:
+        step(actor, batch, loss)
+    at = _state(actor)
+    with _small_pieces():
+        actor.begin_checkpoint(folder)
+        actor.finish_checkpoint()
+    result = step(actor, batches[-1], loss)
+    return Outcome(at, _state(actor), result)
+
+
+def resume(spec, batch, loss, folder, again=None) -> Outcome:
+    """A step from the checkpoint; again: where to save what was loaded."""
+    actor = Actor(spec)
+    actor.load_checkpoint(folder)
+    at = _state(actor)
+    if again:
+        actor.begin_checkpoint(again)
+        actor.finish_checkpoint()
+    result = step(actor, batch, loss)
+    return Outcome(at, _state(actor), result)
+
+
+def save_while_training(spec, batches, loss, folder, not_waiting=None) -> State:
+    """The state a checkpoint was begun with; the ranks train, use the reference and sleep while it is slowly written.
+
+    not_waiting: a planted fault, "weights" or "states": those who change these do not wait until they are read.
+    """
+    actor = Actor(spec)
+    step(actor, batches[0], loss)
+    at = _state(actor)
+    write, wait = torch.save, checkpoint_files.Writer.wait_until_read
+
+    def slowly(value, file):
+        time.sleep(0.02)
+        write(value, file)
+
+    def waits(writer, weights_only=False):
+        if (not_waiting == "weights") != weights_only or not_waiting is None:
+            wait(writer, weights_only)
+
+    try:
+        checkpoint_files.torch.save, checkpoint_files.Writer.wait_until_read = slowly, waits
+        actor.begin_checkpoint(folder)
+        assert not actor.checkpoint_written()
+        parts = micro_batches(batches[1], spec, actor.rank.dp_rank, packing=True)[1]
+        actor.logprobs(parts, reference=True)
+        if not_waiting is None:
+            actor.sleep()
+            actor.wake()
+        step(actor, batches[1], loss)
+        report = actor.finish_checkpoint()
+    finally:
+        checkpoint_files.torch.save, checkpoint_files.Writer.wait_until_read = write, wait
+    assert 0 < report.waited < report.seconds + 1
+    return at
+
+
+def fail(spec, batches, loss, folder) -> str:
+    """What a checkpoint that could not be written said; training went on, and the next checkpoint can be written."""
+    actor = Actor(spec)
+    actor.begin_checkpoint(folder)
+    step(actor, batches[0], loss)
+    said = ""
+    try:
+        actor.finish_checkpoint()
+    except UserError as error:
+        said = str(error)
+    actor.begin_checkpoint(f"{folder}-next")
+    actor.finish_checkpoint()
+    return said
+
+
+def refusals(spec, other, folder) -> list[str]:
+    """What loading says of a checkpoint of another model, one of weights alone, a cut file, one without .metadata."""
+    actor = Actor(spec)
+    folders = [f"{folder}/{name}" for name in ("other", "weights", "cut", "begun")]
+    another = Actor(other)
+    another.begin_checkpoint(folders[0])
+    another.finish_checkpoint()
+    sharded_state.save_weights(folders[1], actor.chunks)
+    for name in folders[2:]:
+        actor.begin_checkpoint(name)
+        actor.finish_checkpoint()
+    shard = Path(folders[2], "__0_0.distcp")
+    os.truncate(shard, shard.stat().st_size - 1000)
+    Path(folders[3], ".metadata").unlink()
+    said = []
+    for name in folders:
+        try:
+            actor.load_checkpoint(name)
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def global_tensors(folder: str) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, put together from all ranks' files."""
+    described = FileSystemReader(folder).read_metadata().state_dict_metadata
+    pieces = [
+        shards.Piece(
+            name, tuple(tensor.size), (0,) * len(tensor.size), torch.empty(tensor.size, dtype=tensor.properties.dtype), False
+        )
+        for name, tensor in described.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    ]
+    checkpoint_files.read(folder, pieces, [])
+    return {piece.name: piece.data for piece in pieces}
+
+
+def bytes_of_ranks(folder: str) -> list[int]:
+    return [path.stat().st_size for path in sorted(Path(folder).glob("*.distcp"))]

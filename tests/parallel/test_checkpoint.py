@@ -1,0 +1,193 @@
+"""Checkpoints: bit for bit in the same layout, equal in any other, of the moment of the save, whole or not there."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_megatron.config.schema import OptimizerConfig, Precision
+from grpo_megatron.megatron.shards import rectangles
+from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.models import tiny_model
+from tests.parallel import checkpoints
+from tests.parallel.test_invariance import TOKEN, make_batch
+
+# As in the invariance suite: Adam's usual epsilon turns rounding into full-sized updates where gradients vanish.
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01)
+SPLIT = {"distributed_optimizer": True}
+BF16 = {"precision": Precision.bf16}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp
+    return {
+        "dense": tiny_model(folder("dense"), "qwen3"),
+        "tied": tiny_model(folder("tied"), "qwen2", tied=True),
+        "experts": tiny_model(folder("experts"), "qwen3_moe"),
+    }
+
+
+@pytest.fixture(scope="module")
+def saved_by():
+    """{what saved: (folder, outcomes)}, shared by the layouts that load it."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return [make_batch(seed) for seed in range(3)]
+
+
+def loss_of(outcomes) -> float:
+    """Of the step after the checkpoint; replicas' losses add up."""
+    return sum(outcome.result.metrics["actor/loss"].value for outcome in outcomes if outcome.result)
+
+
+def assert_equal_states(found, expected):
+    assert found.numbers == expected.numbers
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
+
+
+def assert_same_contents(found, expected):
+    """Two checkpoints of one state; the padding of a vocabulary depends on the layout."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        common = tuple(slice(min(sizes)) for sizes in zip(found[name].shape, tensor.shape, strict=True))
+        assert torch.equal(found[name][common], tensor[common]), name
+
+
+SAME = {
+    "dp2 distributed overlap": ("dense", ParallelSizes(dp=2), {**SPLIT, "overlap": True}),
+    "dp2 distributed bf16": ("tied", ParallelSizes(dp=2), {**SPLIT, **BF16}),
+    "dp2 bf16": ("dense", ParallelSizes(dp=2), BF16),
+    "tp2 offloaded": ("dense", ParallelSizes(tp=2), {"optimizer": replace(OPTIMIZER, offload=True)}),
+    "pp2vpp2 tied bf16": ("tied", ParallelSizes(pp=2, vpp=2), BF16),
+    "cp2 distributed bf16": ("dense", ParallelSizes(cp=2), {**SPLIT, **BF16}),
+    "ep2 distributed bf16": ("experts", ParallelSizes(dp=2, ep=2), {**SPLIT, **BF16}),
+    "dp4 ep2 distributed": ("experts", ParallelSizes(dp=4, ep=2), SPLIT),
+}
+
+
+@pytest.mark.slow_when(lambda layout: layout not in ("dp2 distributed bf16", "ep2 distributed bf16"))
+@pytest.mark.parametrize("layout", SAME)
+def test_a_resumed_actor_is_the_same_bit_for_bit(ranks, models, batches, tmp_path, layout):
+    """Weights, masters, moments, counters, rates; then the loss, the gradient norm and all of that after a step."""
+    model, sizes, options = SAME[layout]
+    spec = ActorSpec(models[model], sizes, **{"optimizer": OPTIMIZER, **options})
+    folder = str(tmp_path / "checkpoint")
+    saved = ranks.run(checkpoints.save, sizes, spec, batches, TOKEN, folder)
+    resumed = ranks.run(checkpoints.resume, sizes, spec, batches[-1], TOKEN, folder)
+    for before, after in zip(saved, resumed, strict=True):
+        assert_equal_states(after.at, before.at)
+        assert_equal_states(after.after, before.after)
+        assert str(after.result) == str(before.result)  # a float's text has all its bits
+    # All data-parallel ranks write, and none more than its part of what they share.
+    written = checkpoints.bytes_of_ranks(folder)
+    if sizes.dp == sizes.world_size:
+        assert len(written) == sizes.world_size
+        assert max(written) < 1.2 * sum(written) / len(written)
+
+
+# (model, layout that saves, options), {layout that loads: options}
+OTHER = {
+    "dense": (
+        ("dense", {"tp": 2, "dp": 2}, SPLIT),
+        {"one": ({}, {}), "pp2vpp2": ({"pp": 2, "vpp": 2}, {}), "tp2pp2": ({"tp": 2, "pp": 2}, {}), "dp2": ({"dp": 2}, {}),
+         "cp2 distributed": ({"cp": 2}, SPLIT)},
+    ),
+    "experts": (
+        ("experts", {"dp": 2, "ep": 2}, SPLIT),
+        {"one": ({}, {}), "tp2": ({"tp": 2, "sequence_parallel": True}, SPLIT), "pp2": ({"pp": 2}, {})},
+    ),
+    "tied bf16": (
+        ("tied", {"pp": 2}, BF16),
+        {"tp2dp2 distributed": ({"tp": 2, "dp": 2}, SPLIT | BF16), "one": ({}, BF16)},
+    ),
+}  # fmt: skip
+FAST = {("dense", "one"), ("dense", "tp2pp2"), ("experts", "tp2")}
+
+
+@pytest.mark.slow_when(lambda saving, loading: (saving, loading) not in FAST)
+@pytest.mark.parametrize(
+    ("saving", "loading"), [(saving, loading) for saving, (_, others) in OTHER.items() for loading in others]
+)
+def test_a_checkpoint_loads_in_another_layout(ranks, models, batches, tmp_path_factory, saving, loading, saved_by):
+    """Saved again there, it is the same checkpoint, tensor by tensor; and the next loss is the same."""
+    (model, layout, options), others = OTHER[saving]
+
+    def spec(layout, options):
+        return ActorSpec(models[model], ParallelSizes(**layout), OPTIMIZER, **options)
+
+    if saving not in saved_by:
+        folder = str(tmp_path_factory.mktemp("saved"))
+        outcomes = ranks.run(checkpoints.save, ParallelSizes(**layout), spec(layout, options), batches, TOKEN, folder)
+        saved_by[saving] = folder, outcomes
+    folder, saved = saved_by[saving]
+    again = str(tmp_path_factory.mktemp("again"))
+    there = spec(*others[loading])
+    loaded = ranks.run(checkpoints.resume, there.sizes, there, batches[-1], TOKEN, folder, again)
+    assert_same_contents(checkpoints.global_tensors(again), checkpoints.global_tensors(folder))
+    tolerance = 1e-5 if there.precision == Precision.fp32 else 2e-2
+    assert loss_of(loaded) == pytest.approx(loss_of(saved), rel=tolerance)
+
+
+@pytest.mark.parametrize("not_waiting", [None, pytest.param("weights", marks=pytest.mark.slow), "states"])
+def test_a_checkpoint_is_of_the_moment_it_was_begun(ranks, models, batches, tmp_path, not_waiting):
+    """While it is written the ranks use the reference, sleep and train. Where they would not wait, the test notices."""
+    sizes, folder = ParallelSizes(dp=2), str(tmp_path / "checkpoint")
+    spec = ActorSpec(models["tied"], sizes, OPTIMIZER, with_reference=True, **SPLIT, **BF16)
+    begun = ranks.run(checkpoints.save_while_training, sizes, spec, batches, TOKEN, folder, not_waiting)
+    resumed = ranks.run(checkpoints.resume, sizes, spec, batches[1], TOKEN, folder)
+    for expected, found in zip(begun, resumed, strict=True):
+        if not_waiting is None:
+            assert_equal_states(found.at, expected)
+            continue
+        later = {name for name, tensor in expected.tensors.items() if not torch.equal(found.at.tensors[name], tensor)}
+        weights = {name for name in expected.tensors if name[0].isalpha()}
+        assert later
+        assert later <= (weights if not_waiting == "weights" else expected.tensors.keys() - weights)
+
+
+def test_a_disk_that_is_full_is_one_message(ranks, models, batches, tmp_path):
+    sizes, folder = ParallelSizes(dp=2), tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "__1_0.distcp").symlink_to("/dev/full")
+    spec = ActorSpec(models["dense"], sizes, OPTIMIZER)
+    for said in ranks.run(checkpoints.fail, sizes, spec, batches, TOKEN, str(folder)):
+        assert f"{folder} could not be written by rank 1: OSError: [Errno 28] No space left on device" in said
+    assert not (folder / ".metadata").exists()
+    assert Path(f"{folder}-next", ".metadata").exists()
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_message(ranks, models, tmp_path):
+    specs = [ActorSpec(models[name], ParallelSizes(), OPTIMIZER) for name in ("dense", "tied")]
+    (said,) = ranks.run(checkpoints.refusals, ParallelSizes(), *specs, str(tmp_path))
+    expected = (
+        "it is of another model",
+        "has weights alone",
+        "is damaged, or cannot be read",
+        "is no whole checkpoint: its .metadata",
+    )
+    for message, part in zip(said, expected, strict=True):
+        assert part in message
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_a_flat_range_is_few_rectangles(shape, data):
+    count = math.prod(shape)
+    start = data.draw(st.integers(0, count))
+    stop = data.draw(st.integers(start, count))
+    numbers = np.arange(count).reshape(shape)
+    found = list(rectangles(start, stop, tuple(shape)))
+    parts = [numbers[tuple(slice(a, a + n) for a, n in zip(*rectangle, strict=True))] for rectangle in found]
+    assert [number for part in parts for number in part.flatten()] == list(range(start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)

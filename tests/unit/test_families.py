@@ -1,0 +1,153 @@
+"""What is read from the config.json of the published GLM-4.5 and DeepSeek-V3, and what is refused."""
+
+import json
+from math import prod
+
+import pytest
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.model.families import read_architecture, weight_map
+
+# As published, but for keys that say nothing about the architecture.
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "partial_rotary_factor": 0.5,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_qk_norm": True,
+    "vocab_size": 151552,
+}
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": YARN,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+PUBLISHED = {"glm": GLM, "deepseek": DEEPSEEK}
+
+
+def read(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_architecture(str(folder))
+
+
+@pytest.mark.parametrize(("model", "billions", "active"), [("glm", 353, 32), ("deepseek", 671, 37)])
+def test_sizes_are_the_published_ones(tmp_path, model, billions, active):
+    """GLM-4.5: 355 billion parameters with the layer that predicts further tokens, 32 of them active; DeepSeek-V3: 671 and 37."""
+    arch = read(tmp_path, PUBLISHED[model])
+    entries = weight_map(arch).values()
+    assert round(sum(entry.numel for entry in entries) / 1e9) == billions
+    share = arch.moe.top_k / arch.moe.num_experts
+    weights = sum(
+        sum(prod(shape) for shape in entry.shapes if len(shape) == 2) * (share if entry.expert else 1)
+        for entry in entries
+        if not entry.megatron.startswith("embedding.")
+    )
+    assert arch.cost_model.per_token == pytest.approx(2 * weights)
+    assert weights / 1e9 == pytest.approx(active, abs=1)
+
+
+def test_what_deepseek_v3_says(tmp_path):
+    arch = read(tmp_path, DEEPSEEK)
+    assert (arch.head_dim, arch.num_kv_heads, arch.prediction_layers) == (192, 128, 1)
+    assert (arch.moe.groups, arch.moe.top_groups, sum(arch.moe.layers)) == (8, 4, 58)
+    # mscale and mscale_all_dim cancel in the cosines, and 0.1 ln 40 + 1 is squared in the scores.
+    assert arch.rope_factor == 1.0
+    assert arch.softmax_factor == pytest.approx(1.3688879**2)
+    # A pair of tokens: 192 channels of query and key, 128 of the value, in 128 heads of 61 layers.
+    assert arch.cost_model.per_pair == 2.0 * 61 * 128 * (192 + 128)
+
+
+def test_what_glm_4_5_says(tmp_path):
+    arch = read(tmp_path, GLM)
+    assert (arch.qkv_bias, arch.qk_norm, arch.rotary_share, arch.moe.groups) == (True, True, 0.5, None)
+    assert len(arch.rope_frequencies()) == 32
+
+
+REFUSED = [
+    ("deepseek", {"attention_bias": True}, "attention_bias=true"),
+    ("deepseek", {"scoring_func": "softmax"}, "scoring_func=softmax is not supported"),
+    ("deepseek", {"topk_method": "greedy"}, "topk_method=greedy is not supported"),
+    ("deepseek", {"moe_layer_freq": 2}, "moe_layer_freq"),
+    ("deepseek", {"norm_topk_prob": False}, "norm_topk_prob=false"),
+    ("deepseek", {"num_experts_per_tok": 6}, "two be chosen of each chosen group"),
+    ("deepseek", {"n_group": 7}, "the groups must be equal"),
+    ("deepseek", {"n_routed_experts": 8}, "hold enough experts"),
+    ("deepseek", {"num_key_value_heads": 64}, "must be num_attention_heads=128 with latent attention"),
+    ("deepseek", {"rope_scaling": YARN | {"mscale": None}}, "only supported together"),
+    ("deepseek", {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor"),
+    ("deepseek", {"rope_scaling": YARN | {"type": "linear"}}, "supported: default, llama3, yarn"),
+    ("deepseek", {"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer from 0"),
+    ("deepseek", {"kv_lora_rank": None}, "key kv_lora_rank is missing"),
+    ("glm", {"rope_scaling": YARN}, "supported: default, llama3"),
+    ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+    ("glm", {"partial_rotary_factor": 0.01}, "not an even number"),
+    ("glm", {"n_shared_experts": 0}, "n_shared_experts must be an integer from 1"),
+]
+
+
+@pytest.mark.parametrize(("model", "changes", "says"), REFUSED)
+def test_what_would_compute_otherwise_is_refused(tmp_path, model, changes, says):
+    with pytest.raises(UserError, match=says):
+        read(tmp_path, PUBLISHED[model] | changes)

@@ -1,0 +1,88 @@
+"""What a weight sync costs on paper, against numbers by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.weights.sync.cost import Machine, broadcast_is_cheaper, cost, full_tensors_seconds, on_nodes
+from grpo_megatron.weights.sync.plan import Layouts
+from tests.tools import run_tool
+
+LLAMA_70B = Architecture(
+    family="llama",
+    num_layers=80,
+    hidden_size=8192,
+    ffn_hidden_size=28672,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_positions=131072,
+    rope_theta=5e5,
+    rope_scaling=None,
+    norm_eps=1e-5,
+    qk_norm=False,
+    qkv_bias=False,
+    tied_embeddings=False,
+    dtype=torch.bfloat16,
+)
+SMALL = replace(LLAMA_70B, num_layers=4, hidden_size=1024, ffn_hidden_size=4096, num_heads=16, num_kv_heads=8, head_dim=64)
+BUCKET = 64 * 2**20
+PARAMETERS = 70_553_706_496
+
+
+def on_128_gpus(engines=16, **changes):
+    sizes = ParallelSizes(tp=8, pp=4, dp=4, sequence_parallel=True)
+    return on_nodes(
+        Layouts(LLAMA_70B, sizes, EngineLayout(8), engines), gpus_per_node=8, colocated=changes.get("colocated", False)
+    )
+
+
+def test_70b_on_its_own_engines_takes_what_a_card_needs_for_its_share():
+    machine = Machine(network=50.0, latency=0.0)
+    found = cost(on_128_gpus(), machine, BUCKET)
+    share = 2 * PARAMETERS / 8 / 1e9
+    assert found.received_gb == pytest.approx(share, rel=1e-3)  # norms and routers are on every rank
+    assert found.network_gb == pytest.approx(16 * 8 * share, rel=1e-3)
+    assert found.bound == pytest.approx(share / 50, rel=1e-3)
+    assert found.seconds < 1.1 * found.bound
+    assert found.fabric_gb == 0
+    # Each latency of a message counts.
+    slow = cost(on_128_gpus(), Machine(network=50.0, latency=0.01), BUCKET)
+    assert slow.seconds == pytest.approx(found.seconds + 0.01 * found.messages)
+
+
+def test_70b_colocated_reads_what_its_own_node_has_without_the_network():
+    found = cost(on_128_gpus(colocated=True), Machine(latency=0.0), BUCKET)
+    # A node has one of four stages; the rest comes in through its eight cards.
+    assert found.network_gb == pytest.approx(16 * 0.75 * 2 * PARAMETERS / 1e9, rel=0.05)
+    assert found.seconds < 1.5 * found.bound
+
+
+def test_the_object_store_takes_every_byte_to_every_rank_over_one_card():
+    seconds = full_tensors_seconds(on_128_gpus(), Machine(network=50.0))
+    assert seconds == pytest.approx(16 * 8 * 2 * PARAMETERS / 50e9, rel=1e-6)
+
+
+@pytest.mark.parametrize(("engines", "broadcast"), [(1, False), (64, True)])
+def test_a_small_model_is_broadcast_to_many_engines(engines, broadcast):
+    layouts = on_nodes(Layouts(SMALL, ParallelSizes(), EngineLayout(1), engines), gpus_per_node=8, colocated=False)
+    assert broadcast_is_cheaper(layouts, BUCKET) == broadcast
+
+
+def test_a_large_layout_would_need_too_many_groups():
+    assert not broadcast_is_cheaper(on_128_gpus(), BUCKET)
+
+
+def test_a_sync_planned_on_paper(capsys):
+    """Of a model that is not here, with the numbers above; illegal layouts are refused."""
+    arguments = ["configs/models/llama-3.1-70b", "--nodes", 16, "--trainer", "tp=8,pp=4"]
+    text, _ = run_tool("plan_weight_sync", *arguments)
+    assert "| TP8 PP4 DP2 | 8 x TP8 | own nodes | 1,129 | 0 | 18.2 | 17.6 | 0.35 | 0.37 |" in text
+    assert "point to point" in text
+    assert "does not divide the model's 80 layers" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,pp=3", status=2)[1]
+    assert "must be one of tp, pp" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,xp=3", status=2)[1]

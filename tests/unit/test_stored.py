@@ -1,0 +1,104 @@
+"""FP8 in blocks, and layers of a checkpoint that are knowingly left out."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from grpo_megatron.weights.stored import dequantised, scales_box, scales_shape
+from tests.models import tiny_model
+
+BLOCK = (3, 4)
+NAME = "model.layers.1.self_attn.kv_b_proj.weight"
+
+
+def test_each_element_times_the_scale_of_its_block():
+    values = torch.tensor([[1.0, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 10.0], [100.0, 0.5]])
+    expected = torch.tensor([[1.0, 2, 3, 4, 50]] * 3 + [[100, 200, 300, 400, 2.5]])
+    assert scales_shape((4, 5), BLOCK) == (2, 2)
+    assert torch.equal(dequantised(values, scales, (0, 0), BLOCK), expected)
+
+
+def test_slices_are_those_of_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(11, 14, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(scales_shape((11, 14), BLOCK), generator=generator)
+    whole = dequantised(values, scales, (0, 0), BLOCK)
+    for start, shape in [((0, 0), (11, 14)), ((2, 3), (1, 2)), ((5, 7), (6, 7)), ((3, 4), (3, 4)), ((10, 13), (1, 1))]:
+        (row, column), (rows, columns) = scales_box(start, shape, BLOCK)
+        part = values[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
+        found = dequantised(part, scales[row : row + rows, column : column + columns], start, BLOCK)
+        assert torch.equal(found, whole[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]])
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"), "deepseek_v3")
+
+
+def changed(original, folder, change, **settings) -> tuple[HFCheckpoint, list[str]]:
+    """A copy whose tensors `change` has changed, and what is wrong with it; settings: of its config.json."""
+    tensors, config = load_file(f"{original}/model.safetensors"), json.loads(Path(original, "config.json").read_text())
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    checkpoint = HFCheckpoint(str(folder))
+    return checkpoint, checkpoint.violations(weight_map(read_architecture(str(folder))))
+
+
+def quantised(tensors):
+    tensors[NAME] = tensors[NAME].to(torch.float8_e4m3fn)
+    tensors[NAME + "_scale_inv"] = torch.full(scales_shape(tensors[NAME].shape, BLOCK), 2.0)
+
+
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(BLOCK)}}
+
+
+def test_fp8_is_read_as_its_values(original, tmp_path):
+    checkpoint, violations = changed(original, tmp_path, quantised, **FP8)
+    assert violations == []
+    values = load_file(tmp_path / "model.safetensors")[NAME].float() * 2
+    assert torch.equal(checkpoint.read(NAME), values)
+    assert torch.equal(checkpoint.read_slice(NAME, (5, 6), (7, 8)), values[5:12, 6:14])
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "says"),
+    [
+        (lambda t: t.pop(NAME + "_scale_inv"), FP8, f"{NAME} of type F8_E4M3 without {NAME}_scale_inv"),
+        (lambda t: t.update({NAME + "_scale_inv": torch.ones(2, 2)}), FP8, "not F32 and"),
+        (lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}), FP8, "only matrices"),
+        (lambda t: None, {}, "where config.json has a quantization_config.weight_block_size"),
+        (
+            lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}),
+            FP8,
+            "promises no tensor model.norm.weight_scale_inv",
+        ),
+    ],
+)
+def test_fp8_that_means_nothing(original, tmp_path, change, settings, says):
+    def changes(tensors):
+        quantised(tensors)
+        change(tensors)
+
+    _, violations = changed(original, tmp_path, changes, **settings)
+    assert any(says in violation for violation in violations)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_named(original, tmp_path):
+    def further(tensors):
+        tensors["model.layers.4.eh_proj.weight"] = torch.ones(2, 2)
+
+    checkpoint, violations = changed(original, tmp_path, further)
+    assert violations == []
+    assert checkpoint.left_out == ["model.layers.4.eh_proj.weight"]
+    assert "model.layers.4.*" in checkpoint.note
+    assert "1 tensors are not trained" in checkpoint.note
+    assert HFCheckpoint(original).note is None
+    _, violations = changed(original, tmp_path, further, num_nextn_predict_layers=0)
+    assert "promises no tensor model.layers.4.eh_proj.weight" in violations[0]

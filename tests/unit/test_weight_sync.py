@@ -1,0 +1,81 @@
+"""Versions of a weight sync, and what is noticed about full tensors that do not arrive."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.weights.sync.object_store import ObjectStore
+from grpo_megatron.weights.sync.sync import WeightSync
+from tests.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def entries(tmp_path_factory):
+    arch = read_architecture(tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True))
+    return list(weight_map(arch).values())
+
+
+class Engines:
+    """A WeightTarget that notes the calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def begin_update(self):
+        self.calls.append("begin")
+
+    def load_bucket(self, bucket):
+        self.calls.append("load")
+        return bucket
+
+    def end_update(self, version):
+        self.calls.append(version)
+
+
+class Trainer:
+    """A WeightSource whose buckets are lists of names."""
+
+    def __init__(self, *buckets):
+        self._buckets = buckets
+
+    @contextmanager
+    def weight_stream(self, max_bytes):
+        yield iter(self._buckets)
+
+
+def names(entries):
+    return [hf for entry in entries if entry.exported for hf in entry.hf]
+
+
+def test_versions_rise_and_every_sync_is_a_session(entries):
+    engines, transport = Engines(), ObjectStore(entries, 1000)
+    everything = names(entries)
+    sync = WeightSync(Trainer(everything[:3], everything[:2:-1]), engines, transport)
+    sync.run()
+    sync.run()
+    assert engines.calls == ["begin", "load", "load", 1, "begin", "load", "load", 2]
+    assert sync.metrics["sync/seconds"] > 0
+    again = WeightSync(Trainer(), engines, transport)
+    again.load_state_dict(sync.state_dict())
+    assert again.version == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda names: names[1:], r"embed_tokens.weight, which fills model.embed_tokens.weight, came 0 times"),
+        (
+            lambda names: [*names, "model.layers.1.self_attn.k_proj.weight"],
+            r"k_proj.weight, which fills .*qkv_proj.weight, came 2 times",
+        ),
+        (lambda names: [*names, "model.layers.9.extra"], r"model.layers.9.extra is not in the weight map"),
+    ],
+)
+def test_full_tensors_that_do_not_arrive_as_planned_are_no_new_version(entries, change, message):
+    engines = Engines()
+    sync = WeightSync(Trainer(change(names(entries))), engines, ObjectStore(entries, 1000))
+    with pytest.raises(RuntimeError, match=message):
+        sync.run()
+    assert engines.calls == ["begin", "load"]
+    assert sync.version == 0

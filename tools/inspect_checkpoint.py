@@ -1,0 +1,45 @@
+"""List what a checkpoint holds, or how two checkpoints differ.
+
+    python tools/inspect_checkpoint.py PATH [PATH2] [--hf HF_DIR] [--keys] [--no-digest] [--json] [--processes N]
+
+PATH is an HF folder, a converted checkpoint, a training run's (checkpoints/step_XXXXXXXX) or Megatron-LM's (iter_XXXXXXX). One line for
+each tensor: name, shape, type, bytes, and the beginning of its digest, which is the SHA-256 of its elements, row by row. Tensors
+have HF's names and shapes in both formats, so digests of the same weights are equal; for a training run's checkpoint --hf names
+the model it is of, without which it is listed under Megatron's own keys, as with --keys. With PATH2, lists only what differs, with exit
+status 1 if anything does.
+"""
+
+import argparse
+import json
+
+from grpo_megatron.commands.convert import add_processes, call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", metavar="PATH", nargs="+")
+    parser.add_argument("--hf", metavar="HF_DIR")
+    parser.add_argument("--keys", action="store_true")
+    parser.add_argument("--no-digest", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    add_processes(parser)
+    options = parser.parse_args()
+    if len(options.paths) > 2:
+        parser.error("at most two checkpoints are compared")
+
+    def work() -> int:
+        from grpo_megatron.conversion.listing import differences, listing
+
+        found = [listing(path, options.hf, options.keys, not options.no_digest, options.processes) for path in options.paths]
+        if len(found) == 1:
+            print(json.dumps(found[0].as_json()) if options.json else found[0].text())
+            return 0
+        lines = differences(*found)
+        print(json.dumps({"differences": lines}) if options.json else "\n".join(lines or ["no difference"]))
+        return 1 if lines else 0
+
+    call(parser, work)
+
+
+if __name__ == "__main__":  # the processes that share the work import this file
+    main()

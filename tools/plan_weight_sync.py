@@ -1,0 +1,162 @@
+"""What a weight sync of a model would move and take, on paper, for layouts and machines that need not be there.
+
+    python tools/plan_weight_sync.py MODEL --nodes 16 --trainer tp=8,pp=4 --engine tp=8 [--colocated]
+    python tools/plan_weight_sync.py --table
+
+MODEL is a folder with a config.json; no weights are read. The trainer's data-parallel size follows from the nodes. Of separate engines half
+of the nodes are the trainer's. --table prints the table of docs/weight-sync.md, for the models in configs/models.
+"""
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
+from grpo_megatron.weights.sync.cost import Cost, Machine, broadcast_is_cheaper, cost, full_tensors_seconds, on_nodes
+from grpo_megatron.weights.sync.plan import Layouts
+
+MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how the trainer divides it (all but data parallel), and how an engine does."""
+
+    model: str
+    trainer: ParallelSizes
+    engine: EngineLayout
+    colocated: bool = False
+
+
+def layouts_of(case: Case, nodes: int, gpus_per_node: int) -> Layouts:
+    """Raises UserError for layouts that are not legal."""
+    gpus = nodes * gpus_per_node
+    for_trainer = gpus if case.colocated else gpus // 2
+    replica = case.trainer.tp * case.trainer.cp * case.trainer.pp
+    sizes = replace(case.trainer, dp=max(1, for_trainer // replica))
+    arch = read_architecture(case.model)
+    found = layout_violations(sizes) + layout_violations_of_model(sizes, arch)
+    if sizes.world_size != for_trainer:
+        found.append(f"{for_trainer} GPUs of the trainer are not a multiple of the {replica} of a replica")
+    if found:
+        raise UserError("; ".join(found))
+    num_engines = (gpus if case.colocated else gpus - for_trainer) // case.engine.tp
+    return on_nodes(Layouts(arch, sizes, case.engine, num_engines), gpus_per_node, case.colocated)
+
+
+def row(case: Case, nodes: int, gpus_per_node: int, machine: Machine, bucket_bytes: int) -> tuple[str, ...]:
+    layouts = layouts_of(case, nodes, gpus_per_node)
+    transport, why = "shared memory", "engines are on the trainer's nodes"
+    if not case.colocated:
+        broadcast = broadcast_is_cheaper(layouts, bucket_bytes, machine)
+        layouts = replace(layouts, multicast=broadcast)
+        transport = "broadcast" if broadcast else "point to point"
+        why = "cheaper than serving each engine" if broadcast else "each card gets only its own slices"
+    found: Cost = cost(layouts, machine, bucket_bytes)
+    sizes, engine = layouts.sizes, layouts.engine
+    return (
+        Path(case.model).name,
+        str(nodes),
+        f"TP{sizes.tp} PP{sizes.pp} DP{sizes.dp}" + (f" EP{sizes.ep}" if sizes.ep > 1 else ""),
+        f"{layouts.num_engines} x TP{engine.tp}" + (f" EP{engine.ep}" if engine.ep > 1 else ""),
+        "same GPUs" if case.colocated else "own nodes",
+        f"{found.network_gb:,.0f}",
+        f"{found.fabric_gb:,.0f}",
+        f"{found.sent_gb:.1f}",
+        f"{found.received_gb:.1f}",
+        f"{found.bound:.2f}",
+        f"{found.seconds:.2f}",
+        f"{full_tensors_seconds(layouts, machine):,.0f}",
+        f"{transport}: {why}",
+    )
+
+
+HEAD = (
+    "model",
+    "nodes",
+    "trainer",
+    "engines",
+    "placement",
+    "GB between nodes",
+    "GB within nodes",
+    "GB out of the busiest GPU",
+    "GB into one",
+    "bound, s",
+    "plan, s",
+    "object store, s",
+    "transport",
+)
+
+
+def show(rows: list[tuple[str, ...]]) -> None:
+    print("| " + " | ".join(HEAD) + " |")
+    print("|" + "---|" * len(HEAD))
+    for cells in rows:
+        print("| " + " | ".join(cells) + " |")
+
+
+def table() -> list[Case]:
+    sp = {"sequence_parallel": True}
+    llama = Case(f"{MODELS}/llama-3.1-70b", ParallelSizes(tp=8, pp=4, **sp), EngineLayout(8))
+    qwen = Case(f"{MODELS}/qwen3-235b-a22b", ParallelSizes(tp=4, pp=2, ep=16, **sp), EngineLayout(8, 8))
+    deepseek = Case(
+        f"{MODELS}/deepseek-v3", ParallelSizes(tp=4, pp=2, ep=32, pipeline_layers=(30, 31), **sp), EngineLayout(16, 16)
+    )
+    return [llama, replace(llama, colocated=True), qwen, replace(qwen, colocated=True), deepseek]
+
+
+def parsed(text: str, allowed: tuple[str, ...]) -> dict[str, int]:
+    """tp=8,pp=4"""
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in allowed or not value.isdigit() or int(value) < 1:
+            raise UserError(f"{part!r} must be one of {', '.join(allowed)}, with = and a positive number")
+        found[name] = int(value)
+    return found
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    if options.table:
+        return table()
+    if options.model is None:
+        raise UserError("name a folder with a config.json, or say --table")
+    trainer = parsed(options.trainer, ("tp", "pp", "cp", "ep", "etp", "vpp"))
+    sizes = ParallelSizes(**trainer, sequence_parallel=trainer.get("tp", 1) > 1)
+    engine = EngineLayout(**parsed(options.engine, ("tp", "ep")))
+    return [Case(options.model, sizes, engine, options.colocated)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", metavar="MODEL")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--trainer", default="tp=8", help="tp, pp, cp, ep, etp, vpp; default tp=8")
+    parser.add_argument("--engine", default="tp=8", help="tp, ep; default tp=8")
+    parser.add_argument("--colocated", action="store_true", help="engines on the trainer's GPUs")
+    parser.add_argument("--network", type=float, default=50.0, help="GB/s of one GPU between nodes; default 50 (400 Gb/s)")
+    parser.add_argument("--fabric", type=float, default=400.0, help="GB/s of one GPU within a node; default 400 (NVLink)")
+    parser.add_argument("--latency", type=float, default=30.0, help="microseconds of a message; default 30")
+    parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20)
+    options = parser.parse_args()
+    machine = Machine(options.network, options.fabric, options.latency / 1e6)
+    try:
+        show(
+            [
+                row(case, nodes, options.gpus_per_node, machine, options.bucket_bytes)
+                for case in cases(options)
+                for nodes in options.nodes
+            ]
+        )
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()

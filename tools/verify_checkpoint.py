@@ -1,0 +1,40 @@
+"""Compare a Megatron checkpoint with the HF checkpoint it was made of.
+
+    python tools/verify_checkpoint.py HF_DIR MEGATRON_DIR [--bits-only] [--processes N]
+
+First every tensor is read from both, without writing anything: what would come back must be HF's, bit for bit. Then both models compute
+float32 logits of the same random tokens, ours and transformers'; they must agree to 1e-5 of the largest. That needs the memory of the
+whole model in float32, which --bits-only does not. Exit status 1 if anything differs.
+"""
+
+import argparse
+
+from grpo_megatron.commands.convert import add_processes, call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("hf", metavar="HF_DIR")
+    parser.add_argument("megatron", metavar="MEGATRON_DIR")
+    parser.add_argument("--bits-only", action="store_true")
+    add_processes(parser)
+    options = parser.parse_args()
+
+    def work() -> int:
+        from grpo_megatron.conversion.verify import LOGITS_BOUND, different_bits, logits_difference
+
+        lines, progress = different_bits(options.hf, options.megatron, options.processes)
+        print("\n".join(lines or [f"every tensor is the same, bit for bit: {progress}"]))
+        if options.bits_only:
+            return 1 if lines else 0
+        difference, largest = logits_difference(options.hf, options.megatron)
+        bound = LOGITS_BOUND * largest
+        fine = difference <= bound  # not for NaN
+        print(f"logits differ by up to {difference:.2e} ({'within' if fine else 'beyond'} the bound of {bound:.2e})")
+        return 0 if fine and not lines else 1
+
+    call(parser, work)
+
+
+if __name__ == "__main__":  # the processes that share the work import this file
+    main()
