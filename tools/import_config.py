@@ -8,7 +8,7 @@
     python tools/import_config.py --survey FOLDER        # what becomes of each launch script and YAML file in a folder
 
 The YAML goes to --out, or to standard output; what happened to every setting, to standard error. What changes what
-is trained (an adapter that is none here, another reward, another number of steps) comes first there, and then nothing
+is trained (an adapter that is not carried over, another reward, another number of steps) comes first there, and then nothing
 is written: settle it with key=value of ours, or say --accept. Exit status 2 in that case, for what cannot be read, and
 if the result does not pass `grpo-megatron config check`.
 """

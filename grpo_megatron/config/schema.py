@@ -13,6 +13,7 @@ from omegaconf import MISSING
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.algorithm import AlgorithmConfig, MismatchConfig
 from grpo_megatron.config.limits import LONGEST_WAIT, Text
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.options import option, section
 from grpo_megatron.config.weight_sync import WeightSyncConfig
 
@@ -269,8 +270,10 @@ class MegatronConfig:
         Precision.bf16, "training precision: bf16 (fp32 master weights), fp8 (TransformerEngine), or fp32"
     )
     transformer_impl: TransformerImpl = option(
-        TransformerImpl.auto, "layers: transformer_engine, local (torch), or auto (the former where it can run)"
+        TransformerImpl.auto,
+        "layers: transformer_engine, local (torch), or auto (the former where it can run; local with lora)",
     )
+    lora: LoraConfig = section(LoraConfig, "adapters, trained in place of the model")
     cpu_threads: int = option(1, "intra-op threads of a rank on a machine without a GPU", above=0)
     collective_timeout: float = option(
         600.0, "how long a collective may wait for a missing rank", "seconds", above=0, at_most=LONGEST_WAIT

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.model.adapters import is_adapter
 from grpo_megatron.model.pieces import Piece, Shape, box
 from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -108,6 +109,11 @@ def weights_folder(source: str) -> Path:
 def megatron_tensors(folder: Path, layout: Layout) -> MegatronTensors:
     """Raises UserError unless the checkpoint has all tensors of this layout, in their shapes."""
     stored = read_metadata(folder)
+    if any(is_adapter(key) for key in stored):
+        raise UserError(
+            f"{folder} was saved with adapters (megatron.lora), which would be lost; the run that trained them exports them, merged and "
+            "alone, when it ends (hf/)"
+        )
     places = defaultdict(list)
     for part in layout.parts:
         if part.key not in stored:

@@ -28,6 +28,7 @@ LOSSES = dict.fromkeys(("actor", "grpo", "ppo", "math_ppo_actor"), CLIPPED) | {
 }
 AGGREGATION = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
 MODEL = "actor.model"
+_ADAPTER = "adapters are not carried over: give megatron.lora.* by hand, or all weights are trained"
 
 
 def _estimator(value: Any, source: Source) -> str:
@@ -288,6 +289,6 @@ PENALTIES = trains(
         "false: none",
     ),
     dropped("data.image_keys", "only text is trained here"),
-    becomes(f"{MODEL}.is_lora", (), only((False, None), "adapters are not trained here: all weights would be"), "only false"),
-    becomes("actor.model.lora_rank", (), only((0, None), "adapters are not trained here: all weights would be"), "only 0"),
+    becomes(f"{MODEL}.is_lora", "megatron.lora.rank", only((False, None), _ADAPTER), "true: give megatron.lora.* by hand"),
+    becomes("actor.model.lora_rank", "megatron.lora.rank", only((0, None), _ADAPTER), "other than 0: give it by hand"),
 )

@@ -94,7 +94,8 @@ _HOW = (
     "use_fused_kernels",
     "use_remove_padding",
 )
-_ADAPTER = "adapters are not trained here: the run would be full fine-tuning of every weight"
+_ADAPTER = "adapters are not carried over: give megatron.lora.* by hand, or the run is full fine-tuning of every weight"
+_BY_HAND = "other than 0: give it and megatron.lora.alpha and targets by hand"
 
 TRAINER = (
     becomes(
@@ -122,9 +123,9 @@ TRAINER = (
             default=30,
         ),
         becomes("trainer.resume_from_path", "run.resume", _resume),
-        becomes(f"{MODEL}.lora_rank", (), only((0, None), _ADAPTER), "only 0"),
-        becomes(f"{MODEL}.lora.rank", (), only((0, None), _ADAPTER), "only 0"),
-        becomes(f"{MODEL}.lora_adapter_path", (), only((None,), _ADAPTER), "only null"),
+        becomes(f"{MODEL}.lora_rank", "megatron.lora.rank", only((0, None), _ADAPTER), _BY_HAND),
+        becomes(f"{MODEL}.lora.rank", "megatron.lora.rank", only((0, None), _ADAPTER), _BY_HAND),
+        becomes(f"{MODEL}.lora_adapter_path", (), only((None,), f"no run begins with an adapter; {_ADAPTER}"), "only null"),
         becomes(f"{MODEL}.mtp.enable_train", (), only((False,), "no loss on several tokens ahead"), "only false"),
         dropped(f"{MODEL}.override_config.*", "the model is what its config.json says: change it there"),
         becomes(f"{MODEL}.external_lib", (), only((None,), "the model is what its config.json says"), "only null"),

@@ -19,7 +19,7 @@ from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Precision, RoutingReplay
-from grpo_megatron.megatron import export, sharded_state
+from grpo_megatron.megatron import export, lora, sharded_state
 from grpo_megatron.megatron.checkpoint_files import Writer
 from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, forward_probe
 from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory, occupied
@@ -31,8 +31,9 @@ from grpo_megatron.megatron.reference import ReferenceWeights
 from grpo_megatron.megatron.rounding import rounding_noise
 from grpo_megatron.megatron.router import Routing, take_loss_sums
 from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult
-from grpo_megatron.megatron.weights import iterate_hf, load_hf, local_weights, mark_parallel
+from grpo_megatron.megatron.weights import iterate_hf, load_hf, mark_parallel
 from grpo_megatron.metrics import Mean, Metrics, concrete, merge
+from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.entries import engine_stacks
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.run.checkpoints import SaveReport
@@ -68,11 +69,15 @@ class Actor:
             aux_loss_coeff=spec.moe.aux_loss_coeff,
             z_loss_coeff=spec.moe.z_loss_coeff,
             constant_length=spec.pack_tokens > 0,
+            lora=spec.lora,
         )
         self._transformer_engine, self._sender = model_spec.transformer_engine, None
         self.entries = weight_map(self.arch, model_spec.transformer_engine)
         self.chunks = build_model(self.arch, model_spec)
         mark_parallel(self.chunks, self.entries)
+        self.adapters = adapter_entries(self.entries.values(), spec.lora)
+        if self.adapters:
+            lora.attach(self.chunks, self.adapters, spec.seed)
         layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, FP8_ALIGNMENT if fp8 else 1)
         if spec.pack_tokens:
             layout = replace(layout, pack_tokens=padded_to(spec.pack_tokens, layout.pack_multiple))
@@ -81,11 +86,11 @@ class Actor:
             lambda: output_weight(self.chunks[-1]), self.arch.vocab_size, sizes.sequence_parallel, spec.temperature
         )
         # Values are read before DDP and optimizer take the parameters into their buffers.
-        self.reference = None
+        self.reference, same_model = None, spec.reference_path in (None, spec.model_path)
         if spec.with_reference:
             load_hf(self.chunks, hf_checkpoint.HFCheckpoint(spec.reference_path or spec.model_path), self.entries)
-            self.reference = ReferenceWeights(self.chunks, on_host=spec.reference_offload)
-        if not spec.with_reference or spec.reference_path not in (None, spec.model_path):
+            self.reference = ReferenceWeights(self.chunks, on_host=spec.reference_offload, same_model=same_model)
+        if not spec.with_reference or not same_model:
             load_hf(self.chunks, hf_checkpoint.HFCheckpoint(spec.model_path), self.entries)
         self._set_up_training(model_spec.params_dtype)
 
@@ -333,8 +338,7 @@ class Actor:
                 self._sender.close()
             self._sender = Sender(order.setup, self.rank.rank, self.device, self._transformer_engine)
         with self._settled_weights(), torch.no_grad():
-            parameters = {name: parameter.detach() for name, parameter in local_weights(self.chunks).items()}
-            return self._sender.send(order, parameters)
+            return self._sender.send(order, lora.MergedWeights(self.chunks))
 
     def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """The current weights in HF names, each on one rank. Collective.
@@ -343,16 +347,14 @@ class Actor:
         """
         with self._settled_weights():
             # On ranks that hand out nothing the loop still drives the collectives.
-            stacks = engine_stacks(self.entries.values())
-            yield from make_buckets(iterate_hf(self.chunks, self.entries), max_bytes, stacks)
+            tensors = iterate_hf(self.chunks, self.entries, values=lora.MergedWeights(self.chunks))
+            yield from make_buckets(tensors, max_bytes, engine_stacks(self.entries.values()))
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
-        """Write the weights as an HF checkpoint, with the tokenizer of the original; see `export.save_hf`. Collective.
-
-        dtype: of the written tensors; None keeps the training precision.
-        """
+        """Write an HF checkpoint, see `export.save_hf`. dtype: of the tensors; None keeps the training precision. Collective."""
         with self._settled_weights():
-            export.save_hf(self.chunks, self.entries, self.spec.model_path, folder, dtype or PRECISIONS[self.spec.precision])
+            dtype = dtype or PRECISIONS[self.spec.precision]
+            export.save_hf(self.chunks, self.entries, self.spec.model_path, folder, dtype, self.adapters, self.spec.lora)
 
     def begin_checkpoint(self, folder: str) -> None:
         """Begin to write weights, optimizer and learning-rate state as they are now. Collective.

@@ -1,33 +1,57 @@
 """The trained model as an HF checkpoint, written by the ranks that hold it."""
 
 import itertools
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.megatron.lora import MergedWeights
 from grpo_megatron.megatron.process_groups import rank_info
-from grpo_megatron.megatron.weights import iterate_hf
+from grpo_megatron.megatron.weights import iterate_hf, local_parameters
 from grpo_megatron.model.entries import Entry
-from grpo_megatron.weights import hf_checkpoint
+from grpo_megatron.weights import hf_checkpoint, peft_checkpoint
 
 
-def save_hf(chunks, entries: dict[str, Entry], model_path: str, folder: str, dtype: torch.dtype) -> None:
+def save_hf(
+    chunks,
+    entries: dict[str, Entry],
+    model_path: str,
+    folder: str,
+    dtype: torch.dtype,
+    adapters: dict[str, Entry],
+    lora: LoraConfig,
+) -> None:
     """Write aside, and put in place of what was there when whole. Collective over all ranks.
 
-    model_path: of the original, for configuration and tokenizer. dtype: of the written tensors.
+    model_path: of the original, for configuration and tokenizer. dtype: of the written tensors. adapters: entries of theirs, which
+    are merged into the weights, and in `folder`/adapter besides.
     """
     rank, partial = rank_info(), f"{folder}.partial"
     if rank.rank == 0:
         hf_checkpoint.start(partial, folder, model_path)
     dist.barrier()
-    writer = hf_checkpoint.HFWriter(partial, f"{rank.rank:05d}")
-    for name, tensor in iterate_hf(chunks, entries, dtype):
+    shards = _write(partial, iterate_hf(chunks, entries, dtype, MergedWeights(chunks)))
+    if adapters:
+        own = local_parameters(chunks, adapters=True)
+        parts = _write(f"{partial}/adapter", iterate_hf(chunks, adapters, dtype, own))
+    if rank.rank == 0:
+        if adapters:
+            peft_checkpoint.finish(f"{partial}/adapter", [name for name, _ in parts], lora, model_path)
+        hf_checkpoint.copy_companions(model_path, partial, dtype)
+        hf_checkpoint.finish(partial, shards, folder)
+    dist.barrier()
+
+
+def _write(folder: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, dict[str, int]]]:
+    """The shards that all ranks have written, in the order of the stages: (file, {tensor: bytes})."""
+    rank = rank_info()
+    writer = hf_checkpoint.HFWriter(folder, f"{rank.rank:05d}")
+    for name, tensor in tensors:
         writer.add(name, tensor)
     shards = writer.close()  # empty where nothing was gathered
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (rank.pp_rank, shards))
-    if rank.rank == 0:
-        in_order = sorted((item for item in everyone if item[1]), key=lambda item: item[0])
-        hf_checkpoint.copy_companions(model_path, partial, dtype)
-        hf_checkpoint.finish(partial, list(itertools.chain.from_iterable(part for _, part in in_order)), folder)
-    dist.barrier()
+    in_order = sorted((item for item in everyone if item[1]), key=lambda item: item[0])
+    return list(itertools.chain.from_iterable(part for _, part in in_order))

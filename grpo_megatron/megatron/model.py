@@ -12,11 +12,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from grpo_megatron.capabilities import Capabilities
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.schema import Precision, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.attention import PackedAttention
 from grpo_megatron.megatron.latent_attention import LatentAttention, LatentAttentionParts
 from grpo_megatron.megatron.logprobs import hand_out_hidden_states
+from grpo_megatron.megatron.lora import AdaptedColumns, AdaptedGateUp, AdaptedRows
 from grpo_megatron.megatron.modules import RMSNorm, SwiGLU
 from grpo_megatron.megatron.router import Router
 from grpo_megatron.megatron.spec import ModelSpec
@@ -41,15 +43,29 @@ def uses_transformer_engine(impl: TransformerImpl, precision: Precision) -> bool
     return impl != TransformerImpl.local and here.transformer_engine_problem is None
 
 
-def _layer_spec(arch: Architecture, config: TransformerConfig, transformer_engine: bool, num_experts: int | None):
+def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
+    """Exchange the target layers in the submodules of attention and dense MLP; mlp: None in a layer with experts."""
+    for submodules, layer, target, adapted in (
+        (attention, "linear_qkv", "q_proj", AdaptedColumns),
+        (attention, "linear_proj", "o_proj", AdaptedRows),
+        (mlp, "linear_fc1", "gate_proj", AdaptedGateUp),
+        (mlp, "linear_fc2", "down_proj", AdaptedRows),
+    ):
+        if submodules is not None and target in lora.targets:
+            setattr(submodules, layer, ModuleSpec(module=adapted, params={"lora": lora}))
+
+
+def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, num_experts: int | None):
     """One layer: TransformerEngine's, or Megatron's local one with our norm and attention."""
-    if transformer_engine:
-        spec = get_gpt_layer_with_transformer_engine_spec(
+    if spec.transformer_engine:
+        layer_spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts, qk_layernorm=config.qk_layernorm, multi_latent_attention=arch.latent is not None
         )
     else:
-        spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-        layer = spec.submodules
+        layer_spec = get_gpt_layer_local_spec(
+            num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        )
+        layer = layer_spec.submodules
         layer.input_layernorm = RMSNorm
         layer.pre_mlp_layernorm = RMSNorm
         attention = layer.self_attention.submodules
@@ -61,11 +77,13 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, transformer_engin
         mlp = layer.mlp.submodules
         for with_activation in (mlp.experts.submodules, mlp.shared_experts.submodules) if num_experts else (mlp,):
             with_activation.activation_func = SwiGLU
+        if spec.lora.rank:
+            _add_adapters(attention, None if num_experts else mlp, spec.lora)
     if arch.latent is not None:
-        spec.submodules.self_attention = _latent_attention(arch, transformer_engine)
+        layer_spec.submodules.self_attention = _latent_attention(arch, spec.transformer_engine)
     if num_experts:
-        spec.submodules.mlp.submodules.router = partial(Router, correction_bias=arch.moe.correction_bias)
-    return spec
+        layer_spec.submodules.mlp.submodules.router = partial(Router, correction_bias=arch.moe.correction_bias)
+    return layer_spec
 
 
 def _latent_attention(arch: Architecture, transformer_engine: bool) -> ModuleSpec:
@@ -79,14 +97,14 @@ def _latent_attention(arch: Architecture, transformer_engine: bool) -> ModuleSpe
 
 
 def _block_spec(
-    arch: Architecture, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
+    arch: Architecture, config: TransformerConfig, spec: ModelSpec, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk, dense or with experts as the architecture says."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     has_experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    specs = [_layer_spec(arch, config, transformer_engine, arch.moe.num_experts if has_experts[i] else None) for i in layers]
-    if transformer_engine:
+    specs = [_layer_spec(arch, config, spec, arch.moe.num_experts if has_experts[i] else None) for i in layers]
+    if spec.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
@@ -105,7 +123,7 @@ def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
         vp_stage = number if spec.sizes.vpp > 1 else None
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=_block_spec(arch, config, spec.transformer_engine, vp_stage),
+            transformer_layer_spec=_block_spec(arch, config, spec, vp_stage),
             vocab_size=arch.padded_vocab_size(spec.sizes.tp),
             max_sequence_length=arch.max_positions,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from grpo_megatron.megatron.weights import local_weights
+from grpo_megatron.megatron.weights import local_parameters, local_weights
 
 
 class ReferenceWeights:
@@ -15,13 +15,16 @@ class ReferenceWeights:
     """
 
     @torch.no_grad()
-    def __init__(self, chunks, on_host: bool = True):
+    def __init__(self, chunks, on_host: bool = True, same_model: bool = True):
         """Takes the current values of the model's chunks as the reference.
 
-        on_host: kept in the host's memory between uses, else beside the parameters.
+        on_host: kept in the host's memory between uses, else beside the parameters. same_model: frozen parameters are alike in
+        both, and not held twice: with adapters, the reference is the model with their first values, which change nothing.
         """
         self._on_host = on_host
-        self._parameters = list(local_weights(chunks).values())
+        adapters = local_parameters(chunks, adapters=True)
+        held = adapters if adapters and same_model else local_weights(chunks) | adapters
+        self._parameters = list(held.values())
         self._other = [self._copy(parameter) for parameter in self._parameters]
 
     def _copy(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -42,8 +45,8 @@ class ReferenceWeights:
 
     def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The reference's value of one parameter, on the parameter's device."""
-        index = next(i for i, own in enumerate(self._parameters) if own is parameter)
-        return self._other[index].to(parameter.device)
+        index = next((i for i, own in enumerate(self._parameters) if own is parameter), None)
+        return parameter.detach() if index is None else self._other[index].to(parameter.device)
 
     @contextmanager
     def in_place(self):

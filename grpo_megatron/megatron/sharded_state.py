@@ -6,6 +6,7 @@ import time
 import torch
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.megatron import lora
 from grpo_megatron.megatron.checkpoint_files import Writer, read, read_common
 from grpo_megatron.megatron.shards import optimizer_pieces, sharded_model, weight_pieces
 
@@ -22,7 +23,11 @@ def save(folder: str, chunks, optimizer) -> Writer:
         _fill_optimizer_state(optimizer)
         states = optimizer_pieces(shards, optimizer, writing=True)
         steps = [group["step"] for part in optimizer.parts() for group in part.optimizer.param_groups if "step" in group]
-        common = {"optimizer_steps": int(max(steps)), "scheduler": optimizer.scheduler.state_dict()}
+        common = {
+            "optimizer_steps": int(max(steps)),
+            "scheduler": optimizer.scheduler.state_dict(),
+            "lora": lora.description(chunks),
+        }
     everything = (item for own in objects for item in own.values())
     own_objects = {item.unique_key: _serialised(item.data) for item in everything if not any(item.replica_id)}
     return Writer(folder, weight_pieces(shards, writing=True), states, own_objects, common, begun)
@@ -39,6 +44,7 @@ def load(folder: str, chunks, optimizer) -> None:
         common = read_common(folder)
         if "optimizer_steps" not in common:
             raise UserError(f"{folder} has weights alone, or is of an earlier version: a run cannot continue from it")
+        lora.check_checkpoint(folder, common.get("lora"), chunks)
         _fill_optimizer_state(optimizer)
         pieces += optimizer_pieces(shards, optimizer, writing=False)
     found = read(folder, pieces, [item.unique_key for own in objects for item in own.values()])

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.schema import Config, MoEConfig, OptimizerConfig, Precision, Recompute, TransformerImpl
 from grpo_megatron.metrics import Metrics
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -16,7 +17,7 @@ class ModelSpec:
     params_dtype: of parameters and activations. transformer_engine: its layers, else the local ones.
     aux_loss_coeff, z_loss_coeff: of the routers' own losses, 0: off. constant_length: all packs are
     equally long, so that pipeline stages need not tell each other the shapes. without_memory: it is built on torch's meta device,
-    to be asked for names and shapes.
+    to be asked for names and shapes. lora: beside local layers only.
     """
 
     sizes: ParallelSizes
@@ -29,6 +30,7 @@ class ModelSpec:
     z_loss_coeff: float = 0.0
     constant_length: bool = False
     without_memory: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class ActorSpec:
     temperature: of the distribution whose log-probs are trained. reference_offload: the reference's
     weights wait in the host's memory. offload_folder: where what is parked goes, see memory.Parking.
     pack_tokens: if not 0, every micro-batch is padded to this many tokens, over all CP ranks.
+    seed: of weights made here, which are the adapters'.
     """
 
     model_path: str
@@ -56,6 +59,8 @@ class ActorSpec:
     reference_offload: bool = True
     offload_folder: str | None = None
     pack_tokens: int = 0
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,21 +94,26 @@ def pack_limit(config: Config) -> int:
 
 def actor_spec(config: Config, command: str = "train") -> ActorSpec:
     """command: train or sft, by which the length of the learning-rate schedule is known, and whether a reference is needed."""
+    megatron = config.megatron
+    # Adapters are beside local layers only, which is what `auto` is with them.
+    layers = TransformerImpl.local if megatron.lora.rank else megatron.transformer_impl
     return ActorSpec(
         model_path=config.model.path,
-        sizes=ParallelSizes.from_config(config.megatron),
+        sizes=ParallelSizes.from_config(megatron),
         optimizer=replace(config.optimizer, lr_decay_steps=lr_decay_steps(config, command)),
-        precision=config.megatron.precision,
-        transformer_impl=config.megatron.transformer_impl,
-        distributed_optimizer=config.megatron.distributed_optimizer,
-        overlap=config.megatron.overlap,
-        recompute=config.megatron.recompute,
-        recompute_modules=tuple(config.megatron.recompute_modules),
+        precision=megatron.precision,
+        transformer_impl=layers,
+        distributed_optimizer=megatron.distributed_optimizer,
+        overlap=megatron.overlap,
+        recompute=megatron.recompute,
+        recompute_modules=tuple(megatron.recompute_modules),
         moe=config.moe,
         temperature=config.rollout.temperature,
         with_reference=command == "train" and config.algorithm.needs_reference,
         reference_path=config.ref.path,
         reference_offload=config.ref.offload,
-        offload_folder=config.megatron.offload_folder,
+        offload_folder=megatron.offload_folder,
         pack_tokens=pack_limit(config) if config.train.constant_length_packs else 0,
+        lora=megatron.lora,
+        seed=config.run.seed,
     )

@@ -1,6 +1,6 @@
 """HF tensors into the ranks of a Megatron model, and out of them again, tensor by tensor."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.process_groups import rank_info
 from grpo_megatron.megatron.router import is_correction_bias
+from grpo_megatron.model.adapters import is_adapter
 from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.pieces import box
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -17,13 +18,13 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 _EXPERTS = "mlp.experts.local_experts."
 
 
-def local_parameters(chunks) -> dict[str, torch.nn.Parameter]:
-    """Parameters of this rank's model chunks under their global names."""
-    return _under_global_names(chunks, lambda chunk: chunk.named_parameters())
+def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Parameter]:
+    """Parameters of this rank's model chunks under their global names; adapters: those of LoRA instead."""
+    return _under_global_names(chunks, lambda chunk: ((n, p) for n, p in chunk.named_parameters() if is_adapter(n) == adapters))
 
 
 def local_weights(chunks) -> dict[str, torch.Tensor]:
-    """All that a checkpoint holds: the parameters, and the routers' correction biases, which are buffers."""
+    """All that an HF checkpoint holds: the parameters, and the routers' correction biases, which are buffers."""
     biases = _under_global_names(chunks, lambda chunk: ((n, b) for n, b in chunk.named_buffers() if is_correction_bias(n)))
     return local_parameters(chunks) | biases
 
@@ -99,8 +100,12 @@ def _split_over(entry: Entry):
     return mpu.get_expert_tensor_parallel_group() if entry.expert else mpu.get_tensor_model_parallel_group()
 
 
-def iterate_hf(chunks, entries: dict[str, Entry], dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_hf(
+    chunks, entries: dict[str, Entry], dtype: torch.dtype | None = None, values: Mapping[str, torch.Tensor] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, full tensor) of this rank's parameters, each on one rank of all; dtype: of all but float32 buffers.
+
+    values: {Megatron name: this rank's shard}, None: as they are in the chunks.
 
     That is the first rank of the group that holds its shards, in the first replica; the others take
     part in the gathering. A generator: at most one gathered parameter is alive beyond what the consumer
@@ -108,16 +113,16 @@ def iterate_hf(chunks, entries: dict[str, Entry], dtype: torch.dtype | None = No
     then done its part in all gathering before its consumer makes it wait.
     """
     rank = rank_info()
-    parameters = [(_entry_of(entries, name), parameter) for name, parameter in local_weights(chunks).items()]
-    for entry, parameter in sorted(parameters, key=lambda item: bool(item[0].expert)):
+    values = local_weights(chunks) if values is None else values
+    for entry in sorted((_entry_of(entries, name) for name in values), key=lambda entry: bool(entry.expert)):
         if not entry.exported or not (rank.in_first_expert_replica if entry.expert else rank.in_first_replica):
             continue
-        group = _split_over(entry)
-        shards = [parameter.detach()]
+        group, own = _split_over(entry), values[entry.megatron].detach()
+        shards = [own]
         if entry.axis is not None and group.size() > 1:
             first = group.rank() == 0
-            shards = [torch.empty_like(parameter) for _ in range(group.size())] if first else None
-            dist.gather(parameter.detach().contiguous(), shards, group=group, group_dst=0)
+            shards = [torch.empty_like(own) for _ in range(group.size())] if first else None
+            dist.gather(own.contiguous(), shards, group=group, group_dst=0)
         if group.rank() == 0:
             for name, tensor in whole_tensors(entry, shards):
                 yield name, tensor if entry.float32 or dtype is None else tensor.to(dtype)

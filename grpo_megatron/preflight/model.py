@@ -6,6 +6,7 @@ from pathlib import Path
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import read_object
+from grpo_megatron.model.adapters import without_adapter
 from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -33,6 +34,8 @@ def model_violations(config: Config, arch: Architecture, command: str = "train")
     found = layout_violations_of_model(ParallelSizes.from_config(config.megatron), arch, keys)
     if command == "train" and not config.rollout.replay:
         found += _engine(config, arch)
+    if config.megatron.lora.rank > 0:
+        found += without_adapter(arch, config.megatron.lora)
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if longest > arch.max_positions:
         found.append(

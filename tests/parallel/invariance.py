@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from grpo_megatron.megatron.process_groups import RankInfo
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.weights import local_parameters, whole_tensors
 from grpo_megatron.metrics import Metrics, merge, to_floats
+from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import box
@@ -23,7 +25,8 @@ from tests.parallel.actors import micro_batches
 @dataclass
 class Case:
     """One way to compute two optimizer steps. partition: the layout the batch is cut in micro-batches for, if
-    another than that of spec (so that one rank can follow the partition of several)."""
+    another than that of spec (so that one rank can follow the partition of several). start: what is done to the actor first.
+    With adapters in spec, they are what is compared."""
 
     spec: ActorSpec
     loss: object
@@ -32,6 +35,7 @@ class Case:
     max_tokens: int = 256
     partition: ParallelSizes | None = None
     fault: str | None = None
+    start: Callable[[Actor], None] | None = None
 
 
 @dataclass
@@ -51,6 +55,9 @@ class RankResult:
 def two_steps(case: Case) -> RankResult:
     with planted(case.fault):
         actor = Actor(case.spec)
+        if case.start:
+            case.start(actor)
+        trained = local_parameters(actor.chunks, adapters=bool(actor.adapters))
         gradients, losses, norms = {}, [], []
         for step, batch in enumerate(case.batches):
             parts = share(case, batch, actor.rank.dp_rank)
@@ -59,14 +66,14 @@ def two_steps(case: Case) -> RankResult:
                 actor.logprobs(parts, reference=True, key=(step, 0), keep_hidden=True)
             metrics = actor.compute_gradients(parts, case.loss, batch.num_tokens, key=(step, 0))
             if step == 0:
-                gradients = {name: owned_gradient(actor, p) for name, p in local_parameters(actor.chunks).items()}
+                gradients = {name: owned_gradient(actor, p) for name, p in trained.items()}
             with actor._optimizer_at_hand():
                 outcome = actor.optimizer.step()
             assert not outcome.dropped
             losses.append(metrics)
             norms.append(outcome.grad_norm)
         with actor._settled_weights():
-            parameters = {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
+            parameters = {name: p.detach().clone() for name, p in trained.items()}
         return RankResult(actor.rank, gradients, parameters, losses, norms)
 
 
@@ -100,9 +107,9 @@ def _own_sums_only(plain):
 def _chunks_of_a_stage_adjacent(plain):
     """Layers numbered as if a stage's chunks followed each other, for 2 stages of 2 one-layer chunks."""
 
-    def local_parameters(chunks):
+    def local_parameters(chunks, adapters=False):
         wrong = {"0": "0", "2": "1", "1": "2", "3": "3"}
-        return {re.sub(r"(?<=layers\.)\d+", lambda number: wrong[number[0]], n): p for n, p in plain(chunks).items()}
+        return {re.sub(r"(?<=layers\.)\d+", lambda number: wrong[number[0]], n): p for n, p in plain(chunks, adapters).items()}
 
     return local_parameters
 
@@ -113,6 +120,14 @@ def _megatrons_own(plain):
     return TopKRouter._apply_aux_loss
 
 
+def _own_tokens_only(plain):
+    def add_adapter(self, lora, whole):
+        plain(self, lora, whole)
+        getattr(self, whole).sequence_parallel = False
+
+    return add_adapter
+
+
 # Faults of the kinds that stacks of this sort have had: (module[:class], name in it, what replaces it).
 FAULTS = {
     "keys' gradients stay on their CP rank": (
@@ -121,6 +136,7 @@ FAULTS = {
         _keys_gradients_stay,
     ),
     "sequence sums of one CP rank": ("grpo_megatron.batch.layout", "_sum_over", _own_sums_only),
+    "adapters' gradients of one TP rank's tokens": ("grpo_megatron.megatron.lora:_Adapted", "_add_adapter", _own_tokens_only),
     "wrong VPP order": ("grpo_megatron.megatron.weights", "local_parameters", _chunks_of_a_stage_adjacent),
     "auxiliary losses by one rank's tokens": ("grpo_megatron.megatron.router:Router", "_apply_aux_loss", _megatrons_own),
 }
@@ -155,26 +171,26 @@ class LocalMean:
         return loss / inputs.mask.sum().clamp(min=1), metrics
 
 
-def in_hf_names(arch, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def in_hf_names(entries, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole Megatron tensors of one rank, as HF ones."""
     found = {}
-    entries = weight_map(arch)
     for name, tensor in tensors.items():
         found.update(whole_tensors(entries[name], [tensor]))
     return found
 
 
-def worst_difference(arch, sizes, result: RankResult, expected: RankResult) -> dict[str, float]:
+def worst_difference(arch, sizes, result: RankResult, expected: RankResult, adapters: dict | None = None) -> dict[str, float]:
     """{gradient or parameter: largest difference to one rank's, in units of the tolerance}; above 1 is a failure.
 
-    Tolerance: 1e-5 of the tensor's largest entry, or 1e-11 of the largest of all tensors.
+    Tolerance: 1e-5 of the tensor's largest entry, or 1e-11 of the largest of all tensors. adapters: their entries, if they
+    are compared.
     """
     found = {}
     whole_shape = {name: p.shape for name, p in expected.parameters.items()}
     gradients = {name: flat.view(whole_shape[name]) for name, (_, flat) in expected.gradients.items()}
-    entries = weight_map(arch)
+    entries = adapters or weight_map(arch)
     for kind, one in (("gradient of", gradients), ("parameter", expected.parameters)):
-        reference = in_hf_names(arch, one)
+        reference = in_hf_names(entries, one)
         largest = max(float(tensor.abs().max()) for tensor in one.values())
         for name, values in (result.gradients if kind == "gradient of" else result.parameters).items():
             entry = entries[name]
@@ -202,8 +218,9 @@ def check(arch, case: Case, results: list[RankResult], expected: RankResult) -> 
             np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=f"{name}, step {step}")
         np.testing.assert_allclose([r.grad_norm[step] for r in results], expected.grad_norm[step], rtol=1e-5)
     covered: set[str] = set()
+    adapters = adapter_entries(weight_map(arch).values(), case.spec.lora)
     for result in results:
-        differences = worst_difference(arch, case.spec.sizes, result, expected)
+        differences = worst_difference(arch, case.spec.sizes, result, expected, adapters)
         wrong = {name: f"{ratio:.1f}" for name, ratio in differences.items() if not ratio <= 1}
         assert not wrong, f"{result.rank}: beyond the tolerance by these factors: {wrong}"
         covered |= result.parameters.keys()

@@ -125,5 +125,6 @@ def test_the_70b_configuration_is_legal():
 
 
 def test_the_other_configurations_load():
-    load_config("configs/qwen2.5_0.5b_gsm8k.yaml", ["model.path=weights"])
+    for name in ("qwen2.5_0.5b_gsm8k", "qwen2.5_0.5b_gsm8k_lora"):
+        load_config(f"configs/{name}.yaml", ["model.path=weights"])
     load_config("configs/gsm8k_cpu.yaml", ["data.train=train.jsonl"])

@@ -4,7 +4,7 @@ A sender packs from its parameters, a receiver unpacks into its own. Packing aga
 that is how a digest covers the weights as they lie in the engine, and not only what travelled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -53,7 +53,7 @@ class Parcel:
             size = part.move.numel * dtype.itemsize
             yield part, buffer[offset : offset + size].view(dtype).view(part.move.shape)
 
-    def pack(self, parameters: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
+    def pack(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
         """From the sender's parameters by Megatron name, cast to the engine's dtypes, into buffer uint8 [>= total_bytes]; no digest."""
         self._clear_gaps(buffer)
         for part, view in self._views(buffer):

@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 
@@ -31,7 +32,7 @@ class Sender:
         self._factors = odd_factors(parcels, device)
         self._encoder = Encoder() if setup.delta else None
 
-    def send(self, order: Order, parameters: dict[str, torch.Tensor]) -> Answer:
+    def send(self, order: Order, parameters: Mapping[str, torch.Tensor]) -> Answer:
         """parameters: of this rank by their Megatron names, whole and current."""
         seconds, seals, sent = defaultdict(float), defaultdict(int), 0
         started = time.perf_counter()

@@ -1,0 +1,187 @@
+"""Adapters (LoRA, arXiv:2106.09685): two small matrices beside a frozen one, under every layout.
+
+Of a column-parallel layer B is split over TP by rows, of a row-parallel one A by columns; the other matrix is whole on every rank. What
+travels between the ranks is the product with A, which has `rank` columns.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel as tp
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+
+from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.weights import local_parameters, local_weights
+from grpo_megatron.model.adapters import A, is_adapter
+from grpo_megatron.model.entries import Entry
+from grpo_megatron.model.pieces import box
+
+
+class _Adapted:
+    """What both kinds of layer have in common: weight [out, in], lora_a [rank, in], lora_b [out, rank], shards of the last two as of the
+    first."""
+
+    def _add_adapter(self, lora: LoraConfig, whole: str) -> None:
+        """whole: name of the matrix that every TP rank has all of. Values come from `attach`."""
+        rows, columns = self.weight.shape
+        self.rank, self.alpha = lora.rank, lora.alpha
+        self.lora_a = torch.nn.Parameter(self.weight.new_empty(lora.rank, columns))
+        self.lora_b = torch.nn.Parameter(self.weight.new_empty(rows, lora.rank))
+        # Under SP each TP rank sees other tokens of the whole matrix's side: finalize_model_grads sums marked gradients over TP.
+        getattr(self, whole).sequence_parallel = self.sequence_parallel
+
+    def _with_adapter(self, output: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        """low [..., rank]: the product with A, of the tokens that `output` is of."""
+        return torch.add(output, F.linear(low, self.lora_b), alpha=self.alpha / self.rank)
+
+    def merged_weight(self) -> torch.Tensor:
+        """This rank's shard of W + (alpha / rank) B A, rounded once to the dtype of W."""
+        product = self.lora_b.float() @ self.lora_a.float()
+        return product.mul_(self.alpha / self.rank).add_(self.weight).to(self.weight.dtype)
+
+    def _sharded(self, state: dict, name: str, axis: int, prefix: str, offsets: tuple, metadata: dict) -> None:
+        """In `state`, where Megatron has the matrix as a whole one, the shard that it is."""
+        key, groups = f"{prefix}{name}", {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        tensor = getattr(self, name)
+        state[key] = make_tp_sharded_tensor_for_checkpoint(tensor, key, axis, prepend_offsets=offsets, **groups)
+
+
+class AdaptedColumns(tp.ColumnParallelLinear, _Adapted):
+    """A column-parallel layer with an adapter."""
+
+    def __init__(self, *args, lora: LoraConfig, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._add_adapter(lora, whole="lora_a")
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        output, bias = super().forward(input_, weight, runtime_gather_output)
+        low = F.linear(input_, self.lora_a)
+        # Backward, each rank has the part of the gradient that comes through its own rows of B.
+        if self.sequence_parallel:
+            low = tp.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            low = tp.copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        return self._with_adapter(output, low), bias
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        self._sharded(state, "lora_b", 0, prefix, sharded_offsets, metadata)
+        return state
+
+
+class AdaptedGateUp(AdaptedColumns):
+    """Each rank has its part of the gate, then of up: Megatron's MLP says so of weight and bias only."""
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        key, alone = f"{prefix}lora_b", metadata.get("singleton_local_shards", False)
+        state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets, alone)
+        return state
+
+
+class AdaptedRows(tp.RowParallelLinear, _Adapted):
+    """A row-parallel layer with an adapter."""
+
+    def __init__(self, *args, lora: LoraConfig, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._add_adapter(lora, whole="lora_b")
+
+    def forward(self, input_):
+        output, bias = super().forward(input_)
+        low = F.linear(input_, self.lora_a)
+        if self.sequence_parallel:
+            low = tp.reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = tp.reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        return self._with_adapter(output, low), bias
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        self._sharded(state, "lora_a", 1, prefix, sharded_offsets, metadata)
+        return state
+
+
+def attach(chunks, entries: dict[str, Entry], seed: int) -> None:
+    """Give the adapters their first values, and freeze everything else. entries: of the adapters.
+
+    A is uniform within 1 / sqrt(in), as PEFT has it, the same in every layout; B is zero, so that the model computes what it did.
+    """
+    parameters, group = local_parameters(chunks, adapters=True), mpu.get_tensor_model_parallel_group()
+    for name, parameter in parameters.items():
+        entry = entries[name]
+        if entry.axis is not None:
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=entry.axis, stride=1)
+        with torch.no_grad():
+            parameter.zero_()
+            if name.endswith(A):
+                piece = entry.megatron_pieces(group.size(), group.rank())[0]
+                whole = _first_value(entry.shapes[0], zlib.crc32(f"{seed} {name}".encode()))
+                piece.of(parameter).copy_(whole[box(piece.start, piece.shape)])
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(is_adapter(name))
+        if chunk.pre_process:
+            # A layer that is recomputed has no gradient at all, its adapters included, if nothing that enters it needs one.
+            chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+
+
+def _first_value(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+
+
+class MergedWeights(Mapping):
+    """{Megatron name: this rank's shard as it is now}, with adapters merged in when asked for.
+
+    One merged tensor is kept at a time, because whoever packs slices of it asks for it again and again.
+    """
+
+    def __init__(self, chunks):
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        layers = {id(module.weight): module for module in modules if isinstance(module, _Adapted)}
+        self._parameters = local_weights(chunks)
+        self._layers = {name: layers[id(own)] for name, own in self._parameters.items() if id(own) in layers}
+        self._kept: tuple[str, torch.Tensor | None] = ("", None)
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._layers:
+            return self._parameters[name].detach()
+        if self._kept[0] != name:
+            self._kept = ("", None)
+            self._kept = (name, self._layers[name].merged_weight())
+        return self._kept[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+def description(chunks) -> dict | None:
+    """What must be alike for a checkpoint to be continued; None without adapters."""
+    found = {name.rsplit(".")[-1]: module for c in chunks for name, module in c.named_modules() if isinstance(module, _Adapted)}
+    any_of_them = next(iter(found.values()), None)
+    return any_of_them and {"rank": any_of_them.rank, "alpha": any_of_them.alpha, "layers": sorted(found)}
+
+
+def check_checkpoint(folder: str, saved: dict | None, chunks) -> None:
+    """saved: `description` of the chunks that are in the folder. Raises UserError unless it is these chunks' too: more would be lost."""
+    ours = description(chunks)
+    if saved != ours:
+        raise UserError(
+            f"{folder} was saved with {_in_words(saved)}, but here there are {_in_words(ours)}: megatron.lora must be as in the "
+            "run that saved it (to go on from its weights alone, take that run's hf/ as model.path)"
+        )
+
+
+def _in_words(of: dict | None) -> str:
+    return f"adapters of rank {of['rank']} and alpha {of['alpha']} on {', '.join(of['layers'])}" if of else "no adapters"

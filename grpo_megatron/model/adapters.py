@@ -1,0 +1,79 @@
+"""The adapters of LoRA in the weight map: one more entry for each of the two matrices beside an adapted one.
+
+y = W x + (alpha / rank) B A x, A [rank, in], B [out, rank]. In Megatron `linear.weight` gets `linear.lora_a` and `linear.lora_b` as
+neighbours; PEFT has a pair for each of the HF tensors that are fused in it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.entries import Entry, Plain
+from grpo_megatron.model.families import weight_map
+
+A, B = ".lora_a", ".lora_b"
+# Megatron's layers that megatron.lora has a class for.
+_ADAPTABLE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+def is_adapter(megatron: str) -> bool:
+    return megatron.endswith((A, B))
+
+
+@dataclass(frozen=True)
+class Shared(Plain):
+    """Several HF tensors that are all the same one in Megatron: A of layers that are fused."""
+
+    def pieces(self, hf, shapes, axis, parts, rank):
+        return [piece for name in hf for piece in super(Shared, self).pieces((name,), shapes, axis, parts, rank)]
+
+
+def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, Entry]:
+    """{Megatron name: entry} of all adapters, for the weight map of the model; empty without any. Not for the engine."""
+    found = {}
+    for entry in entries if config.rank else ():
+        if not _is_target(entry, config.targets) or _layer(entry) not in _ADAPTABLE:
+            continue
+        module, inputs = entry.megatron.removesuffix(".weight"), entry.shapes[0][1]
+        a_shapes = ((config.rank, inputs),) * len(entry.hf)
+        b_shapes = tuple((rows, config.rank) for rows, _ in entry.shapes)
+        by_columns = 1 if entry.axis == 1 else None
+        by_rows = 0 if entry.axis == 0 else None
+        a = Entry(_peft(entry, "A"), a_shapes, f"{module}{A}", by_columns, "", None, Shared())
+        b = Entry(_peft(entry, "B"), b_shapes, f"{module}{B}", by_rows, "", None, entry.kind)
+        found |= {a.megatron: a, b.megatron: b}
+    return found
+
+
+def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
+    """Each target that is in none of the model's layers, or in layers that cannot have an adapter, as one sentence."""
+    if arch.latent is not None:
+        return ["megatron.lora.rank: this model's attention is over latents (MLA), which cannot have adapters"]
+    entries = weight_map(arch).values()
+    there = {target: [e for e in entries if _is_target(e, [target])] for target in config.targets}
+    found = []
+    for target, layers in there.items():
+        if not layers:
+            found.append(f"megatron.lora.targets: this model has no layer {target} outside experts")
+        elif any(entry.expert for entry in layers):
+            found.append(
+                f"megatron.lora.targets: {target} is a layer of experts in this model, and experts cannot have adapters"
+            )
+        elif any(_layer(entry) not in _ADAPTABLE for entry in layers):
+            found.append(f"megatron.lora.targets: {target} of this model is {layers[0].megatron}, which cannot have an adapter")
+    return found
+
+
+def _is_target(entry: Entry, targets: Iterable[str]) -> bool:
+    """Whether it is the weight of a layer with one of these names in HF."""
+    return entry.hf[0].endswith("_proj.weight") and any(hf.split(".")[-2] in targets for hf in entry.hf)
+
+
+def _layer(entry: Entry) -> str:
+    """Its place in a transformer layer, such as mlp.linear_fc1; an expert's is longer."""
+    return ".".join(entry.megatron.split(".")[3:-1])
+
+
+def _peft(entry: Entry, matrix: str) -> tuple[str, ...]:
+    return tuple(f"base_model.model.{hf.removesuffix('.weight')}.lora_{matrix}.weight" for hf in entry.hf)

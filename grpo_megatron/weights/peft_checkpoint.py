@@ -1,0 +1,38 @@
+"""Adapters as PEFT has them: a folder with adapter_model.safetensors and adapter_config.json, beside or within an HF checkpoint."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from grpo_megatron.config.lora import LoraConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def finish(folder: str, parts: Iterable[str], lora: LoraConfig, base: str) -> None:
+    """Make the shards of all writers in `folder` the one file that PEFT reads, and write its configuration.
+
+    base: the model that the adapters are for.
+    """
+    root = Path(folder)
+    files = [root / name for name in parts]
+    tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    save_file(tensors, root / WEIGHTS, metadata={"format": "pt"})
+    for path in files:
+        path.unlink()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(set(lora.targets)),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    (root / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -1,0 +1,89 @@
+"""What the tests of adapters run on each rank."""
+
+import zlib
+
+import torch
+from megatron.core import parallel_state as mpu
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.lora import MergedWeights
+from grpo_megatron.megatron.weights import local_parameters
+from tests.parallel.actors import in_order, micro_batches
+
+
+@torch.no_grad()
+def fill(actor: Actor) -> None:
+    """Random B, the same in every layout: zero ones, as at the start of a run, hide A."""
+    group = mpu.get_tensor_model_parallel_group()
+    for name, parameter in local_parameters(actor.chunks, adapters=True).items():
+        entry = actor.adapters[name]
+        if name.endswith(".lora_b"):
+            for piece in entry.megatron_pieces(group.size(), group.rank()):
+                shape = entry.shapes[entry.hf.index(piece.hf)]
+                whole = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(piece.hf.encode()))) / 10
+                piece.of(parameter).copy_(whole[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))])
+
+
+def logprobs_and_export(spec, batch, folder):
+    """(log-probs with the adapters, those of the reference); the export goes into `folder`."""
+    actor = Actor(spec)
+    base = {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
+    fill(actor)
+    plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    adapted, reference = actor.logprobs(parts), actor.logprobs(parts, reference=True)
+    actor.save_hf(folder)
+    assert all(torch.equal(base[name], p) for name, p in local_parameters(actor.chunks).items()), "the model is frozen"
+    if adapted is None:
+        return None
+    return in_order(batch, plan, actor, adapted), in_order(batch, plan, actor, reference)
+
+
+def memory_after_a_step(spec, batch, loss):
+    """(bytes by kind; elements of the adapters, of the model, and of what the reference holds; merged weights that changed)."""
+    actor = Actor(spec)
+    before = {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
+    _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    actor.train_step(parts, loss, batch.num_tokens)
+    after = MergedWeights(actor.chunks)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    sizes = [sum(p.numel() for p in local_parameters(actor.chunks, adapters=a).values()) for a in (True, False)]
+    return actor.memory.resident(), *sizes, sum(t.numel() for t in actor.reference._other), changed
+
+
+def _step(actor, batch, loss):
+    _, parts = micro_batches(batch, actor.spec, actor.rank.dp_rank, packing=True)
+    actor.train_step(parts, loss, batch.num_tokens)
+    return {name: p.detach().clone() for name, p in local_parameters(actor.chunks, adapters=True).items()}
+
+
+def train_and_save(spec, batches, loss, folder):
+    """Adapters after a step on each batch; a checkpoint of the first goes into `folder`."""
+    actor = Actor(spec)
+    fill(actor)
+    found = [_step(actor, batches[0], loss)]
+    actor.begin_checkpoint(folder)
+    actor.finish_checkpoint()
+    return found + [_step(actor, batch, loss) for batch in batches[1:]]
+
+
+def load_and_train(spec, batches, loss, folder):
+    """Adapters of the checkpoint, and after a step on each batch."""
+    actor = Actor(spec)
+    actor.load_checkpoint(folder)
+    loaded = {name: p.detach().clone() for name, p in local_parameters(actor.chunks, adapters=True).items()}
+    return [loaded] + [_step(actor, batch, loss) for batch in batches]
+
+
+def refusal(spec, folder):
+    """What loading the checkpoint says; None if it is loaded."""
+    try:
+        Actor(spec).load_checkpoint(folder)
+    except UserError as error:
+        return str(error)
+
+
+def synced(spec):
+    actor = Actor(spec)
+    fill(actor)
+    return {name: tensor.clone() for bucket in actor.weight_buckets(20_000) for name, tensor in bucket.tensors()}
