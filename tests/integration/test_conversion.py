@@ -313,7 +313,8 @@ def test_a_dead_process_is_one_message(large_model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mistral"])  # which mbridge does not know
+# mbridge does not know Mistral, and reads DeepSeek-V3's config.json as transformers 4 wrote it.
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("mistral", "deepseek_v3")])
 def test_mbridge_makes_the_same_parameters(ranks, tmp_path, family):
     pytest.importorskip("mbridge")
     # It knows no layers without experts beside those with.
