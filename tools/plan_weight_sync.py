@@ -17,7 +17,7 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
 from grpo_megatron.weights.sync.cost import Cost, Machine, broadcast_is_cheaper, cost, full_tensors_seconds, on_nodes
-from grpo_megatron.weights.sync.plan import Layouts
+from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
 
 MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 
@@ -99,6 +99,15 @@ def show(rows: list[tuple[str, ...]]) -> None:
         print("| " + " | ".join(cells) + " |")
 
 
+def show_links(case: Case, nodes: int, gpus_per_node: int) -> None:
+    """Every link of the plan, point to point or within nodes, with its bytes."""
+    layouts = layouts_of(case, nodes, gpus_per_node)
+    for link, elements in ReshardPlan(layouts).volumes().items():
+        via = f" through rank {link.carrier}" if link.carrier != link.sender else ""
+        sender, to = f"rank {link.sender} ({layouts.rank_nodes[link.sender]}){via}", ", ".join(map(str, link.receivers))
+        print(f"{sender} -> {to}: {2 * elements / 1e9:.3f} GB")
+
+
 def table() -> list[Case]:
     sp = {"sequence_parallel": True}
     llama = Case(f"{MODELS}/llama-3.1-70b", ParallelSizes(tp=8, pp=4, **sp), EngineLayout(8))
@@ -144,6 +153,7 @@ def main() -> None:
     parser.add_argument("--fabric", type=float, default=400.0, help="GB/s of one GPU within a node; default 400 (NVLink)")
     parser.add_argument("--latency", type=float, default=30.0, help="microseconds of a message; default 30")
     parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20)
+    parser.add_argument("--links", action="store_true", help="also every link with its bytes")
     options = parser.parse_args()
     machine = Machine(options.network, options.fabric, options.latency / 1e6)
     try:
@@ -154,6 +164,9 @@ def main() -> None:
                 for nodes in options.nodes
             ]
         )
+        if options.links:
+            for case in cases(options):
+                show_links(case, options.nodes[0], options.gpus_per_node)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
 

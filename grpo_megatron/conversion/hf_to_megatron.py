@@ -22,7 +22,7 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Piece, Shape
 from grpo_megatron.weights import hf_checkpoint
-from grpo_megatron.weights.layout import Layout, clipped, rows_within
+from grpo_megatron.weights.saved_model import SavedModel, clipped, rows_within
 from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, write_metadata
 
 _NOTE = "converted.json"  # says what it was made of; without it, it is a trainer's
@@ -92,10 +92,10 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
         raise UserError("; ".join(violations))
     if checkpoint.note:
         print(checkpoint.note, file=sys.stderr)
-    from grpo_megatron.megatron.layout import megatron_layout  # not above: the processes that share the work need no Megatron
+    from grpo_megatron.megatron.saved_model import saved_model  # not above: the processes that share the work need no Megatron
 
-    layout = megatron_layout(arch)
-    units = _units(layout, arch)
+    saved = saved_model(arch)
+    units = _units(saved, arch)
     plan = {"source": str(Path(source).absolute()), "files": files_of(source, (".safetensors", ".json")), "units": len(units)}
     folder = PartialFolder(target, plan)
     weights = folder.result / WEIGHTS
@@ -106,7 +106,7 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     converter = _Converter(source, weights)
     progress = run(converter, missing, processes, target, total, lambda unit, places: folder.add_note(_inside(unit), places))
     with writing(weights):
-        _finish(folder, weights, layout, arch, units)
+        _finish(folder, weights, saved, arch, units)
         hf_checkpoint.copy_companions(source, str(folder.result / COMPANIONS), arch.dtype)
         note = {"source": plan["source"], "dtype": str(arch.dtype).removeprefix("torch.")}
         (folder.result / _NOTE).write_text(json.dumps(note), encoding="utf-8")
@@ -118,9 +118,9 @@ def _inside(unit: _Unit) -> str:
     return f"{WEIGHTS}/{unit.name}"
 
 
-def _units(layout: Layout, arch: Architecture) -> list[_Unit]:
+def _units(saved: SavedModel, arch: Architecture) -> list[_Unit]:
     chunks = []
-    for part in layout.parts:
+    for part in saved.parts:
         dtype = part.dtype or arch.dtype
         for start, shape in rows_within(part.shape, dtype.itemsize, BUCKET_BYTES):
             at = tuple(np.add(part.at, start).tolist())
@@ -131,9 +131,9 @@ def _units(layout: Layout, arch: Architecture) -> list[_Unit]:
     return [_Unit(f"__{number}_0.distcp", inside) for number, (inside, _) in enumerate(files)]
 
 
-def _finish(folder: PartialFolder, weights: Path, layout: Layout, arch: Architecture, units: list[_Unit]) -> None:
+def _finish(folder: PartialFolder, weights: Path, saved: SavedModel, arch: Architecture, units: list[_Unit]) -> None:
     """What makes the files a checkpoint."""
-    tensors = {part.key: Stored(part.dtype or arch.dtype, part.full, ()) for part in layout.parts}
+    tensors = {part.key: Stored(part.dtype or arch.dtype, part.full, ()) for part in saved.parts}
     for unit in units:
         for chunk, place in zip(unit.chunks, folder.note(_inside(unit)), strict=True):
             stored = tensors[chunk.key]
@@ -141,7 +141,7 @@ def _finish(folder: PartialFolder, weights: Path, layout: Layout, arch: Architec
             tensors[chunk.key] = replace(stored, chunks=chunks)
     objects, name = {}, f"__{len(units)}_0.distcp"
     with new_file(weights / name) as file:
-        for key, raw in layout.objects.items():
+        for key, raw in saved.objects.items():
             objects[key] = (name, file.tell(), file.write(raw))
     with new_file(weights / "common.pt") as file:
         torch.save({}, file)

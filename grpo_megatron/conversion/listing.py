@@ -109,9 +109,9 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
             own = sorted(key for key in stored if not key.startswith(_OPTIMIZER))
             tensors = [Described(key, stored[key].shape, stored[key].dtype) for key in own]
         else:
-            from grpo_megatron.megatron.layout import megatron_layout
+            from grpo_megatron.megatron.saved_model import saved_model
 
-            kind, source = "Megatron", megatron_tensors(weights, megatron_layout(read_architecture(companions)))
+            kind, source = "Megatron", megatron_tensors(weights, saved_model(read_architecture(companions)))
             tensors = [
                 Described(name, source.shape(name), stored[source.places[name][0][0]].dtype) for name in sorted(source.places)
             ]

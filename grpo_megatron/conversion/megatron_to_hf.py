@@ -21,8 +21,8 @@ from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Shape
 from grpo_megatron.weights import fp8_blocks, hf_checkpoint
-from grpo_megatron.weights.layout import Layout
 from grpo_megatron.weights.safetensors_file import Header
+from grpo_megatron.weights.saved_model import SavedModel
 
 _FP8_BUCKET = BUCKET_BYTES // 8  # quantising computes in float32, on several copies
 
@@ -122,10 +122,10 @@ def megatron_to_hf(
     refuse_existing(target)
     weights, companions = weights_folder(source), companions_of(source, hf)
     arch = read_architecture(companions)
-    from grpo_megatron.megatron.layout import megatron_layout  # not above: the processes that share the work need no Megatron
+    from grpo_megatron.megatron.saved_model import saved_model  # not above: the processes that share the work need no Megatron
 
-    layout = megatron_layout(arch)
-    tensors = hf_tensors(layout, hf_shapes(weight_map(arch)), dtype or arch.dtype, fp8)
+    saved = saved_model(arch)
+    tensors = hf_tensors(saved, hf_shapes(weight_map(arch)), dtype or arch.dtype, fp8)
     units = _units(tensors)
     plan = {
         "source": str(weights.absolute()),
@@ -135,7 +135,7 @@ def megatron_to_hf(
         "fp8": fp8,
         "units": len(units),
     }
-    converter = _Converter(megatron_tensors(weights, layout), Path())
+    converter = _Converter(megatron_tensors(weights, saved), Path())
     folder = PartialFolder(target, plan)
     converter.folder = folder.result
     missing = [unit for unit in units if folder.note(unit.name) is None]
@@ -150,10 +150,10 @@ def megatron_to_hf(
     return progress
 
 
-def hf_tensors(layout: Layout, shapes: dict[str, Shape], dtype: torch.dtype, fp8: bool = False) -> list[HFTensor]:
+def hf_tensors(saved: SavedModel, shapes: dict[str, Shape], dtype: torch.dtype, fp8: bool = False) -> list[HFTensor]:
     """All tensors of the HF checkpoint in the map's order."""
-    fixed = {piece.hf: part.dtype for part in layout.parts for piece in part.pieces}
-    router = {piece.hf for part in layout.parts if ".router." in part.key for piece in part.pieces}
+    fixed = {piece.hf: part.dtype for part in saved.parts for piece in part.pieces}
+    router = {piece.hf for part in saved.parts if ".router." in part.key for piece in part.pieces}
     return [
         HFTensor(name, shape, fixed[name] or dtype, fp8 and ".layers." in name and len(shape) == 2 and name not in router)
         for name, shape in shapes.items()

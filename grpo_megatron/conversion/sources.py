@@ -13,8 +13,8 @@ from grpo_megatron.model.adapters import is_adapter
 from grpo_megatron.model.pieces import Piece, Shape, box
 from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
-from grpo_megatron.weights.layout import Layout, rows_within
 from grpo_megatron.weights.pickled import pickled_weights
+from grpo_megatron.weights.saved_model import SavedModel, rows_within
 from grpo_megatron.weights.torch_dist import TorchDistReader, read_metadata
 
 WEIGHTS = "actor"  # within a converted checkpoint, and within a trainer's
@@ -106,8 +106,8 @@ def weights_folder(source: str) -> Path:
     raise UserError(f"{source} {reason}")
 
 
-def megatron_tensors(folder: Path, layout: Layout) -> MegatronTensors:
-    """Raises UserError unless the checkpoint has all tensors of this layout, in their shapes."""
+def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
+    """Raises UserError unless the checkpoint has all tensors that this model saves, in their shapes."""
     stored = read_metadata(folder)
     if any(is_adapter(key) for key in stored):
         raise UserError(
@@ -115,7 +115,7 @@ def megatron_tensors(folder: Path, layout: Layout) -> MegatronTensors:
             "alone, when it ends (hf/)"
         )
     places = defaultdict(list)
-    for part in layout.parts:
+    for part in saved.parts:
         if part.key not in stored:
             raise UserError(
                 f"{folder} holds no tensor {part.key}, which config.json promises; it is a checkpoint of another model"

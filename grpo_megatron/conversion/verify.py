@@ -12,7 +12,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
-from grpo_megatron.weights.layout import rows_within
+from grpo_megatron.weights.saved_model import rows_within
 
 LOGITS_BOUND = 1e-5  # of float32 logits, over the largest of them in magnitude
 _LENGTHS = (48, 17)  # of the sequences whose logits are compared
@@ -55,14 +55,14 @@ def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], P
 
     Raises UserError for a checkpoint that is damaged, incomplete or of another model.
     """
-    from grpo_megatron.megatron.layout import megatron_layout
+    from grpo_megatron.megatron.saved_model import saved_model
 
     arch, checkpoint = read_architecture(hf), HFCheckpoint(hf)
     entries = weight_map(arch)
     violations = checkpoint.violations(entries)
     if violations:
         raise UserError("; ".join(violations))
-    source = megatron_tensors(weights_folder(megatron), megatron_layout(arch))
+    source = megatron_tensors(weights_folder(megatron), saved_model(arch))
     tensors = [Described(name, shape, checkpoint.header(name)[1]) for name, shape in hf_shapes(entries).items()]
     total = sum(tensor.nbytes for tensor in tensors)
     units = [unit for unit, _ in filled(((tensor, tensor.nbytes) for tensor in tensors), file_bytes(total))]

@@ -33,9 +33,12 @@ class _Replicated(torch.nn.Linear):
     """A linear layer without bias that every TP rank has whole; under sequence parallelism each applies it to its tokens."""
 
     def __init__(self, config, rows: int, columns: int):
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(columns, rows, bias=False, device=device, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
+
+    def reset_parameters(self) -> None:
+        """Values come from the checkpoint; on the meta device there is no memory for others."""
 
 
 class LatentAttention(MegatronModule):

@@ -202,9 +202,10 @@ def sampled_over_an_update(engines, mode, prompt_ids):
     sampling = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
     ray.get(engine.submit.remote([Request((0, i), prompt_ids, sampling) for i in range(4)]))
     time.sleep(0.3)
-    ray.get(engine.begin_update.remote(mode))
+    engines._pause = mode
+    engines.begin_update()
     time.sleep(0.2)
-    ray.get(engine.end_update.remote(7, mode == PauseMode.in_place))
+    engines.end_update(engines.weight_version + 1)
     done = []
     while len(done) < 4:
         done += ray.get(engine.poll.remote(5.0))
@@ -223,17 +224,17 @@ def test_requests_that_run_over_an_update_go_on_or_end_as_configured(engines, to
         else:
             assert completion.finish_reason == "length"
             first, second = completion.weight_spans
-            assert (second.version, second.end) == (7, 400)
+            assert (second.version, second.end) == (engines.weight_version, 400)
             assert 0 < first.end == second.start < 400
 
 
 def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
     engine = engines._engines[0]
-    ray.get(engine.begin_update.remote(PauseMode.retract))
+    engines.begin_update()
     ray.get(engine.submit.remote([Request((0, 0), [1, 2], {"max_new_tokens": 2})]))
     with pytest.raises(RuntimeError, match="engine 0 may not serve"):
         ray.get(engine.poll.remote(5.0))
-    ray.get(engine.end_update.remote(8, False))
+    engines.end_update(engines.weight_version + 1)
     assert len(engines.score([[1, 2, 3]])[0]) == 2
 
 

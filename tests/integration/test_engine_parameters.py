@@ -24,7 +24,7 @@ class Engine:
         redirect_output(log)
         import sglang
 
-        self._engine = sglang.Engine(**arguments, custom_weight_loader=[DOOR])
+        self._engine = sglang.Engine(**{**arguments, "custom_weight_loader": [DOOR]})
 
     async def describe(self, path, tp):
         from sglang.srt.managers import io_struct

@@ -143,7 +143,7 @@ def global_tensors(folder: str) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, put together from all ranks' files."""
     described = FileSystemReader(folder).read_metadata().state_dict_metadata
     pieces = [
-        shards.Piece(
+        shards.Rectangle(
             name, tuple(tensor.size), (0,) * len(tensor.size), torch.empty(tensor.size, dtype=tensor.properties.dtype), False
         )
         for name, tensor in described.items()

@@ -84,5 +84,7 @@ def test_a_sync_planned_on_paper(capsys):
     text, _ = run_tool("plan_weight_sync", *arguments)
     assert "| TP8 PP4 DP2 | 8 x TP8 | own nodes | 1,129 | 0 | 18.2 | 17.6 | 0.35 | 0.37 |" in text
     assert "point to point" in text
+    links, _ = run_tool("plan_weight_sync", *arguments, "--links")
+    assert "rank 0 (node0) -> rank 0 of engine 0: " in links
     assert "does not divide the model's 80 layers" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,pp=3", status=2)[1]
     assert "must be one of tp, pp" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,xp=3", status=2)[1]

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.pieces import box
-from grpo_megatron.weights.layout import rows_within
+from grpo_megatron.weights.saved_model import rows_within
 from grpo_megatron.weights.torch_dist import Stored, StoredChunk, TorchDistReader, append_tensor, read_metadata, write_metadata
 
 

@@ -1,4 +1,4 @@
-"""Where in a Megatron checkpoint each HF tensor lies; megatron/layout.py asks the model itself for it."""
+"""Where in a Megatron checkpoint each HF tensor lies; megatron/saved_model.py asks the model itself for it."""
 
 from dataclasses import dataclass
 from math import prod
@@ -10,7 +10,7 @@ from grpo_megatron.model.pieces import Piece, Shape
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedPart:
     """One parameter, or one of the parts that Megatron saves it in: key[at : at + shape] of the checkpoint.
 
     shape has the dimensions of the whole tensor, with ones for indices such as the layer's. full: the shape of the whole tensor. pieces:
@@ -28,10 +28,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SavedModel:
     """parts: of all parameters. objects: {key: bytes} of what Megatron stores beside them."""
 
-    parts: list[Part]
+    parts: list[SavedPart]
     objects: dict[str, bytes]
 
 

@@ -18,13 +18,13 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import Piece
-from grpo_megatron.weights.layout import Layout, Part, clipped
+from grpo_megatron.weights.saved_model import SavedModel, SavedPart, clipped
 
 # Of the model that is asked; another than that of what stays in float32.
 _PARAMETERS = torch.bfloat16
 
 
-def megatron_layout(arch: Architecture) -> Layout:
+def saved_model(arch: Architecture) -> SavedModel:
     """The checkpoint of a model on one rank; one of any other layout has the same tensors, cut otherwise."""
     with tempfile.TemporaryDirectory() as folder:
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
@@ -38,7 +38,7 @@ def megatron_layout(arch: Architecture) -> Layout:
             process_groups.destroy()
 
 
-def _read(model, state: dict, entries: dict) -> Layout:
+def _read(model, state: dict, entries: dict) -> SavedModel:
     whole = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     parts, objects = [], {}
     for name, value in state.items():
@@ -54,10 +54,10 @@ def _read(model, state: dict, entries: dict) -> Layout:
         tensors = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
         pieces = entries[name].megatron_pieces(1, 0)
         parts += [_part(tensor, whole[name], pieces) for tensor in tensors]
-    return Layout(parts, objects)
+    return SavedModel(parts, objects)
 
 
-def _part(tensor, parameter: torch.Tensor, pieces: list[Piece]) -> Part:
+def _part(tensor, parameter: torch.Tensor, pieces: list[Piece]) -> SavedPart:
     """tensor: Megatron's ShardedTensor, whose data is a view of the parameter. pieces: of the parameter."""
     view, lead = tensor.data, tensor.prepend_axis_num
     if view.stride() != parameter.stride():
@@ -68,4 +68,4 @@ def _part(tensor, parameter: torch.Tensor, pieces: list[Piece]) -> Part:
     shape = (1,) * lead + tuple(view.shape)
     placed = tuple(replace(piece, at=(*at[:lead], *np.add(at[lead:], piece.at).tolist())) for piece in found)
     dtype = None if tensor.dtype == _PARAMETERS else tensor.dtype
-    return Part(tensor.key, tuple(tensor.global_shape), dtype, at, shape, placed, tensor.allow_shape_mismatch)
+    return SavedPart(tensor.key, tuple(tensor.global_shape), dtype, at, shape, placed, tensor.allow_shape_mismatch)
