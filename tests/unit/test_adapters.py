@@ -4,7 +4,7 @@ import dataclasses
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.model.adapters import adapter_entries, without_adapter
-from grpo_megatron.model.architecture import MoE
+from grpo_megatron.model.architecture import Latent, MoE
 from grpo_megatron.model.families import weight_map
 from tests.unit.test_parallel_sizes import ARCH
 
@@ -42,3 +42,9 @@ def test_experts_cannot_have_adapters():
     for family in ("qwen3_moe", "mixtral"):
         assert without_adapter(with_experts(family), LoraConfig(rank=8, targets=ATTENTION)) == []
     assert without_adapter(ARCH, LoraConfig(rank=8)) == []
+
+
+def test_latent_attention_cannot_have_adapters():
+    latent = Latent(query_rank=None, kv_rank=16, plain_dim=16, rotated_dim=8, value_dim=16)
+    (sentence,) = without_adapter(dataclasses.replace(ARCH, latent=latent), LoraConfig(rank=8, targets=ATTENTION))
+    assert "over latents" in sentence
