@@ -35,6 +35,7 @@ class Resharding:
         address = (host, self._store.port)
         self._setup = Setup(layouts, way, address, config.bucket_bytes, config.timeout, folder=folder, delta=config.delta)
         self._number, self._delivered = 0, None
+        self._clear_folder()  # of what a run of the same name left that was killed
 
     def describe(self, target: WeightTarget) -> list[str]:
         """Ask the engines for their parameters, within a session; what is not as planned, one sentence for each parameter.
@@ -106,6 +107,9 @@ class Resharding:
         for path in glob.glob(FILES.format(port=self._setup.store[1])):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+        self._clear_folder()
+
+    def _clear_folder(self) -> None:
         if self._setup.way == Way.disk:
             shutil.rmtree(self._setup.folder, ignore_errors=True)
 
