@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 
 import ray
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from grpo_megatron.weights.sync.cost import broadcast_is_cheaper
 from grpo_megatron.weights.sync.interface import Transport, WeightSource, WeightTarget
 from grpo_megatron.weights.sync.object_store import ObjectStore
 from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task, Way
-from grpo_megatron.weights.sync.plan import EngineRank, Layouts, Link, ReshardPlan
+from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
 from grpo_megatron.weights.sync.shared_memory import FILES
 
 _SHOWN = 5
@@ -92,15 +93,21 @@ class Resharding:
             )
         seals = {link: seal for answer in sent for link, seal in answer.seals.items()}
         for me, answer in received.items():
-            expected = {link.name: seals.get(link.name) for link in self._links_to(me)}
+            expected = {name: seals.get(name) for name in self._links_to[me]}
             different = sorted(
                 link for link in expected.keys() | answer.seals.keys() if expected.get(link) != answer.seals.get(link)
             )
             if different:
                 raise RuntimeError(f"{me} did not take over what the trainer sent on {', '.join(different[:_SHOWN])}")
 
-    def _links_to(self, me: EngineRank) -> list[Link]:
-        return list(self._plan.incoming(me))
+    @cached_property
+    def _links_to(self) -> dict[EngineRank, list[str]]:
+        """{engine's rank: names of the links that end there}."""
+        found = {me: [] for me in self._plan.engine_ranks}
+        for link in self._plan.volumes():
+            for me in link.receivers:
+                found[me].append(link.name)
+        return found
 
     def close(self) -> None:
         """The ranks may be dead already: what they left is removed here, as far as this node sees it."""
