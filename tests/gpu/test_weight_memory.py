@@ -1,0 +1,62 @@
+"""Weights from one process into another on the same device, through memory that both map: CUDA IPC on a GPU."""
+
+import multiprocessing
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.weights.sync.order import Order, Setup, Task, Way
+from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
+from grpo_megatron.weights.sync.receiver import Receiver
+from grpo_megatron.weights.sync.sender import Sender
+from tests.unit.test_reshard import DENSE, engine_parameters, hf_tensors, trainer_parameters
+
+ME = EngineRank(0, 0)
+SYNCS = (1, 2)
+
+
+def send(setup, device, answers):
+    sender, plan = Sender(setup, 0, torch.device(device)), ReshardPlan(setup.layouts)
+    for number in SYNCS:
+        own = trainer_parameters(plan, hf_tensors(DENSE, seed=number))[0]
+        answer = sender.send(
+            Order(Task.transfer, number, number, setup), {name: value.to(device) for name, value in own.items()}
+        )
+        answers.put(("sent", number, answer.seals))
+    sender.close()
+
+
+def receive(setup, device, answers):
+    plan = ReshardPlan(setup.layouts)
+    receiver, own = Receiver(setup, ME, torch.device(device)), engine_parameters(plan, dtype=torch.bfloat16)[ME]
+    own = {name: value.to(device) for name, value in own.items()}
+    for number in SYNCS:
+        answer = receiver.receive(Order(Task.transfer, number, number, setup), own)
+        expected = engine_parameters(plan, hf_tensors(DENSE, seed=number), dtype=torch.bfloat16)[ME]
+        equal = all(torch.equal(own[name].cpu().nan_to_num(7.0), value.nan_to_num(7.0)) for name, value in expected.items())
+        answers.put(("received", number, answer.seals if equal and not answer.wrong else answer.wrong))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)])
+def test_a_process_takes_weights_out_of_anothers_memory(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    layouts = Layouts(DENSE, ParallelSizes(), EngineLayout(), 1, multicast=True, within_nodes=True)
+    dtypes = tuple((name, torch.bfloat16) for name in ReshardPlan(layouts).engine_shapes)
+    setup = Setup(layouts, Way.shared_memory, ("127.0.0.1", store.port), bucket_bytes=4000, timeout=60.0, dtypes=dtypes)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    processes = [context.Process(target=side, args=(setup, device, answers)) for side in (send, receive)]
+    for process in processes:
+        process.start()
+    found = {(side, number): seals for side, number, seals in (answers.get(timeout=120) for _ in range(2 * len(SYNCS)))}
+    for process in processes:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    for number in SYNCS:
+        assert found["received", number] == found["sent", number] != {}
