@@ -3,33 +3,15 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
-from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.weights.sync.cost import Machine, broadcast_is_cheaper, cost, full_tensors_seconds, on_nodes
 from grpo_megatron.weights.sync.plan import Layouts
 from tests.tools import run_tool
 
-LLAMA_70B = Architecture(
-    family="llama",
-    num_layers=80,
-    hidden_size=8192,
-    ffn_hidden_size=28672,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    max_positions=131072,
-    rope_theta=5e5,
-    rope_scaling=None,
-    norm_eps=1e-5,
-    qk_norm=False,
-    qkv_bias=False,
-    tied_embeddings=False,
-    dtype=torch.bfloat16,
-)
+LLAMA_70B = read_architecture("configs/models/llama-3.1-70b")
 SMALL = replace(LLAMA_70B, num_layers=4, hidden_size=1024, ffn_hidden_size=4096, num_heads=16, num_kv_heads=8, head_dim=64)
 BUCKET = 64 * 2**20
 PARAMETERS = 70_553_706_496
