@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 
 from grpo_megatron.model.entries import hf_shapes
@@ -57,7 +56,7 @@ CONFIG = {
 # What the processes of a conversion import: those that do the work, and the one that asks the model for its layout.
 WORKER = "import grpo_megatron.conversion.hf_to_megatron, grpo_megatron.conversion.megatron_to_hf"
 PARENT = f"{WORKER}, grpo_megatron.megatron.model, grpo_megatron.megatron.process_groups"
-SHOW_OWN = "; import psutil; print(psutil.Process().pid); input()"
+WAIT = "; print(); input()"
 
 
 def make(folder: Path, layers: int) -> int:
@@ -84,7 +83,7 @@ def anonymous(pid: int) -> int:
 
 
 def after_imports(imports: str) -> int:
-    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", imports + SHOW_OWN], stdin=-1, stdout=-1, text=True)
+    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", imports + WAIT], stdin=-1, stdout=-1, text=True)
     process.stdout.readline()
     found = anonymous(process.pid)
     process.communicate("\n")
@@ -119,16 +118,14 @@ def convert(tool: str, *arguments: str | Path) -> tuple[float, dict[int, int], i
 
 
 def _watch(process: subprocess.Popen, peaks: dict[int, int]) -> None:
+    # The kernel's own list of children: to look through all processes of the machine takes a core, which conversion needs.
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None:
         try:
-            family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-        except psutil.Error:
-            continue
-        for pid in family:
-            try:
+            for pid in (process.pid, *map(int, children.read_text().split())):
                 peaks[pid] = max(peaks.get(pid, 0), anonymous(pid))
-            except (OSError, StopIteration):
-                continue  # it has just ended
+        except (OSError, StopIteration):
+            continue  # one has just ended
         time.sleep(0.005)
 
 

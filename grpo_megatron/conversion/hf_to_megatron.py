@@ -74,7 +74,7 @@ class _Converter:
         if sum(piece.numel for piece in chunk.pieces) < tensor.numel():
             tensor.zero_()  # padding
         for piece in chunk.pieces:
-            piece.of(tensor).copy_(self.checkpoint.read_slice(piece.hf, piece.start, piece.shape))
+            self.checkpoint.read_into(piece.hf, piece.start, piece.of(tensor))
         return tensor
 
 

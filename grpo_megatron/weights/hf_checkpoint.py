@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
 from grpo_megatron.weights.pickled import pickled_weights
-from grpo_megatron.weights.safetensors_file import TYPES
+from grpo_megatron.weights.safetensors_file import TYPES, fill, starts
 from grpo_megatron.weights.stored import FP8, SCALES, dequantised, read_stored, scales_box, scales_shape
 
 _INDEX = "model.safetensors.index.json"
@@ -41,6 +42,7 @@ class HFCheckpoint:
     def __init__(self, folder: str):
         self.folder = Path(folder)
         self._files: dict[Path, Any] = {}
+        self._starts: dict[Path, dict[str, int]] = {}
         problem = folder_problem(folder)
         if problem:
             raise UserError(f"{folder} {problem}; it must be a folder with an HF checkpoint")
@@ -193,6 +195,23 @@ class HFCheckpoint:
             return values
         scales = self._slice(name + SCALES)[box(*scales_box(start, shape, self._stored.block))]
         return dequantised(values, scales, start, self._stored.block)
+
+    def read_into(self, name: str, start: Shape, out: torch.Tensor) -> None:
+        """Fill `out` with tensor[start : start + out.shape], cast to its dtype; whole rows of the same dtype straight from the file.
+
+        The library maps files into memory, where a disk is read page by page.
+        """
+        shape, dtype = self.header(name)
+        whole_rows = out.is_contiguous() and tuple(out.shape[1:]) == shape[1:]
+        if not whole_rows or dtype != out.dtype or self._is_fp8(name):
+            out.copy_(self.read_slice(name, start, tuple(out.shape)))
+            return
+        path = self._where[name]
+        if path not in self._starts:
+            self._starts[path] = starts(path)
+        first = start[0] * prod(shape[1:]) if shape else 0
+        if not fill(out, path, self._starts[path][name] + first * dtype.itemsize):
+            raise UserError(f"{path} ended while it was read; copy the checkpoint again")
 
     def _file_of(self, name: str) -> Any:
         if name not in self._where:

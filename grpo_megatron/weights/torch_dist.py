@@ -31,6 +31,7 @@ from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import read_object
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
+from grpo_megatron.weights.safetensors_file import fill
 
 _METADATA = ".metadata"
 _SETTINGS = "metadata.json"
@@ -161,21 +162,16 @@ class TorchDistReader:
         first = int(np.dot(at, strides))
         count = int(np.dot(np.subtract(out.shape, 1), strides)) + 1  # from the rectangle's first element to its last
         size = stored.dtype.itemsize
-        direct = out.dtype == stored.dtype and count == out.numel() and out.is_contiguous()
-        # as_strided, because a single element counts as contiguous whatever its stride
-        raw = out.as_strided((count,), (1,)).view(torch.uint8).numpy() if direct else self._memory(count * size)
-        self._read_bytes(chunk.file, self._start_of_data(key, chunk) + first * size, raw)
-        if not direct:
-            out.copy_(torch.from_numpy(raw).view(stored.dtype).as_strided(out.shape, strides))
+        offset = self._start_of_data(key, chunk) + first * size
+        if out.dtype == stored.dtype and count == out.numel() and out.is_contiguous():
+            self._fill(out, chunk.file, offset)
+            return
+        raw = torch.from_numpy(self._memory(count * size)).view(stored.dtype)
+        self._fill(raw, chunk.file, offset)
+        out.copy_(raw.as_strided(out.shape, strides))
 
-    def _read_bytes(self, name: str, offset: int, raw: np.ndarray) -> None:
-        # Opened anew each time: thousands of files, one a rank, would be more than a process may have open.
-        with open(self.folder / name, "rb", buffering=0) as file:
-            file.seek(offset)
-            got = 0
-            while got < raw.nbytes and (more := file.readinto(raw[got:])):
-                got += more
-        if got < raw.nbytes:
+    def _fill(self, out: torch.Tensor, name: str, offset: int) -> None:
+        if not fill(out, self.folder / name, offset):
             raise UserError(f"{self.folder / name} ended while it was read; copy the checkpoint again")
 
     def _memory(self, size: int) -> np.ndarray:
