@@ -15,8 +15,9 @@ from grpo_megatron.json_files import read_object
 from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
+from grpo_megatron.weights.file_bytes import fill
 from grpo_megatron.weights.pickled import pickled_weights
-from grpo_megatron.weights.safetensors_file import TYPES, fill, starts
+from grpo_megatron.weights.safetensors_file import TYPES, starts
 from grpo_megatron.weights.stored import FP8, SCALES, dequantised, read_stored, scales_box, scales_shape
 
 _INDEX = "model.safetensors.index.json"

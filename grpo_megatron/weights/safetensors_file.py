@@ -1,12 +1,10 @@
 """What the safetensors library does not give: where in a file a tensor is, and a header made before its tensors are there."""
 
 import json
-import os
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from grpo_megatron.model.pieces import Shape
@@ -34,19 +32,6 @@ def starts(path: str | Path) -> dict[str, int]:
         length = int.from_bytes(file.read(8), "little")
         described = json.loads(file.read(length))
     return {name: 8 + length + about["data_offsets"][0] for name, about in described.items() if name != "__metadata__"}
-
-
-def fill(out: torch.Tensor, path: str | Path, offset: int) -> bool:
-    """Read bytes of a file into a tensor whose elements lie side by side; False if the file ends before it is full."""
-    # as_strided, because a single element counts as contiguous whatever its stride
-    raw: np.ndarray = out.as_strided((out.numel(),), (1,)).view(torch.uint8).numpy()
-    # Opened anew each time: thousands of files, one a rank, would be more than a process may have open.
-    with open(path, "rb", buffering=0) as file:
-        os.lseek(file.fileno(), offset, os.SEEK_SET)
-        got = 0
-        while got < raw.nbytes and (more := file.readinto(raw[got:])):
-            got += more
-    return got == raw.nbytes
 
 
 class Header:

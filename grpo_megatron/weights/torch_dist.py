@@ -31,7 +31,7 @@ from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import read_object
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
-from grpo_megatron.weights.safetensors_file import fill
+from grpo_megatron.weights.file_bytes import fill, write
 
 _METADATA = ".metadata"
 _SETTINGS = "metadata.json"
@@ -239,7 +239,7 @@ class _Remembering:
     def write(self, data) -> int:
         try:
             if self.error is None:
-                self.file.write(data)
+                write(self.file, data)
         except OSError as error:
             self.error = error
         return len(data)
