@@ -97,8 +97,8 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
     UserError for what is no checkpoint, or a damaged one.
     """
     if hf_files(path):
-        kind, source = "HF", HFTensors(path)
-        checkpoint = HFCheckpoint(path)
+        kind, source = "HF", HFTensors(path, raw=True)
+        checkpoint = HFCheckpoint(path, raw=True)
         tensors = [Described(name, *checkpoint.header(name)) for name in sorted(checkpoint.names)]
     else:
         weights = weights_folder(path)

@@ -32,12 +32,13 @@ class Tensors(Protocol):
 
 @dataclass
 class HFTensors:
-    """Of an HF checkpoint."""
+    """Of an HF checkpoint; raw: FP8 as it is stored."""
 
     folder: str
+    raw: bool = False
 
     def open(self) -> None:
-        self.checkpoint = HFCheckpoint(self.folder)
+        self.checkpoint = HFCheckpoint(self.folder, self.raw)
 
     def read(self, name: str, start: Shape, out: torch.Tensor) -> None:
         self.checkpoint.read_into(name, start, out)

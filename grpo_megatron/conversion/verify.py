@@ -63,7 +63,12 @@ def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], P
     if violations:
         raise UserError("; ".join(violations))
     source = megatron_tensors(weights_folder(megatron), saved_model(arch))
-    tensors = [Described(name, shape, checkpoint.header(name)[1]) for name, shape in hf_shapes(entries).items()]
+    stored = HFCheckpoint(hf, raw=True)
+    tensors = [
+        # What is dequantised is rounded to the model's dtype before it becomes Megatron's.
+        Described(name, shape, arch.dtype if (dtype := stored.header(name)[1]) == torch.float8_e4m3fn else dtype)
+        for name, shape in hf_shapes(entries).items()
+    ]
     total = sum(tensor.nbytes for tensor in tensors)
     units = [unit for unit, _ in filled(((tensor, tensor.nbytes) for tensor in tensors), file_bytes(total))]
     found: list[str] = []

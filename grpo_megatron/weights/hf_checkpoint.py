@@ -18,7 +18,7 @@ from grpo_megatron.paths import file_problem, folder_problem, is_absent
 from grpo_megatron.weights.file_bytes import fill
 from grpo_megatron.weights.pickled import pickled_weights
 from grpo_megatron.weights.safetensors_file import TYPES, starts
-from grpo_megatron.weights.stored import FP8, SCALES, dequantised, read_stored, scales_box, scales_shape
+from grpo_megatron.weights.stored import FP8, SCALES, Stored, dequantised, read_stored, scales_box, scales_shape
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -34,13 +34,13 @@ _NAMED = 5  # of many tensors, a message names so many
 class HFCheckpoint:
     """Read access to the safetensors of an HF folder; tensors are read one at a time, on the CPU.
 
-    FP8 tensors with a scale for each block are read as float32.
+    FP8 tensors with a scale for each block are read as float32; raw: as they are stored.
 
     Everything that can be missing is checked when the object is made: no index, no shard file, a
     file that is not safetensors, a tensor the index promises. Raises UserError.
     """
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, raw: bool = False):
         self.folder = Path(folder)
         self._files: dict[Path, Any] = {}
         self._starts: dict[Path, dict[str, int]] = {}
@@ -54,7 +54,7 @@ class HFCheckpoint:
             self._where = dict.fromkeys(self._tensors_in(path), path)
         else:
             raise UserError(f"{self.folder} {pickled_weights(self.folder) or f'holds neither {_INDEX} nor {_SINGLE}'}")
-        self._stored = read_stored(self.folder)
+        self._stored = Stored() if raw else read_stored(self.folder)
 
     def _read_index(self, index: Path) -> dict[str, Path]:
         """{tensor: its file}, each of them there."""

@@ -114,6 +114,10 @@ def test_fp8_export_is_what_deepseek_has(tmp_path, small_files):
     settings = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
     assert settings["weight_block_size"] == [128, 128]
     assert "model.layers.0.mlp.gate" in settings["modules_to_not_convert"]
+    listed = json.loads(tool("inspect_checkpoint", tmp_path / "fp8", "--json")[0])["tensors"]
+    assert {tensor["name"] for tensor in listed if tensor["dtype"] == "float8_e4m3fn"} == scaled
+    tool("convert_hf_to_megatron", tmp_path / "fp8", tmp_path / "again")
+    assert "bit for bit" in tool("verify_checkpoint", tmp_path / "fp8", tmp_path / "again", "--bits-only")[0]
 
 
 class Interrupted(Exception):
