@@ -92,7 +92,7 @@ def examine() -> list[Finding]:
         *_sglang(),
         _package("ray", None, "no processes", required=True),
         _package("transformers", None, "no tokenizers", required=True),
-        _package("psutil", None, "megatron-core's checkpoints hang without it", required=True),
+        _package("psutil", None, "engines are watched with it, and megatron-core imports it undeclared", required=True),
         _package("math-verify", None, "no `math` reward", required=False),
         _package("pyarrow", None, "no Parquet files", required=False),
         _package("datasets", None, "no hf: data sets", required=False),
