@@ -106,15 +106,12 @@ class ReshardPlan:
 
     def carried(self, rank: int) -> dict[Link, list[Part]]:
         """What a rank of the trainer hands over on its node for ranks of other nodes."""
-        links = self._collected(link for link in self._links() if link[0].carrier == rank)
+        links = self._collected(self._links(carrier=rank)) if self.has_carriers else {}
         return {link: parts for link, parts in links.items() if link.sender != rank}
 
     def incoming(self, receiver: EngineRank) -> dict[Link, list[Part]]:
         """What an engine's rank takes."""
         return self._collected(self._links(receiver=receiver))
-
-    def all_links(self) -> dict[Link, list[Part]]:
-        return self._collected(self._links())
 
     def volumes(self) -> dict[Link, int]:
         """{link: elements that go over it}, of the whole plan; for layouts too large to list every part of."""
@@ -137,8 +134,10 @@ class ReshardPlan:
             found[link].append(part)
         return dict(found)
 
-    def _links(self, sender: int | None = None, receiver: EngineRank | None = None) -> Iterator[tuple[Link, Part]]:
-        """sender, receiver: only what leaves, or reaches, this one."""
+    def _links(
+        self, sender: int | None = None, receiver: EngineRank | None = None, carrier: int | None = None
+    ) -> Iterator[tuple[Link, Part]]:
+        """sender, receiver, carrier: only what leaves, reaches, or is handed over by this one."""
         for number, entry in enumerate(self.entries):
             for shard in range(self._ranks.shards(entry)):
                 senders = self._senders[number, shard]
@@ -148,9 +147,17 @@ class ReshardPlan:
                     part = Part(entry.megatron, entry.engine, move)
                     for holder, audiences in senders.items():
                         if sender is None or holder == sender:
-                            for receivers in self._receivers(audiences, ranks):
-                                if receiver is None or receiver in receivers:
-                                    yield Link(holder, receivers, self._carrier(holder, receivers[0])), part
+                            for receivers in self._receivers(self._served_by(carrier, audiences), ranks):
+                                link = Link(holder, receivers, self._carrier(holder, receivers[0]))
+                                if (receiver is None or receiver in receivers) and carrier in (None, link.carrier):
+                                    yield link, part
+
+    def _served_by(self, carrier: int | None, audiences: tuple[int, ...]) -> tuple[int, ...]:
+        """Those on the carrier's node, where all that it hands over goes."""
+        if carrier is None:
+            return audiences
+        layouts = self.layouts
+        return tuple(a for a in audiences if layouts.engine_nodes[self._audiences[a][0]] == layouts.rank_nodes[carrier])
 
     def _receivers(self, audiences: tuple[int, ...], ranks: Sequence[int]) -> Iterator[tuple[EngineRank, ...]]:
         for audience in audiences:
