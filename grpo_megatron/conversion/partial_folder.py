@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import read_object
+from grpo_megatron.paths import sync_to_disk
 
 _PLAN, _LOCK, _NOTES, _RESULT = "plan.json", "lock", "notes", "result"
 
@@ -82,9 +83,7 @@ class PartialFolder:
         """Put the folder in its place; all of it must be written."""
         with writing(self.root):
             for folder in (self.result, *(path for path in self.result.rglob("*") if path.is_dir())):
-                handle = os.open(folder, os.O_RDONLY)
-                os.fsync(handle)
-                os.close(handle)
+                sync_to_disk(folder)
             self.result.rename(self.target)
             shutil.rmtree(self.root)
         self._lock.close()

@@ -23,9 +23,7 @@ def send(setup, device, answers):
     sender, plan = Sender(setup, 0, torch.device(device)), ReshardPlan(setup.layouts)
     for number in SYNCS:
         own = trainer_parameters(plan, hf_tensors(DENSE, seed=number))[0]
-        answer = sender.send(
-            Order(Task.transfer, number, number, setup), {name: value.to(device) for name, value in own.items()}
-        )
+        answer = sender.send(Order(Task.transfer, number, setup), {name: value.to(device) for name, value in own.items()})
         answers.put(("sent", number, answer.seals))
     sender.close()
 
@@ -35,7 +33,7 @@ def receive(setup, device, answers):
     receiver, own = Receiver(setup, ME, torch.device(device)), engine_parameters(plan, dtype=torch.bfloat16)[ME]
     own = {name: value.to(device) for name, value in own.items()}
     for number in SYNCS:
-        answer = receiver.receive(Order(Task.transfer, number, number, setup), own)
+        answer = receiver.receive(Order(Task.transfer, number, setup), own)
         expected = engine_parameters(plan, hf_tensors(DENSE, seed=number), dtype=torch.bfloat16)[ME]
         equal = all(torch.equal(own[name].cpu().nan_to_num(7.0), value.nan_to_num(7.0)) for name, value in expected.items())
         answers.put(("received", number, answer.seals if equal and not answer.wrong else answer.wrong))

@@ -183,7 +183,7 @@ class Cluster:
 
     def sync(self, tensors, task=Task.transfer, full=True, without=()):
         self.number += 1
-        order = Order(task, self.number, self.number, self.setup, full=full)
+        order = Order(task, self.number, self.setup, full=full)
         have = trainer_parameters(self.plan, tensors)
         return self.on_all(
             lambda rank: self.senders[rank].send(order, have[rank]),

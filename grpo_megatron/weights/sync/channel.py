@@ -14,8 +14,8 @@ SizeOf = Callable[[Parcel], int]
 class SendingChannel(Protocol):
     """On a rank of the trainer; parcels are sent in the global order of parcels.in_global_order."""
 
-    def begin(self, version: int) -> None:
-        """A sync of this version begins."""
+    def begin(self, number: int) -> None:
+        """A sync begins; number: of its order, which no other has."""
 
     def buffer(self, size: int) -> torch.Tensor:
         """uint8 [size] to fill with the next parcel; waits until one is free. Raises TimeoutError if none becomes free in time."""
@@ -32,7 +32,7 @@ class SendingChannel(Protocol):
 class ReceivingChannel(Protocol):
     """On a tensor-parallel rank of an engine."""
 
-    def receive(self, version: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    def receive(self, number: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
         """Each parcel, in the order given, with its payload uint8, which is valid until the next one is asked for.
 
         Raises TimeoutError where nothing arrives in time; as long as parcels do arrive, the whole may take longer.

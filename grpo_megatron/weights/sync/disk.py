@@ -15,28 +15,28 @@ from grpo_megatron.weights.sync.parcels import Parcel
 _POLL_SECONDS = 0.005
 
 
-def _path(folder: Path, version: int, parcel: Parcel) -> Path:
-    return folder / f"v{version:08d}" / f"{parcel.link.name}.{parcel.number}"
+def _path(folder: Path, number: int, parcel: Parcel) -> Path:
+    return folder / f"sync{number:08d}" / f"{parcel.link.name}.{parcel.number}"
 
 
 class DiskSender:
-    """folder: weight_sync.folder with the name of the run. Files of a version go when the next one begins."""
+    """folder: weight_sync.folder with the name of the run. Files of a sync go when the next one begins."""
 
     def __init__(self, folder: str, device: torch.device):
         self._folder, self._device = Path(folder), device
         self._written: list[Path] = []
 
-    def begin(self, version: int) -> None:
+    def begin(self, number: int) -> None:
         for path in self._written:
             path.unlink(missing_ok=True)
-        self._written, self._version = [], version
-        (self._folder / f"v{version:08d}").mkdir(parents=True, exist_ok=True)
+        self._written, self._sync = [], number
+        (self._folder / f"sync{number:08d}").mkdir(parents=True, exist_ok=True)
 
     def buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
-        path = _path(self._folder, self._version, parcel)
+        path = _path(self._folder, self._sync, parcel)
         aside = path.with_name(f"{path.name}.partial")
         try:
             with open(aside, "wb") as file:
@@ -62,9 +62,9 @@ class DiskReceiver:
     def __init__(self, folder: str, device: torch.device, timeout: float):
         self._folder, self._device, self._timeout = Path(folder), device, timeout
 
-    def receive(self, version: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    def receive(self, number: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
         for parcel in parcels:
-            path, deadline = _path(self._folder, version, parcel), time.monotonic() + self._timeout
+            path, deadline = _path(self._folder, number, parcel), time.monotonic() + self._timeout
             while not path.exists():
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{path} did not come within {self._timeout:.0f} s")

@@ -122,7 +122,7 @@ class GroupSender:
         self._groups, self._variable, self._ring = groups, variable, _Ring(groups.device)
         self._busy: deque[tuple[dist.Work, torch.Tensor, str]] = deque()
 
-    def begin(self, version: int) -> None:
+    def begin(self, number: int) -> None:
         pass
 
     def buffer(self, size: int) -> torch.Tensor:
@@ -155,7 +155,7 @@ class GroupReceiver:
     def __init__(self, groups: Groups, variable: bool):
         self._groups, self._variable, self._ring = groups, variable, _Ring(groups.device)
 
-    def receive(self, version: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    def receive(self, number: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
         asked: deque[tuple[Parcel, dist.Work, torch.Tensor]] = deque()
         for parcel in [*parcels, *[None] * _IN_FLIGHT]:
             if parcel is not None:

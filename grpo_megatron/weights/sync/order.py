@@ -86,13 +86,12 @@ class Setup:
 class Order:
     """One call to a rank of the trainer, or of an engine.
 
-    number: of the call, by which answers are told apart. version: of the weights. engine: whose rank gets it. full: what was sent
+    number: of the call, by which syncs and answers are told apart. engine: whose rank gets it. full: what was sent
     last is not in all engines, so a delta would not do.
     """
 
     task: Task
     number: int
-    version: int
     setup: Setup
     engine: int = -1
     full: bool = True

@@ -13,8 +13,10 @@ import torch
 
 from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.model.pieces import Move
-from grpo_megatron.weights.sync.plan import Link, Part
+from grpo_megatron.weights.sync.plan import Link, Part, ReshardPlan
 
+# Digests, and sums of them, are modulo this.
+DIGEST_MODULUS = 2**64
 # Views of every dtype, and the digest's words of 8 bytes, start at a multiple of this.
 _ALIGNMENT = 16
 
@@ -149,16 +151,20 @@ def _moved(at: tuple[int, ...], dimensions: int, rows: int) -> tuple[int, ...]:
     return (*at[:lead], at[lead] + rows, *at[lead + 1 :])
 
 
-def in_global_order(parcels: list[Parcel], num_engine_ranks: int, engine_tp: int) -> list[Parcel]:
-    """The order in which both sides go through their parcels.
+def parcels_in_order(
+    plan: ReshardPlan, links: dict[Link, list[Part]], dtypes: dict[str, torch.dtype], max_bytes: int
+) -> list[Parcel]:
+    """All parcels of these links, in the order in which both sides go through theirs; the rest as of `make_parcels`.
 
     Everybody's order is part of one order of all parcels, so nobody waits for somebody who waits for him. Within it, neighbouring
     parcels go from different senders to different receivers.
     """
 
-    def place(parcel: Parcel) -> tuple:
-        first = parcel.link.receivers[0]
-        receiver = first.engine * engine_tp + first.rank
-        return parcel.number, (receiver - parcel.link.sender) % num_engine_ranks, parcel.link.sender, parcel.link.receivers
+    places = {receiver: place for place, receiver in enumerate(plan.engine_ranks)}
 
-    return sorted(parcels, key=place)
+    def turn(parcel: Parcel) -> tuple:
+        sender, receivers = parcel.link.sender, parcel.link.receivers
+        return parcel.number, (places[receivers[0]] - sender) % len(places), sender, receivers
+
+    parcels = [parcel for link, parts in links.items() for parcel in make_parcels(link, parts, dtypes, max_bytes)]
+    return sorted(parcels, key=turn)

@@ -7,10 +7,8 @@ import torch
 
 from grpo_megatron.weights.sync import delta
 from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task
-from grpo_megatron.weights.sync.parcels import Parcel, in_global_order, make_parcels, odd_factors
+from grpo_megatron.weights.sync.parcels import DIGEST_MODULUS, Parcel, odd_factors, parcels_in_order
 from grpo_megatron.weights.sync.plan import EngineRank, ReshardPlan
-
-_MODULUS = 2**64
 
 
 class Receiver:
@@ -18,16 +16,11 @@ class Receiver:
 
     def __init__(self, setup: Setup, me: EngineRank, device: torch.device):
         self.setup = setup
-        plan, dtypes = ReshardPlan(setup.layouts), dict(setup.dtypes)
-        parcels = [
-            parcel
-            for link, parts in plan.incoming(me).items()
-            for parcel in make_parcels(link, parts, dtypes, setup.bucket_bytes)
-        ]
-        self._parcels = in_global_order(parcels, len(plan.engine_ranks), setup.layouts.engine.tp)
+        plan = ReshardPlan(setup.layouts)
+        self._parcels = parcels_in_order(plan, plan.incoming(me), dict(setup.dtypes), setup.bucket_bytes)
         self._channel = setup.receiving_channel(me, self._parcels, device)
-        largest = max((parcel.total_bytes for parcel in parcels), default=0)
-        self._factors = odd_factors(parcels, device)
+        largest = max((parcel.total_bytes for parcel in self._parcels), default=0)
+        self._factors = odd_factors(self._parcels, device)
         self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def receive(self, order: Order, parameters: dict[str, torch.Tensor]) -> Answer:
@@ -49,7 +42,7 @@ class Receiver:
             seconds["load"] += digesting - loading
             seconds["digest"] += time.perf_counter() - digesting
         seconds["all"] = time.perf_counter() - started
-        totals = {link: seal % _MODULUS for link, seal in seals.items()}
+        totals = {link: seal % DIGEST_MODULUS for link, seal in seals.items()}
         return Answer(totals, dict(seconds), received, wrong=tuple(dict.fromkeys(wrong)))
 
     def _load(self, parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -62,7 +62,7 @@ class Resharding:
 
     def _order(self, task: Task, version: int) -> Order:
         self._number += 1
-        return Order(task, self._number, version, self._setup, full=self._delivered != version - 1)
+        return Order(task, self._number, self._setup, full=self._delivered != version - 1)
 
     def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
         return self._run(Task.transfer, source, target, version)

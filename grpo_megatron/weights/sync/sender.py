@@ -8,11 +8,9 @@ import torch
 
 from grpo_megatron.weights.sync.delta import Encoder
 from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task
-from grpo_megatron.weights.sync.parcels import Parcel, in_global_order, make_parcels, odd_factors
+from grpo_megatron.weights.sync.parcels import DIGEST_MODULUS, Parcel, odd_factors, parcels_in_order
 from grpo_megatron.weights.sync.plan import ReshardPlan
 from grpo_megatron.weights.sync.relay import Relay
-
-_MODULUS = 2**64
 
 
 class Sender:
@@ -22,14 +20,12 @@ class Sender:
         """transformer_engine: the rank's parameters have the names of its layers."""
         self.setup, self._rank = setup, rank
         plan = ReshardPlan(setup.layouts, transformer_engine)
-        dtypes, engine = dict(setup.dtypes), setup.layouts.engine
         links = plan.outgoing(rank) | plan.carried(rank)
-        parcels = [parcel for link, parts in links.items() for parcel in make_parcels(link, parts, dtypes, setup.bucket_bytes)]
-        self._parcels = in_global_order(parcels, len(plan.engine_ranks), engine.tp)
+        self._parcels = parcels_in_order(plan, links, dict(setup.dtypes), setup.bucket_bytes)
         handed_over = [parcel for parcel in self._parcels if parcel.link.carrier == rank]
         self._channel = setup.sending_channel(rank, handed_over, device)
-        self._relay = Relay(setup, rank, parcels, device) if plan.has_carriers else None
-        self._factors = odd_factors(parcels, device)
+        self._relay = Relay(setup, rank, self._parcels, device) if plan.has_carriers else None
+        self._factors = odd_factors(self._parcels, device)
         self._encoder = Encoder() if setup.delta else None
 
     def send(self, order: Order, parameters: Mapping[str, torch.Tensor]) -> Answer:
@@ -63,7 +59,7 @@ class Sender:
             self._relay.finish()
         self._channel.finish()
         seconds["all"] = time.perf_counter() - started
-        return Answer({link: seal % _MODULUS for link, seal in seals.items()}, dict(seconds), sent)
+        return Answer({link: seal % DIGEST_MODULUS for link, seal in seals.items()}, dict(seconds), sent)
 
     def _payload(self, order: Order, parcel: Parcel, buffer: torch.Tensor) -> torch.Tensor:
         if order.task == Task.verify:

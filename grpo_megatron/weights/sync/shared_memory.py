@@ -51,18 +51,26 @@ def _settle(memory: torch.Tensor) -> None:
         torch.cuda.synchronize(memory.device)
 
 
+def _wait(store: dist.Store, key: str, timeout: timedelta) -> None:
+    """Until a key is there. Raises TimeoutError."""
+    try:
+        store.wait([key], timeout)
+    except dist.DistStoreError as error:
+        raise TimeoutError(f"{key} did not come within {timeout.total_seconds():.0f} s") from error
+
+
 class SharedMemorySender:
     """store: reaches every receiver. slot_bytes: of the largest parcel. timeout: seconds that a slot may stay taken."""
 
     def __init__(self, store: dist.TCPStore, rank: int, slot_bytes: int, device: torch.device, timeout: float):
-        self._store, self._rank, self._timeout = store, rank, timedelta(seconds=timeout)
+        self._store, self._timeout = store, timedelta(seconds=timeout)
         self._memory, handle, self._file = _make(_SLOTS * slot_bytes, device, store.port)
         self._slot_bytes = slot_bytes
         self._taken: list[str] = []  # of each parcel, the key that says so
         store.set(f"memory/{rank}", handle)
 
-    def begin(self, version: int) -> None:
-        self._version, self._taken = version, []
+    def begin(self, number: int) -> None:
+        self._sync, self._taken = number, []
 
     def buffer(self, size: int) -> torch.Tensor:
         number = len(self._taken)
@@ -73,13 +81,13 @@ class SharedMemorySender:
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
         number = len(self._taken)
-        self._taken.append(_key(self._version, parcel, "taken"))
+        self._taken.append(_key(self._sync, parcel, "taken"))
         start = number % _SLOTS * self._slot_bytes
         slot = self._memory[start : start + len(payload)]
         if payload.data_ptr() != slot.data_ptr():
             slot.copy_(payload.clone())  # a part of the slot itself may not be copied over itself
         _settle(slot)
-        self._store.set(_key(self._version, parcel, "sent"), pickle.dumps((start, len(payload))))
+        self._store.set(_key(self._sync, parcel, "sent"), pickle.dumps((start, len(payload))))
 
     def finish(self) -> None:
         for number in range(max(0, len(self._taken) - _SLOTS), len(self._taken)):
@@ -89,10 +97,7 @@ class SharedMemorySender:
 
     def _wait(self, number: int) -> None:
         key = self._taken[number]
-        try:
-            self._store.wait([key], self._timeout)
-        except dist.DistStoreError as error:
-            raise TimeoutError(f"{key} did not come within {self._timeout.total_seconds():.0f} s") from error
+        _wait(self._store, key, self._timeout)
         self._store.delete_key(key)
 
     def _unlink(self) -> None:
@@ -112,33 +117,30 @@ class SharedMemoryReceiver:
         self._store, self._timeout = store, timedelta(seconds=timeout)
         self._memories: dict[int, torch.Tensor] = {}
 
-    def receive(self, version: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    def receive(self, number: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
         for parcel in parcels:
             memory = self._memory(parcel.link.carrier)
-            start, size = pickle.loads(self._wait(_key(version, parcel, "sent")))
+            start, size = pickle.loads(self._value(_key(number, parcel, "sent")))
             yield parcel, memory[start : start + size]
             _settle(memory)
-            taken, receivers = _key(version, parcel, "taken"), len(parcel.link.receivers)
+            taken, receivers = _key(number, parcel, "taken"), len(parcel.link.receivers)
             if receivers == 1 or self._store.add(f"{taken}/count", 1) == receivers:
-                for key in (_key(version, parcel, "sent"), f"{taken}/count"):
+                for key in (_key(number, parcel, "sent"), f"{taken}/count"):
                     self._store.delete_key(key)
                 self._store.set(taken, b"1")
 
     def _memory(self, carrier: int) -> torch.Tensor:
         if carrier not in self._memories:
-            self._memories[carrier] = _open(self._wait(f"memory/{carrier}"))
+            self._memories[carrier] = _open(self._value(f"memory/{carrier}"))
         return self._memories[carrier]
 
-    def _wait(self, key: str) -> bytes:
-        try:
-            self._store.wait([key], self._timeout)
-        except dist.DistStoreError as error:
-            raise TimeoutError(f"{key} did not come within {self._timeout.total_seconds():.0f} s") from error
+    def _value(self, key: str) -> bytes:
+        _wait(self._store, key, self._timeout)
         return self._store.get(key)
 
     def close(self) -> None:
         self._memories.clear()
 
 
-def _key(version: int, parcel: Parcel, what: str) -> str:
-    return f"{version}/{parcel.link.name}/{parcel.number}/{what}"
+def _key(number: int, parcel: Parcel, what: str) -> str:
+    return f"{number}/{parcel.link.name}/{parcel.number}/{what}"
