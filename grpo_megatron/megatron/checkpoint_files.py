@@ -6,7 +6,6 @@ Megatron's own writers cannot be used: they copy all that they write. docs/check
 
 import ctypes
 import io
-import json
 import math
 import os
 import pickle
@@ -19,33 +18,19 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.shards import Rectangle
 from grpo_megatron.paths import sync_to_disk
 from grpo_megatron.run.checkpoints import SaveReport
+from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, write_metadata
 
-# Megatron's names of the files beside the shards, which its own loader asks for.
-_CONFIG, _COMMON = "metadata.json", "common.pt"
-_BACKENDS = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+# What is no tensor; Megatron's own loader asks for a file of this name.
+_COMMON = "common.pt"
 
 
 class _Written(NamedTuple):
@@ -58,11 +43,6 @@ class _Written(NamedTuple):
     dtype: torch.dtype | None = None
     offset: tuple[int, ...] = ()
     size: tuple[int, ...] = ()
-
-    def result(self, file: str) -> WriteResult:
-        """As torch.distributed.checkpoint finds it again."""
-        index = MetadataIndex(self.name, None if self.shape is None else self.offset)
-        return WriteResult(index, self.length, _StorageInfo(file, self.at, self.length))
 
 
 class Writer:
@@ -119,13 +99,12 @@ class Writer:
 
     def _write(self, file, pieces: list[Rectangle]) -> None:
         for piece in pieces:
-            at = file.tell()
             host = piece.data.cpu()  # the live memory itself where that is the host's
-            # torch.save writes the whole storage behind a view. A copy would do, but its page faults cost more than the writing.
+            # A tensor that is all of its storage. A copy would do, but its page faults cost more than the writing.
             memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
-            torch.save(torch.frombuffer(memory, dtype=host.dtype).view(host.shape), file)
+            at, length = append_tensor(file, torch.frombuffer(memory, dtype=host.dtype).view(host.shape))
             self._written.append(
-                _Written(piece.name, at, file.tell() - at, piece.shape, piece.data.dtype, piece.offset, tuple(piece.data.shape))
+                _Written(piece.name, at, length, piece.shape, piece.data.dtype, piece.offset, tuple(piece.data.shape))
             )
 
     def wait_until_read(self, weights_only: bool = False) -> None:
@@ -164,29 +143,30 @@ class Writer:
     def _finish_folder(self, files: dict[str, list[_Written]]) -> None:
         folder = Path(self._folder)
         torch.save(self._common, folder / _COMMON)
-        (folder / _CONFIG).write_text(json.dumps(_BACKENDS), encoding="utf-8")
-        for path in (folder / _COMMON, folder / _CONFIG):
-            sync_to_disk(path)
-        results = [item.result(file) for file, items in files.items() for item in items]
-        FileSystemWriter(folder).finish(_metadata([item for items in files.values() for item in items]), [results])
+        sync_to_disk(folder / _COMMON)
+        write_metadata(folder, *_contents(files))
         sync_to_disk(folder)
 
 
-def _metadata(items: list[_Written]) -> Metadata:
-    """Raises RuntimeError unless every element of every tensor was written once."""
-    tensors, described = defaultdict(list), {}
-    for item in items:
-        if item.shape is None:
-            described[item.name] = BytesStorageMetadata()
-        else:
-            tensors[item.name].append(item)
-    for name, parts in tensors.items():
-        shape = torch.Size(parts[0].shape)
-        if sum(math.prod(part.size) for part in parts) != shape.numel():
-            raise RuntimeError(f"the ranks have not written {name} of shape {tuple(shape)} exactly once")
-        chunks = [ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.size)) for part in parts]
-        described[name] = TensorStorageMetadata(TensorProperties(parts[0].dtype), shape, chunks)
-    return Metadata(described)
+def _contents(files: dict[str, list[_Written]]) -> tuple[dict[str, Stored], dict[str, tuple[str, int, int]]]:
+    """All that the ranks' files hold, as write_metadata wants it.
+
+    Raises RuntimeError unless every element of every tensor was written once.
+    """
+    parts, objects = defaultdict(list), {}
+    for file, items in files.items():
+        for item in items:
+            if item.shape is None:
+                objects[item.name] = (file, item.at, item.length)
+            else:
+                parts[item.name].append((item, StoredChunk(item.offset, item.size, file, item.at, item.length)))
+    tensors = {}
+    for name, pairs in parts.items():
+        first = pairs[0][0]
+        if sum(math.prod(item.size) for item, _ in pairs) != math.prod(first.shape):
+            raise RuntimeError(f"the ranks have not written {name} of shape {first.shape} exactly once")
+        tensors[name] = Stored(first.dtype, first.shape, tuple(chunk for _, chunk in pairs))
+    return tensors, objects
 
 
 class _Targets:

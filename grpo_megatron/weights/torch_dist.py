@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import read_object
 from grpo_megatron.model.pieces import Shape, box
-from grpo_megatron.paths import file_problem, folder_problem, is_absent
+from grpo_megatron.paths import file_problem, folder_problem, is_absent, sync_to_disk
 from grpo_megatron.weights.file_bytes import fill, write
 
 _METADATA = ".metadata"
@@ -277,8 +277,6 @@ def write_metadata(folder: str | Path, tensors: dict[str, Stored], objects: dict
     )
     with open(root / _METADATA, "wb") as file:
         pickle.dump(metadata, file)
-        file.flush()
-        os.fsync(file.fileno())
     settings = {
         "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,
@@ -286,3 +284,5 @@ def write_metadata(folder: str | Path, tensors: dict[str, Stored], objects: dict
         "common_backend_version": 1,
     }
     (root / _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+    for path in (root / _METADATA, root / _SETTINGS):
+        sync_to_disk(path)
