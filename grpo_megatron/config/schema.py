@@ -12,6 +12,7 @@ from omegaconf import MISSING
 
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.algorithm import AlgorithmConfig, MismatchConfig
+from grpo_megatron.config.fp8 import FP8Config
 from grpo_megatron.config.limits import LONGEST_WAIT, Text
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.options import option, section
@@ -248,7 +249,7 @@ class MegatronConfig:
         [], "layers of each of pipeline_parallel * virtual_pipeline chunks, in forward order; none: equally many", above=0
     )
     expert_parallel: int = option(1, "ranks the experts of a layer are divided over (EP)", above=0)
-    expert_tensor_parallel: int = option(1, "ranks each expert is split over; more than 1 needs GPUs", above=0)
+    expert_tensor_parallel: int = option(1, "ranks each expert is split over", above=0)
     recompute: Recompute = option(
         Recompute.none,
         "activations computed again in the backward pass: none, selective (recompute_modules), full (whole layers)",
@@ -271,7 +272,11 @@ class MegatronConfig:
     )
     transformer_impl: TransformerImpl = option(
         TransformerImpl.auto,
-        "layers: transformer_engine, local (torch), or auto (the former where it can run; local with lora)",
+        "layers: transformer_engine, local (torch), or auto (the former where it can run; local in fp32 and with lora)",
+    )
+    fp8: FP8Config = section(FP8Config, "matrix products in FP8, with megatron.precision=fp8")
+    emulate_kernels: bool = option(
+        False, "TransformerEngine's layers on a machine without a GPU, their kernels emulated (slow: for trials and tests)"
     )
     lora: LoraConfig = section(LoraConfig, "adapters, trained in place of the model")
     cpu_threads: int = option(1, "intra-op threads of a rank on a machine without a GPU", above=0)

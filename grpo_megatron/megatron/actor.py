@@ -30,7 +30,7 @@ from grpo_megatron.megatron.process_groups import rank_info
 from grpo_megatron.megatron.reference import ReferenceWeights
 from grpo_megatron.megatron.rounding import rounding_noise
 from grpo_megatron.megatron.router import Routing, take_loss_sums
-from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult
+from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult, fp8_alignment
 from grpo_megatron.megatron.weights import iterate_hf, load_hf, mark_parallel
 from grpo_megatron.metrics import Mean, Metrics, concrete, merge
 from grpo_megatron.model.adapters import adapter_entries
@@ -45,8 +45,6 @@ from grpo_megatron.weights.sync.sender import Sender
 PRECISIONS = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.bfloat16}
 MicroBatches = list[TrainBatch]
 Key = tuple[int, int]
-# What the FP8 matrix products demand of the number of tokens.
-FP8_ALIGNMENT = 16
 
 
 class Actor:
@@ -58,11 +56,11 @@ class Actor:
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.arch = read_architecture(spec.model_path)
         sizes = spec.sizes
-        fp8 = spec.precision == Precision.fp8
+        fp8 = spec.fp8 if spec.precision == Precision.fp8 else None
         model_spec = ModelSpec(
             sizes=sizes,
             params_dtype=PRECISIONS[spec.precision],
-            transformer_engine=uses_transformer_engine(spec.transformer_impl, spec.precision),
+            transformer_engine=uses_transformer_engine(spec.transformer_impl, spec.precision, spec.emulate_kernels),
             fp8=fp8,
             recompute=spec.recompute,
             recompute_modules=tuple(spec.recompute_modules),
@@ -78,7 +76,7 @@ class Actor:
         self.adapters = adapter_entries(self.entries.values(), spec.lora)
         if self.adapters:
             lora.attach(self.chunks, self.adapters, spec.seed)
-        layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, FP8_ALIGNMENT if fp8 else 1)
+        layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, fp8_alignment(fp8))
         if spec.pack_tokens:
             layout = replace(layout, pack_tokens=padded_to(spec.pack_tokens, layout.pack_multiple))
         self.mini_batches = MiniBatchStore(layout, self.device, own_attention=not model_spec.transformer_engine)
