@@ -36,7 +36,7 @@ class Head:
     reference_weight: Callable[[], torch.Tensor] | None = None
 
     def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool = False) -> HeadOutput:
-        reference = (micro_batch.reference_hidden, self.reference_weight()) if with_kl else None
+        reference = (micro_batch.hidden_of_reference(), self.reference_weight()) if with_kl else None
         return token_logprobs(
             hidden[0],  # [1, t, h]: packs are one row
             self.weight(),
@@ -89,16 +89,20 @@ def _run(chunks: list, micro_batches: list[MicroBatch], loss_func, forward_only:
 
 @torch.no_grad()
 def forward_logprobs(
-    chunks: list, micro_batches: list[MicroBatch], head: Head, routing: Routing = Routing.own, keep_hidden: bool = False
+    chunks: list,
+    micro_batches: list[MicroBatch],
+    head: Head,
+    routing: Routing = Routing.own,
+    keep_hidden: Callable[[MicroBatch, torch.Tensor], None] | None = None,
 ) -> list[np.ndarray]:
     """Log-probs of the targets, one float32 [T] per micro-batch; empty except on the last stage.
 
-    keep_hidden: leave the last hidden states in the micro-batches as those of the reference.
+    keep_hidden: called with each micro-batch and its last hidden states [t, h].
     """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> np.ndarray:
         if keep_hidden:
-            micro_batch.reference_hidden = hidden[0].clone()
+            keep_hidden(micro_batch, hidden[0])
         logp = head(hidden, micro_batch).logp
         return micro_batch.pack.gather(logp, mpu.get_context_parallel_group()).cpu().numpy()
 
