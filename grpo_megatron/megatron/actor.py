@@ -224,7 +224,7 @@ class Actor:
         keep = partial(self.mini_batches.keep_hidden, on_device=self.spec.reference_hidden_bytes) if keep_hidden else None
         with nullcontext() if reference else self._settled_weights():
             parts = forward_logprobs(self.ddp, prepared, self.head, routing, keep)
-        return np.concatenate(parts) if self.rank.reports else None
+        return torch.cat(parts).cpu().numpy() if self.rank.reports else None
 
     def probe(self, micro_batches: MicroBatches, temperature: float, rounding: torch.dtype | None) -> np.ndarray | None:
         """Log-prob and entropy of every target, float32 [2, T], under changed conditions. Collective; None as in `logprobs`.
@@ -241,7 +241,7 @@ class Actor:
         head = replace(self.head, temperature=temperature)
         with self._settled_weights(), rounding_noise(self.chunks, rounding) if rounding else nullcontext():
             parts = forward_probe(self.ddp, prepared, head, routing)
-        return np.concatenate(parts, axis=1) if self.rank.reports else None
+        return torch.cat(parts, dim=1).cpu().numpy() if self.rank.reports else None
 
     @torch.no_grad()
     def scale_weights(self, factor: float, share: float = 1.0) -> None:
@@ -319,11 +319,13 @@ class Actor:
             head = replace(head, reference_weight=lambda: reference_weight)
         routing = self._route(prepared, micro_batches, recording=False)
         parts = forward_backward(self.ddp, prepared, head, loss, step_tokens, routing)
-        metrics = merge_over_context(merge([concrete(part) for part in parts])) if self.rank.last_stage else {}
+        routers: Metrics = {}
         if self.arch.moe is not None:
             tokens = sum(batch.num_tokens for batch in micro_batches)
-            metrics |= router_metrics(self.chunks, self.arch.moe, self.spec.moe, tokens, self.device)
-        return metrics if self.rank.reports else {}
+            routers = router_metrics(self.chunks, self.arch.moe, self.spec.moe, tokens, self.device)
+        *parts, routers = concrete([*parts, routers])
+        metrics = merge_over_context(merge(parts)) if self.rank.last_stage else {}
+        return metrics | routers if self.rank.reports else {}
 
     def reset_reference(self) -> None:
         """The current weights become the reference. Collective."""

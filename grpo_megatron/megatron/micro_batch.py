@@ -7,7 +7,7 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from grpo_megatron.algorithm.losses import LossInputs
-from grpo_megatron.batch.layout import Layout, Pack
+from grpo_megatron.batch.layout import Layout, Pack, on_device
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.attention import PackedSequences, describe_pack
 from grpo_megatron.megatron.host_memory import HostArena
@@ -46,10 +46,10 @@ def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attenti
     return MicroBatch(
         pack=pack,
         packed=describe_pack(pack, device, own_attention=own_attention),
-        tokens=pack.scatter(batch.tokens).to(device).long()[None],
-        position_ids=torch.from_numpy(pack.position_ids).to(device)[None],
-        padding=torch.from_numpy(pack.index < 0).to(device)[None],
-        target=pack.scatter(batch.target).to(device).long(),
+        tokens=on_device(pack.scatter(batch.tokens), device).long()[None],
+        position_ids=pack.tensor("position_ids", device)[None],
+        padding=on_device(torch.from_numpy(pack.index < 0), device)[None],
+        target=on_device(pack.scatter(batch.target), device).long(),
     )
 
 
@@ -59,9 +59,9 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
     group = mpu.get_context_parallel_group()
 
     def local(array: np.ndarray) -> torch.Tensor:
-        return pack.scatter(array).to(device)
+        return on_device(pack.scatter(array), device)
 
-    sequence_id = torch.from_numpy(pack.sequence_id).to(device)
+    sequence_id = pack.tensor("sequence_id", device)
     micro_batch.weight = local(batch.weight)
     micro_batch.inputs = LossInputs(
         mask=local(batch.loss_mask),
@@ -84,7 +84,7 @@ def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[b
         raise ValueError(f"the samples carry routing for {given.shape[1]} layers, the model has {sum(layers)} with experts")
     # Padding needs experts too, different ones; what they compute is used by nobody.
     anything = np.arange(given.shape[2], dtype=given.dtype)
-    local = micro_batch.pack.scatter(given, fill=anything).to(micro_batch.target.device).long()
+    local = on_device(micro_batch.pack.scatter(given, fill=anything), micro_batch.target.device).long()
     local = micro_batch.pack.layout.tensor_parallel_share(local, mpu.get_tensor_model_parallel_rank())
     with_experts = [layer for layer, has_experts in enumerate(layers) if has_experts]
     micro_batch.routing = {layer: local[:, i].contiguous() for i, layer in enumerate(with_experts)}

@@ -20,7 +20,7 @@ def router_metrics(chunks: list, experts: MoE, config: MoEConfig, tokens: int, d
     count = tokens * sum(experts.layers)
     coefficients = (config.aux_loss_coeff, config.z_loss_coeff)
     return {
-        f"moe/{name}": Mean(float(value), count)
+        f"moe/{name}": Mean(value, count)
         for name, value, coefficient in zip(names, total, coefficients, strict=True)
         if coefficient
     }
