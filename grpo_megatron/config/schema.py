@@ -102,6 +102,14 @@ class ModelConfig:
 class RefConfig:
     path: str | None = option(None, "HF checkpoint of the reference model; null: the same as model.path", text=Text.path)
     offload: bool = option(True, "keep the reference's weights in the host's memory between uses, else in the device's")
+    hidden_gib: float = option(
+        4.0,
+        "with kl_loss_type=full: the most that the reference's last hidden states of a step may take of a device; the rest waits in "
+        "the host's memory. A replica has (tokens of its samples) * (hidden size) values of the precision's size, over the last "
+        "stage's ranks divided by context_parallel, and with sequence_parallel by tensor_parallel",
+        "GiB",
+        at_least=0,
+    )
     reset_every: int = option(
         0, "the current weights become the reference every this many steps; 0: never", "steps", at_least=0
     )

@@ -40,7 +40,8 @@ class ActorSpec:
     """What an actor is made of.
 
     temperature: of the distribution whose log-probs are trained. reference_offload: the reference's
-    weights wait in the host's memory. offload_folder: where what is parked goes, see memory.Parking.
+    weights wait in the host's memory. reference_hidden_bytes: see config ref.hidden_gib. offload_folder:
+    where what is parked goes, see memory.Parking.
     pack_tokens: if not 0, every micro-batch is padded to this many tokens, over all CP ranks.
     seed: of weights made here, which are the adapters'. emulate_kernels: of TransformerEngine, on a CPU.
     """
@@ -61,6 +62,7 @@ class ActorSpec:
     with_reference: bool = False
     reference_path: str | None = None
     reference_offload: bool = True
+    reference_hidden_bytes: int = 4 << 30
     offload_folder: str | None = None
     pack_tokens: int = 0
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -125,6 +127,7 @@ def actor_spec(config: Config, command: str = "train") -> ActorSpec:
         with_reference=command == "train" and config.algorithm.needs_reference,
         reference_path=config.ref.path,
         reference_offload=config.ref.offload,
+        reference_hidden_bytes=int(config.ref.hidden_gib * 2**30),
         offload_folder=megatron.offload_folder,
         pack_tokens=pack_limit(config) if config.train.constant_length_packs else 0,
         lora=megatron.lora,
