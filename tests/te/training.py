@@ -34,7 +34,10 @@ def first_step(spec: ActorSpec, batch: TrainBatch, loss, folder: str | None, pad
     if folder:
         actor.save_hf(folder)
     _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True, max_tokens=256)
-    policy, reference = (actor.logprobs(parts, reference=which) for which in (False, True))
+    policy = actor.logprobs(parts)
+    actor.begin_reference()
+    reference = actor.logprobs(parts, reference=True)
+    actor.end_reference()
     gradients, norms = {}, []
     for step in range(2):
         actor.compute_gradients(parts, loss, batch.num_tokens, current_is_old=True)
