@@ -173,6 +173,7 @@ class Actor:
         self.mini_batches.clear()
         if not self._parking.parked("optimizer"):
             self._parking.park("optimizer", self.memory.optimizer())
+        self.memory.drop_fp8_casts()
         self._parking.park("parameters", self.memory.parameters())
         self._parking.park("gradients", self.memory.gradients(), keep=False)
         return report | {"asleep": self.memory.resident() | {"occupied": occupied()}}

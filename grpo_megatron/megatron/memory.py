@@ -30,7 +30,8 @@ class TrainingMemory:
     come into being with the first step.
 
     parameters: the weights. gradients: DDP's buffers. optimizer: moments, and master weights where
-    they are not the weights themselves.
+    they are not the weights themselves. fp8_casts: the weights once more in FP8, which TransformerEngine keeps from one
+    micro-batch to the next.
     """
 
     def __init__(self, ddp: list, optimizer):
@@ -57,9 +58,28 @@ class TrainingMemory:
         weights = self.parameters()
         return {address: storage for address, storage in unique_storages(tensors).items() if address not in weights}
 
+    def _casts(self) -> Iterator[dict]:
+        for ddp in self._ddp:
+            for module in ddp.modules():
+                yield getattr(module, "_fp8_workspaces", {})
+
+    def fp8_casts(self) -> dict[int, torch.UntypedStorage]:
+        quantized = (cast for casts in self._casts() for cast in casts.values())
+        return unique_storages(part for cast in quantized for part in vars(cast).values() if torch.is_tensor(part))
+
+    def drop_fp8_casts(self) -> None:
+        """The next micro-batch makes them again."""
+        for casts in self._casts():
+            casts.clear()
+
     def resident(self) -> Bytes:
         """Bytes in the device's memory now, by kind."""
-        kinds = {"parameters": self.parameters(), "gradients": self.gradients(), "optimizer": self.optimizer()}
+        kinds = {
+            "parameters": self.parameters(),
+            "gradients": self.gradients(),
+            "optimizer": self.optimizer(),
+            "fp8_casts": self.fp8_casts(),
+        }
         return {name: sum(storage.nbytes() for storage in storages.values()) for name, storages in kinds.items()}
 
 

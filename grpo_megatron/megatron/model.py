@@ -42,6 +42,8 @@ def uses_transformer_engine(impl: TransformerImpl, precision: Precision, emulate
             "megatron.transformer_impl=transformer_engine is not possible on the machine of this rank: "
             f"{here.transformer_engine_problem}; use local or auto"
         )
+    if impl == TransformerImpl.transformer_engine and precision == Precision.fp32:
+        raise UserError("megatron.precision=fp32 needs the local layers: megatron.transformer_impl=local or auto")
     if impl == TransformerImpl.auto:
         return precision != Precision.fp32 and here.transformer_engine_problem is None
     return impl == TransformerImpl.transformer_engine

@@ -1,0 +1,63 @@
+"""What test_features.py runs on each rank."""
+
+import numpy as np
+import torch
+
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.megatron import micro_batch
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.spec import ActorSpec
+from tests.parallel.actors import micro_batches
+from tests.te.training import FirstStep, first_step
+
+
+def calls_of(spec: ActorSpec, batch: TrainBatch, loss) -> tuple[FirstStep, dict[str, int]]:
+    """With how often each emulated kernel was called."""
+    import transformer_engine_torch
+
+    transformer_engine_torch.calls.update(dict.fromkeys(transformer_engine_torch.calls, 0))
+    return first_step(spec, batch, loss, None), dict(transformer_engine_torch.calls)
+
+
+def with_real_lengths(spec: ActorSpec, batch: TrainBatch, loss, padding_statistics: float) -> FirstStep:
+    """A planted fault: attention is told where sequences end, and leaves the rows behind them out."""
+    describe = micro_batch.describe_pack
+
+    def faulty(pack, device, own_attention=True):
+        packed = describe(pack, device, own_attention=own_attention)
+        packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.from_numpy(pack.cu_seqlens)
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = torch.from_numpy(pack.cu_seqlens_padded)
+        return packed
+
+    micro_batch.describe_pack = faulty
+    try:
+        return first_step(spec, batch, loss, None, padding_statistics)
+    finally:
+        micro_batch.describe_pack = describe
+
+
+def train_sleep_and_refer(spec: ActorSpec, batch: TrainBatch, loss) -> list[dict]:
+    """The reference is the start whatever was trained, and sleeping changes nothing; memory before and while asleep."""
+    actor = Actor(spec)
+    _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True, max_tokens=256)
+
+    def logprobs(reference: bool = False) -> np.ndarray:
+        if not reference:
+            return actor.logprobs(parts)
+        actor.begin_reference()
+        try:
+            return actor.logprobs(parts, reference=True)
+        finally:
+            actor.end_reference()
+
+    start, reports = logprobs(), []
+    for _ in range(2):
+        actor.train_step(parts, loss, batch.num_tokens, current_is_old=True)
+        policy = logprobs()
+        assert np.array_equal(logprobs(reference=True), start), "training moved the reference"
+        assert np.array_equal(logprobs(), policy), "the exchange changed the policy"
+        assert not np.array_equal(policy, start), "nothing was trained"
+        reports.append(actor.sleep())
+        actor.wake()
+        assert np.array_equal(logprobs(), policy), "sleeping changed the policy"
+    return reports
