@@ -137,11 +137,10 @@ class SGLangEngine:
         import sglang
 
         self._process, self._routed_layers = process, routed_layers
-        self._num_devices = 0 if arguments.get("device") == "cpu" else arguments["tp_size"]
-        if arguments.get("enable_memory_saver") and not self._num_devices:
+        if arguments.get("device") == "cpu":
             from grpo_megatron.sglang import cpu_memory
 
-            cpu_memory.register()
+            cpu_memory.register()  # also asked for here, where schedulers are started
         self._engine = sglang.Engine(**arguments)
         self._memory = EngineMemory(process.name, self._engine.tokenizer_manager, self._while_alive)
         # Python's own helpers are children too, which come and go.
@@ -328,7 +327,7 @@ class SGLangEngine:
 
     async def occupied(self) -> int:
         """Bytes, see `engine_bytes`."""
-        return engine_bytes(self._children, self._num_devices)
+        return engine_bytes(self._children)
 
     async def _accepted(self, call: str, awaitable: Awaitable[tuple[bool, str]]) -> None:
         """Waits for SGLang's answer. Raises UserError if it refuses the call."""

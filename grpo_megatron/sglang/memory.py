@@ -68,12 +68,10 @@ class EngineMemory:
         self._released.remove(part)
 
 
-def engine_bytes(schedulers: list[psutil.Process], num_devices: int) -> int:
-    """What an engine occupies: on GPUs, all that is in use on the fullest of its devices, by whomever; else its processes' own memory.
-
-    num_devices: that this process sees; 0 without GPUs.
-    """
-    if num_devices:
-        # As the driver says it: torch does not know what is unmapped, and the processes' shares are not visible in a container.
-        return max(torch.cuda.device_memory_used(device) for device in range(num_devices))
-    return sum(anonymous_bytes(process.pid) for process in schedulers)
+def engine_bytes(children: list[psutil.Process]) -> int:
+    """What an engine occupies: all that is in use on the fullest of its GPUs, by whomever; without GPUs the memory of its children."""
+    devices = torch.cuda.device_count()
+    if devices:
+        # As the driver says it: torch does not know what is unmapped, and a container does not see whose the rest is.
+        return max(torch.cuda.device_memory_used(device) for device in range(devices))
+    return sum(anonymous_bytes(child.pid) for child in children)
