@@ -74,7 +74,7 @@ class Peak:
         return self
 
     def _sample(self):
-        from grpo_megatron.megatron.memory import occupied
+        from grpo_megatron.cluster.memory import occupied
 
         while not self._ended:
             self.bytes = max(self.bytes, occupied())
@@ -87,8 +87,8 @@ class Peak:
 
 def measure(case: str, model: str, tokens: int) -> dict[str, float]:
     """MiB: at rest after the first step, at the peak of the second, asleep."""
+    from grpo_megatron.cluster.memory import occupied
     from grpo_megatron.megatron.actor import Actor
-    from grpo_megatron.megatron.memory import occupied
 
     torch.set_num_threads(1)
     batch = make_batch(tokens)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import isnan
 
 import numpy as np
@@ -23,6 +24,7 @@ from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
 from grpo_megatron.run.checkpoints import Checkpoints
 from grpo_megatron.run.monitor import Monitor
+from grpo_megatron.run.turns import State, Turns
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.weights.sync.sync import WeightSync
@@ -43,15 +45,17 @@ class Controller:
         evaluation: Evaluation | None,
         saver: Checkpoints,
         monitor: Monitor,
+        turns: Turns | None = None,
         decode: Callable[[np.ndarray], str] | None = None,
     ):
         """prompts, weight_sync: None where recorded rollouts are replayed, which need neither.
 
+        turns: where engines are on the ranks' devices; None: each have their own.
         decode: token ids -> text, to show the tokens engine and trainer disagree about most.
         """
         self.config = config
         self.trainer, self.rollouts, self.prompts, self.weight_sync = trainer, rollouts, prompts, weight_sync
-        self.evaluation, self.saver, self.monitor, self.decode = evaluation, saver, monitor, decode
+        self.evaluation, self.saver, self.monitor, self.turns, self.decode = evaluation, saver, monitor, turns, decode
         recomputed = config.train.old_logprobs == OldLogprobs.recompute
         self.loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=recomputed)
         self.correction = Correction.from_config(config.mismatch) if recomputed else None
@@ -70,15 +74,18 @@ class Controller:
             last = self.step == self.config.run.total_steps
             if last or (self.config.eval.every and self.step % self.config.eval.every == 0):
                 after = self.evaluate()
+            if self.saver.is_due(self.step):
+                self.ranks_turn()
             self.saver.after_step(self.step, self.state_dict)
         return {"before": before, "after": after, **self.totals}
 
     def train_step(self) -> None:
         phases = self.monitor.phases
         self.monitor.start_step()
-        memory = self.trainer_sleeps()
+        memory = self.engines_turn()
         with phases("generate"):
             groups = self.rollouts.groups(self.step, self.prompts)
+        self.ranks_turn()
         with phases("prepare"):
             groups = self.shape_and_filter(groups)
             mini_batches = make_mini_batches(groups, self.config, self.trainer.cost_model, self.step)
@@ -93,11 +100,10 @@ class Controller:
             # Only the first optimizer step sees the weights the engine sampled with.
             mismatch = {name: value for name, value in trained[0].items() if name.startswith("mismatch/")}
             self.act_on_mismatch(mismatch, mini_batches)
-        if any(metrics["actor/dropped_steps"].result() == 0 for metrics in trained):
-            with phases("sync"):
-                self.sync_weights()
         if self.config.ref.reset_every and self.step % self.config.ref.reset_every == 0:
             self.trainer.reset_reference()
+        if any(metrics["actor/dropped_steps"].result() == 0 for metrics in trained):
+            self.sync_weights()
         metrics = {name: value for name, value in merge(trained).items() if not name.startswith("mismatch/")}
         self.report(groups, mini_batches, {**metrics, **mismatch, **measured}, memory)
 
@@ -161,22 +167,44 @@ class Controller:
             if report.text:
                 self.monitor.say(f"step {self.step}: {report.text}")
 
-    def trainer_sleeps(self) -> dict[str, float]:
-        """Before engines work alone: let the trainer's ranks sleep, if so configured; metrics of that."""
+    def ranks_turn(self) -> None:
+        """Before the trainer works: engines on its devices give back their memory."""
+        if self.turns:
+            self.turns.to_ranks()
+
+    def engines_turn(self) -> dict[str, float]:
+        """Before engines work alone: the trainer's ranks sleep, if so configured; metrics of that.
+
+        Engines on its devices get back their memory, with the weights that were synced last.
+        """
+        if self.turns:
+            if self.turns.state == State.training:
+                self.sync_weights(changed=False)
+            return {}
         if not self.config.megatron.sleep:
             return {}
         with self.monitor.phases("sleep"):
             return self.trainer.sleep()
 
-    def sync_weights(self) -> None:
-        """Current weights into the engines, which tag every sample with the new version."""
-        if self.weight_sync:
-            self.weight_sync.run()
+    def sync_weights(self, changed: bool = True) -> None:
+        """Current weights into the engines, which tag every sample with their version: a new one if they changed.
+
+        Afterwards it is the engines' turn, if they take turns with the ranks.
+        """
+        if not self.weight_sync:
+            return
+        run = partial(self.weight_sync.run, changed)
+        if self.turns:
+            self.turns.to_engines(run)
+        else:
+            with self.monitor.phases("sync"):
+                run()
+        self.weight_sync.probe()
 
     def evaluate(self) -> dict[str, float]:
         if self.evaluation is None:
             return {}
-        self.trainer_sleeps()
+        self.engines_turn()
         with self.monitor.phases("evaluate"):
             scalars = self.evaluation.run(self.step)
         self.monitor.evaluated(self.step, scalars)
@@ -184,7 +212,7 @@ class Controller:
 
     def report(self, groups, mini_batches, metrics: Metrics, memory: dict[str, float]) -> None:
         scalars = to_floats(metrics) | memory | self.rollouts.statistics(groups)
-        scalars |= self.weight_sync.metrics if self.weight_sync else {}
+        scalars |= (self.weight_sync.metrics if self.weight_sync else {}) | (self.turns.metrics if self.turns else {})
         tokens = sum(mini.batch.num_tokens for mini in mini_batches)
         scalars = self.monitor.finish_step(self.step, scalars, tokens)
         dropped = {"actor/dropped_steps": "DROPPED STEPS"} if scalars["actor/dropped_steps"] else {}

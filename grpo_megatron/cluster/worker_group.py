@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.cluster.processes import Process, fetch, gather, redirect_output
 
 # (rank, host:port on which rank 0 listens) -> (the object that calls go to, what the group keeps of this rank)
@@ -38,6 +39,9 @@ class _Worker:
 
     def call(self, method: str, *arguments) -> Any:
         return getattr(self._target, method)(*arguments)
+
+    def occupied(self) -> int:
+        return occupied()
 
     def stream(self, method: str, *arguments) -> Iterator[Any]:
         yield from getattr(self._target, method)(*arguments)
@@ -87,6 +91,12 @@ class WorkerGroup:
         pairs = enumerate(zip(self._workers, arguments, strict=True))
         calls = {rank: worker.call.remote(method, *own) for rank, (worker, own) in pairs}
         return list(self._gather(calls, method, timeout).values())
+
+    def occupied(self) -> list[int]:
+        """Bytes that each rank's process occupies, see memory.occupied."""
+        return list(
+            self._gather({rank: worker.occupied.remote() for rank, worker in enumerate(self._workers)}, "occupied").values()
+        )
 
     def _gather(self, references: dict[int, ray.ObjectRef], call: str, timeout: float | None = None) -> dict[int, Any]:
         return gather(references, self.processes, call, self._timeout if timeout is None else timeout)

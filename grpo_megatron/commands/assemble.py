@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.cluster.placement import allocate
-from grpo_megatron.config.schema import Config, RoutingReplay
+from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.run.checkpoints import Checkpoints, actor_folder, read_state
 from grpo_megatron.run.folder import open_run_folder
 from grpo_megatron.run.monitor import Monitor
+from grpo_megatron.run.turns import Turns
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -25,8 +26,8 @@ _RESCUE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run, up and ready. engines: None where the command or a replay needs none. state: of the
-    checkpoint that the run continues, which the trainer has loaded; None for a new run."""
+    """The parts of a run, up and ready. engines: None where the command or a replay needs none. turns: with engines on the
+    trainer's devices. state: of the checkpoint that the run continues, which the trainer has loaded; None for a new run."""
 
     config: Config
     directory: str
@@ -34,6 +35,7 @@ class Run:
     saver: Checkpoints
     trainer: PolicyTrainer
     engines: EnginePool | None
+    turns: Turns | None
     state: dict | None
     started: float
 
@@ -50,6 +52,8 @@ class Run:
         self.saver.finish()
         if self.config.checkpoint.export_hf:
             result["model"] = f"{self.directory}/hf"
+            if self.turns:
+                self.turns.to_ranks()
             self.trainer.save_hf(result["model"])
         result["phases"] = self.monitor.phases.total
         result["run_dir"], result["tensorboard"] = self.directory, self.monitor.tensorboard_dir
@@ -81,18 +85,29 @@ def assemble(config: Config, command: str) -> Iterator[Run]:
             monitor.say(note)
         cluster = allocate(config, num_ranks, num_engines)
         cleanup.callback(cluster.close)
-        engines = None
+        engines = turns = None
         if generates:
-            # Engines are slow to start: they do so while the ranks build the model.
+            shared = config.cluster.placement == Placement.colocated
             # A resumed run must not draw the random numbers of its first steps again.
             seed = config.run.seed + 1000 * resumed
             routing = config.moe.routing_replay == RoutingReplay.engine
-            engines = EnginePool(cluster, config.rollout, config.model.path, seed, logs, routing, config.weight_sync.pause)
+            # Engines are slow to start: on devices of their own they do so while the ranks build the model.
+            engines = EnginePool(
+                cluster, config.rollout, config.model.path, seed, logs, routing, config.weight_sync.pause, shared
+            )
             cleanup.callback(engines.close)
+            if shared:
+                # Their KV caches are as large as what they find free.
+                engines.wait_until_ready()
+                turns = Turns(engines, monitor)
+                turns.release()
         spec = actor_spec(config, command)
-        trainer = PolicyTrainer(cluster, spec, config.megatron, config.run.seed, logs, config.cluster.call_timeout)
+        timeout, takes_turns = config.cluster.call_timeout, turns is not None
+        trainer = PolicyTrainer(cluster, spec, config.megatron, config.run.seed, logs, timeout, takes_turns)
         cleanup.callback(trainer.close)
-        if engines:
+        if turns:
+            turns.started(trainer)
+        elif engines:
             engines.wait_until_ready()
         if state:
             trainer.load_checkpoint(actor_folder(config.run.resume))
@@ -100,7 +115,7 @@ def assemble(config: Config, command: str) -> Iterator[Run]:
         saving = config.checkpoint
         saver = Checkpoints(f"{directory}/checkpoints", saving.every, trainer, monitor.say, saving.async_save)
         try:
-            yield Run(config, directory, monitor, saver, trainer, engines, state, started)
+            yield Run(config, directory, monitor, saver, trainer, engines, turns, state, started)
         except BaseException:
             # Whatever failed, the state that ranks are still writing was sound; those that cannot are not waited for.
             with suppress(Exception):

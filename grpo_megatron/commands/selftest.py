@@ -175,6 +175,7 @@ class Investigation:
     def probe(self, tokens: Tokens, temperature: float | None = None, rounding: torch.dtype | None = None) -> np.ndarray:
         """float64 [2, n]: the trainer's log-probs and entropies."""
         temperature = self.temperature if temperature is None else temperature
+        self.controller.ranks_turn()
         parts = [
             self.controller.trainer.probe(mini.batch, mini.plan, temperature, rounding)[:, mini.batch.loss_mask]
             for mini in tokens.mini_batches
@@ -187,6 +188,7 @@ class Investigation:
 
     def scores(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs at temperature 1 of the ids that are trained on, float64 [n]: the trainer's, the engine's."""
+        self.controller.engines_turn()
         scored = []
         for mini in tokens.mini_batches:
             batch = mini.batch
@@ -200,7 +202,9 @@ class Investigation:
         """New samples and their log-probs under the same weights."""
         controller = self.controller
         controller.step += 1
+        controller.engines_turn()
         groups = controller.rollouts.groups(controller.step, controller.prompts)
+        controller.ranks_turn()
         mini_batches = make_mini_batches(groups, self.config, controller.trainer.cost_model, controller.step)
         controller.old_and_reference_logprobs(mini_batches)
         return Tokens.of(mini_batches)
@@ -238,11 +242,13 @@ class Investigation:
     def weight_version(self, tokens: Tokens) -> str | None:
         """Double all weights and sync, then undo it (both are exact): does the engine follow the trainer?"""
         before = self.scores(tokens)
+        self.controller.ranks_turn()
         try:
             self.controller.trainer.scale_weights(2.0)
             self.controller.sync_weights()
             after = self.scores(tokens)
         finally:
+            self.controller.ranks_turn()
             self.controller.trainer.scale_weights(0.5)
         self.controller.sync_weights()
         trainer, engine = (float(np.abs(new - old).mean()) for new, old in zip(after, before, strict=True))

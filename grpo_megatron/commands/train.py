@@ -75,7 +75,16 @@ def assembled_loop(config: Config, controller_class: type[Controller] = Controll
             evaluation = Evaluation(manager, held_out, config, run.directory) if held_out else None
         cleanup.callback(rollouts.close)
         controller = controller_class(
-            config, run.trainer, rollouts, prompts, weight_sync, evaluation, run.saver, run.monitor, tokenizer.decode_all
+            config,
+            run.trainer,
+            rollouts,
+            prompts,
+            weight_sync,
+            evaluation,
+            run.saver,
+            run.monitor,
+            run.turns,
+            tokenizer.decode_all,
         )
         if run.state:
             controller.load_state_dict(run.state)

@@ -343,7 +343,9 @@ class OptimizerConfig:
 @dataclass
 class ClusterConfig:
     ray_address: str | None = option(None, "Ray cluster to join; null: start one on this machine")
-    placement: Placement = option(Placement.separate, "colocated: engines share the ranks' devices; separate: own devices")
+    placement: Placement = option(
+        Placement.separate, "colocated: engines and ranks take turns on the same devices; separate: own devices"
+    )
     call_timeout: float = option(
         7200.0, "longest time one call to the trainer's ranks, such as a training step, may take", "seconds", above=0
     )

@@ -17,11 +17,12 @@ from megatron.core.transformer.module import Float16Module
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.config.schema import Precision, RoutingReplay
 from grpo_megatron.megatron import export, lora, sharded_state
 from grpo_megatron.megatron.checkpoint_files import Writer
 from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, forward_probe
-from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory, occupied
+from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory
 from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, set_loss_inputs, set_routing_from
 from grpo_megatron.megatron.model import build_model, output_weight, uses_transformer_engine
 from grpo_megatron.megatron.optimizer import Optimizer

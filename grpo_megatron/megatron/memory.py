@@ -5,7 +5,6 @@ optimizer states are views of each other, and whoever holds one keeps a valid te
 """
 
 import ctypes
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -162,13 +161,3 @@ def _return_to_system() -> None:
         torch.cuda.empty_cache()
     elif sys.platform == "linux":
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # glibc keeps small blocks otherwise
-
-
-def occupied() -> int:
-    """Bytes this process occupies: reserved on the device, or anonymous resident memory without one."""
-    if torch.cuda.is_available():
-        return torch.cuda.memory_reserved()
-    for line in Path(f"/proc/{os.getpid()}/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("this system does not say how much memory a process occupies")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from grpo_megatron.config.schema import Config
+from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.config.weight_sync import SyncTransport
 from grpo_megatron.preflight.rule import RuleBook
 
@@ -35,3 +35,14 @@ def disk_has_a_folder(config: Config) -> Iterator[str]:
 def delta_has_a_transport(config: Config) -> Iterator[str]:
     if config.weight_sync.delta and config.weight_sync.transport == SyncTransport.object_store:
         yield "weight_sync.delta=true does not work with weight_sync.transport=object_store, which carries full tensors"
+
+
+@WEIGHT_SYNC.rule(
+    "A delta is of weights that the engines still have, which colocated engines give back while the ranks train.",
+    "weight_sync.delta",
+    "cluster.placement",
+    commands=_TRAIN,
+)
+def delta_has_engines_that_keep_weights(config: Config) -> Iterator[str]:
+    if config.weight_sync.delta and config.cluster.placement == Placement.colocated:
+        yield "weight_sync.delta=true does not work with cluster.placement=colocated, where engines give back their weights"

@@ -44,11 +44,15 @@ class Checkpoints:
         self._every, self._trainer, self._say, self._background = every, trainer, say, background
         self._writing: Path | None = None  # final name of the checkpoint that the ranks are writing
 
+    def is_due(self, step: int) -> bool:
+        """Whether `after_step` will save."""
+        return bool(self._every) and step % self._every == 0
+
     def after_step(self, step: int, state: Callable[[], dict]) -> None:
         """Complete what the ranks have written meanwhile, and save if it is time. state: makes what `save` takes."""
         if self._writing and self._trainer.checkpoint_written():
             self.finish()
-        if self._every and step % self._every == 0:
+        if self.is_due(step):
             self.save(step, state())
 
     def save(self, step: int, state: dict) -> None:

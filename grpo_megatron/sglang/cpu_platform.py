@@ -56,9 +56,10 @@ def __getattr__(name: str):
             from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
             from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-            from grpo_megatron.sglang import cpu_operators
+            from grpo_megatron.sglang import cpu_memory, cpu_operators
             from grpo_megatron.sglang.cpu_attention import BatchedAttention
 
+            cpu_memory.register()
             register_attention_backend(ATTENTION_BACKEND)(BatchedAttention)
             # Latent attention of new tokens without a prefix would by default be computed from keys and values that are not in
             # the pool, where BatchedAttention looks for them.
@@ -72,9 +73,10 @@ def __getattr__(name: str):
             common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_plain
 
         def post_load_model(self, model) -> None:
-            from grpo_megatron.sglang import cpu_operators
+            from grpo_megatron.sglang import cpu_memory, cpu_operators
 
-            cpu_operators.store_weights_by_column(model)
+            with cpu_memory.weights_region():
+                cpu_operators.store_weights_by_column(model)
 
     globals()[name] = TorchCpuPlatform
     return TorchCpuPlatform

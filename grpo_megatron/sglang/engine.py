@@ -26,6 +26,7 @@ from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
+from grpo_megatron.sglang.memory import EngineMemory, Part, engine_bytes
 from grpo_megatron.sglang.weight_door import DOOR, answer_key, as_tensor
 from grpo_megatron.weights.buckets import Bucket
 from grpo_megatron.weights.sync.order import Answer, Order
@@ -136,7 +137,12 @@ class SGLangEngine:
         import sglang
 
         self._process, self._routed_layers = process, routed_layers
+        if arguments.get("device") == "cpu":
+            from grpo_megatron.sglang import cpu_memory
+
+            cpu_memory.register()  # also asked for here, where schedulers are started
         self._engine = sglang.Engine(**arguments)
+        self._memory = EngineMemory(process.name, self._engine.tokenizer_manager, self._while_alive)
         # Python's own helpers are children too, which come and go.
         self._children = [
             child for child in psutil.Process().children(recursive=True) if "sglang::" in " ".join(child.cmdline())
@@ -183,6 +189,7 @@ class SGLangEngine:
         # A new process, such as one that took a dead engine's place, is not, and one whose update failed is no more.
         if not self._admitted:
             raise RuntimeError(f"{self._process.name} may not serve: nobody has compared its weights with the trainer's")
+        self._memory.must_have(*Part)
 
     async def submit(self, requests: list[Request]) -> None:
         for request in requests:
@@ -243,6 +250,7 @@ class SGLangEngine:
         """Stop serving, as `pause` says, and open an update session."""
         from sglang.srt.managers import io_struct
 
+        self._memory.must_have(Part.weights)
         self._admitted = False
         manager = self._engine.tokenizer_manager
         if self._tasks:
@@ -306,6 +314,20 @@ class SGLangEngine:
             await self._while_alive("continue_generation", manager.continue_generation(request))
             self._paused = False
         self.admit()
+
+    async def release_memory(self) -> None:
+        """Give back the memory of weights and KV cache. Raises RuntimeError while requests run. What is served next, is synced first."""
+        if self._tasks:
+            raise RuntimeError(f"{self._process.name} still generates, and may not give back its memory")
+        self._admitted = False
+        await self._memory.release()
+
+    async def resume_memory(self, part: Part) -> None:
+        await self._memory.resume(part)
+
+    async def occupied(self) -> int:
+        """Bytes, see `engine_bytes`."""
+        return engine_bytes(self._children)
 
     async def _accepted(self, call: str, awaitable: Awaitable[tuple[bool, str]]) -> None:
         """Waits for SGLang's answer. Raises UserError if it refuses the call."""

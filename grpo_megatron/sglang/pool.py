@@ -12,6 +12,7 @@ from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.client import EngineClient
 from grpo_megatron.sglang.engine import SGLangEngine, engine_arguments, engine_environment
+from grpo_megatron.sglang.memory import Part
 from grpo_megatron.weights.sync.order import Order
 
 _SHUTDOWN_SECONDS = 20.0
@@ -29,10 +30,12 @@ class EnginePool:
         log_dir: str,
         routing: bool = False,
         pause: PauseMode = PauseMode.retract,
+        shared: bool = False,
     ):
         """Start all engines and return at once; `wait_until_ready` waits for them.
 
         routing: completions carry the experts that their tokens went to. pause: what an update does to running requests.
+        shared: others will have the engines' memory in turns, see run.turns.
         """
         self._config, self._pause = config, pause
         self.weight_version = 0
@@ -47,6 +50,7 @@ class EnginePool:
             arguments = engine_arguments(
                 config.engine, model_path, seed + number, bool(config.stop), gpu, routed_layers is not None
             )
+            arguments["enable_memory_saver"] = shared
             devices = [slot.device for slot in slots] if gpu else None
             options = cluster.options(slots[0], engine_environment(config.engine, gpu), devices)
             self.processes.append(process)
@@ -95,6 +99,22 @@ class EnginePool:
         """Close the session; what is sampled from now on carries `version`."""
         self._on_all("end_update", version, self._pause == PauseMode.in_place)
         self.weight_version = version
+
+    def release_memory(self) -> None:
+        """Give back the memory of weights and KV caches. Nothing may be running; what they serve next, is synced first."""
+        self._on_all("release_memory")
+
+    def resume_weights(self) -> None:
+        """Have memory for weights again, which a sync must fill."""
+        self._on_all("resume_memory", Part.weights)
+
+    def resume_kv_cache(self) -> None:
+        """Have the empty KV caches again."""
+        self._on_all("resume_memory", Part.kv_cache)
+
+    def occupied(self) -> int:
+        """Bytes of the fullest engine, see memory.engine_bytes."""
+        return max(self._on_all("occupied").values())
 
     def _on_all(self, method: str, *arguments, timeout: float | None = None) -> dict:
         calls = {number: getattr(engine, method).remote(*arguments) for number, engine in enumerate(self._engines)}

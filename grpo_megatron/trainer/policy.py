@@ -52,8 +52,20 @@ def _in_order(batch: TrainBatch, plan: Schedule, parts: list[np.ndarray]) -> np.
 class PolicyTrainer:
     """Every method returns when all ranks are done, and raises if one of them failed."""
 
-    def __init__(self, cluster: Cluster, spec: ActorSpec, config: MegatronConfig, seed: int, log_dir: str, timeout: float):
-        """timeout: most seconds that one call to the ranks may take."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        spec: ActorSpec,
+        config: MegatronConfig,
+        seed: int,
+        log_dir: str,
+        timeout: float,
+        takes_turns: bool = False,
+    ):
+        """timeout: most seconds that one call to the ranks may take.
+
+        takes_turns: engines are on the ranks' devices, so ranks that sleep are woken by run.turns, not by the next call.
+        """
         self.sizes = spec.sizes
         self.nodes = tuple(slot.node for slot in cluster.rank_slots)
         self.cost_model = read_architecture(spec.model_path).cost_model
@@ -65,11 +77,12 @@ class PolicyTrainer:
             partial(start_actor, spec, seed, config.cpu_threads, config.collective_timeout),
             timeout,
         )
+        self._parks, self._takes_turns = config.sleep, takes_turns
         self._asleep = False
 
     def _call(self, method: str, args_of_replica: list[tuple]) -> list[Any]:
         """Call on all ranks with the arguments of their replica; the replicas' reports, in order."""
-        self._wake()
+        self._must_be_awake()
         ranks = self.group.ranks
         results = self.group.call(method, [args_of_replica[rank.dp_rank] for rank in ranks])
         reports = {rank.dp_rank: result for rank, result in zip(ranks, results, strict=True) if rank.reports}
@@ -79,23 +92,36 @@ class PolicyTrainer:
         self._call(method, [args] * self.sizes.dp)
 
     def sleep(self) -> dict[str, float]:
-        """Give back the ranks' memory until the next call of any other method, which wakes them first.
+        """With megatron.sleep, give back the ranks' memory until they are woken.
 
-        Returns metrics: GiB that the fullest rank occupies awake and asleep; none if already asleep.
+        Returns metrics: GiB that the fullest rank occupies awake and asleep; none if nothing is given back.
         """
         if self._asleep:
             return {}
-        reports = self.group.call("sleep")
         self._asleep = True
+        if not self._parks:
+            return {}
+        reports = self.group.call("sleep")
         return {
             f"memory/rank_{state}_gib": max(report[when]["occupied"] for report in reports) / 2**30
             for state, when in (("awake", "before"), ("asleep", "asleep"))
         }
 
-    def _wake(self) -> None:
-        if self._asleep:
+    def wake(self) -> None:
+        """Undo `sleep`; nothing happens to ranks that are awake."""
+        if self._asleep and self._parks:
             self.group.call("wake")
-            self._asleep = False
+        self._asleep = False
+
+    def occupied(self) -> int:
+        """Bytes of the fullest rank, see cluster.memory. Lets the ranks sleep."""
+        return max(self.group.occupied())
+
+    def _must_be_awake(self) -> None:
+        """Wakes the ranks where nobody else has their devices. Raises RuntimeError where it is the engines' turn."""
+        if self._asleep and self._takes_turns:
+            raise RuntimeError("the trainer's ranks sleep: it is the turn of the engines on their devices")
+        self.wake()
 
     def _split(self, batch: TrainBatch, plan: Schedule) -> list:
         """Object references to each replica's micro-batches."""
@@ -174,12 +200,12 @@ class PolicyTrainer:
 
     def sync_order(self, order: Order) -> list[ray.ObjectRef]:
         """Have every rank carry out its side of a weight sync; references to their answers."""
-        self._wake()
+        self._must_be_awake()
         return self.group.submit("sync_order", order)
 
     def weight_stream(self, max_bytes: int) -> AbstractContextManager:
         """Within this context: references to the buckets of all stages, see WorkerGroup.stream."""
-        self._wake()
+        self._must_be_awake()
         return self.group.stream("weight_buckets", max_bytes)
 
     def reset_reference(self) -> None:

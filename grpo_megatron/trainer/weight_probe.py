@@ -18,7 +18,7 @@ TRAINER_DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16,
 
 
 class WeightProbe:
-    """Called after a weight sync, when the engines serve again."""
+    """Asked after a weight sync: first the trainer, then the engines, when they serve again."""
 
     def __init__(self, trainer: PolicyTrainer, engines: EnginePool, sequences: list[np.ndarray], config: Config):
         """sequences: token ids int [n] each, n > 1, at least one for each data-parallel replica."""
@@ -30,10 +30,13 @@ class WeightProbe:
         # The coarser of the two.
         self._dtype = max(served, TRAINER_DTYPES[config.megatron.precision], key=lambda dtype: torch.finfo(dtype).eps)
 
-    def __call__(self) -> dict[str, float]:
+    def ask_trainer(self) -> None:
+        self._expected = self._logprobs(None)
+        self._limit = TOLERANCE * float(np.abs(self._logprobs(self._dtype) - self._expected).mean())
+
+    def ask_engines(self) -> dict[str, float]:
         """Mean |difference of log-probs| and its limit. Raises RuntimeError for an engine that is beyond it."""
-        expected = self._logprobs(None)
-        limit = TOLERANCE * float(np.abs(self._logprobs(self._dtype) - expected).mean())
+        expected, limit = self._expected, self._limit
         found = [
             float(np.abs(np.concatenate(scores) - expected).mean()) for scores in self._engines.score_on_all(self._sequences)
         ]

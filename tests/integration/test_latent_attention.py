@@ -11,9 +11,15 @@ from tests.models import tiny_model
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "transport"), [("glm4_moe", "shared_memory"), ("deepseek_v3", "shared_memory"), ("deepseek_v3", "object_store")]
+    ("family", "transport", "placement"),
+    [
+        ("glm4_moe", "shared_memory", "separate"),
+        # Engines that gave back their weights have lost what is derived from them, too.
+        ("deepseek_v3", "shared_memory", "colocated"),
+        ("deepseek_v3", "object_store", "colocated"),
+    ],
 )
-def test_engine_and_trainer_agree_before_and_after_syncs(ray_here, arithmetic, tmp_path, family, transport):
+def test_engine_and_trainer_agree_before_and_after_syncs(ray_here, arithmetic, tmp_path, family, transport, placement):
     from make_tiny_model import make_tokenizer
 
     # On a CPU, SGLang pads MLPs whose width is no multiple of 32.
@@ -32,6 +38,7 @@ def test_engine_and_trainer_agree_before_and_after_syncs(ray_here, arithmetic, t
         "megatron.sequence_parallel=true",
         "megatron.expert_parallel=2",
         f"weight_sync.transport={transport}",
+        f"cluster.placement={placement}",
         # Buckets of a few tensors: each layer's come in several.
         "weight_sync.bucket_bytes=8000",
     )

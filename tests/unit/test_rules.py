@@ -21,6 +21,7 @@ EIGHT = ["cluster.gpu=h100-80g", "cluster.nodes=1", "cluster.gpus_per_node=8"]
 BROKEN = {
     "disk_has_a_folder": ["weight_sync.transport=disk"],
     "delta_has_a_transport": ["weight_sync.transport=object_store", "weight_sync.delta=true"],
+    "delta_has_engines_that_keep_weights": ["cluster.placement=colocated", "weight_sync.delta=true"],
     "mini_batch_divides": ["train.ppo_mini_batch_size=5"],
     "current_logprobs_are_of_one_step": ["train.old_logprobs=current", "train.ppo_epochs=2"],
     "samples_can_be_shared": ["megatron.data_parallel=3", "train.packing=false"],

@@ -61,6 +61,36 @@ def test_versions_rise_and_every_sync_is_a_session(entries):
     assert again.version == 2
 
 
+class Probe:
+    def __init__(self, calls):
+        self._calls = calls
+
+    def ask_trainer(self):
+        self._calls.append("trainer")
+
+    def ask_engines(self):
+        self._calls.append("engines")
+        return {"probe_mean": 0.5}
+
+
+def test_the_same_weights_keep_their_version_and_a_probe_asks_the_trainer_first(entries):
+    engines, everything = Engines(), names(entries)
+    probe = Probe(engines.calls)
+    sync = WeightSync(Trainer(everything), engines, ObjectStore(entries, 1000), probe, probe_every=2)
+    sync.run()
+    assert engines.calls == ["begin", "load", 1, "trainer"]
+    sync.probe()
+    sync.probe()  # once a sync
+    assert engines.calls[4:] == ["engines"]
+    assert sync.metrics["sync/probe_mean"] == 0.5
+    sync.run(changed=False)
+    sync.probe()
+    assert engines.calls[5:] == ["begin", "load", 1]
+    assert sync.version == 1
+    sync.run()
+    assert engines.calls[8:] == ["begin", "load", 2, "trainer"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

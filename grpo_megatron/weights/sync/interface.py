@@ -56,3 +56,13 @@ class Transport(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+class Probe(Protocol):
+    """Compares what both sides compute. Implemented by trainer.weight_probe.WeightProbe."""
+
+    def ask_trainer(self) -> None:
+        """What the engines should answer; apart from `ask_engines`, because either side may have to leave the devices to the other."""
+
+    def ask_engines(self) -> dict[str, float]:
+        """What was found, by name. Raises RuntimeError if it is not what the trainer answered."""

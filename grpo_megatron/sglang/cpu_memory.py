@@ -1,0 +1,102 @@
+"""Memory of an engine on a CPU that it can give back for a while and have again at the same addresses.
+
+On GPUs SGLang has this from the package torch_memory_saver, by which a region's memory is unmapped while its addresses stay. Here the
+pages go back to the system and may not be touched until they are resumed: who uses them too early ends with a segmentation fault,
+as he would with an illegal memory access on a GPU.
+
+Imported in SGLang's own processes, and in the one that starts them. Written for SGLang 0.5.23.
+"""
+
+import ctypes
+import mmap
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter, _TorchMemorySaverAdapterNoop
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_MADV_DONTNEED = 4
+_PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+
+
+class _Recorded(TorchDispatchMode):
+    """Notes the storages of all tensors that are made within this context."""
+
+    def __init__(self, storages: dict[int, StorageWeakRef]):
+        super().__init__()
+        self._storages = storages
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._storages.setdefault(reference.cdata, reference)
+        return made
+
+
+class HostMemorySaver(_TorchMemorySaverAdapterNoop):
+    """SGLang's interface to torch_memory_saver. What a region held is lost when it is paused, and zeros afterwards."""
+
+    enabled = True
+
+    def __init__(self):
+        self._regions: dict[str, dict[int, StorageWeakRef]] = defaultdict(dict)
+
+    @contextmanager
+    def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
+        """Tensors that are made within this context belong to `tag`."""
+        if enable_cpu_backup:
+            raise NotImplementedError("memory on a CPU has no backup")
+        storages = self._regions[tag]
+        with _Recorded(storages):
+            yield
+        for address in [address for address, reference in storages.items() if reference.expired()]:
+            del storages[address]
+
+    def pause(self, tag: str) -> None:
+        for start, size in self._pages(tag):
+            _system("madvise", start, size, _MADV_DONTNEED)
+            _system("mprotect", start, size, _PROT_NONE)
+
+    def resume(self, tag: str) -> None:
+        for start, size in self._pages(tag):
+            _system("mprotect", start, size, _PROT_READ_WRITE)
+
+    def _pages(self, tag: str) -> Iterator[tuple[int, int]]:
+        """Address and bytes of the whole pages in each storage of a region; at its ends there are bytes of others."""
+        page = mmap.PAGESIZE
+        for address, reference in self._regions[tag].items():
+            storage = torch.UntypedStorage._new_with_weak_ptr(address) if not reference.expired() else None
+            if storage is not None:
+                start = -(-storage.data_ptr() // page) * page
+                end = (storage.data_ptr() + storage.nbytes()) // page * page
+                if end > start:
+                    yield start, end - start
+
+
+def _system(call: str, start: int, size: int, argument: int) -> None:
+    libc = ctypes.CDLL("libc.so.6", use_errno=True)
+    if getattr(libc, call)(ctypes.c_void_p(start), ctypes.c_size_t(size), argument):
+        raise OSError(ctypes.get_errno(), f"{call} of {size} bytes: {os.strerror(ctypes.get_errno())}")
+
+
+def register() -> HostMemorySaver:
+    """SGLang's memory saver in this process, wherever it is asked for one from now on."""
+    saver = HostMemorySaver()
+    create = TorchMemorySaverAdapter.create
+    TorchMemorySaverAdapter.create = staticmethod(lambda enable: saver if enable else create(False))
+    return saver
+
+
+def weights_region():
+    """Tensors that are made within this context are weights, if this engine gives memory back."""
+    from sglang.srt.runtime_context import get_exec
+
+    return TorchMemorySaverAdapter.create(enable=get_exec().features.enable_memory_saver).region(GPU_MEMORY_TYPE_WEIGHTS)
