@@ -129,11 +129,11 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_loads_in_another_layout(te_ranks, 
 def test_training_follows_the_old_policys_routing(te_ranks, tmp_path):
     """As on local layers: between the passes the routers are turned upside down."""
     sizes, batch, model = EXPERT_LAYOUTS["tp2sp"], make_batch(0), aligned_model(tmp_path, "qwen3_moe")
-    recording = te_spec(model, sizes, "tensorwise", moe=MoEConfig(routing_replay=RoutingReplay.old_policy))
+    recording = te_spec(model, sizes, moe=MoEConfig(routing_replay=RoutingReplay.old_policy))
     results = te_ranks.run(routings.record_flip_train, sizes, recording, batch, TOKEN)
     routing = whole([recorded for _, recorded in results], batch)[:, [0, 2, 3]]
     assert (routing >= 0).all()
-    following = te_spec(model, precision="tensorwise", moe=ENGINE)
+    following = te_spec(model, moe=ENGINE)
     (same, _), *_ = te_ranks.run(routings.flip_train, ONE, following, replace(batch, routing=routing), TOKEN)
     (other, _), *_ = te_ranks.run(routings.flip_train, ONE, replace(following, moe=MoEConfig()), batch, TOKEN)
     entropies = [metrics for metrics, _ in results if metrics is not None]
