@@ -70,6 +70,11 @@ def test_what_cannot_be_installed_is_refused_before_anything_is(tmp_path, stamp,
     assert [path.name for path in tmp_path.iterdir()] == ([stamp] if stamp else [])
 
 
+def test_the_range_of_pythons(tmp_path):
+    for target, newest in (("install", 13), ("install-gpu", 12)):
+        assert f"<= (3, {newest})" in make("-n", target, f"VENV={tmp_path}", "PYTHON=python3")
+
+
 def test_an_environment_for_gpus_stays_one(tmp_path):
     assert "requirements/cpu.txt" in make("-n", "install", f"VENV={tmp_path}")
     (tmp_path / ".installed-gpu").touch()
