@@ -17,12 +17,14 @@ LAYOUTS = {
     "tp2 tied": ("qwen3", True, MegatronConfig(tensor_parallel=2, sequence_parallel=True)),
     "pp2 tied": ("llama3", True, MegatronConfig(pipeline_parallel=2)),
     "pp2vpp2": ("llama3", False, MegatronConfig(pipeline_parallel=2, virtual_pipeline=2)),
+    "dp2": ("qwen3", False, MegatronConfig(data_parallel=2)),
     "dp2 distributed": ("qwen3", False, MegatronConfig(data_parallel=2, distributed_optimizer=True)),
     "fp32 dp2 distributed": (
         "qwen3",
         False,
         MegatronConfig(data_parallel=2, distributed_optimizer=True, precision=Precision.fp32),
     ),
+    "experts dp2 distributed": ("qwen3_moe", False, MegatronConfig(data_parallel=2, distributed_optimizer=True)),
     "ep2 distributed": (
         "qwen3_moe",
         False,
