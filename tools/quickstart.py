@@ -1,8 +1,8 @@
 """The quickstart: make a task and a tiny model, warm it up, train it with GRPO, show what came out.
 
-    python tools/quickstart.py [--seed S] [--root DIR] [key=value ...]
+    python tools/quickstart.py [--config NAME] [--seed S] [--root DIR] [key=value ...]
 
-Extra key=value arguments go to the GRPO run. Prints a table and, as its last line, one JSON object:
+The GRPO run is configs/NAME.yaml, quickstart or quickstart_fp8; extra key=value arguments go to it. Prints a table and, as its last line, one JSON object:
 accuracy_before and accuracy_after (held-out, mean of 4 samples at temperature 1), train_seconds and
 tokens_per_second of the GRPO steps, mismatch_max (largest difference of a log-prob between engine
 and trainer over all steps).
@@ -56,6 +56,7 @@ def show(warm: dict, run: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="quickstart", choices=("quickstart", "quickstart_fp8"), help="of the GRPO run")
     parser.add_argument("--seed", type=int, default=1234, help="of task, model, warm start and training")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -65,9 +66,9 @@ def main() -> None:
         parser.error(f"{', '.join(moved)}: use --root and --seed")
     root = options.root
     arguments = prepare(root, str(options.seed))
-    call("GRPO", *CLI, "train", "--config", str(CONFIGS / "quickstart.yaml"), *arguments, *options.overrides)
+    call("GRPO", *CLI, "train", "--config", str(CONFIGS / f"{options.config}.yaml"), *arguments, *options.overrides)
     warm, run = (
-        json.loads(Path(root, name, "result.json").read_text(encoding="utf-8")) for name in ("quickstart_sft", "quickstart")
+        json.loads(Path(root, name, "result.json").read_text(encoding="utf-8")) for name in ("quickstart_sft", options.config)
     )
     show(warm, run)
     print(

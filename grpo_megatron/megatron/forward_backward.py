@@ -36,15 +36,18 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool = False) -> HeadOutput:
         reference = (micro_batch.hidden_of_reference(), self.reference_weight()) if with_kl else None
+        weight = self.weight()
         return token_logprobs(
             hidden[0],  # [1, t, h]: packs are one row
-            self.weight(),
+            weight,
             micro_batch.target,
             self.temperature,
             self.vocab_size,
             mpu.get_tensor_model_parallel_group(),
             self.sequence_parallel,
             reference=reference,
+            # A frozen one has no place for a gradient, and one beside DDP is never trained.
+            accumulate_into_main_grad=hasattr(weight, "main_grad"),
         )
 
 
