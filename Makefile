@@ -1,6 +1,7 @@
 # Everything is installed into .venv in this folder; a second call reuses it.
 # The first that runs and is new enough for SGLang: a version manager's stand-in may exist for a Python that it lacks.
-RIGHT_PYTHON = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+NEWEST_PYTHON = 13
+RIGHT_PYTHON = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, $(NEWEST_PYTHON)))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c '$(RIGHT_PYTHON)' 2>/dev/null && echo $$p && break; done)
 # For pip, such as --extra-index-url of an index with CPU builds of torch.
@@ -8,24 +9,55 @@ PIP_FLAGS ?=
 PIP = $(BIN)/python -m pip install -q $(PIP_FLAGS)
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
-REQUIREMENTS := $(wildcard requirements/*.txt) setup.py Makefile
+CPU_STAMP := $(VENV)/.installed
+GPU_STAMP := $(VENV)/.installed-gpu
+REQUIREMENTS := $(filter-out requirements/gpu%,$(wildcard requirements/*.txt)) setup.py Makefile
+GPU_REQUIREMENTS := $(wildcard requirements/gpu*.txt) requirements/test.txt setup.py Makefile
+
+# The toolkit that TransformerEngine's extension is compiled with; it takes no GPU.
+CUDA_HOME ?= /usr/local/cuda
 
 # Where it is set, every one of the many processes would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart test test-all lint bench clean
+.PHONY: install install-gpu quickstart test test-all lint bench clean
 
-install: $(STAMP)
+# The stack for CPUs, unless the environment has the one for GPUs.
+install: $(if $(wildcard $(GPU_STAMP)),$(GPU_STAMP),$(CPU_STAMP))
 
-$(STAMP): $(REQUIREMENTS)
-	@$(or $(PYTHON),false) -c '$(RIGHT_PYTHON)' || { echo "Python 3.11, 3.12 or 3.13 is needed; name one: make PYTHON=..." >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+define new_environment
+@$(or $(PYTHON),false) -c '$(RIGHT_PYTHON)' || { echo "a Python from 3.11 to 3.$(NEWEST_PYTHON) is needed; name one: make PYTHON=..." >&2; exit 1; }
+test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+endef
+
+$(CPU_STAMP): $(REQUIREMENTS)
+	$(new_environment)
 	# In one call, so that nothing can exchange torch for a build that another package asks for.
 	$(PIP) -r requirements/cpu.txt -r requirements/test.txt
 	$(PIP) --no-deps -r requirements/cpu-no-deps.txt
 	$(PIP) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -W ignore -c 'import torchvision' || { echo "torch and torchvision do not fit: install both from one index (PIP_FLAGS)" >&2; exit 1; }
+	touch $@
+
+install-gpu: $(GPU_STAMP)
+
+# SGLang 0.5.17 needs a package of which there are compiled ones up to this.
+$(GPU_STAMP): NEWEST_PYTHON = 12
+$(GPU_STAMP): $(GPU_REQUIREMENTS)
+	@test ! -e $(CPU_STAMP) || { echo "$(VENV) has the stack for CPUs; name another environment: make install-gpu VENV=..." >&2; exit 1; }
+	@$(CUDA_HOME)/bin/nvcc --version 2>/dev/null | grep -q 'release 13\.' || \
+		{ echo "no CUDA 13 toolkit in $(CUDA_HOME) (bin/nvcc); name its folder: make install-gpu CUDA_HOME=..." >&2; exit 1; }
+	$(new_environment)
+	$(PIP) -r requirements/gpu-torch.txt
+	# Against this torch. Before SGLang, whose packages bring headers of a newer CUDA into the same folder.
+	# The toolkit need not have the headers of cuDNN and NCCL: those that came with torch are named.
+	nvidia=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia && \
+	CUDA_HOME=$(CUDA_HOME) NVTE_PYTORCH_FORCE_BUILD=TRUE LIBRARY_PATH=$$nvidia/cu13/lib \
+	CPATH=$$nvidia/cu13/include:$$nvidia/cudnn/include:$$nvidia/nccl/include \
+		$(PIP) --no-deps --no-build-isolation -r requirements/gpu-transformer-engine.txt
+	# With torch named again, so that nothing can exchange it.
+	$(PIP) -r requirements/gpu-torch.txt -r requirements/gpu.txt -r requirements/test.txt
+	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
 quickstart: install

@@ -27,11 +27,6 @@ setup(
         "zstandard",  # weight_sync.delta
     ],
     extras_require={
-        "gpu": [
-            "torch==2.11.0",
-            "sglang==0.5.17",
-            "transformer-engine[pytorch]==2.11.0",
-        ],
         "data": ["pyarrow", "datasets"],
         "plot": ["matplotlib"],
         "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "pyarrow", "datasets"],

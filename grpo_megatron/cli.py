@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--config", metavar="FILE", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
     config_commands.add_parser(commands)
-    commands.add_parser("doctor", help="what this machine has, and what that allows")
+    commands.add_parser("doctor", help="what this machine has, whether it works, and what that allows")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file's name need not be text that a terminal can show

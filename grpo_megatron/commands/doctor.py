@@ -1,15 +1,21 @@
-"""`grpo-megatron doctor`: what this machine has, and what that allows."""
+"""`grpo-megatron doctor`: what this machine has, whether it works, and what that allows."""
 
 import os
 import platform
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, util
 
 from grpo_megatron.capabilities import Capabilities, release, version
+from grpo_megatron.commands import probes
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
+
+# The releases in requirements/ that this project is tested with, or written for.
+MEGATRON_CORE = "0.16.1"
+SGLANG, SGLANG_ON_GPU = "0.5.23", "0.5.17"
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def _package(package: str, expected: str | None, missing: str, required: bool) -
 def _sglang() -> list[Finding]:
     import torch
 
-    expected = "0.5.17" if torch.cuda.is_available() else "0.5.23"
+    expected = SGLANG_ON_GPU if torch.cuda.is_available() else SGLANG
     found = [_package("sglang", expected, "no rollouts, only sft and rollout.replay", required=True)]
     if not torch.cuda.is_available() and version("sglang"):
         from grpo_megatron.sglang.cpu_platform import PLATFORM_NAME
@@ -84,36 +90,83 @@ def _shared_memory() -> Finding:
     return Finding(level, path, f"{free:.1f} GiB free" + ("" if free > 1 else "; Ray falls back to files below 1 GiB"))
 
 
-def examine() -> list[Finding]:
-    """Everything that can be found out without starting a process."""
-    found = [_python(), *_devices()]
-    found += [
-        _package("megatron-core", "0.16.1", "no training", required=True),
-        *_sglang(),
-        _package("ray", None, "no processes", required=True),
-        _package("transformers", None, "no tokenizers", required=True),
-        _package("psutil", None, "engines are watched with it, and megatron-core imports it undeclared", required=True),
-        _package("math-verify", None, "no `math` reward", required=False),
-        _package("pyarrow", None, "no Parquet files", required=False),
-        _package("datasets", None, "no hf: data sets", required=False),
-        _package("apex", None, "no apex kernels; nothing needs them", required=False),
-        _shared_memory(),
-    ]
+def _tried(subject: str, probe: Callable[..., str], *arguments: str) -> Finding:
+    try:
+        return Finding(OK, subject, probes.attempt(probe, *arguments))
+    except probes.ProbeError as error:
+        return Finding(PROBLEM, subject, str(error))
+
+
+def _imported(module: str, missing: str, required: bool) -> Finding:
+    """missing: what its absence means. A module that is there, and cannot be imported, is a problem in any case."""
+    if util.find_spec(module.split(".")[0]) is None:
+        return Finding(PROBLEM if required else NOTE, module, f"not installed: {missing}")
+    return _tried(module, probes.import_of, module)
+
+
+def _gpu_libraries() -> Iterator[Finding]:
+    """What a machine with a GPU needs beyond the packages of every machine."""
+    import torch
+
+    cudnn = torch.backends.cudnn.version()
+    yield Finding(OK, "cuDNN", str(cudnn)) if cudnn else Finding(PROBLEM, "cuDNN", "torch does not find it; attention needs it")
+    nvcc = shutil.which("nvcc", path=os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")) or shutil.which(
+        "nvcc"
+    )
+    yield Finding(OK, "nvcc", nvcc) if nvcc else Finding(NOTE, "nvcc", "not found: TransformerEngine cannot be compiled here")
+    yield _imported("sglang.srt.entrypoints.engine", "no rollouts", required=True)
+    yield _imported("sgl_kernel", "engines need SGLang's kernels", required=True)
+    yield _imported("flashinfer", "engines need its attention and sampling", required=True)
+    yield _imported(
+        "torch_memory_saver", "engines cannot give their memory to the trainer (placement=colocated)", required=False
+    )
+    # A package index has another package of this name.
+    yield _imported("apex.optimizers", "nothing needs it; it is installed from NVIDIA's sources", required=False)
+
+
+def _computes(here: Capabilities) -> Iterator[Finding]:
+    """Matrix products of each precision that can be trained in, and a collective over this machine's devices."""
+    yield _tried("matrix product, fp32", probes.matrix_product, "fp32")
+    yield _tried("matrix product, bf16", probes.matrix_product, "bf16")
+    if here.fp8_problem:
+        yield Finding(NOTE, "FP8 training", f"not possible: {here.fp8_problem}")
+    else:
+        yield _tried("matrix product, fp8", probes.matrix_product, "fp8")
+    yield _tried("all-reduce", probes.all_reduce)
+
+
+_TE = "TransformerEngine"
+
+
+def examine() -> Iterator[Finding]:
+    """Whatever could break the process that meets it is tried in another one."""
+    yield _python()
+    yield from _devices()
+    yield _package("megatron-core", MEGATRON_CORE, "no training", required=True)
+    yield from _sglang()
+    yield _package("ray", None, "no processes", required=True)
+    yield _package("transformers", None, "no tokenizers", required=True)
+    yield _package("psutil", None, "engines are watched with it, and megatron-core imports it undeclared", required=True)
+    yield _package("math-verify", None, "no `math` reward", required=False)
+    yield _package("pyarrow", None, "no Parquet files", required=False)
+    yield _package("datasets", None, "no hf: data sets", required=False)
+    yield _shared_memory()
     here = Capabilities.of_this_machine()
-    for subject, problem in (
-        ("TransformerEngine layers", here.transformer_engine_problem),
-        ("FP8 training", here.fp8_problem),
-    ):
-        found.append(Finding(NOTE, subject, f"not possible: {problem}") if problem else Finding(OK, subject, "possible"))
-    return found
+    if here.gpus:
+        yield from _gpu_libraries()
+    if util.find_spec("transformer_engine") is None:
+        yield Finding(NOTE, _TE, "not installed: no FP8, and layers of torch")
+    else:
+        # megatron-core imports it wherever it is, and takes nothing but its absence.
+        yield _tried(_TE, probes.import_of, "transformer_engine.pytorch")
+    yield from _computes(here)
 
 
 def doctor() -> int:
-    """Print the findings; returns 1 if there is a problem."""
-    found = examine()
-    width = max(len(finding.subject) for finding in found)
-    for finding in found:
-        print(f"{finding.level:<8} {finding.subject:<{width}}  {finding.text}")
-    problems = sum(finding.level == PROBLEM for finding in found)
+    """Print the findings as they come; returns 1 if there is a problem."""
+    problems = 0
+    for finding in examine():
+        problems += finding.level == PROBLEM
+        print(f"{finding.level:<8} {finding.subject:<22}  {finding.text}", flush=True)
     print(f"{problems} problems" if problems else "no problems: sft and train can run here")
     return 1 if problems else 0

@@ -31,6 +31,14 @@ def model_violations(config: Config, arch: Architecture, command: str = "train")
 
     command: train, which has engines unless it replays recorded samples, or sft.
     """
+    found = architecture_violations(config, arch, command)
+    for path in dict.fromkeys([config.model.path, config.ref.path or config.model.path]):
+        found += _weights(path, arch)
+    return found
+
+
+def architecture_violations(config: Config, arch: Architecture, command: str = "train") -> list[str]:
+    """As `model_violations`, as far as config.json says; there need be no weights."""
     keys = frozenset(out_of_limits(config))
     found = layout_violations_of_model(ParallelSizes.from_config(config.megatron), arch, keys)
     if command == "train" and not config.rollout.replay:
@@ -44,8 +52,6 @@ def model_violations(config: Config, arch: Architecture, command: str = "train")
             f"data.max_prompt_length + rollout.max_response_length = {longest}, but {config.model.path} is made for "
             f"{arch.max_positions} positions"
         )
-    for path in dict.fromkeys([config.model.path, config.ref.path or config.model.path]):
-        found += _weights(path, arch)
     return found
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -80,7 +81,7 @@ def slurm(tmp_path_factory):
             daemon.kill()
 
 
-def submit(env, log, *arguments):
+def submit(env, log, *arguments, **variables):
     command = [
         "sbatch",
         "--wait",
@@ -90,7 +91,7 @@ def submit(env, log, *arguments):
         "slurm/train.sbatch",
         *map(str, arguments),
     ]
-    env = {**env, "GRPO_BIN": str(Path(sys.executable).parent), "GRPO_START_TIMEOUT": "90"}
+    env = {**env, "GRPO_BIN": str(Path(sys.executable).parent), "GRPO_START_TIMEOUT": "90", **variables}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     return done.returncode, Path(log).read_text()
 
@@ -111,6 +112,7 @@ def run_arguments(arithmetic, root, *changes):
 def test_the_quickstart_runs_as_a_job_of_two_nodes(slurm, arithmetic, tmp_path):
     status, log = submit(slurm, tmp_path / "job.out", *run_arguments(arithmetic, tmp_path))
     assert status == 0, log[-3000:]
+    assert "Ray at 127.0.0.1:" in log  # what Slurm knows the first node by, NodeAddr
     assert ": 2 nodes" in log
     result = json.loads((tmp_path / "quickstart" / "result.json").read_text())
     assert result["tokens"] > 0
@@ -121,3 +123,33 @@ def test_a_run_that_fails_is_a_job_that_failed(slurm, arithmetic, tmp_path):
     status, log = submit(slurm, tmp_path / "job.out", *run_arguments(arithmetic, tmp_path, "megatron.tensor_parallel=3"))
     assert status == 2, log[-3000:]
     assert "megatron.tensor_parallel=3 does not divide the model's 4 attention heads" in log
+
+
+STARTER = """#!/usr/bin/env bash
+echo "$(basename "$1") ${GLOO_SOCKET_IFNAME:-} ${NCCL_SOCKET_IFNAME:-} $*" >> "$(dirname "$0")/started"
+exec "$@"
+"""
+
+
+def test_every_program_is_started_as_told_and_uses_the_interface_that_was_named(slurm, arithmetic, tmp_path):
+    addresses = {name: found[0].address for name, found in psutil.net_if_addrs().items() if found[0].family == socket.AF_INET}
+    name = next((name for name in addresses if name != "lo"), "lo")
+    starter = tmp_path / "start"
+    starter.write_text(STARTER)
+    starter.chmod(0o755)
+    refused = run_arguments(arithmetic, tmp_path, "megatron.tensor_parallel=3")
+    status, log = submit(slurm, tmp_path / "job.out", *refused, GRPO_INTERFACE=name, GRPO_RUN=str(starter))
+    assert status == 2, log[-3000:]
+    assert f"Ray at {addresses[name]}:" in log
+    assert ": 2 nodes" in log
+    started = [line.split(" ", 3) for line in (tmp_path / "started").read_text().splitlines()]
+    rays = [line for line in started if line[0] == "ray"]
+    assert [line[1:3] for line in rays] == [[name, name]] * 2  # a head and a worker, whose actors inherit it
+    assert "grpo-megatron" in {line[0] for line in started}
+
+
+def test_an_interface_that_is_not_there_ends_the_job_with_those_that_are(slurm, arithmetic, tmp_path):
+    status, log = submit(slurm, tmp_path / "job.out", *run_arguments(arithmetic, tmp_path), GRPO_INTERFACE="ib7")
+    assert status == 2, log[-3000:]
+    assert "error: network interface ib7 is not there on node" in log
+    assert "lo (127.0.0.1)" in log

@@ -1,4 +1,4 @@
-"""A run's checkpoint as an HF model, GSM8K from its original files, several data sets, and the doctor."""
+"""A run's checkpoint as an HF model, GSM8K from its original files, and several data sets."""
 
 import json
 import subprocess
@@ -109,13 +109,3 @@ def test_two_engines_two_replicas_and_two_evaluation_sets(ray_here, arithmetic, 
     lines = (tmp_path / "wide" / "eval" / "step_00000002_hard.jsonl").read_text().splitlines()
     assert len(lines) == 16
     assert all(len(json.loads(line)["responses"]) == 4 for line in lines)
-
-
-def test_the_doctor_says_what_is_possible(capsys):
-    assert main(["doctor"]) == 0
-    report = capsys.readouterr().out
-    for subject in ("Python", "torch", "megatron-core", "sglang", "ray", "FP8 training"):
-        assert subject in report
-    if not torch.cuda.is_available():
-        assert "FP8 training" in report
-        assert "not possible: TransformerEngine" in report

@@ -1,5 +1,7 @@
 """What the memory tests run on each rank."""
 
+import torch
+
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.weights import local_parameters
 from tests.parallel.actors import micro_batches
@@ -25,3 +27,25 @@ def train(spec, batches, loss, sleeping):
             actor.wake()
         _step(actor, batch, loss)
     return _parameters(actor), reports[1:]  # before the first step the optimizer has no states
+
+
+def kept_for_backward(spec, batch, loss):
+    """(bytes that the forward pass of one micro-batch keeps for its backward pass, parameters left out, and the tokens in it)."""
+    actor = Actor(spec)
+    _, (part,) = micro_batches(batch, spec, 0, packing=True, max_tokens=batch.num_tokens)
+    weights = {storage.data_ptr() for storage in actor.memory.parameters().values()}
+    kept, backward = {}, []
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if not backward and storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def hand_out(tensor):
+        backward.append(True)  # what is computed again from here on is not counted
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, hand_out):
+        actor.compute_gradients([part], loss, batch.num_tokens)
+    return sum(kept.values()), batch.num_tokens

@@ -28,17 +28,6 @@ ARCH = Architecture(
     tied_embeddings=False,
     dtype=torch.float32,
 )
-LLAMA_70B = replace(
-    ARCH,
-    num_layers=80,
-    hidden_size=8192,
-    ffn_hidden_size=28672,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=128,
-    max_positions=131072,
-)
-
 EXPERTS = {"moe": MoE(num_experts=6, top_k=2, ffn_hidden_size=100, normalize=True, layers=(True,) * 12)}
 
 HEADS, KV, FFN, HIDDEN, LAYERS, ROWS = "attention heads", "KV heads", "intermediate size", "hidden size", "layers", "rows of Q"
@@ -111,17 +100,6 @@ def test_chunks_of_a_pipeline():
     assert ParallelSizes(pp=2, vpp=3).chunk_layers(12) == (2, 2, 2, 2, 2, 2)
     assert ParallelSizes(pp=2, pipeline_layers=(5, 7)).chunk_layers(12) == (5, 7)
     assert ParallelSizes(pp=4, vpp=2).micro_batch_multiple == 4
-
-
-def test_the_70b_configuration_is_legal():
-    config = load_config("configs/llama3_70b_16node.yaml", ["model.path=weights"])
-    sizes = ParallelSizes.from_config(config.megatron)
-    assert sizes.world_size == 16 * 8
-    assert violations(sizes, LLAMA_70B) == []
-    engine = config.rollout.engine
-    assert engine.num_engines * engine.tensor_parallel == 16 * 8
-    assert LLAMA_70B.num_heads % engine.tensor_parallel == 0
-    assert config.data.max_prompt_length + config.rollout.max_response_length <= LLAMA_70B.max_positions
 
 
 def test_the_other_configurations_load():

@@ -1,0 +1,135 @@
+"""What `grpo-megatron doctor` tries out, each in a process of its own: a broken library may end the process that meets it."""
+
+import importlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+_CHILD = """
+import sys
+from grpo_megatron.commands import probes
+print(getattr(probes, sys.argv[1])(*sys.argv[2:]))
+"""
+
+
+class ProbeError(Exception):
+    """What did not work, as one line."""
+
+
+def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) -> str:
+    """What the probe, a function of this module, says in another process; timeout: seconds.
+
+    Raises ProbeError with the last line of an exception, or with what ended that process.
+    """
+    command = [sys.executable, "-W", "ignore", "-c", _CHILD, probe.__name__, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        raise ProbeError(f"did not end within {timeout:.0f} s") from error
+    last = ([line.strip() for line in done.stderr.splitlines() if line.strip()] or ["without a message"])[-1]
+    if done.returncode < 0:
+        raise ProbeError(f"ended by {signal.Signals(-done.returncode).name}: {last}")
+    if done.returncode:
+        raise ProbeError(last.removeprefix(f"{__name__}.ProbeError: "))
+    if not done.stdout.strip():
+        raise ProbeError("ended its process, with exit status 0")
+    return done.stdout.splitlines()[-1]
+
+
+def import_of(module: str) -> str:
+    """Import it, with all that it loads."""
+    return getattr(importlib.import_module(module), "__version__", "can be imported")
+
+
+# Rounding of a product's largest element, relative to it; a wrong library is off by far more.
+_ROUNDING = {"fp32": 1e-5, "bf16": 1e-2, "fp8": 0.1}
+
+
+def matrix_product(precision: str) -> str:
+    """Compare a square matrix product with float64's, and time it; precision: fp32, bf16, or fp8 by TransformerEngine."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    # On a GPU large enough to keep it busy for milliseconds.
+    size = (4096 if precision == "fp32" else 8192) if cuda else 512
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    a, b = (torch.randn(size, size, generator=generator).to("cuda" if cuda else "cpu", dtype) for _ in range(2))
+    product = _fp8_product(b) if precision == "fp8" else lambda a: a @ b.T
+    exact = a[:16].double() @ b.T.double()
+    error = ((product(a)[:16].double() - exact).abs().max() / exact.abs().max()).item()
+    if not error <= _ROUNDING[precision]:
+        raise ProbeError(f"a product in {precision} is off by {error:.2g} of its largest element")
+    seconds = statistics.median(_seconds(lambda: product(a), cuda) for _ in range(10))
+    return f"{2 * size**3 / seconds / 1e12:.3g} TFLOP/s ({size} x {size} x {size}), error {error:.1e}"
+
+
+def _fp8_product(weight):
+    """A linear layer's forward pass with the given weight: casts to FP8, scales and product."""
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    layer = te.Linear(weight.shape[1], weight.shape[0], bias=False, params_dtype=weight.dtype, device=weight.device)
+    layer.weight.data.copy_(weight)
+
+    def product(a):
+        with torch.no_grad(), te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            return layer(a)
+
+    return product
+
+
+def _seconds(work: Callable, cuda: bool) -> float:
+    import torch
+
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def all_reduce() -> str:
+    """Sum a tensor over one process for each GPU by NCCL, or over two processes by gloo."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    world = torch.cuda.device_count() if cuda else 2
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_all_reduce_rank, (world, f"file://{folder}/store", f"{folder}/seconds"), nprocs=world)
+        with open(f"{folder}/seconds", encoding="utf-8") as file:
+            seconds = float(file.read())
+    backend, size = ("NCCL", _ELEMENTS_ON_GPU) if cuda else ("gloo", _ELEMENTS)
+    return f"{backend}, {world} processes: {4 * size / 2**20:.0f} MiB in {1e3 * seconds:.3g} ms"
+
+
+_ELEMENTS, _ELEMENTS_ON_GPU = 2**20, 2**26
+
+
+def _all_reduce_rank(rank: int, world: int, store: str, report: str) -> None:
+    """report: the file that rank 0 writes the seconds to."""
+    import torch
+    import torch.distributed as dist
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=store, rank=rank, world_size=world)
+    times = []
+    for _ in range(5):
+        tensor = torch.full((_ELEMENTS_ON_GPU if cuda else _ELEMENTS,), rank + 1.0, device=device)
+        times.append(_seconds(lambda tensor=tensor: dist.all_reduce(tensor), cuda))
+        if not bool((tensor == world * (world + 1) / 2).all()):
+            raise ProbeError(f"the sum over {world} processes is wrong on process {rank}")
+    if rank == 0:
+        with open(report, "w", encoding="utf-8") as file:
+            file.write(str(statistics.median(times)))
+    dist.destroy_process_group()

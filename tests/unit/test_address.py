@@ -1,0 +1,40 @@
+"""The address that the nodes of a job reach the first one at."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from grpo_megatron.cluster import address
+from grpo_megatron.errors import UserError
+
+
+def test_an_interface_has_its_address():
+    assert address.of_interface("lo") == "127.0.0.1"
+    for name, addresses in psutil.net_if_addrs().items():
+        own = [found.address for found in addresses if found.family.name == "AF_INET"]
+        if own:
+            assert address.of_interface(name) == own[0]
+
+
+def test_an_interface_that_is_not_there_is_an_error_with_those_that_are():
+    with pytest.raises(UserError, match=r"^network interface ib7 is not there on node .+; it has (.+, )?lo \(127\.0\.0\.1\)"):
+        address.of_interface("ib7")
+
+
+def test_a_host_name_stands_for_an_address():
+    assert address.of_host("localhost") == address.of_host("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(UserError, match=r"cannot resolve no-such-host\.invalid"):
+        address.of_host("no-such-host.invalid")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [(["--interface", "lo"], 0, "127.0.0.1\n"), (["--host", "localhost"], 0, "127.0.0.1\n"), (["--interface", "ib7"], 2, "")],
+)
+def test_a_job_script_gets_the_address_or_an_exit_status(arguments, status, says):
+    command = [sys.executable, "-m", "grpo_megatron.cluster.address", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, says)
+    assert done.stderr.startswith("error: network interface ib7 is not there") == (status == 2)

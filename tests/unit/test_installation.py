@@ -1,0 +1,98 @@
+"""What `make install-gpu` would install, in which order, and that its pins fit the code."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.capabilities import TRANSFORMER_ENGINE_RELEASES, release
+from grpo_megatron.commands import doctor
+
+
+def pins(name: str) -> dict[str, str]:
+    """{package: version} of a file in requirements/, every line of which must pin."""
+    found = {}
+    for line in Path("requirements", name).read_text().splitlines():
+        if line and not line.startswith(("#", "-c ")):
+            package, version = re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups()
+            found[package.lower().replace("_", "-")] = version
+    return found
+
+
+def make(*arguments: str, status: int = 0) -> str:
+    done = subprocess.run(["make", *arguments], capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_torch_comes_first_and_extensions_are_compiled_against_it(tmp_path):
+    text = make("-n", "install-gpu", f"VENV={tmp_path}", "PYTHON=python3")
+    installs = [line for line in text.splitlines() if " -m pip install " in line]
+    files = [re.findall(r"-r requirements/([\w-]+)\.txt", line) for line in installs]
+    assert files == [["gpu-torch"], ["gpu-transformer-engine"], ["gpu-torch", "gpu", "test"], []]
+    assert "--no-deps --no-build-isolation" in installs[1]
+    assert {"torch", "ninja", "setuptools", "wheel"} <= pins("gpu-torch.txt").keys()
+
+
+def test_nothing_can_bring_another_torch():
+    first, rest = pins("gpu-torch.txt"), pins("gpu.txt")
+    assert first["torch"] == "2.11.0"
+    assert first.keys() & (rest.keys() | pins("gpu-transformer-engine.txt").keys()) == set()
+    assert "-c gpu-torch.txt" in Path("requirements/gpu.txt").read_text().splitlines()
+
+
+def test_versions_are_those_that_the_code_is_written_for():
+    gpu = pins("gpu.txt") | pins("gpu-transformer-engine.txt")
+    first, beyond = TRANSFORMER_ENGINE_RELEASES
+    engines = {version for package, version in gpu.items() if package.startswith("transformer-engine")}
+    assert len(engines) == 1
+    assert first <= release(engines.pop()) < beyond
+    assert gpu["megatron-core"] == doctor.MEGATRON_CORE
+    assert gpu["sglang"] == doctor.SGLANG_ON_GPU
+    cpu = {name: Path("requirements", name).read_text() for name in ("cpu.txt", "cpu-no-deps.txt")}
+    assert f"megatron-core=={doctor.MEGATRON_CORE}\n" in cpu["cpu.txt"]
+    assert f"sglang=={doctor.SGLANG}\n" in cpu["cpu-no-deps.txt"]
+    assert f'"megatron-core=={doctor.MEGATRON_CORE}"' in Path("setup.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("stamp", "arguments", "says"),
+    [
+        (".installed", [], "has the stack for CPUs; name another environment: make install-gpu VENV=..."),
+        (None, ["CUDA_HOME=/nowhere"], "no CUDA 13 toolkit in /nowhere (bin/nvcc); name its folder"),
+    ],
+)
+def test_what_cannot_be_installed_is_refused_before_anything_is(tmp_path, stamp, arguments, says):
+    if stamp:
+        (tmp_path / stamp).touch()
+    assert says in make("install-gpu", f"VENV={tmp_path}", *arguments, status=2)
+    assert [path.name for path in tmp_path.iterdir()] == ([stamp] if stamp else [])
+
+
+def test_the_range_of_pythons(tmp_path):
+    for target, newest in (("install", 13), ("install-gpu", 12)):
+        assert f"<= (3, {newest})" in make("-n", target, f"VENV={tmp_path}", "PYTHON=python3")
+
+
+def test_an_environment_for_gpus_stays_one(tmp_path):
+    assert "requirements/cpu.txt" in make("-n", "install", f"VENV={tmp_path}")
+    (tmp_path / ".installed-gpu").touch()
+    assert "requirements/cpu.txt" not in make("-n", "install", f"VENV={tmp_path}")
+
+
+def test_the_container_is_made_of_what_is_here():
+    text = Path("Dockerfile").read_text().replace("\\\n", " ")
+    for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.M):
+        assert all(Path(source).exists() for source in sources.split())
+    makefile = Path("Makefile").read_text()
+    targets = re.search(r"^\.PHONY: (.+)$", makefile, flags=re.M)[1].split()
+    (command,) = re.findall(r"\bmake (.+)$", text, flags=re.M)
+    target, *variables = command.split()
+    assert target == "install-gpu"
+    assert target in targets
+    assert all(f"$({variable.split('=')[0]})" in makefile for variable in variables)
+    (python,) = (variable.split("=")[1] for variable in variables if variable.startswith("PYTHON="))
+    assert f" {python}-venv " in text  # without it there is no environment to install into
+    assert f" {python}-dev " in text  # its headers are what extensions are compiled with
+    assert re.search(r"^FROM nvidia/cuda:13\.\S+-devel-", text, flags=re.M)

@@ -1,0 +1,82 @@
+"""The configurations for clusters: legal on them, also for their models, and within the memory of their GPUs."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.capabilities import GPUS
+from grpo_megatron.config.load import read_config
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.preflight.check import check
+from grpo_megatron.preflight.memory_estimate import estimate
+from grpo_megatron.preflight.model import architecture_violations
+from tests.tools import run_tool
+from tools.estimate_memory import RECIPES
+
+# Beyond what the rules on engines of several nodes allow.
+OVER_NODES = {"deepseek_v3_32node": "rollout.engine.tensor_parallel=32: an engine would cross nodes"}
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request):
+    """(name, its Config, its model's Architecture)."""
+    model = f"configs/models/{RECIPES[request.param]}"
+    config = read_config(f"configs/{request.param}.yaml", [f"model.path={model}"])
+    return request.param, config, read_architecture(model)
+
+
+def test_there_are_no_others():
+    assert {path.stem for path in Path("configs").glob("*node.yaml")} == set(RECIPES)
+
+
+def test_it_is_legal_on_its_cluster_and_for_its_model(recipe):
+    name, config, arch = recipe
+    found = check(f"configs/{name}.yaml", ["model.path=/nowhere"])
+    assert not any("what the cluster can do" in what for what in found.not_checked)
+    violations = found.violations + architecture_violations(config, arch)
+    if name in OVER_NODES:
+        (violation,) = violations
+        assert OVER_NODES[name] in violation
+    else:
+        assert violations == []
+
+
+def test_a_layout_that_the_model_does_not_allow_would_be_noticed(recipe):
+    name, _, arch = recipe
+    model = f"configs/models/{RECIPES[name]}"
+    other = read_config(f"configs/{name}.yaml", [f"model.path={model}", "megatron.tensor_parallel=7"])
+    assert any("megatron.tensor_parallel=7 does not divide" in violation for violation in architecture_violations(other, arch))
+
+
+def test_it_uses_the_whole_cluster(recipe):
+    _, config, _ = recipe
+    cluster, megatron, engine = config.cluster, config.megatron, config.rollout.engine
+    gpus = cluster.nodes * cluster.gpus_per_node
+    ranks = megatron.tensor_parallel * megatron.pipeline_parallel * megatron.data_parallel * megatron.context_parallel
+    engines = engine.num_engines * engine.tensor_parallel
+    assert (ranks, engines) == (gpus, gpus) if cluster.placement.value == "colocated" else ranks + engines == gpus
+
+
+def test_it_fits(recipe):
+    """With 4 GB to spare, and a KV cache for at least 16 of the longest sequences."""
+    _, config, arch = recipe
+    found = estimate(config, arch)
+    assert found.peak <= GPUS[config.cluster.gpu].memory - 4 * 10**9
+    assert found.kv_tokens >= 16 * (config.data.max_prompt_length + config.rollout.max_response_length)
+    assert found.host <= 10**12
+
+
+def test_pipelines_need_not_exchange_shapes(recipe):
+    _, config, _ = recipe
+    assert config.train.constant_length_packs == (config.megatron.pipeline_parallel > 1)
+
+
+def test_it_says_why_in_two_lines(recipe):
+    comments = [line for line in Path(f"configs/{recipe[0]}.yaml").read_text().splitlines() if line.startswith("#")]
+    assert len(comments) == 2
+    assert "docs/recipes.md" in comments[1]
+
+
+def test_the_documented_table_is_that_of_the_configurations():
+    table, _ = run_tool("estimate_memory", "--table")
+    assert table in Path("docs/recipes.md").read_text()
