@@ -28,6 +28,7 @@ target]}. The exit status is 1 if a section failed.
 """
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -166,7 +167,8 @@ def end(process, patience: float) -> None:
     if process.is_alive():
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
         for one in family:
-            one.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
         process.join()
 
 

@@ -4,16 +4,18 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from grpo_megatron.capabilities import Capabilities
+from grpo_megatron.config.load import read_config
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.preflight.memory_estimate import RANK_OVERHEAD, activations, training_states
 from on_gpu.device import Cpu, Cuda, Device
 
 _MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -100,17 +102,17 @@ class Bench:
             yield folder
 
     def fitting_layers(self, name: str) -> int:
-        """As many of the model's layers as can be trained on this device without recomputation, at most all of them.
+        """As many of the model's layers as can be trained in FP8 on this device without recomputation, at most all of them.
 
-        For a parameter 20 bytes: bf16 weight, float32 gradient, master and moments, and the weight in FP8 in both orders. For
-        activations of a layer 40 bytes for each token and channel. A tenth of the memory is left to libraries and workspaces.
+        A twentieth of the memory is left for what the estimate does not know, such as fragments.
         """
         with self.model(name) as folder:
-            most = read_architecture(folder).num_layers
-        for layers in range(most, 1, -1):
-            with self.model(name, layers) as folder:
-                arch = read_architecture(folder)
-            if 20 * parameters(arch) + 40 * self.sizes.tokens * arch.hidden_size * layers <= 0.9 * self.device.capacity:
+            changes = ["megatron.precision=fp8", f"train.max_tokens_per_micro_batch={self.sizes.tokens}"]
+            config, whole = read_config(None, [f"model.path={folder}", *changes]), read_architecture(folder)
+        for layers in range(whole.num_layers, 1, -1):
+            arch = replace(whole, num_layers=layers)
+            (state,) = training_states(arch, config.megatron)
+            if sum(astuple(state)) + activations(arch, config, stage=0) + RANK_OVERHEAD <= 0.95 * self.device.capacity:
                 return layers
         return 1
 

@@ -54,7 +54,7 @@ class Cpu:
     device = torch.device("cpu")
     activity, device_type, self_time = ProfilerActivity.CPU, DeviceType.CPU, "self_cpu_time_total"
     name = "a CPU, for a dry run"
-    capacity = 2**30
+    capacity = 2**34
 
     def synchronize(self) -> None:
         pass
