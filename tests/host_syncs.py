@@ -151,7 +151,7 @@ def _blocking_copy(tensor, *args, non_blocking=False, **kwargs) -> str:
 
 
 def _caller() -> str:
-    """The innermost line that is neither torch's nor of this file."""
-    own = (str(Path(torch.__file__).parent), __file__)
+    """The innermost line that is neither of torch, of Python's warnings, nor of this file."""
+    own = (str(Path(torch.__file__).parent), warnings.__file__, __file__)
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
     return f"{frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line}"
