@@ -6,8 +6,8 @@ Sections, each in a process of its own, so that none has the memory or the error
 
     peak             quickest bf16 matrix product, and a copy within the device's memory
     training-8b      Qwen3-8B with as many layers as fit: training step (tokens/s, MFU, peak memory), log-prob pass, in bf16 and in
-                     FP8 where TransformerEngine is installed, on packed batches like GSM8K and of sequences of 8192 tokens, four
-                     micro-batches of at most 8192 tokens to a step; the five operations of a step that take longest
+                     FP8 where TransformerEngine is installed, on packed batches like GSM8K and of sequences of 8192 tokens, some
+                     16,000 tokens to a step in micro-batches of at most 8192; the five operations of a step that take longest
     training-4b, training-0.6b   the same for all layers of Qwen3-4B and Qwen3-0.6B
     head             the head against logits + log_softmax, and Megatron's vocabulary-parallel cross entropy: time and memory
     export           all weights as HF tensors, against a copy of them
@@ -22,9 +22,9 @@ card. A section that no longer fits into the time is left out and named; one tha
 
 --dry-run runs the same code on a CPU: tiny models, TransformerEngine's kernels emulated. Its figures mean nothing.
 
-Prints each section's figures when it ends, and as its last line one JSON object: dry_run, device, versions, seconds; sections, {name:
-figures}, those of a failed one as far as it came; skipped, {name: why}; failed, {name: the error}; targets, {name: [measured, comparison,
-target]}. The exit status is 1 if a section failed.
+Prints each section's figures when it ends, and as its last line one JSON object: dry_run, versions, seconds, section_seconds; sections,
+{name: figures}, those of a failed one as far as it came; skipped, {name: why}; failed, {name: the error}; targets, {name: [measured or
+null, comparison, target, whether it is met]}. The exit status is 1 if a section failed.
 """
 
 import argparse

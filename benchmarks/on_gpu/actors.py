@@ -1,6 +1,5 @@
 """Actors with random weights, and batches for them."""
 
-import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,13 +59,6 @@ def problem_of(bench: Bench, precision: str) -> str | None:
     return None if precision == "bf16" else bench.here.fp8_problem
 
 
-def forget() -> None:
-    """Give back the memory of actors that nobody holds any more."""
-    gc.collect()  # models and optimizers hold each other
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def batches(sizes: Sizes, vocab_size: int) -> dict[str, TrainBatch]:
     """gsm8k: short sequences, many to a micro-batch. long: each fills a micro-batch. About as many tokens in both."""
     rng = np.random.default_rng(0)
@@ -74,7 +66,8 @@ def batches(sizes: Sizes, vocab_size: int) -> dict[str, TrainBatch]:
     total = sizes.tokens * sizes.micro_batches
     prompts, responses = gsm8k_like_lengths(total, rng)
     responses = responses.clip(max=sizes.tokens - prompts.max())
-    count = int(np.searchsorted(np.cumsum(prompts + responses), total))
+    # A few less, so that they fit into as many micro-batches.
+    count = int(np.searchsorted(np.cumsum(prompts + responses), 0.97 * total))
     long = np.full(sizes.micro_batches, sizes.tokens // 8), np.full(sizes.micro_batches, sizes.tokens - sizes.tokens // 8)
     old_logp = -float(np.log(vocab_size))
     return {

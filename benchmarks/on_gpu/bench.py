@@ -12,6 +12,7 @@ import torch
 
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.load import read_config
+from grpo_megatron.config.weight_sync import WeightSyncConfig
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
@@ -23,17 +24,19 @@ _MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens: of a micro-batch, and of a long sequence. micro_batches: of a training step. products: widths of square matrix products.
-    copied: bytes of the device copy. layers: of the models for weights and sleep. words: of the vocabulary that batches use."""
+    """tokens: of a micro-batch, and of a long sequence. micro_batches: of a training step. products: widths of square matrix
+    products. copied: bytes of the device copy. layers: of the models for weights and sleep. head: tokens, channels and words. bucket:
+    bytes that weights travel in. prompts, response: of a step of the whole loop.
+    """
 
     tokens: int = 8192
-    micro_batches: int = 4
+    micro_batches: int = 2
     repeats: int = 3
     products: tuple[int, ...] = (4096, 8192, 12288, 16384)
     copied: int = 4 << 30
     layers: int = 8
     head: tuple[int, int, int] = (8192, 4096, 151936)
-    bucket: int = 512 << 20
+    bucket: int = WeightSyncConfig().bucket_bytes
     prompts: int = 32
     response: int = 512
 

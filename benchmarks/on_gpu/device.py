@@ -1,5 +1,6 @@
 """Time and memory of what is measured: the one place that knows whether it runs on a GPU."""
 
+import gc
 import os
 import resource
 import statistics
@@ -32,12 +33,16 @@ class Cuda:
         torch.cuda.synchronize()
 
     def occupied(self) -> int:
-        """Bytes that are not free, whoever has them: other processes, CUDA's context and libraries included."""
-        free, total = torch.cuda.mem_get_info()
-        return total - free
+        """Bytes that are in use, by whomever; to ask makes no CUDA context, which would be part of them."""
+        return torch.cuda.device_memory_used(self.device.index)
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated()
+
+    def give_back(self) -> None:
+        """The memory of what nobody holds any more but it itself, as models and optimizers do."""
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def peak_during(self, call: Callable[[], object]) -> int:
         """Most bytes allocated at a time, those from before included."""
@@ -63,6 +68,9 @@ class Cpu:
         return anonymous_bytes(os.getpid())
 
     allocated = occupied
+
+    def give_back(self) -> None:
+        gc.collect()
 
     def peak_during(self, call: Callable[[], object]) -> int:
         call()

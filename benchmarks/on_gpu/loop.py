@@ -26,6 +26,7 @@ def steps(bench: Bench) -> None:
     """Three steps of `grpo-megatron train`; every scalar that the last one logged is in the figures."""
     with tempfile.TemporaryDirectory() as root, bench.model(_MODEL) as model:
         _complete(Path(model), bench.device.device)
+        bench.device.give_back()
         config = _config(bench, root, model)
         started = time.perf_counter()
         with assembled_loop(config) as (controller, run):

@@ -8,7 +8,7 @@ from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
-from on_gpu.actors import PRECISIONS, RandomActor, batches, forget, micro_batches, one_rank, problem_of, spec_of
+from on_gpu.actors import PRECISIONS, RandomActor, batches, micro_batches, one_rank, problem_of, spec_of
 from on_gpu.bench import Bench, parameters
 from on_gpu.device import seconds, slowest_operations
 
@@ -34,7 +34,7 @@ def shape(bench: Bench, name: str) -> None:
             bench.report(layers=layers, parameters=parameters(actor.arch), transformer_engine=actor._transformer_engine)
             _measure(bench, actor, precision, in_bf16)
             del actor
-            forget()
+            bench.device.give_back()
     for precision in PRECISIONS:
         for batch in ("gsm8k", "long"):
             found = bench.figures[precision].get(batch)
@@ -69,8 +69,14 @@ def _step(actor: Actor, batch: TrainBatch, parts: list[TrainBatch], key: tuple[i
 
 def _rates(bench: Bench, actor: Actor, batch: TrainBatch, parts: list[TrainBatch], key: tuple[int, int]) -> dict:
     flops, repeats = float(actor.arch.cost_model.flops(batch.lengths).sum()), bench.sizes.repeats
-    training = seconds(bench.device, lambda: _step(actor, batch, parts, key), repeats)
-    logprobs = seconds(bench.device, lambda: actor.logprobs(parts, key=key), repeats)
+
+    def step() -> None:
+        _step(actor, batch, parts, key)
+
+    step()  # the first one makes the optimizer's states
+    peak = bench.device.peak_during(step)
+    training = seconds(bench.device, step, repeats, warm_up=0)
+    logprobs = seconds(bench.device, lambda: actor.logprobs(parts, key=key), repeats, warm_up=1)
     return {
         "tokens": batch.num_tokens,
         "micro_batches": len(parts),
@@ -79,7 +85,7 @@ def _rates(bench: Bench, actor: Actor, batch: TrainBatch, parts: list[TrainBatch
         "mfu": bench.share_of_peak(_TRAINING * flops, training),
         "logprob_seconds": logprobs,
         "logprob_mfu": bench.share_of_peak(flops, logprobs),
-        "peak_gb": bench.device.peak_during(lambda: _step(actor, batch, parts, key)) / 1e9,
+        "peak_gb": peak / 1e9,
     }
 
 
@@ -100,7 +106,7 @@ def fp8_error(bench: Bench) -> None:
             parts = micro_batches(batch, actor, bench.sizes.tokens)
             values[precision] = actor.logprobs(parts)
             del actor
-            forget()
+            bench.device.give_back()
     bench.report(tokens=batch.num_tokens, mean_logp=float(values["bf16"].mean()))
     for precision, logp in values.items():
         difference = np.abs(logp - values["bf16"])
