@@ -20,7 +20,7 @@ CUDA_HOME ?= /usr/local/cuda
 # Where it is set, every one of the many processes would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-gpu quickstart test test-all lint bench clean
+.PHONY: install install-gpu quickstart test test-all test-gpu lint bench bench-gpu clean
 
 # The stack for CPUs, unless the environment has the one for GPUs.
 install: $(if $(wildcard $(GPU_STAMP)),$(GPU_STAMP),$(CPU_STAMP))
@@ -68,6 +68,14 @@ test: install lint
 
 test-all: install lint
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+# On a machine with a GPU, each within nine minutes. Without one the first skips everything, and `make test` runs the same
+# code with the kernels emulated.
+test-gpu: install
+	timeout --signal=INT 540 $(BIN)/python -m pytest tests/gpu -m gpu -rs
+
+bench-gpu: install
+	$(BIN)/python benchmarks/gpu.py --minutes 9
 
 lint: install
 	$(BIN)/ruff check .

@@ -108,23 +108,28 @@ def gsm8k_like_lengths(count: int, rng: np.random.Generator) -> tuple[np.ndarray
 
 def random_batch(count: int, seed: int = 0) -> TrainBatch:
     rng = np.random.default_rng(seed)
+    # About the log-prob of one of 30 words: ratios differ, some are clipped, the loss depends on the model.
+    return batch_of(*gsm8k_like_lengths(count, rng), rng, words=range(6, 29), old_logp=-3.4)
+
+
+def batch_of(prompts: np.ndarray, responses: np.ndarray, rng: np.random.Generator, words: range, old_logp: float) -> TrainBatch:
+    """Random tokens and advantages; prompts, responses: the lengths of each sequence. old_logp: about what all tokens had."""
     samples = [
         Sample(
             group_id=i // GROUP,
             trajectory_id=i,
-            prompt_ids=rng.integers(6, 29, prompt).astype(np.int32),
-            response_ids=rng.integers(6, 29, response).astype(np.int32),
+            prompt_ids=rng.integers(words.start, words.stop, prompt).astype(np.int32),
+            response_ids=rng.integers(words.start, words.stop, response).astype(np.int32),
             loss_mask=np.ones(response, dtype=np.bool_),
-            rollout_logprobs=np.full(response, -3.4, dtype=np.float32),
+            rollout_logprobs=np.full(response, old_logp, dtype=np.float32),
             finish_reason="stop",
         )
-        for i, (prompt, response) in enumerate(zip(*gsm8k_like_lengths(count, rng), strict=True))
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
     ]
     batch = TrainBatch.from_samples(samples)
-    batch.weight = token_weights(batch, "token-mean", MAX_RESPONSE)
+    batch.weight = token_weights(batch, "token-mean", int(responses.max()))
     batch.advantage = np.where(batch.loss_mask, rng.normal(size=batch.num_tokens), 0).astype(np.float32)
-    # About the log-prob of one of 30 words: ratios differ, some are clipped, the loss depends on the model.
-    batch.old_logp = np.where(batch.loss_mask, rng.normal(-3.4, 0.3, batch.num_tokens), 0).astype(np.float32)
+    batch.old_logp = np.where(batch.loss_mask, rng.normal(old_logp, 0.3, batch.num_tokens), 0).astype(np.float32)
     return batch
 
 

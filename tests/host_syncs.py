@@ -1,16 +1,19 @@
-"""Counts, on a CPU, what would make the host wait for a GPU.
+"""Counts what makes the host wait for a GPU; on a CPU, what would.
 
 On a GPU the host runs ahead of the device, until an operation needs a value from there, or its size: then it waits until the
 device has caught up. On a CPU the same operations cost nothing and are seen all the same.
 """
 
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_megatron.megatron import emulation
 
 aten = torch.ops.aten
 # Those that return a number, or a tensor whose shape depends on values.
@@ -29,6 +32,8 @@ INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 READING = ("cpu", "numpy", "tolist", "__array__")
 # In a line that reads a tensor which is the host's on every machine: Megatron compares generator states.
 OF_THE_HOST = "torch.get_rng_state()"
+# What the functions in there read stays on the device where the kernels are real.
+OF_KERNELS = str(Path(emulation.__file__).parent)
 
 
 class HostSyncs(TorchDispatchMode):
@@ -85,8 +90,34 @@ class HostSyncs(TorchDispatchMode):
 
     def _note(self, what: str) -> None:
         where = _caller() if what else OF_THE_HOST
-        if OF_THE_HOST not in where:
+        if OF_THE_HOST not in where and OF_KERNELS not in where:
             self.found.append(f"{what}: {where}")
+
+
+class CudaSyncs:
+    """Within this context: `found` has where the host waited for the GPU, as CUDA's own calls told torch, one text for each time."""
+
+    def __enter__(self):
+        self.found: list[str] = []
+        self._catching = warnings.catch_warnings()
+        self._catching.__enter__()
+        warnings.simplefilter("always")
+        warnings.showwarning = self._note
+        torch.cuda.set_sync_debug_mode("warn")
+        return self
+
+    def __exit__(self, *exc):
+        torch.cuda.set_sync_debug_mode("default")
+        return self._catching.__exit__(*exc)
+
+    def _note(self, message, *_, **__):
+        if "synchronizing CUDA operation" in str(message):
+            self.found.append(f"waited: {_caller()}")
+
+
+def host_syncs():
+    """The counter of this machine: a context with `found`."""
+    return CudaSyncs() if torch.cuda.is_available() else HostSyncs()
 
 
 def difference(fewer: list[str], more: list[str]) -> list[str]:
@@ -120,7 +151,7 @@ def _blocking_copy(tensor, *args, non_blocking=False, **kwargs) -> str:
 
 
 def _caller() -> str:
-    """The innermost line that is neither torch's nor of this file."""
-    own = (str(Path(torch.__file__).parent), __file__)
+    """The innermost line that is neither of torch, of Python's warnings, nor of this file."""
+    own = (str(Path(torch.__file__).parent), warnings.__file__, __file__)
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
     return f"{frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line}"

@@ -87,11 +87,15 @@ class Actor:
         # Values are read before DDP and optimizer take the parameters into their buffers.
         self.reference, same_model = None, spec.reference_path in (None, spec.model_path)
         if spec.with_reference:
-            load_hf(self.chunks, hf_checkpoint.HFCheckpoint(spec.reference_path or spec.model_path), self.entries)
+            self._load(spec.reference_path or spec.model_path)
             self.reference = ReferenceWeights(self.chunks, on_host=spec.reference_offload, same_model=same_model)
         if not spec.with_reference or not same_model:
-            load_hf(self.chunks, hf_checkpoint.HFCheckpoint(spec.model_path), self.entries)
+            self._load(spec.model_path)
         self._set_up_training(model_spec.params_dtype)
+
+    def _load(self, folder: str) -> None:
+        """Fill the parameters. On its own for measurements, which need no checkpoint of the size of a model."""
+        load_hf(self.chunks, hf_checkpoint.HFCheckpoint(folder), self.entries)
 
     def _set_up_training(self, dtype: torch.dtype) -> None:
         """DDP around each chunk, and the optimizer over all of them."""

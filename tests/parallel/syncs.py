@@ -4,7 +4,7 @@ from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec
-from tests.host_syncs import HostSyncs
+from tests.host_syncs import host_syncs
 
 
 def of_passes(spec: ActorSpec, batch: TrainBatch, count: int, loss: TokenLoss) -> dict[str, list[str]]:
@@ -26,7 +26,7 @@ def of_passes(spec: ActorSpec, batch: TrainBatch, count: int, loss: TokenLoss) -
         for _ in range(2):
             if name == "reference":
                 actor.begin_reference()
-            with HostSyncs() as syncs:
+            with host_syncs() as syncs:
                 make()
             if name == "reference":
                 actor.end_reference()

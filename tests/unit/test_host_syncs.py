@@ -1,10 +1,12 @@
 """The counter of host synchronisations sees what it says it sees."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 
-from tests.host_syncs import HostSyncs, difference
+from tests.host_syncs import CudaSyncs, HostSyncs, difference
 
 VALUES = torch.arange(6.0)
 MASK = VALUES > 2
@@ -82,3 +84,17 @@ def test_nothing_is_seen_outside_and_all_is_as_it_was():
 
 def test_the_difference_of_two_counts():
     assert difference(["a", "a", "b"], ["a", "a", "a", "c", "b"]) == ["1 x a", "1 x c"]
+
+
+def test_what_torch_says_of_a_gpu_is_counted_each_time(monkeypatch):
+    """torch says it in a warning, of which Python shows one alone for each line."""
+    modes, before = [], warnings.showwarning
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with CudaSyncs() as syncs:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert modes == ["warn", "default"]
+    assert len(syncs.found) == 2
+    assert __file__ in syncs.found[0]
+    assert warnings.showwarning is before

@@ -1,0 +1,249 @@
+"""All that is to be measured on one GPU, in one command of at most nine minutes.
+
+    python benchmarks/gpu.py [--only peak head ...] [--minutes 9] [--trained FOLDER] [--dry-run]
+
+Sections, each in a process of its own, so that none has the memory or the errors of another:
+
+    peak             quickest bf16 matrix product, and a copy within the device's memory
+    training-8b      Qwen3-8B with as many layers as fit: training step (tokens/s, MFU, peak memory), log-prob pass, in bf16 and in
+                     FP8 where TransformerEngine is installed, on packed batches like GSM8K and of sequences of 8192 tokens, some
+                     16,000 tokens to a step in micro-batches of at most 8192; the five operations of a step that take longest
+    training-4b, training-0.6b   the same for all layers of Qwen3-4B and Qwen3-0.6B
+    head             the head against logits + log_softmax, and Megatron's vocabulary-parallel cross entropy: time and memory
+    export           all weights as HF tensors, against a copy of them
+    handover         weights into the memory of another process on the same device
+    sleep            five times asleep and awake
+    loop             three whole GRPO steps with an engine on the same device: start, sync, generation
+    fp8_error        log-probs in FP8 against bf16 on a trained model (--trained, a folder with an HF checkpoint)
+
+Weights are random and in bf16, but for fp8_error. MFU is the model's FLOPs (6 per weight of a matrix product and token, plus those of the
+causal pairs of attention; 2 per weight in a log-prob pass) over the time and over the bf16 rate that `peak` measured on the same
+card. A section that no longer fits into the time is left out and named; one that runs out of it is ended.
+
+--dry-run runs the same code on a CPU: tiny models, TransformerEngine's kernels emulated. Its figures mean nothing.
+
+Prints each section's figures when it ends, and as its last line one JSON object: dry_run, versions, seconds, section_seconds; sections,
+{name: figures}, those of a failed one as far as it came; skipped, {name: why}; failed, {name: the error}; targets, {name: [measured or
+null, comparison, target, whether it is met]}. The exit status is 1 if a section failed.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import operator
+import sys
+import time
+import traceback
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+from on_gpu.bench import Bench, Options
+
+
+class Section(NamedTuple):
+    """function: module of on_gpu, and the name in it. seconds: without which it need not begin on a GPU. packages: that must be
+    installed."""
+
+    function: str
+    seconds: float
+    arguments: tuple = ()
+    packages: tuple = ("megatron",)
+
+
+# What matters most comes first.
+SECTIONS = {
+    "peak": Section("arithmetic.peak", 20, packages=()),
+    "training-8b": Section("training.shape", 90, ("qwen3-8b",)),
+    "head": Section("arithmetic.head", 30),
+    "export": Section("weights.export", 30),
+    "handover": Section("weights.handover", 30, packages=()),
+    "sleep": Section("weights.sleep", 40),
+    "loop": Section("loop.steps", 90, packages=("megatron", "sglang", "ray")),
+    "fp8_error": Section("training.fp8_error", 40),
+    "training-0.6b": Section("training.shape", 40, ("qwen3-0.6b",)),
+    "training-4b": Section("training.shape", 60, ("qwen3-4b",)),
+}
+# section, path within its figures, comparison, target: on one H200.
+TARGETS = (
+    ("training-8b", "bf16.long.mfu", ">=", 0.45),
+    ("training-8b", "bf16.long.logprob_mfu", ">=", 0.55),
+    ("training-8b", "fp8_tensorwise_over_bf16_long", ">=", 1.3),
+    ("head", "time_over_log_softmax", "<=", 1.35),
+    ("head", "memory_over_log_softmax", "<=", 0.1),
+    ("export", "device_gb_per_s", ">=", 100.0),
+    ("handover", "gb_per_s", ">=", 100.0),
+    ("sleep", "left_asleep_gb", "<=", 2.0),
+    ("sleep", "leak_gb", "<=", 0.1),
+    ("fp8_error", "fp8_tensorwise.mean_difference", "<=", 0.02),
+)
+_MET = {">=": operator.ge, "<=": operator.le}
+
+
+def run_section(name: str, options: Options, connection) -> None:
+    """In a process of its own. Sends ("figures", all so far) again and again, and at its end ("done", None) or ("failed", why)."""
+    try:
+        section = SECTIONS[name]
+        module, function = section.function.split(".")
+        bench = Bench(options, lambda figures: connection.send(("figures", figures)))
+        getattr(importlib.import_module(f"on_gpu.{module}"), function)(bench, *section.arguments)
+        connection.send(("done", None))
+    except Exception:
+        connection.send(("failed", traceback.format_exc()))
+
+
+class Runs:
+    """The sections that were run, one after the other."""
+
+    def __init__(self, options: Options, minutes: float):
+        self.options, self._deadline = options, time.monotonic() + 60 * minutes
+        self.figures: dict[str, dict] = {}
+        self.skipped: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
+        # With CUDA a process must be new. Without, it need not import everything again.
+        self._context: Any = multiprocessing.get_context("fork" if options.dry_run else "spawn")
+
+    def run(self, name: str) -> None:
+        section, left = SECTIONS[name], self._deadline - time.monotonic()
+        if left < (0 if self.options.dry_run else section.seconds):
+            self.skipped[name] = f"it needs {section.seconds:.0f} s, and {max(0, left):.0f} are left"
+            return
+        if missing := [package for package in section.packages if importlib.util.find_spec(package) is None]:
+            self.skipped[name] = f"not installed: {', '.join(missing)}"
+            return
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=run_section, args=(name, self.options, theirs))
+        started = time.monotonic()
+        process.start()
+        theirs.close()
+        kind, value = self._last_word(name, ours)
+        # One that has said so ends by itself, and closes what it opened.
+        end(process, patience=0.0 if kind == "late" else 20.0)
+        self.seconds[name] = time.monotonic() - started
+        if kind != "done":
+            self.failed[name] = value
+        elif why := self.figures.get(name, {}).get("skipped"):
+            self.skipped[name] = why
+            del self.figures[name]
+        if name == "peak":
+            self.options = replace(self.options, peak_flops=self.figures.get(name, {}).get("bf16_flops"))
+
+    def _last_word(self, name: str, connection) -> tuple[str, str | None]:
+        """("done", None), ("failed" or "late", why), once the process or the time has ended."""
+        while connection.poll(max(0.0, self._deadline - time.monotonic())):
+            try:
+                kind, value = connection.recv()
+            except EOFError:
+                return "failed", "its process ended without a word"
+            if kind != "figures":
+                return kind, value
+            self.figures[name] = value
+        return "late", "the time was up before it ended"
+
+    def targets(self) -> dict[str, list]:
+        """{name: [measured or None, comparison, target, whether it is met]}; the last is None in a dry run."""
+        found = {}
+        for section, path, comparison, target in TARGETS:
+            value: Any = self.figures.get(section, {})
+            for key in path.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+            met = None if value is None or self.options.dry_run else _MET[comparison](value, target)
+            found[f"{section}.{path}"] = [value, comparison, target, met]
+        return found
+
+
+def end(process, patience: float) -> None:
+    """The process, if it still runs after `patience` seconds, and all that it started."""
+    process.join(timeout=patience)
+    if process.is_alive():
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.join()
+
+
+def rows(figures: dict, prefix: str = "") -> list[tuple[str, Any]]:
+    """Every figure with its path."""
+    found = []
+    for name, value in figures.items():
+        found += rows(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+    return found
+
+
+def show(name: str, runs: Runs) -> None:
+    print(f"\n{name}" + (f", {runs.seconds[name]:.1f} s" if name in runs.seconds else ""))
+    for path, value in rows(runs.figures.get(name, {})):
+        if path == "slowest_operations":
+            for one in value:
+                print(f"  {one['milliseconds']:>12.2f} ms{one['share']:>8.1%}{one['calls']:>8} x  {one['operation']}")
+        else:
+            print(f"  {path:<56}{value:>14.6g}" if isinstance(value, int | float) else f"  {path:<56}{value!s:>14}")
+    for table, word in ((runs.skipped, "skipped"), (runs.failed, "FAILED")):
+        if name in table:
+            print(f"  {word}: {table[name]}", flush=True)
+
+
+def prepare_dry_run() -> None:
+    """Imports once what the sections' processes, which are forked, would each import."""
+    import torch
+
+    from grpo_megatron.megatron import emulation
+
+    torch.set_num_threads(1)
+    emulation.install()
+    importlib.import_module("on_gpu.training")
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in ("torch", "megatron-core", "transformer_engine", "sglang"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", nargs="+", choices=SECTIONS, help="these sections, and `peak`, which the others are held against"
+    )
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--trained", metavar="FOLDER", help="an HF model with trained weights, for fp8_error")
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU, tiny, with emulated kernels")
+    given = parser.parse_args()
+    started = time.monotonic()
+    if given.dry_run:
+        prepare_dry_run()
+    runs = Runs(Options(given.dry_run, given.trained), given.minutes)
+    for name in SECTIONS:
+        if name == "peak" or given.only is None or name in given.only:
+            runs.run(name)
+            show(name, runs)
+    result = {
+        "dry_run": given.dry_run,
+        "versions": versions(),
+        "seconds": time.monotonic() - started,
+        "section_seconds": runs.seconds,
+        "sections": runs.figures,
+        "skipped": runs.skipped,
+        "failed": runs.failed,
+        "targets": runs.targets(),
+    }
+    print(json.dumps(result))
+    return int(bool(runs.failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Actors with random weights, and batches for them."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from train_step import batch_of, gsm8k_like_lengths
+
+from grpo_megatron.batch.schedule import schedule
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.fp8 import FP8Config, FP8Recipe
+from grpo_megatron.config.schema import OptimizerConfig, Precision, TransformerImpl
+from grpo_megatron.megatron import process_groups
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.megatron.weights import local_weights
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from on_gpu.bench import Bench, Sizes, random_weights
+
+# name -> what it changes in an ActorSpec
+PRECISIONS = {
+    "bf16": {"precision": Precision.bf16},
+    "fp8_tensorwise": {"precision": Precision.fp8, "fp8": FP8Config(recipe=FP8Recipe.tensorwise)},
+    "fp8_blockwise": {"precision": Precision.fp8, "fp8": FP8Config(recipe=FP8Recipe.blockwise)},
+}
+
+
+class RandomActor(Actor):
+    """Its model's folder needs no more than a config.json."""
+
+    @torch.no_grad()
+    def _load(self, folder: str) -> None:
+        random_weights(local_weights(self.chunks))
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """This process is the only rank within this context."""
+    with tempfile.TemporaryDirectory() as folder:
+        process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
+        try:
+            yield
+        finally:
+            process_groups.destroy()
+
+
+def spec_of(bench: Bench, folder: str, precision: str = "bf16") -> ActorSpec:
+    """TransformerEngine's layers where they are installed."""
+    own = PRECISIONS[precision]
+    optimizer = OptimizerConfig(lr=1e-6)
+    layers = TransformerImpl.auto
+    return ActorSpec(folder, ParallelSizes(), optimizer, transformer_impl=layers, emulate_kernels=bench.options.dry_run, **own)
+
+
+def problem_of(bench: Bench, precision: str) -> str | None:
+    """Why there is nothing to measure in this precision."""
+    return None if precision == "bf16" else bench.here.fp8_problem
+
+
+def batches(sizes: Sizes, vocab_size: int) -> dict[str, TrainBatch]:
+    """gsm8k: short sequences, many to a micro-batch. long: each fills a micro-batch. About as many tokens in both."""
+    rng = np.random.default_rng(0)
+    words = range(vocab_size)
+    total = sizes.tokens * sizes.micro_batches
+    prompts, responses = gsm8k_like_lengths(total, rng)
+    responses = responses.clip(max=sizes.tokens - prompts.max())
+    # A few less, so that they fit into as many micro-batches.
+    count = int(np.searchsorted(np.cumsum(prompts + responses), 0.97 * total))
+    long = np.full(sizes.micro_batches, sizes.tokens // 8), np.full(sizes.micro_batches, sizes.tokens - sizes.tokens // 8)
+    old_logp = -float(np.log(vocab_size))
+    return {
+        "gsm8k": batch_of(prompts[:count], responses[:count], rng, words, old_logp),
+        "long": batch_of(*long, rng, words, old_logp),
+    }
+
+
+def micro_batches(batch: TrainBatch, actor: Actor, tokens: int) -> list[TrainBatch]:
+    plan = schedule(batch.lengths, tokens, cost=actor.arch.cost_model)
+    return [batch.select(part) for part in plan.micro_batches[0]]

@@ -1,0 +1,136 @@
+"""What every section is given: the device, the sizes, and where its figures go."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from grpo_megatron.capabilities import Capabilities
+from grpo_megatron.config.load import read_config
+from grpo_megatron.config.weight_sync import WeightSyncConfig
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.entries import hf_shapes
+from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.preflight.memory_estimate import RANK_OVERHEAD, activations, training_states
+from on_gpu.device import Cpu, Cuda, Device
+
+_MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """tokens: of a micro-batch, and of a long sequence. micro_batches: of a training step. products: widths of square matrix
+    products. copied: bytes of the device copy. layers: of the models for weights and sleep. head: tokens, channels and words. bucket:
+    bytes that weights travel in. prompts, response: of a step of the whole loop.
+    """
+
+    tokens: int = 8192
+    micro_batches: int = 2
+    repeats: int = 3
+    products: tuple[int, ...] = (4096, 8192, 12288, 16384)
+    copied: int = 4 << 30
+    layers: int = 8
+    head: tuple[int, int, int] = (8192, 4096, 151936)
+    bucket: int = WeightSyncConfig().bucket_bytes
+    prompts: int = 32
+    response: int = 512
+
+
+DRY = Sizes(
+    tokens=512,
+    micro_batches=1,
+    repeats=1,
+    products=(64, 128),
+    copied=1 << 20,
+    layers=2,
+    head=(64, 32, 512),
+    bucket=64 << 10,
+    prompts=2,
+    response=16,
+)
+# Multiples of 128, the block of the blockwise recipe.
+_DRY_MODEL = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """trained: folder of an HF model with weights that were trained; None: there is none at hand. peak_flops: of bf16, as the
+    first section measured it; None: it did not."""
+
+    dry_run: bool
+    trained: str | None = None
+    peak_flops: float | None = None
+
+
+class Bench:
+    def __init__(self, options: Options, send: Callable[[dict], None]):
+        """send: called with all figures so far whenever there are more, so that those of a section that fails are not lost."""
+        self.options = options
+        self.device: Device = Cpu() if options.dry_run else Cuda()
+        self.sizes = DRY if options.dry_run else Sizes()
+        self.here = Capabilities.of_this_machine().emulating(options.dry_run)
+        self.figures: dict = {}
+        self._send = send
+
+    def report(self, **figures) -> None:
+        self.figures |= figures
+        self._send(self.figures)
+
+    def share_of_peak(self, flops: float, seconds: float) -> float | None:
+        peak = self.options.peak_flops
+        return flops / seconds / peak if peak else None
+
+    @contextmanager
+    def model(self, name: str, layers: int | None = None) -> Iterator[str]:
+        """A folder with the config.json of a model in configs/models, with other `layers` if they are given. No weights."""
+        changes = {"num_hidden_layers": layers} if layers else {}
+        config = json.loads((_MODELS / name / "config.json").read_text(encoding="utf-8"))
+        with tempfile.TemporaryDirectory() as folder:
+            config |= changes | (_DRY_MODEL if self.options.dry_run else {})
+            Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+            yield folder
+
+    def fitting_layers(self, name: str) -> int:
+        """As many of the model's layers as can be trained in FP8 on this device without recomputation, at most all of them.
+
+        A twentieth of the memory is left for what the estimate does not know, such as fragments.
+        """
+        with self.model(name) as folder:
+            changes = ["megatron.precision=fp8", f"train.max_tokens_per_micro_batch={self.sizes.tokens}"]
+            config, whole = read_config(None, [f"model.path={folder}", *changes]), read_architecture(folder)
+        for layers in range(whole.num_layers, 1, -1):
+            arch = replace(whole, num_layers=layers)
+            (state,) = training_states(arch, config.megatron)
+            if sum(astuple(state)) + activations(arch, config, stage=0) + RANK_OVERHEAD <= 0.95 * self.device.capacity:
+                return layers
+        return 1
+
+
+def parameters(arch: Architecture) -> int:
+    return sum(int(np.prod(shape)) for shape in hf_shapes(weight_map(arch)).values())
+
+
+def random_weights(tensors: dict[str, torch.Tensor], seed: int = 0) -> None:
+    """Fill matrices as models are initialised, and norms with ones. Products of zeros would be quicker than those of a model."""
+    generators = {}
+    for tensor in tensors.values():
+        if tensor.dim() == 1:
+            tensor.fill_(1.0)
+            continue
+        if tensor.device not in generators:
+            generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
+        tensor.normal_(0, 0.02, generator=generators[tensor.device])

@@ -1,0 +1,128 @@
+"""Training step and log-prob pass: speed, memory, the slowest operations, and what FP8 changes."""
+
+from pathlib import Path
+
+import numpy as np
+
+from grpo_megatron.algorithm.losses import PolicyLoss
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.megatron.actor import Actor
+from on_gpu.actors import PRECISIONS, RandomActor, batches, micro_batches, one_rank, problem_of, spec_of
+from on_gpu.bench import Bench, parameters
+from on_gpu.device import seconds, slowest_operations
+
+LOSS = PolicyLoss(entropy_coeff=0.01)
+# Three matrix products for one: the forward pass, and the gradients of activations and weights.
+_TRAINING = 3
+
+
+def shape(bench: Bench, name: str) -> None:
+    """All precisions of one model, of which all layers are there that fit.
+
+    FLOPs are those of Architecture.cost_model: two per weight of a product and token, head included, and in attention the causal
+    pairs alone; three times that for a training step. What is computed again in the backward pass does not count.
+    """
+    layers = bench.fitting_layers(name)
+    with one_rank(), bench.model(name, layers) as folder:
+        in_bf16: dict[str, np.ndarray] = {}
+        for precision in PRECISIONS:
+            if problem := problem_of(bench, precision):
+                bench.report(**{precision: {"skipped": problem}})
+                continue
+            actor = RandomActor(spec_of(bench, folder, precision))
+            bench.report(layers=layers, parameters=parameters(actor.arch), transformer_engine=actor._transformer_engine)
+            _measure(bench, actor, precision, in_bf16)
+            del actor
+            bench.device.give_back()
+    for precision in PRECISIONS:
+        for batch in ("gsm8k", "long"):
+            found = bench.figures[precision].get(batch)
+            if found and precision != "bf16":
+                ratio = found["tokens_per_second"] / bench.figures["bf16"][batch]["tokens_per_second"]
+                bench.report(**{f"{precision}_over_bf16_{batch}": ratio})
+
+
+def _measure(bench: Bench, actor: Actor, precision: str, in_bf16: dict[str, np.ndarray]) -> None:
+    """in_bf16: {batch: its log-probs before any step}, which this fills in bf16, and compares with in FP8."""
+    sides = {
+        name: (batch, micro_batches(batch, actor, bench.sizes.tokens))
+        for name, batch in batches(bench.sizes, actor.arch.vocab_size).items()
+    }
+    found: dict = {}
+    for name, (_, parts) in sides.items():
+        values = actor.logprobs(parts)
+        difference = np.abs(values - in_bf16.setdefault(name, values)).mean()
+        found[f"mean_logp_difference_{name}"] = float(difference)
+    for number, (name, (batch, parts)) in enumerate(sides.items()):
+        found[name] = _rates(bench, actor, batch, parts, key=(0, number))
+        bench.report(**{precision: found})
+    if precision == "bf16":
+        bench.report(slowest_operations=slowest_operations(bench.device, lambda: _step(actor, batch, parts, key=(0, number))))
+
+
+def _step(actor: Actor, batch: TrainBatch, parts: list[TrainBatch], key: tuple[int, int]) -> None:
+    result = actor.train_step(parts, LOSS, batch.num_tokens, current_is_old=True, key=key)
+    if result.dropped:
+        raise RuntimeError(f"the step was dropped: its gradient norm is {result.grad_norm}")
+
+
+def _rates(bench: Bench, actor: Actor, batch: TrainBatch, parts: list[TrainBatch], key: tuple[int, int]) -> dict:
+    flops, repeats = float(actor.arch.cost_model.flops(batch.lengths).sum()), bench.sizes.repeats
+
+    def step() -> None:
+        _step(actor, batch, parts, key)
+
+    step()  # the first one makes the optimizer's states
+    peak = bench.device.peak_during(step)
+    training = seconds(bench.device, step, repeats, warm_up=0)
+    logprobs = seconds(bench.device, lambda: actor.logprobs(parts, key=key), repeats, warm_up=1)
+    return {
+        "tokens": batch.num_tokens,
+        "micro_batches": len(parts),
+        "step_seconds": training,
+        "tokens_per_second": batch.num_tokens / training,
+        "mfu": bench.share_of_peak(_TRAINING * flops, training),
+        "logprob_seconds": logprobs,
+        "logprob_mfu": bench.share_of_peak(flops, logprobs),
+        "peak_gb": peak / 1e9,
+    }
+
+
+def fp8_error(bench: Bench) -> None:
+    """How far log-probs in FP8 are from those in bf16 on a trained model (--trained FOLDER), over the text of this project's docs."""
+    folder = bench.options.trained
+    if folder is None:
+        bench.report(skipped="no trained model was named (--trained FOLDER)")
+        return
+    if problem := bench.here.fp8_problem:
+        bench.report(skipped=problem)
+        return
+    batch = _text(folder, bench.sizes.tokens // 4)
+    values = {}
+    with one_rank():
+        for precision in PRECISIONS:
+            actor = Actor(spec_of(bench, folder, precision))
+            parts = micro_batches(batch, actor, bench.sizes.tokens)
+            values[precision] = actor.logprobs(parts)
+            del actor
+            bench.device.give_back()
+    bench.report(tokens=batch.num_tokens, mean_logp=float(values["bf16"].mean()))
+    for precision, logp in values.items():
+        difference = np.abs(logp - values["bf16"])
+        bench.report(**{precision: {"mean_difference": float(difference.mean()), "largest": float(difference.max())}})
+
+
+def _text(folder: str, length: int, sequences: int = 8) -> TrainBatch:
+    from transformers import AutoTokenizer
+
+    pages = sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    ids = AutoTokenizer.from_pretrained(folder)(text, verbose=False)["input_ids"][: length * sequences]
+    pieces = np.array_split(np.asarray(ids, dtype=np.int32), sequences)
+    return TrainBatch.from_samples(
+        [
+            Sample(0, i, piece[:1], piece[1:], np.ones(len(piece) - 1, np.bool_), np.zeros(len(piece) - 1, np.float32), "stop")
+            for i, piece in enumerate(pieces)
+        ]
+    )

@@ -1,0 +1,132 @@
+"""Weights out of the trainer and into another process, and the memory that sleep gives back."""
+
+import multiprocessing
+import statistics
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.weights.sync.order import Order, Setup, Task, Way
+from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
+from grpo_megatron.weights.sync.receiver import Receiver
+from grpo_megatron.weights.sync.sender import Sender
+from on_gpu.bench import Bench, random_weights
+from on_gpu.device import seconds
+
+_MODEL = "qwen3-8b"
+_TRANSFERS = 5
+_CYCLES = 5
+_WAIT_SECONDS = 120
+
+
+def export(bench: Bench) -> None:
+    """All weights as HF tensors: within the device's memory, where engines on the same device take them, and in buckets on the host."""
+    from grpo_megatron.megatron.weights import iterate_hf
+    from on_gpu.actors import RandomActor, one_rank, spec_of
+
+    with one_rank(), bench.model(_MODEL, bench.sizes.layers) as folder:
+        actor = RandomActor(spec_of(bench, folder))
+        sizes = [tensor.nbytes for _, tensor in iterate_hf(actor.chunks, actor.entries)]
+
+        def exhaust(tensors) -> None:
+            for _ in tensors:
+                pass
+
+        def copy() -> None:
+            for chunk in actor.chunks:
+                for parameter in chunk.parameters():
+                    parameter.detach().clone()
+
+        gigabytes, repeats = sum(sizes) / 1e9, bench.sizes.repeats
+        taken = {
+            "device": seconds(bench.device, lambda: exhaust(iterate_hf(actor.chunks, actor.entries)), repeats),
+            "copy": seconds(bench.device, copy, repeats),
+            "host": seconds(bench.device, lambda: exhaust(actor.weight_buckets(bench.sizes.bucket)), 1, warm_up=1),
+        }
+        bench.report(gigabytes=gigabytes, **{f"{name}_gb_per_s": gigabytes / value for name, value in taken.items()})
+
+
+def handover(bench: Bench) -> None:
+    """Weights into the memory of another process on the same device, through memory that both map (CUDA IPC on a GPU), with digests
+    on both sides."""
+    with bench.model(_MODEL, bench.sizes.layers) as folder:
+        arch = read_architecture(folder)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_WAIT_SECONDS))
+    setup = _setup(arch, store.port, bench.sizes.bucket)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    other = context.Process(target=_receive, args=(setup, bench.device.device, answers))
+    other.start()
+    with torch.no_grad():
+        own = {
+            entry.megatron: torch.empty(entry.megatron_shape(1), dtype=torch.bfloat16, device=bench.device.device)
+            for entry in ReshardPlan(setup.layouts).entries
+        }
+        random_weights(own)
+    sender = Sender(setup, 0, bench.device.device)
+    sent = [sender.send(Order(Task.transfer, number, setup), own) for number in range(_TRANSFERS)]
+    received = [answers.get(timeout=_WAIT_SECONDS) for _ in range(_TRANSFERS)]
+    sender.close()
+    other.join(timeout=_WAIT_SECONDS)
+    if any(answer.wrong for answer in received) or received[-1].seals != sent[-1].seals:
+        raise RuntimeError(f"weights arrived that are not those that were sent: {received[-1].wrong[:3]}")
+    gigabytes = received[-1].bytes / 1e9
+    taken = statistics.median(answer.seconds["all"] for answer in received[1:])
+    parts = {f"sender_{name}_seconds": value for name, value in sent[-1].seconds.items()}
+    parts |= {f"receiver_{name}_seconds": value for name, value in received[-1].seconds.items()}
+    bench.report(gigabytes=gigabytes, gb_per_s=gigabytes / taken, bucket_bytes=setup.bucket_bytes, **parts)
+
+
+def _setup(arch: Architecture, port: int, bucket_bytes: int) -> Setup:
+    layouts = Layouts(arch, ParallelSizes(), EngineLayout(), 1, multicast=True, within_nodes=True)
+    dtypes = tuple((name, torch.bfloat16) for name in ReshardPlan(layouts).engine_shapes)
+    return Setup(layouts, Way.shared_memory, ("127.0.0.1", port), bucket_bytes, timeout=60.0, dtypes=dtypes)
+
+
+def _receive(setup: Setup, device: torch.device, answers) -> None:
+    receiver = Receiver(setup, EngineRank(0, 0), device)
+    shapes = ReshardPlan(setup.layouts).engine_shapes
+    own = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
+    for number in range(_TRANSFERS):
+        answers.put(receiver.receive(Order(Task.transfer, number, setup), own))
+    receiver.close()
+
+
+def sleep(bench: Bench) -> None:
+    """Five times asleep and awake again, with a training step before the first and the same log-probs after each."""
+    from on_gpu.actors import RandomActor, batches, micro_batches, one_rank, spec_of
+    from on_gpu.training import LOSS
+
+    before = bench.device.occupied()
+    with one_rank(), bench.model(_MODEL, bench.sizes.layers) as folder:
+        actor = RandomActor(spec_of(bench, folder))
+        batch = batches(bench.sizes, actor.arch.vocab_size)["long"]
+        parts = micro_batches(batch, actor, bench.sizes.tokens)[:1]
+        actor.train_step(parts, LOSS, batch.num_tokens, current_is_old=True)
+        expected = actor.logprobs(parts)
+        rows = []
+        for _ in range(_CYCLES):
+            awake = bench.device.occupied()
+            asleep_after = seconds(bench.device, actor.sleep, repeats=1, warm_up=0)
+            asleep = bench.device.occupied()
+            awake_after = seconds(bench.device, actor.wake, repeats=1, warm_up=0)
+            if not np.array_equal(actor.logprobs(parts), expected):
+                raise RuntimeError("log-probs changed while the actor was asleep")
+            rows.append((awake, asleep, asleep_after, awake_after))
+    awake, asleep, to_sleep, to_wake = zip(*rows, strict=True)
+    bench.report(
+        awake_gb=[value / 1e9 for value in awake],
+        asleep_gb=[value / 1e9 for value in asleep],
+        # CUDA's context and the libraries' own memory included, which no process can give back.
+        left_asleep_gb=(asleep[-1] - before) / 1e9,
+        # The first cycle is when what is made once, such as pinned memory, is made.
+        leak_gb=(max(asleep[1:]) - asleep[1]) / 1e9,
+        sleep_seconds=list(to_sleep),
+        wake_seconds=list(to_wake),
+    )

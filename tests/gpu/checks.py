@@ -1,0 +1,105 @@
+"""What the tests of this folder run in the process of a rank."""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from grpo_megatron.algorithm.losses import PolicyLoss
+from grpo_megatron.batch.schedule import schedule
+from grpo_megatron.batch.token_weights import token_weights
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.cluster.memory import anonymous_bytes
+from grpo_megatron.config.fp8 import FP8Config
+from grpo_megatron.config.schema import OptimizerConfig, Precision, TransformerImpl
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.parallel.precisions import allowed_in_bf16, logprobs
+
+
+def spec_of(
+    model: str,
+    layers: TransformerImpl = TransformerImpl.local,
+    emulated: bool = False,
+    precision: Precision = Precision.bf16,
+    fp8: FP8Config = FP8Config(),
+) -> ActorSpec:
+    return ActorSpec(
+        model,
+        ParallelSizes(),
+        OptimizerConfig(lr=1e-3),
+        precision,
+        fp8=fp8,
+        transformer_impl=layers,
+        emulate_kernels=emulated,
+    )
+
+
+def logprobs_of(spec: ActorSpec, batch: TrainBatch) -> np.ndarray:
+    return logprobs(Actor(spec), batch)
+
+
+def exact_logprobs(model: str, batch: TrainBatch) -> tuple[np.ndarray, float]:
+    """By the local layers in float32, and how far sound log-probs in bf16 may be from them."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    actor = Actor(spec_of(model, precision=Precision.fp32))
+    return logprobs(actor, batch), allowed_in_bf16(actor, batch)
+
+
+@dataclass
+class Trained:
+    """exported: the weights before the first step. changed: HF tensors that training changed. before, after: log-probs."""
+
+    exported: dict[str, torch.Tensor]
+    changed: list[str]
+    before: np.ndarray
+    after: np.ndarray
+
+
+def train(spec: ActorSpec, batch: TrainBatch, steps: int = 3) -> Trained:
+    """All that was sampled was good: its probability must rise."""
+    actor = Actor(spec)
+    exported = _weights(actor)
+    batch.weight = token_weights(batch, "token-mean", 40)
+    batch.advantage = batch.loss_mask.astype(np.float32)
+    parts = [batch.select(part) for part in schedule(batch.lengths, 256).micro_batches[0]]
+    before = logprobs(actor, batch)
+    for _ in range(steps):
+        result = actor.train_step(parts, PolicyLoss(), batch.num_tokens, current_is_old=True)
+        assert not result.dropped
+        assert np.isfinite(result.grad_norm)
+    after = _weights(actor)
+    changed = [name for name in exported if not torch.equal(exported[name], after[name])]
+    return Trained(exported, changed, before, logprobs(actor, batch))
+
+
+def _weights(actor: Actor) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in actor.weight_buckets(2**20) for name, tensor in bucket.tensors()}
+
+
+def occupied() -> int:
+    """Bytes of the device's memory that are not free; without one, this process's own."""
+    if not torch.cuda.is_available():
+        return anonymous_bytes(os.getpid())
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def sleep(spec: ActorSpec, batch: TrainBatch, cycles: int) -> tuple[int, list[int], list[np.ndarray]]:
+    """(bytes of weights, gradients and optimizer states, bytes occupied in each sleep, log-probs before and after each)."""
+    actor = Actor(spec)
+    parts = [batch.select(part) for part in schedule(batch.lengths, 256).micro_batches[0]]
+    batch.weight = token_weights(batch, "token-mean", 40)
+    batch.advantage = batch.loss_mask.astype(np.float32)
+    actor.train_step(parts, PolicyLoss(), batch.num_tokens, current_is_old=True)
+    resident = sum(actor.memory.resident().values())
+    asleep, values = [], [logprobs(actor, batch)]
+    for _ in range(cycles):
+        report = actor.sleep()["asleep"]
+        assert report["parameters"] == report["gradients"] == report["optimizer"] == 0
+        asleep.append(occupied())
+        actor.wake()
+        values.append(logprobs(actor, batch))
+    return resident, asleep, values
