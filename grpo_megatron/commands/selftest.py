@@ -19,7 +19,7 @@ from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, Lo
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.manager import StaleWeights
-from grpo_megatron.sglang.engine import engine_dtype
+from grpo_megatron.sglang.arguments import engine_dtype
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.weight_probe import TOLERANCE, TRAINER_DTYPES

@@ -1,9 +1,8 @@
 """One SGLang engine as a Ray actor: token ids in, token ids and log-probs out.
 
 Requests go in by `submit`, finished ones come out of `poll` as soon as they end: one Ray call
-carries many samples, and nobody waits for the slowest of a group. This file is the only one that
-calls SGLang. Written for 0.5.23 (the CPU stack) and 0.5.17 (the GPU stack, not run yet), which has
-neither update sessions (since 0.5.21), nor weight-version spans (since 0.5.20), nor `update_weight_version`.
+carries many samples, and nobody waits for the slowest of a group. What releases of SGLang differ in
+is in release.py.
 """
 
 import asyncio
@@ -21,11 +20,9 @@ import torch
 
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.processes import Process, redirect_output
-from grpo_megatron.config.schema import EngineConfig
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
-from grpo_megatron.model.families import read_architecture
-from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
+from grpo_megatron.sglang.release import Accepted, EngineControl, weight_spans
 from grpo_megatron.sglang.weight_door import DOOR, answer_key, as_tensor
 from grpo_megatron.weights.buckets import Bucket
 from grpo_megatron.weights.sync.order import Answer, Order
@@ -56,76 +53,6 @@ class Completion:
     routing: np.ndarray | None = None
 
 
-def engine_dtype(config: EngineConfig, model_path: str) -> str:
-    """What the engine computes in, as torch names it."""
-    # SGLang's own "auto" turns float32 checkpoints into float16.
-    return str(read_architecture(model_path).dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
-
-
-def engine_arguments(
-    config: EngineConfig, model_path: str, seed: int, needs_tokenizer: bool, gpu: bool, routing: bool
-) -> dict[str, Any]:
-    """Arguments of sglang.Engine. routing: it will be asked which experts tokens went to.
-
-    gpu: whether the engine has devices. Torch is not asked here, because the driver's machine may have a GPU where the
-    engine's has none.
-    """
-    arguments = {
-        "model_path": model_path,
-        "dtype": engine_dtype(config, model_path),
-        "load_format": config.load_format.value,
-        "tp_size": config.tensor_parallel,
-        "mem_fraction_static": config.mem_fraction,
-        "max_total_tokens": config.max_total_tokens,
-        "max_running_requests": config.max_running_requests,
-        "disable_radix_cache": not config.prefix_cache,
-        "random_seed": seed,
-        "skip_server_warmup": True,
-        "log_level": "warning",
-        "weight_version": "0",
-        # Fused, a layer's shared experts are further rows of the stacked ones, and the weight map has them on their own.
-        "disable_shared_experts_fusion": True,
-        # Stop strings need text; without them ids are enough, and the detokenizer stays idle.
-        "skip_tokenizer_init": not needs_tokenizer,
-        "custom_weight_loader": [DOOR],
-    }
-    if routing:
-        arguments["enable_return_routed_experts"] = True
-    if not gpu:
-        arguments |= {
-            "device": "cpu",
-            "attention_backend": ATTENTION_BACKEND,
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-            "disable_cuda_graph": True,
-            # An idle scheduler would poll without a pause, and take a core from the trainer.
-            "sleep_on_idle": True,
-            # Overlapping needs a device to overlap with, and decodes one token too many of every response.
-            "disable_overlap_schedule": True,
-            # This share of the host's memory is not reserved: max_total_tokens bounds the pool.
-            "mem_fraction_static": 0.3,
-            "max_total_tokens": config.max_total_tokens or 65536,
-        }
-    return arguments
-
-
-def engine_environment(config: EngineConfig, gpu: bool) -> dict[str, str]:
-    """What must be in the environment before the engine's process starts."""
-    if gpu:
-        return {}
-    env = {
-        "SGLANG_PLATFORM": PLATFORM_NAME,
-        "OMP_NUM_THREADS": str(config.cpu_threads),
-        "CUDA_VISIBLE_DEVICES": "",
-        # Where starting an operator costs as much as the operator, what autograd adds to it is a tenth of decoding.
-        "SGLANG_ENABLE_TORCH_INFERENCE_MODE": "true",
-    }
-    if config.tensor_parallel > 1:
-        cores = os.cpu_count() or 1
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(config.tensor_parallel))
-    return env
-
-
 @ray.remote
 class SGLangEngine:
     """The engine's process; SGLang's scheduler and detokenizer are its children."""
@@ -137,6 +64,7 @@ class SGLangEngine:
 
         self._process, self._routed_layers = process, routed_layers
         self._engine = sglang.Engine(**arguments)
+        self._control = EngineControl(self._engine.tokenizer_manager)
         # Python's own helpers are children too, which come and go.
         self._children = [
             child for child in psutil.Process().children(recursive=True) if "sglang::" in " ".join(child.cmdline())
@@ -150,7 +78,7 @@ class SGLangEngine:
         """Returns the process id once the engine can serve."""
         # SGLang's own server does this after its start. Without it, garbage collections walk through everything that was
         # imported, which takes 0.1 to 0.3 s each in its three processes.
-        await self._engine.tokenizer_manager.freeze_gc()
+        await self._control.freeze_gc()
         return os.getpid()
 
     async def _while_alive(self, call: str, awaitable: Awaitable, timeout: float | None = None) -> Any:
@@ -241,17 +169,16 @@ class SGLangEngine:
 
     async def begin_update(self, pause: PauseMode) -> None:
         """Stop serving, as `pause` says, and open an update session."""
-        from sglang.srt.managers import io_struct
-
         self._admitted = False
-        manager = self._engine.tokenizer_manager
         if self._tasks:
-            request = io_struct.PauseGenerationReqInput(mode=pause.value)
-            await self._while_alive("pause_generation", manager.pause_generation(request))
+            if pause != PauseMode.abort and not self._control.knows_spans:
+                raise UserError(
+                    f"{self._process.name} has requests in flight, and this release of SGLang does not say which of their tokens "
+                    "are of the old weights: set weight_sync.pause=abort, or install SGLang 0.5.20 or later"
+                )
+            await self._while_alive("pause_generation", self._control.pause(pause))
             self._paused = True
-        if hasattr(manager, "begin_weight_update"):
-            request = io_struct.BeginWeightUpdateReqInput()
-            await self._accepted("begin_weight_update", manager.begin_weight_update(request, None))
+        await self._accepted("begin_weight_update", self._control.begin_weight_update())
 
     async def sync_order(self, order: Order) -> list[Answer]:
         """Have every tensor-parallel rank carry out an order within the session; their answers. Raises UserError if one failed."""
@@ -270,44 +197,27 @@ class SGLangEngine:
         return [item.name for item in bucket.contents]
 
     async def _load(self, named_tensors: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
         # One payload per TP rank: the file handles inside each can be taken once only.
         payloads = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self._tp_size)]
-        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False)
-        update = self._engine.tokenizer_manager.update_weights_from_tensor(request, None)
-        await self._accepted("update_weights_from_tensor", update)
+        await self._accepted("update_weights_from_tensor", self._control.load(payloads, load_format))
 
     async def end_update(self, version: int, keep_cache: bool) -> None:
         """Close the session, drop cached prefixes of the old weights, tag what comes now, and go on serving.
 
         keep_cache: requests that were paused in place go on with keys and values of the old weights.
         """
-        from sglang.srt.managers import io_struct
-
-        manager = self._engine.tokenizer_manager
-        if hasattr(manager, "end_weight_update"):
-            request = io_struct.EndWeightUpdateReqInput()
-            await self._accepted("end_weight_update", manager.end_weight_update(request, None))
+        await self._accepted("end_weight_update", self._control.end_weight_update())
         if not (keep_cache and self._paused):
-            flushed = await self._while_alive("flush_cache", manager.flush_cache())
-            if not flushed.success:
-                raise UserError("the engine did not flush its cache after the weight update; requests were still running")
-        # Has no answer to check; the manager compares the version that samples come back with.
-        if hasattr(manager, "update_weight_version"):
-            request = io_struct.UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
-            await self._while_alive("update_weight_version", manager.update_weight_version(request))
-        else:
-            # Before that call existed, the tag was the tokenizer manager's alone, which sets it like this after an update.
-            manager._update_weight_version_if_provided(str(version))
+            await self._accepted("flush_cache", self._control.flush_cache())
+        await self._while_alive("update_weight_version", self._control.tag(version))
         if self._paused:
-            request = io_struct.ContinueGenerationReqInput()
-            await self._while_alive("continue_generation", manager.continue_generation(request))
+            await self._while_alive("continue_generation", self._control.resume())
             self._paused = False
         self.admit()
 
-    async def _accepted(self, call: str, awaitable: Awaitable[tuple[bool, str]]) -> None:
+    async def _accepted(self, call: str, awaitable: Awaitable[Accepted]) -> None:
         """Waits for SGLang's answer. Raises UserError if it refuses the call."""
         success, message = await self._while_alive(call, awaitable)
         if not success:
@@ -330,13 +240,11 @@ def _completion(request: Request, answer: dict, routed_layers: tuple[bool, ...] 
     ids = np.array([token for _, token, _ in logprobs], dtype=np.int32)
     if not np.array_equal(ids, answer["output_ids"]):
         raise RuntimeError(f"engine answer {key}: log-probs are of other tokens than the output")
-    versions = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
-    spans = tuple(WeightSpan(int(span["version"]), span["start"], span["end"]) for span in versions)
     return Completion(
         key=key,
         response_ids=ids,
         logprobs=np.array([logprob for logprob, _, _ in logprobs], dtype=np.float32),
         finish_reason=meta["finish_reason"]["type"],
-        weight_spans=spans,
+        weight_spans=weight_spans(meta, len(ids)),
         routing=_routing(request, answer, routed_layers) if routed_layers else None,
     )

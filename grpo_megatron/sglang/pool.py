@@ -10,8 +10,9 @@ from grpo_megatron.cluster.processes import Process, fetch, gather
 from grpo_megatron.config.schema import RolloutConfig
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 from grpo_megatron.sglang.client import EngineClient
-from grpo_megatron.sglang.engine import SGLangEngine, engine_arguments, engine_environment
+from grpo_megatron.sglang.engine import SGLangEngine
 from grpo_megatron.weights.sync.order import Order
 
 _SHUTDOWN_SECONDS = 20.0

@@ -12,7 +12,7 @@ from grpo_megatron.cluster.processes import redirect_output
 from grpo_megatron.config.schema import EngineConfig
 from grpo_megatron.model.entries import EngineLayout, engine_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.sglang.engine import engine_arguments, engine_environment
+from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 from tests.models import FAMILIES, tiny_model
 
 DOOR = "tests.integration.engine_door.describe"
