@@ -87,7 +87,7 @@ def assemble(config: Config, command: str) -> Iterator[Run]:
             # A resumed run must not draw the random numbers of its first steps again.
             seed = config.run.seed + 1000 * resumed
             routing = config.moe.routing_replay == RoutingReplay.engine
-            engines = EnginePool(cluster, config.rollout, config.model.path, seed, logs, routing, config.weight_sync.pause)
+            engines = EnginePool(cluster, config.rollout, config.model, seed, logs, routing, config.weight_sync.pause)
             cleanup.callback(engines.close)
         spec = actor_spec(config, command)
         trainer = PolicyTrainer(cluster, spec, config.megatron, config.run.seed, logs, config.cluster.call_timeout)

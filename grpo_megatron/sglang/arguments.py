@@ -3,7 +3,8 @@
 import os
 from typing import Any
 
-from grpo_megatron.config.schema import EngineConfig
+from grpo_megatron.config.engine import EngineConfig
+from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
 from grpo_megatron.sglang.weight_door import DOOR
@@ -16,18 +17,26 @@ def engine_dtype(config: EngineConfig, model_path: str) -> str:
 
 
 def engine_arguments(
-    config: EngineConfig, model_path: str, seed: int, needs_tokenizer: bool, gpu: bool, routing: bool
+    config: EngineConfig, model: ModelConfig, seed: int, needs_tokenizer: bool, gpu: bool, routing: bool
 ) -> dict[str, Any]:
-    """Arguments of sglang.Engine. routing: it will be asked which experts tokens went to.
+    """Arguments of sglang.Engine on one node; those of several have `node_arguments` too.
+
+    routing: it will be asked which experts tokens went to.
 
     gpu: whether the engine has devices. Torch is not asked here, because the driver's machine may have a GPU where the
     engine's has none.
     """
     arguments = {
-        "model_path": model_path,
-        "dtype": engine_dtype(config, model_path),
+        "model_path": model.path,
+        "dtype": engine_dtype(config, model.path),
         "load_format": config.load_format.value,
         "tp_size": config.tensor_parallel,
+        "ep_size": config.expert_parallel,
+        # 0.5.23 has another name for the two, and takes these.
+        "dp_size": config.data_parallel_attention,
+        "enable_dp_attention": config.data_parallel_attention > 1,
+        "kv_cache_dtype": config.kv_cache_dtype.value,
+        "enable_fp32_lm_head": model.fp32_head,
         "mem_fraction_static": config.mem_fraction,
         "max_total_tokens": config.max_total_tokens,
         "max_running_requests": config.max_running_requests,
@@ -62,11 +71,18 @@ def engine_arguments(
     return arguments
 
 
+def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
+    """Further arguments on a node of an engine. address: host:port, with the ports behind it, on which the first one listens."""
+    return {"nnodes": nodes, "node_rank": node, "dist_init_addr": address}
+
+
 def engine_environment(config: EngineConfig, gpu: bool) -> dict[str, str]:
     """What must be in the environment before the engine's process starts."""
+    # sglang.Engine returns on an engine's further nodes too, once they are ready.
+    env = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
     if gpu:
-        return {}
-    env = {
+        return env
+    env |= {
         "SGLANG_PLATFORM": PLATFORM_NAME,
         "OMP_NUM_THREADS": str(config.cpu_threads),
         "CUDA_VISIBLE_DEVICES": "",

@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 import ray
-import torch
 
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.processes import Process, redirect_output
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
+from grpo_megatron.sglang.node import Children
 from grpo_megatron.sglang.release import Accepted, EngineControl, weight_spans
-from grpo_megatron.sglang.weight_door import DOOR, answer_key, as_tensor
+from grpo_megatron.sglang.weight_door import DOOR, answer_key, by_value
 from grpo_megatron.weights.buckets import Bucket
 from grpo_megatron.weights.sync.order import Answer, Order
 
@@ -57,18 +56,23 @@ class Completion:
 class SGLangEngine:
     """The engine's process; SGLang's scheduler and detokenizer are its children."""
 
-    def __init__(self, process: Process, arguments: dict[str, Any], routed_layers: tuple[bool, ...] | None):
-        """routed_layers: for each layer of the model whether it has experts, if their routing is wanted."""
+    def __init__(
+        self,
+        process: Process,
+        arguments: dict[str, Any],
+        routed_layers: tuple[bool, ...] | None,
+        others: dict[Process, ray.actor.ActorHandle],
+    ):
+        """routed_layers: for each layer of the model whether it has experts, if their routing is wanted. others: EngineNode of each
+        of its nodes but this one."""
         redirect_output(process.log)
         import sglang
 
         self._process, self._routed_layers = process, routed_layers
         self._engine = sglang.Engine(**arguments)
         self._control = EngineControl(self._engine.tokenizer_manager)
-        # Python's own helpers are children too, which come and go.
-        self._children = [
-            child for child in psutil.Process().children(recursive=True) if "sglang::" in " ".join(child.cmdline())
-        ]
+        self._children = Children()
+        self._ends = {other: node.end.remote().future() for other, node in others.items()}
         self._tp_size = arguments["tp_size"]
         self._admitted, self._paused = False, False
         self._finished: asyncio.Queue = asyncio.Queue()
@@ -81,8 +85,14 @@ class SGLangEngine:
         await self._control.freeze_gc()
         return os.getpid()
 
+    def _dead(self) -> Process | None:
+        """The node of this engine, if any, of which SGLang's processes are not all there any more."""
+        if not self._children.alive:
+            return self._process
+        return next((process for process, end in self._ends.items() if end.done()), None)
+
     async def _while_alive(self, call: str, awaitable: Awaitable, timeout: float | None = None) -> Any:
-        """The awaitable's result; raises ProcessDied if a child of SGLang's dies meanwhile.
+        """The awaitable's result; raises ProcessDied if a child of SGLang's dies meanwhile, on any node.
 
         SGLang ends this process when a child of its dies, but not always: seen after a SIGKILL of the
         scheduler, when every call then waits forever. Raises asyncio.TimeoutError after `timeout`.
@@ -94,10 +104,9 @@ class SGLangEngine:
             await asyncio.wait({task}, timeout=step)
             waited += step
             if not task.done():
-                gone = [c for c in self._children if not c.is_running() or c.status() == psutil.STATUS_ZOMBIE]
-                if gone:
+                if dead := self._dead():
                     task.cancel()
-                    raise self._process.died(call)
+                    raise dead.died(call)
                 if timeout is not None and waited >= timeout:
                     task.cancel()
                     raise asyncio.TimeoutError
@@ -182,7 +191,7 @@ class SGLangEngine:
 
     async def sync_order(self, order: Order) -> list[Answer]:
         """Have every tensor-parallel rank carry out an order within the session; their answers. Raises UserError if one failed."""
-        await self._load([("order", as_tensor(order))], DOOR)
+        await self._accepted("update_weights_from_tensor", self._control.load([by_value(order)] * self._tp_size, DOOR))
         store = order.setup.connect()
         answers = [pickle.loads(store.get(answer_key(order, rank))) for rank in range(self._tp_size)]
         for rank, answer in enumerate(answers):
@@ -192,16 +201,13 @@ class SGLangEngine:
         return answers
 
     async def load_bucket(self, bucket: Bucket) -> list[str]:
-        """Load tensors by their HF names, which are returned."""
-        await self._load(bucket.tensors(), None)
-        return [item.name for item in bucket.contents]
-
-    async def _load(self, named_tensors: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
+        """Load tensors by their HF names, which are returned. For an engine on one node: it opens files of this one."""
         from sglang.srt.utils import MultiprocessingSerializer
 
         # One payload per TP rank: the file handles inside each can be taken once only.
-        payloads = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self._tp_size)]
-        await self._accepted("update_weights_from_tensor", self._control.load(payloads, load_format))
+        payloads = [MultiprocessingSerializer.serialize(bucket.tensors()) for _ in range(self._tp_size)]
+        await self._accepted("update_weights_from_tensor", self._control.load(payloads, None))
+        return [item.name for item in bucket.contents]
 
     async def end_update(self, version: int, keep_cache: bool) -> None:
         """Close the session, drop cached prefixes of the old weights, tag what comes now, and go on serving.
