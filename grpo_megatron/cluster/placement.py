@@ -157,6 +157,6 @@ def _sorted(of_bundles: list[list[Slot]]) -> list[Slot]:
     return sorted((slot for bundle in of_bundles for slot in bundle), key=place)
 
 
-@ray.remote
+@ray.remote(max_calls=0)  # uses no GPU, so its process may serve again
 def _visible_devices() -> list[int]:
     return sorted(int(device) for device in ray.get_gpu_ids())
