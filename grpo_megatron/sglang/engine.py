@@ -2,7 +2,7 @@
 
 Requests go in by `submit`, finished ones come out of `poll` as soon as they end: one Ray call
 carries many samples, and nobody waits for the slowest of a group. What releases of SGLang differ in
-is in release.py.
+is in release.py, and every call to it.
 """
 
 import asyncio
@@ -69,8 +69,7 @@ class SGLangEngine:
         import sglang
 
         self._process, self._routed_layers = process, routed_layers
-        self._engine = sglang.Engine(**arguments)
-        self._control = EngineControl(self._engine.tokenizer_manager)
+        self._control = EngineControl(sglang.Engine(**arguments))
         self._children = Children()
         self._ends = {other: node.end.remote().future() for other, node in others.items()}
         self._tp_size = arguments["tp_size"]
@@ -130,12 +129,7 @@ class SGLangEngine:
     async def _generate(self, request: Request) -> None:
         try:
             self._must_be_admitted()
-            answer = await self._engine.async_generate(
-                input_ids=request.prompt_ids,
-                sampling_params=request.sampling,
-                return_logprob=True,
-                **({"return_routed_experts": True} if self._routed_layers else {}),
-            )
+            answer = await self._control.sample(request.prompt_ids, request.sampling, routing=bool(self._routed_layers))
             self._finished.put_nowait(_completion(request, answer, self._routed_layers))
         except Exception as error:  # handed to the caller by poll
             self._finished.put_nowait(error)
@@ -158,16 +152,7 @@ class SGLangEngine:
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Log-prob of every token but the first under the engine's weights, at temperature 1; float32 [n - 1] each."""
         self._must_be_admitted()
-        answers = await self._while_alive(
-            "score",
-            self._engine.async_generate(
-                input_ids=sequences,
-                sampling_params={"max_new_tokens": 1, "temperature": 1.0},
-                return_logprob=True,
-                logprob_start_len=0,
-            ),
-        )
-        scored = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+        scored = await self._while_alive("score", self._control.score(sequences))
         for ids, entries in zip(sequences, scored, strict=True):
             # SGLang calls the last word of the vocabulary 0 here (it takes it for a placeholder of an image).
             if len(entries) != len(ids) or any(
@@ -191,7 +176,8 @@ class SGLangEngine:
 
     async def sync_order(self, order: Order) -> list[Answer]:
         """Have every tensor-parallel rank carry out an order within the session; their answers. Raises UserError if one failed."""
-        await self._accepted("update_weights_from_tensor", self._control.load([by_value(order)] * self._tp_size, DOOR))
+        asking = self._control.call_loader(by_value(order), self._tp_size, DOOR)
+        await self._accepted("update_weights_from_tensor", asking)
         store = order.setup.connect()
         answers = [pickle.loads(store.get(answer_key(order, rank))) for rank in range(self._tp_size)]
         for rank, answer in enumerate(answers):
@@ -202,11 +188,8 @@ class SGLangEngine:
 
     async def load_bucket(self, bucket: Bucket) -> list[str]:
         """Load tensors by their HF names, which are returned. For an engine on one node: it opens files of this one."""
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        # One payload per TP rank: the file handles inside each can be taken once only.
-        payloads = [MultiprocessingSerializer.serialize(bucket.tensors()) for _ in range(self._tp_size)]
-        await self._accepted("update_weights_from_tensor", self._control.load(payloads, None))
+        loading = self._control.load_tensors(bucket.tensors(), self._tp_size)
+        await self._accepted("update_weights_from_tensor", loading)
         return [item.name for item in bucket.contents]
 
     async def end_update(self, version: int, keep_cache: bool) -> None:
@@ -230,7 +213,7 @@ class SGLangEngine:
             raise UserError(f"the engine refused {call}: {message}")
 
     async def shutdown(self) -> None:
-        self._engine.shutdown()
+        self._control.shutdown()
 
 
 def _routing(request: Request, answer: dict, has_experts: tuple[bool, ...]) -> np.ndarray:

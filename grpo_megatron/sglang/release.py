@@ -1,9 +1,12 @@
-"""What the releases of SGLang differ in; the rest of the package does not ask which one is installed.
+"""Every call to a running SGLang engine, and what its releases differ in; nobody else asks which one is installed.
 
-For 0.5.23 (the CPU stack) and 0.5.17 (the GPU stack). tests/unit/test_sglang_releases.py holds what is called here against both.
+For 0.5.23 (the CPU stack) and 0.5.17 (the GPU stack). tests/integration/test_sglang_releases.py makes all these calls with the Python of
+both.
 """
 
 from typing import Any
+
+import torch
 
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.config.weight_sync import PauseMode
@@ -13,13 +16,31 @@ Accepted = tuple[bool, str]
 
 
 class EngineControl:
-    """What is asked of a running engine besides samples."""
+    """Methods that return Accepted are refused by the engine where that is false; the others raise what SGLang raises."""
 
-    def __init__(self, manager: Any):
-        """manager: SGLang's TokenizerManager, in this process."""
+    def __init__(self, engine: Any):
+        """engine: an sglang.Engine, of this process."""
         from sglang.srt.managers import io_struct
 
-        self._manager, self._requests = manager, io_struct
+        self._engine, self._manager, self._requests = engine, engine.tokenizer_manager, io_struct
+
+    async def sample(self, prompt_ids: list[int], sampling: dict[str, Any], routing: bool) -> dict[str, Any]:
+        """SGLang's answer. routing: it says which experts tokens went to."""
+        wanted = {"return_routed_experts": True} if routing else {}
+        return await self._engine.async_generate(input_ids=prompt_ids, sampling_params=sampling, return_logprob=True, **wanted)
+
+    async def score(self, sequences: list[list[int]]) -> list[list[tuple[float | None, int, str | None]]]:
+        """(log-prob, id, text) of every token of each sequence, at temperature 1; the first one has no log-prob."""
+        answers = await self._engine.async_generate(
+            input_ids=sequences,
+            sampling_params={"max_new_tokens": 1, "temperature": 1.0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        return [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
 
     @property
     def knows_spans(self) -> bool:
@@ -42,8 +63,18 @@ class EngineControl:
             return True, ""
         return await self._manager.begin_weight_update(self._requests.BeginWeightUpdateReqInput(), None)
 
-    async def load(self, payloads: list[bytes], load_format: str | None) -> Accepted:
-        """payloads: of each tensor-parallel rank. load_format: a custom loader by its name; None: the model's own."""
+    async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]], num_ranks: int) -> Accepted:
+        """By their HF names, by the model's own loader; for the ranks of this node."""
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        # One payload for each: the file handles inside can be taken once only.
+        return await self._load([MultiprocessingSerializer.serialize(tensors) for _ in range(num_ranks)], None)
+
+    async def call_loader(self, payload: bytes, num_ranks: int, loader: str) -> Accepted:
+        """A function, by its name, on every rank. payload: of the named tensors that it gets, as pickle makes it."""
+        return await self._load([payload] * num_ranks, loader)
+
+    async def _load(self, payloads: list[bytes], load_format: str | None) -> Accepted:
         request = self._requests.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads, load_format=load_format, flush_cache=False
         )
