@@ -37,6 +37,8 @@ $(CPU_STAMP): $(REQUIREMENTS)
 	$(PIP) --no-deps -r requirements/cpu-no-deps.txt
 	$(PIP) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -W ignore -c 'import torchvision' || { echo "torch and torchvision do not fit: install both from one index (PIP_FLAGS)" >&2; exit 1; }
+	# Beside the environment, not in it; nothing but some tests needs them.
+	$(BIN)/python tools/unpack_wheels.py requirements/unpacked.txt $(VENV)/unpacked -- $(PIP_FLAGS)
 	touch $@
 
 install-gpu: $(GPU_STAMP)

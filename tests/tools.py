@@ -1,10 +1,13 @@
-"""Running a script of tools/ within the tests' process, which starts in no time."""
+"""Running a script of tools/ within the tests' process, which starts in no time; finding what `make install` unpacked."""
 
 import contextlib
 import io
 import runpy
 import sys
+from pathlib import Path
 from unittest import mock
+
+import pytest
 
 
 def run_tool(name: str, *arguments, status: int = 0, stdin: str | None = None) -> tuple[str, str]:
@@ -22,3 +25,11 @@ def run_tool(name: str, *arguments, status: int = 0, stdin: str | None = None) -
             ended = exit_.code or 0
     assert ended == status, out.getvalue() + err.getvalue()
     return out.getvalue(), err.getvalue()
+
+
+def unpacked(requirement: str) -> Path:
+    """The folder of a wheel of requirements/unpacked.txt, NAME==VERSION; the test skips where `make install` could not have it."""
+    folder = Path(sys.prefix) / "unpacked" / requirement.replace("==", "-")
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there: `make install` could not download {requirement}")
+    return folder

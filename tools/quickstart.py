@@ -2,7 +2,8 @@
 
     python tools/quickstart.py [--config NAME] [--seed S] [--root DIR] [key=value ...]
 
-The GRPO run is configs/NAME.yaml, quickstart or quickstart_fp8; extra key=value arguments go to it. Prints a table and, as its last line, one JSON object:
+The GRPO run is configs/NAME.yaml, quickstart or quickstart_fp8; extra key=value arguments go to it.
+Prints a table and, as its last line, one JSON object:
 accuracy_before and accuracy_after (held-out, mean of 4 samples at temperature 1), train_seconds and
 tokens_per_second of the GRPO steps, mismatch_max (largest difference of a log-prob between engine
 and trainer over all steps).

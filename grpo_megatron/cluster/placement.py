@@ -1,25 +1,27 @@
 """Ray: connecting, and deciding which process runs on which device.
 
-One process model for CPU and GPU: every trainer rank and every engine is a Ray actor bound to one
-bundle of a placement group. Bundles are sorted by node and device, so that neighbouring ranks (a TP
-group) are neighbours in hardware. What a process must find in its environment is set before it
+One process model for CPU and GPU: every trainer rank and every engine (each node's part of it) is a Ray actor
+bound to one bundle of a placement group. What must be on one node shares a bundle, and slots are sorted by node and
+device, so that neighbouring ranks are neighbours in hardware. What a process must find in its environment is set before it
 starts; libraries that must be preloaded can be.
 """
 
 import os
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import UserError
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One bundle: its index in the placement group, its node, and its device there (None: CPU)."""
+    """One device (None: a CPU): its bundle's index in the placement group, its node, and its number there."""
 
     bundle: int
     node: str
@@ -36,7 +38,7 @@ class Cluster:
     gpu_share: float = 0.0
     _started: bool = field(default=False, repr=False)
 
-    def options(self, slot: Slot, env: dict[str, str], devices: list[int] | None = None) -> dict:
+    def options(self, slot: Slot, env: dict[str, str], devices: list[int | None] | None = None) -> dict:
         """Ray actor options that bind a process to `slot`.
 
         devices: GPU ids the process may see (default: the slot's own).
@@ -53,6 +55,14 @@ class Cluster:
             "runtime_env": {"env_vars": env},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=slot.bundle),
         }
+
+    @property
+    def engine_nodes(self) -> list[list[list[Slot]]]:
+        """For each engine, its slots on each of its nodes."""
+        return [
+            [list(slots) for _, slots in groupby(engine, key=lambda slot: slot.node)]  # slots of a node are neighbours
+            for engine in self.engine_slots
+        ]
 
     def close(self) -> None:
         remove_placement_group(self.group)
@@ -78,70 +88,75 @@ def connect(address: str | None, num_slots: int) -> bool:
 def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0) -> Cluster:
     """Reserve slots for trainer ranks and engines.
 
-    Colocated engines use the first ranks' slots; separate ones get their own. Raises UserError if
-    the cluster is too small.
+    Colocated engines use the first ranks' slots; separate ones get their own. A tensor-parallel group of ranks is on one node, and
+    so is an engine, unless it is larger than a node: then it has several to itself. Raises UserError if the cluster is too small,
+    or its nodes are.
     """
-    per_engine = config.rollout.engine.tensor_parallel
-    engine_devices = num_engines * per_engine
+    engine_tp = config.rollout.engine.tensor_parallel
     colocated = config.cluster.placement == Placement.colocated
-    total = max(num_ranks, engine_devices) if colocated else num_ranks + engine_devices
+    total = max(num_ranks, num_engines * engine_tp) if colocated else num_ranks + num_engines * engine_tp
     started = connect(config.cluster.ray_address, total)
-    gpus = ray.cluster_resources().get("GPU", 0)
-    bundle = {"CPU": 1, "GPU": 1} if gpus else {"CPU": 1}
-    group = placement_group([bundle] * total, strategy="PACK")
+    kind = "GPU" if ray.cluster_resources().get("GPU", 0) else "CPU"
+    group = None
     try:
+        per_node = max(int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"])
+        wanted = bundles(num_ranks, config.megatron.tensor_parallel, num_engines, engine_tp, per_node, colocated)
+        sizes = [*wanted.ranks, *wanted.engines]
+        # Ray keeps a bundle on one node.
+        group = placement_group([{"CPU": size} | {kind: size} for size in sizes], strategy="PACK")
         if not group.wait(timeout):
             have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
             raise UserError(
-                f"this run needs {total} bundles of {bundle}; the Ray cluster has {have} in all and did not free them "
-                f"within {timeout:.0f} s"
+                f"this run needs {total} devices, in groups of {', '.join(map(str, sorted(set(sizes))))} that are each on one node; "
+                f"the Ray cluster has {have} in all and did not free them within {timeout:.0f} s"
             )
-        return _cluster(group, config, num_ranks, num_engines, bool(gpus), started)
+        slots = _slots(group, kind == "GPU")
     except BaseException:
-        remove_placement_group(group)
+        if group is not None:
+            remove_placement_group(group)
         if started:
             ray.shutdown()
         raise
+    rank_part, engine_part = _sorted(slots[: len(wanted.ranks)]), _sorted(slots[len(wanted.ranks) :])
+    of_engines = engine_part or rank_part
+    engines = [of_engines[number * engine_tp : (number + 1) * engine_tp] for number in range(num_engines)]
+    return Cluster(group, rank_part[:num_ranks], engines, gpu_share=0.45 if colocated else 1.0, _started=started)
 
 
-def _cluster(group: PlacementGroup, config: Config, num_ranks: int, num_engines: int, gpus: bool, started: bool) -> Cluster:
-    per_engine = config.rollout.engine.tensor_parallel
-    colocated = config.cluster.placement == Placement.colocated
-    slots = _sorted_slots(group, group.bundle_count, gpus)
-    engine_devices = num_engines * per_engine
-    engine_part = slots[:engine_devices] if colocated else slots[num_ranks:]
-    engines = [engine_part[i * per_engine : (i + 1) * per_engine] for i in range(num_engines)]
-    for engine in engines:
-        if len({slot.node for slot in engine}) > 1:
-            raise UserError(
-                "the tensor-parallel ranks of one engine must be on one node; change rollout.engine.tensor_parallel or "
-                "the number of trainer ranks"
-            )
-    return Cluster(group, slots[:num_ranks], engines, gpu_share=0.45 if colocated else 1.0, _started=started)
+def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
+    """Of each bundle."""
+    nodes, sizes = placement_group_table(group)["bundles_to_node_id"], [int(bundle["CPU"]) for bundle in group.bundle_specs]
+    devices: list[list[int | None]] = [[None] * size for size in sizes]
+    if gpus:
+        probes = [
+            _visible_devices.options(
+                num_gpus=size,
+                num_cpus=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
+            ).remote()
+            for i, size in enumerate(sizes)
+        ]
+        devices = ray.get(probes)
+    return [[Slot(i, nodes[i], device) for device in own] for i, own in enumerate(devices)]
 
 
-def _sorted_slots(group: PlacementGroup, total: int, gpus: bool) -> list[Slot]:
-    nodes = placement_group_table(group)["bundles_to_node_id"]
+def _sorted(of_bundles: list[list[Slot]]) -> list[Slot]:
+    """By node and device. A last bundle that is smaller than the others stays last: before them it would shift their groups."""
+    if not of_bundles:
+        return []
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
     def numeric(ip: str) -> tuple:
         return tuple(int(part) for part in ip.split(".")) if ip.replace(".", "").isdigit() else (ip,)
 
-    devices: list[int | None] = [None] * total
-    if gpus:
-        probes = [
-            _visible_device.options(
-                num_gpus=1,
-                num_cpus=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
-            ).remote()
-            for i in range(total)
-        ]
-        devices = ray.get(probes)
-    slots = [Slot(i, nodes[i], devices[i]) for i in range(total)]
-    return sorted(slots, key=lambda s: (numeric(address[s.node]), s.node, -1 if s.device is None else s.device, s.bundle))
+    def place(slot: Slot) -> tuple:
+        device = -1 if slot.device is None else slot.device
+        return len(of_bundles[0]) - size[slot.bundle], numeric(address[slot.node]), slot.node, device, slot.bundle
+
+    size = {bundle[0].bundle: len(bundle) for bundle in of_bundles}
+    return sorted((slot for bundle in of_bundles for slot in bundle), key=place)
 
 
-@ray.remote
-def _visible_device() -> int:
-    return int(ray.get_gpu_ids()[0])
+@ray.remote(max_calls=0)  # uses no GPU, so its process may serve again
+def _visible_devices() -> list[int]:
+    return sorted(int(device) for device in ray.get_gpu_ids())

@@ -5,7 +5,6 @@ What they compute is somebody else's: every process builds one object, and calls
 
 import gc
 import itertools
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import ray
 
 from grpo_megatron.cluster.memory import occupied
+from grpo_megatron.cluster.ports import free_address
 from grpo_megatron.cluster.processes import Process, fetch, gather, redirect_output
 
 # (rank, host:port on which rank 0 listens) -> (the object that calls go to, what the group keeps of this rank)
@@ -28,9 +28,7 @@ class _Worker:
 
     def address(self) -> str:
         """host:port on which rank 0 will listen for the others."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+        return free_address()
 
     def build(self, build: Build, rank: int, address: str) -> Any:
         self._target, info = build(rank, address)

@@ -92,9 +92,7 @@ def assemble(config: Config, command: str) -> Iterator[Run]:
             seed = config.run.seed + 1000 * resumed
             routing = config.moe.routing_replay == RoutingReplay.engine
             # Engines are slow to start: on devices of their own they do so while the ranks build the model.
-            engines = EnginePool(
-                cluster, config.rollout, config.model.path, seed, logs, routing, config.weight_sync.pause, shared
-            )
+            engines = EnginePool(cluster, config.rollout, config.model, seed, logs, routing, config.weight_sync.pause, shared)
             cleanup.callback(engines.close)
             if shared:
                 # Their KV caches are as large as what they find free.

@@ -15,11 +15,12 @@ import torch
 
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.algorithm import MismatchAction, MismatchConfig
-from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, LoadFormat, LrSchedule, OldLogprobs
+from grpo_megatron.config.engine import LoadFormat
+from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, LrSchedule, OldLogprobs
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.manager import StaleWeights
-from grpo_megatron.sglang.engine import engine_dtype
+from grpo_megatron.sglang.arguments import engine_dtype
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.weight_probe import TOLERANCE, TRAINER_DTYPES

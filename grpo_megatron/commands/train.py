@@ -33,7 +33,7 @@ def _transport(run: Run) -> Transport:
     layouts = Layouts(
         arch=read_architecture(config.model.path),
         sizes=run.trainer.sizes,
-        engine=EngineLayout(config.rollout.engine.tensor_parallel),
+        engine=EngineLayout.from_config(config.rollout.engine),
         num_engines=config.rollout.engine.num_engines,
         rank_nodes=run.trainer.nodes,
         engine_nodes=run.engines.nodes,

@@ -12,6 +12,7 @@ from omegaconf import MISSING
 
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.algorithm import AlgorithmConfig, MismatchConfig
+from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.fp8 import FP8Config
 from grpo_megatron.config.limits import LONGEST_WAIT, Text
 from grpo_megatron.config.lora import LoraConfig
@@ -50,11 +51,6 @@ class RoutingReplay(str, Enum):
     off = "off"
     old_policy = "old_policy"
     engine = "engine"
-
-
-class LoadFormat(str, Enum):
-    auto = "auto"
-    dummy = "dummy"
 
 
 class OverlongPrompts(str, Enum):
@@ -96,6 +92,7 @@ class RunConfig:
 @dataclass
 class ModelConfig:
     path: str = option(MISSING, "HF checkpoint folder (config.json, safetensors, tokenizer) to start from", text=Text.path)
+    fp32_head: bool = option(False, "the output projection is computed in float32, in trainer and engine")
 
 
 @dataclass
@@ -143,33 +140,6 @@ class DataConfig:
     )
     shuffle: bool = option(True, "new order in every epoch (from run.seed); false keeps the order of the file")
     train_batch_size: int = option(32, "prompts per step (sft: examples per optimizer step)", "prompts", above=0)
-
-
-@dataclass
-class EngineConfig:
-    num_engines: int = option(1, "number of SGLang engines", above=0)
-    tensor_parallel: int = option(1, "tensor-parallel ranks inside one engine", above=0)
-    dtype: str = option(
-        "auto",
-        "weights in the engine: auto (the dtype in config.json), float32, bfloat16, float16",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
-    load_format: LoadFormat = option(
-        LoadFormat.auto,
-        "weights an engine starts with: auto (model.path's), dummy (random: faster, and the first weight sync replaces them)",
-    )
-    mem_fraction: float = option(0.8, "share of device memory for weights and KV cache (GPU)", above=0, below=1)
-    max_total_tokens: int | None = option(None, "KV cache size; null: from mem_fraction", "tokens", above=0)
-    max_running_requests: int = option(256, "requests decoded together in one engine", above=0)
-    prefix_cache: bool = option(
-        True,
-        "keep keys and values for requests that begin alike (SGLang's radix cache); a cost where none do: short prompts, one turn",
-    )
-    cpu_threads: int = option(1, "intra-op threads of the engine on a machine without a GPU", above=0)
-    start_timeout: float = option(600.0, "how long an engine may take to start", "seconds", above=0, at_most=LONGEST_WAIT)
-    request_timeout: float = option(
-        1800.0, "how long to wait without any sample finishing before giving up", "seconds", above=0, at_most=LONGEST_WAIT
-    )
 
 
 @dataclass

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from grpo_megatron.batch.layout import padded_to
+from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.model.pieces import Piece, Shape, crop
 
 # SGLang pads embedding and output layer to a multiple of this many words.
@@ -19,11 +20,21 @@ class EngineLayout:
     """How an SGLang engine divides a model over its ranks.
 
     tp: its ranks. ep: parts that the experts of a layer are divided into; each part is on tp / ep ranks, over which every expert's
-    matrices are split.
+    matrices are split. attention_dp: groups of neighbouring ranks that each have the whole of every attention layer and of the
+    token embedding, and split it over their tp / attention_dp ranks.
     """
 
     tp: int = 1
     ep: int = 1
+    attention_dp: int = 1
+
+    @classmethod
+    def from_config(cls, engine: EngineConfig) -> "EngineLayout":
+        return cls(engine.tensor_parallel, engine.expert_parallel, engine.data_parallel_attention)
+
+    @property
+    def attention_tp(self) -> int:
+        return self.tp // self.attention_dp
 
     @property
     def moe_tp(self) -> int:
@@ -157,7 +168,7 @@ class Entry:
     same in the engine. engine_row: where several Megatron parameters share one of the engine's, the first row of this one in it.
     exported is False for a second copy (the tied embedding on the last pipeline stage). expert: whose parameter it is, which only
     the ranks that hold this expert have; in the engine, one of a stack. float32: it is a buffer, which is in float32 everywhere,
-    whatever the dtype of the parameters.
+    whatever the dtype of the parameters. attention: in the engine it is divided as attention layers are.
     """
 
     hf: tuple[str, ...]
@@ -171,6 +182,7 @@ class Entry:
     expert: Expert | None = None
     engine_row: int = 0
     float32: bool = False
+    attention: bool = False
 
     def megatron_shape(self, parts: int) -> Shape:
         """Of one rank's shard if there are `parts` of them."""
@@ -185,13 +197,14 @@ class Entry:
         if self.expert:
             shape = self.kind.engine_shape(self.shapes, self.engine_axis, layout.moe_tp)
             return (self.expert.count // layout.ep, *shape)
-        rows, *rest = self.kind.engine_shape(self.shapes, self.engine_axis, layout.tp)
+        rows, *rest = self.kind.engine_shape(self.shapes, self.engine_axis, self._engine_parts(layout))
         return (self.engine_row + rows, *rest)
 
     def engine_pieces(self, layout: EngineLayout, rank: int) -> list[Piece]:
         """What of the engine's parameter comes from this entry on TP rank `rank` of the engine."""
         if self.expert is None:
-            pieces = self.kind.engine_pieces(self.hf, self.shapes, self.engine_axis, layout.tp, rank)
+            parts = self._engine_parts(layout)
+            pieces = self.kind.engine_pieces(self.hf, self.shapes, self.engine_axis, parts, rank % parts)
             return [Piece(p.hf, p.start, p.shape, (self.engine_row + p.at[0], *p.at[1:])) for p in pieces]
         ep_rank, moe_tp_rank = divmod(rank, layout.moe_tp)
         holder, number = divmod(self.expert.number, self.expert.count // layout.ep)
@@ -199,6 +212,9 @@ class Entry:
             return []
         pieces = self.kind.engine_pieces(self.hf, self.shapes, self.engine_axis, layout.moe_tp, moe_tp_rank)
         return [Piece(p.hf, p.start, p.shape, (number, *p.at)) for p in pieces]
+
+    def _engine_parts(self, layout: EngineLayout) -> int:
+        return layout.attention_tp if self.attention else layout.tp
 
     @property
     def numel(self) -> int:

@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 
 from grpo_megatron.capabilities import BLACKWELL, Capabilities
+from grpo_megatron.cluster.bundles import bundles
+from grpo_megatron.config.engine import KVCacheDtype
 from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Config, Placement, Precision, Recompute, TransformerImpl
+from grpo_megatron.config.weight_sync import SyncTransport
+from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.rule import RuleBook
 
@@ -124,15 +128,52 @@ def tensor_parallel_is_within_a_node(config: Config, capabilities: Capabilities)
         yield f"megatron.tensor_parallel={tp} groups would cross nodes: {capabilities.where} each has {per_node} GPUs"
 
 
-@CLUSTER.rule("The tensor-parallel ranks of an engine are on one node.", *_ENGINES, *_RANKS, *_FACTS, commands=("train",))
-def engines_are_within_a_node(config: Config, capabilities: Capabilities) -> Iterator[str]:
+@CLUSTER.rule("An engine is on one node, or on several whole ones.", *_ENGINES, *_RANKS, *_FACTS, commands=("train",))
+def engines_fit_nodes(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    per_node, colocated = capabilities.gpus_per_node, config.cluster.placement == Placement.colocated
+    if per_node and not config.rollout.replay:
+        group, engine_tp = config.megatron.tensor_parallel, config.rollout.engine.tensor_parallel
+        try:
+            # Groups that are larger than a node break a rule of their own.
+            bundles(_num_ranks(config), min(group, per_node), _num_engines(config), engine_tp, per_node, colocated)
+        except UserError as error:
+            yield f"{capabilities.where}: {error}"
+
+
+@CLUSTER.rule(
+    "Full tensors reach the ranks of an engine through files of its node.",
+    "weight_sync.transport",
+    "rollout.engine.tensor_parallel",
+    *_FACTS,
+    commands=("train",),
+)
+def full_tensors_stay_on_a_node(config: Config, capabilities: Capabilities) -> Iterator[str]:
     tp, per_node = config.rollout.engine.tensor_parallel, capabilities.gpus_per_node
-    # cluster.placement.allocate hands them out like this: separate engines follow the ranks.
-    first = 0 if config.cluster.placement == Placement.colocated else _num_ranks(config)
-    if per_node and _crosses_a_node(first, first + _num_engines(config) * tp, tp, per_node):
-        after = f" behind {first} trainer ranks" if first else ""
+    if per_node and tp > per_node and config.weight_sync.transport == SyncTransport.object_store:
         yield (
-            f"rollout.engine.tensor_parallel={tp}: an engine{after} would cross nodes, {capabilities.where} each has {per_node} GPUs"
+            f"weight_sync.transport=object_store does not reach an engine of rollout.engine.tensor_parallel={tp} over nodes of "
+            f"{per_node} GPUs; use groups, or auto"
+        )
+
+
+@CLUSTER.rule(
+    "Keys and values are kept in FP8 on GPUs only.", "rollout.engine.kv_cache_dtype", "cluster.gpu", commands=("train",)
+)
+def kv_cache_in_fp8_has_gpus(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    dtype = config.rollout.engine.kv_cache_dtype
+    if dtype != KVCacheDtype.auto and capabilities.gpus is False:
+        yield f"rollout.engine.kv_cache_dtype={dtype.value} needs GPUs: SGLang writes such a cache by their kernels; use auto"
+
+
+@CLUSTER.rule(
+    "Attention is data-parallel on GPUs only.", "rollout.engine.data_parallel_attention", "cluster.gpu", commands=("train",)
+)
+def data_parallel_attention_has_gpus(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    groups = config.rollout.engine.data_parallel_attention
+    if groups > 1 and capabilities.gpus is False:
+        yield (
+            f"rollout.engine.data_parallel_attention={groups} needs GPUs: SGLang gathers the groups' tokens through pinned memory and "
+            "Triton kernels; use 1"
         )
 
 

@@ -8,6 +8,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import read_object
 from grpo_megatron.model.adapters import without_adapter
 from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
+from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.fp8_sizes import fp8_violations
@@ -15,6 +16,9 @@ from grpo_megatron.preflight.layout import layout_violations_of_model
 from grpo_megatron.preflight.rules import out_of_limits
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.stored import read_stored
+
+# Families whose models in SGLang, 0.5.17 and 0.5.23, can have attention data-parallel within their tensor-parallel ranks.
+ATTENTION_GROUPS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 def check_model(config: Config, command: str = "train") -> Architecture:
@@ -57,11 +61,7 @@ def architecture_violations(config: Config, arch: Architecture, command: str = "
 
 def _engine(config: Config, arch: Architecture) -> list[str]:
     """What SGLang's own models do otherwise than the checkpoint, and would not say."""
-    path, engine_tp, found = config.model.path, config.rollout.engine.tensor_parallel, []
-    if engine_tp > 0 and arch.num_heads % engine_tp:  # what is not positive breaks a rule of its own
-        found.append(
-            f"rollout.engine.tensor_parallel={engine_tp} does not divide the {arch.num_heads} attention heads of {path}"
-        )
+    path, found = config.model.path, _engine_layout(config, arch)
     if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
         found.append(
             f"{path} has a head_dim of {arch.head_dim}, which SGLang's Mixtral ignores: it takes hidden_size / "
@@ -78,6 +78,33 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
             "it would generate with uninitialised weights"
         )
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
+
+
+def _engine_layout(config: Config, arch: Architecture) -> list[str]:
+    """Does the model fit an engine's parallel sizes; those that break rules of their own are left out."""
+    path, engine = config.model.path, EngineLayout.from_config(config.rollout.engine)
+    if min(engine.tp, engine.ep, engine.attention_dp) < 1 or engine.tp % engine.ep or engine.tp % engine.attention_dp:
+        return []
+    found, ranks = [], f"rollout.engine.tensor_parallel={engine.tp}"
+    if engine.attention_dp > 1:
+        ranks += f" / data_parallel_attention={engine.attention_dp}"
+        if arch.family not in ATTENTION_GROUPS:
+            found.append(
+                f"rollout.engine.data_parallel_attention={engine.attention_dp}: SGLang's {arch.family} does not divide attention so; "
+                f"those that do: {', '.join(ATTENTION_GROUPS)}"
+            )
+    if arch.num_heads % engine.attention_tp:
+        found.append(f"{ranks} does not divide the {arch.num_heads} attention heads of {path}")
+    if engine.ep > 1 and arch.moe is None:
+        found.append(f"rollout.engine.expert_parallel={engine.ep} needs a model with experts, {path} is dense")
+    elif arch.moe and arch.moe.num_experts % engine.ep:
+        found.append(f"rollout.engine.expert_parallel={engine.ep} does not divide the {arch.moe.num_experts} experts of {path}")
+    elif arch.moe and arch.moe.ffn_hidden_size % engine.moe_tp:
+        found.append(
+            f"rollout.engine.tensor_parallel={engine.tp} / expert_parallel={engine.ep} does not divide the experts' intermediate size "
+            f"{arch.moe.ffn_hidden_size} of {path}"
+        )
+    return found
 
 
 def _latent_engine(path: str, arch: Architecture) -> list[str]:

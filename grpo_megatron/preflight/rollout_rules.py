@@ -129,3 +129,20 @@ def engine_routing_is_of_one_request(config: Config) -> Iterator[str]:
             "moe.routing_replay=engine cannot follow the several requests of an episode: with rollout.environment use off or "
             "old_policy"
         )
+
+
+@ROLLOUT.rule(
+    "An engine's ranks are divided evenly, for its experts and into attention groups.",
+    "rollout.engine.tensor_parallel",
+    "rollout.engine.expert_parallel",
+    "rollout.engine.data_parallel_attention",
+    commands=_TRAIN,
+)
+def engine_ranks_divide(config: Config) -> Iterator[str]:
+    engine = config.rollout.engine
+    for key in ("expert_parallel", "data_parallel_attention"):
+        if engine.tensor_parallel % getattr(engine, key):
+            yield (
+                f"rollout.engine.{key}={getattr(engine, key)} does not divide the "
+                f"rollout.engine.tensor_parallel={engine.tensor_parallel} ranks of an engine"
+            )

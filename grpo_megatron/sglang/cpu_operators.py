@@ -12,9 +12,11 @@ import torch
 from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import LinearBase
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+from torch.nn.functional import linear, silu
 
 
 def register(platform_key: str) -> None:
@@ -23,6 +25,7 @@ def register(platform_key: str) -> None:
     # Subclasses that differ in their frequencies only.
     for kind in (RotaryEmbedding, LinearScalingRotaryEmbedding, Llama3RotaryEmbedding):
         BaseFusedOp.register_oot_forward(kind, rotate, platform_key)
+    BaseFusedOp.register_oot_forward(UnquantizedFusedMoEMethod, experts, platform_key)
 
 
 def store_weights_by_column(model: torch.nn.Module) -> None:
@@ -73,3 +76,16 @@ def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set
         return turned.view(x.shape)
 
     return rotated(query), rotated(key)
+
+
+def experts(self: UnquantizedFusedMoEMethod, layer, dispatch_output):
+    """Under expert parallelism, a token's experts of other ranks are -1, which SGLang's native form would take for one of its own."""
+    x, (weights, chosen, _) = dispatch_output.hidden_states, dispatch_output.topk_output
+    if not (chosen < 0).any():
+        return self.forward_native(layer, dispatch_output)
+    out = torch.zeros_like(x)
+    for number, (gate_up, down) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
+        tokens, places = (chosen == number).nonzero(as_tuple=True)
+        gate, up = linear(x[tokens], gate_up).chunk(2, dim=-1)
+        out.index_add_(0, tokens, linear(silu(gate) * up, down) * weights[tokens, places, None].to(x.dtype))
+    return StandardCombineInput(hidden_states=out)

@@ -1,9 +1,8 @@
 """One SGLang engine as a Ray actor: token ids in, token ids and log-probs out.
 
 Requests go in by `submit`, finished ones come out of `poll` as soon as they end: one Ray call
-carries many samples, and nobody waits for the slowest of a group. This file is the only one that
-calls SGLang. Written for 0.5.23 (the CPU stack) and 0.5.17 (the GPU stack, not run yet), which has
-neither update sessions (since 0.5.21), nor weight-version spans (since 0.5.20), nor `update_weight_version`.
+carries many samples, and nobody waits for the slowest of a group. What releases of SGLang differ in
+is in release.py, and every call to it.
 """
 
 import asyncio
@@ -15,19 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 import ray
-import torch
 
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.processes import Process, redirect_output
-from grpo_megatron.config.schema import EngineConfig
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
-from grpo_megatron.model.families import read_architecture
-from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
 from grpo_megatron.sglang.memory import EngineMemory, Part, engine_bytes
-from grpo_megatron.sglang.weight_door import DOOR, answer_key, as_tensor
+from grpo_megatron.sglang.node import Children
+from grpo_megatron.sglang.release import Accepted, EngineControl, weight_spans
+from grpo_megatron.sglang.weight_door import DOOR, answer_key, by_value
 from grpo_megatron.weights.buckets import Bucket
 from grpo_megatron.weights.sync.order import Answer, Order
 
@@ -57,82 +53,19 @@ class Completion:
     routing: np.ndarray | None = None
 
 
-def engine_dtype(config: EngineConfig, model_path: str) -> str:
-    """What the engine computes in, as torch names it."""
-    # SGLang's own "auto" turns float32 checkpoints into float16.
-    return str(read_architecture(model_path).dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
-
-
-def engine_arguments(
-    config: EngineConfig, model_path: str, seed: int, needs_tokenizer: bool, gpu: bool, routing: bool
-) -> dict[str, Any]:
-    """Arguments of sglang.Engine. routing: it will be asked which experts tokens went to.
-
-    gpu: whether the engine has devices. Torch is not asked here, because the driver's machine may have a GPU where the
-    engine's has none.
-    """
-    arguments = {
-        "model_path": model_path,
-        "dtype": engine_dtype(config, model_path),
-        "load_format": config.load_format.value,
-        "tp_size": config.tensor_parallel,
-        "mem_fraction_static": config.mem_fraction,
-        "max_total_tokens": config.max_total_tokens,
-        "max_running_requests": config.max_running_requests,
-        "disable_radix_cache": not config.prefix_cache,
-        "random_seed": seed,
-        "skip_server_warmup": True,
-        "log_level": "warning",
-        "weight_version": "0",
-        # Fused, a layer's shared experts are further rows of the stacked ones, and the weight map has them on their own.
-        "disable_shared_experts_fusion": True,
-        # Stop strings need text; without them ids are enough, and the detokenizer stays idle.
-        "skip_tokenizer_init": not needs_tokenizer,
-        "custom_weight_loader": [DOOR],
-    }
-    if routing:
-        arguments["enable_return_routed_experts"] = True
-    if not gpu:
-        arguments |= {
-            "device": "cpu",
-            "attention_backend": ATTENTION_BACKEND,
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-            "disable_cuda_graph": True,
-            # An idle scheduler would poll without a pause, and take a core from the trainer.
-            "sleep_on_idle": True,
-            # Overlapping needs a device to overlap with, and decodes one token too many of every response.
-            "disable_overlap_schedule": True,
-            # This share of the host's memory is not reserved: max_total_tokens bounds the pool.
-            "mem_fraction_static": 0.3,
-            "max_total_tokens": config.max_total_tokens or 65536,
-        }
-    return arguments
-
-
-def engine_environment(config: EngineConfig, gpu: bool) -> dict[str, str]:
-    """What must be in the environment before the engine's process starts."""
-    if gpu:
-        return {}
-    env = {
-        "SGLANG_PLATFORM": PLATFORM_NAME,
-        "OMP_NUM_THREADS": str(config.cpu_threads),
-        "CUDA_VISIBLE_DEVICES": "",
-        # Where starting an operator costs as much as the operator, what autograd adds to it is a tenth of decoding.
-        "SGLANG_ENABLE_TORCH_INFERENCE_MODE": "true",
-    }
-    if config.tensor_parallel > 1:
-        cores = os.cpu_count() or 1
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(config.tensor_parallel))
-    return env
-
-
 @ray.remote
 class SGLangEngine:
     """The engine's process; SGLang's scheduler and detokenizer are its children."""
 
-    def __init__(self, process: Process, arguments: dict[str, Any], routed_layers: tuple[bool, ...] | None):
-        """routed_layers: for each layer of the model whether it has experts, if their routing is wanted."""
+    def __init__(
+        self,
+        process: Process,
+        arguments: dict[str, Any],
+        routed_layers: tuple[bool, ...] | None,
+        others: dict[Process, ray.actor.ActorHandle],
+    ):
+        """routed_layers: for each layer of the model whether it has experts, if their routing is wanted. others: EngineNode of each
+        of its nodes but this one."""
         redirect_output(process.log)
         import sglang
 
@@ -141,12 +74,10 @@ class SGLangEngine:
             from grpo_megatron.sglang import cpu_memory
 
             cpu_memory.register()  # also asked for here, where schedulers are started
-        self._engine = sglang.Engine(**arguments)
-        self._memory = EngineMemory(process.name, self._engine.tokenizer_manager, self._while_alive)
-        # Python's own helpers are children too, which come and go.
-        self._children = [
-            child for child in psutil.Process().children(recursive=True) if "sglang::" in " ".join(child.cmdline())
-        ]
+        self._control = EngineControl(sglang.Engine(**arguments))
+        self._children = Children()
+        self._ends = {other: node.end.remote().future() for other, node in others.items()}
+        self._memory = EngineMemory(process.name, self._control, self._while_alive)
         self._tp_size = arguments["tp_size"]
         self._admitted, self._paused = False, False
         self._finished: asyncio.Queue = asyncio.Queue()
@@ -156,11 +87,17 @@ class SGLangEngine:
         """Returns the process id once the engine can serve."""
         # SGLang's own server does this after its start. Without it, garbage collections walk through everything that was
         # imported, which takes 0.1 to 0.3 s each in its three processes.
-        await self._engine.tokenizer_manager.freeze_gc()
+        await self._control.freeze_gc()
         return os.getpid()
 
+    def _dead(self) -> Process | None:
+        """The node of this engine, if any, of which SGLang's processes are not all there any more."""
+        if not self._children.alive:
+            return self._process
+        return next((process for process, end in self._ends.items() if end.done()), None)
+
     async def _while_alive(self, call: str, awaitable: Awaitable, timeout: float | None = None) -> Any:
-        """The awaitable's result; raises ProcessDied if a child of SGLang's dies meanwhile.
+        """The awaitable's result; raises ProcessDied if a child of SGLang's dies meanwhile, on any node.
 
         SGLang ends this process when a child of its dies, but not always: seen after a SIGKILL of the
         scheduler, when every call then waits forever. Raises asyncio.TimeoutError after `timeout`.
@@ -172,10 +109,9 @@ class SGLangEngine:
             await asyncio.wait({task}, timeout=step)
             waited += step
             if not task.done():
-                gone = [c for c in self._children if not c.is_running() or c.status() == psutil.STATUS_ZOMBIE]
-                if gone:
+                if dead := self._dead():
                     task.cancel()
-                    raise self._process.died(call)
+                    raise dead.died(call)
                 if timeout is not None and waited >= timeout:
                     task.cancel()
                     raise asyncio.TimeoutError
@@ -200,12 +136,7 @@ class SGLangEngine:
     async def _generate(self, request: Request) -> None:
         try:
             self._must_be_admitted()
-            answer = await self._engine.async_generate(
-                input_ids=request.prompt_ids,
-                sampling_params=request.sampling,
-                return_logprob=True,
-                **({"return_routed_experts": True} if self._routed_layers else {}),
-            )
+            answer = await self._control.sample(request.prompt_ids, request.sampling, routing=bool(self._routed_layers))
             self._finished.put_nowait(_completion(request, answer, self._routed_layers))
         except Exception as error:  # handed to the caller by poll
             self._finished.put_nowait(error)
@@ -228,16 +159,7 @@ class SGLangEngine:
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Log-prob of every token but the first under the engine's weights, at temperature 1; float32 [n - 1] each."""
         self._must_be_admitted()
-        answers = await self._while_alive(
-            "score",
-            self._engine.async_generate(
-                input_ids=sequences,
-                sampling_params={"max_new_tokens": 1, "temperature": 1.0},
-                return_logprob=True,
-                logprob_start_len=0,
-            ),
-        )
-        scored = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+        scored = await self._while_alive("score", self._control.score(sequences))
         for ids, entries in zip(sequences, scored, strict=True):
             # SGLang calls the last word of the vocabulary 0 here (it takes it for a placeholder of an image).
             if len(entries) != len(ids) or any(
@@ -248,22 +170,22 @@ class SGLangEngine:
 
     async def begin_update(self, pause: PauseMode) -> None:
         """Stop serving, as `pause` says, and open an update session."""
-        from sglang.srt.managers import io_struct
-
         self._memory.must_have(Part.weights)
         self._admitted = False
-        manager = self._engine.tokenizer_manager
         if self._tasks:
-            request = io_struct.PauseGenerationReqInput(mode=pause.value)
-            await self._while_alive("pause_generation", manager.pause_generation(request))
+            if pause != PauseMode.abort and not self._control.knows_spans:
+                raise UserError(
+                    f"{self._process.name} has requests in flight, and this release of SGLang does not say which of their tokens "
+                    "are of the old weights: set weight_sync.pause=abort, or install SGLang 0.5.20 or later"
+                )
+            await self._while_alive("pause_generation", self._control.pause(pause))
             self._paused = True
-        if hasattr(manager, "begin_weight_update"):
-            request = io_struct.BeginWeightUpdateReqInput()
-            await self._accepted("begin_weight_update", manager.begin_weight_update(request, None))
+        await self._accepted("begin_weight_update", self._control.begin_weight_update())
 
     async def sync_order(self, order: Order) -> list[Answer]:
         """Have every tensor-parallel rank carry out an order within the session; their answers. Raises UserError if one failed."""
-        await self._load([("order", as_tensor(order))], DOOR)
+        asking = self._control.call_loader(by_value(order), self._tp_size, DOOR)
+        await self._accepted("update_weights_from_tensor", asking)
         store = order.setup.connect()
         answers = [pickle.loads(store.get(answer_key(order, rank))) for rank in range(self._tp_size)]
         for rank, answer in enumerate(answers):
@@ -273,45 +195,22 @@ class SGLangEngine:
         return answers
 
     async def load_bucket(self, bucket: Bucket) -> list[str]:
-        """Load tensors by their HF names, which are returned."""
-        await self._load(bucket.tensors(), None)
+        """Load tensors by their HF names, which are returned. For an engine on one node: it opens files of this one."""
+        loading = self._control.load_tensors(bucket.tensors(), self._tp_size)
+        await self._accepted("update_weights_from_tensor", loading)
         return [item.name for item in bucket.contents]
-
-    async def _load(self, named_tensors: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        # One payload per TP rank: the file handles inside each can be taken once only.
-        payloads = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self._tp_size)]
-        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False)
-        update = self._engine.tokenizer_manager.update_weights_from_tensor(request, None)
-        await self._accepted("update_weights_from_tensor", update)
 
     async def end_update(self, version: int, keep_cache: bool) -> None:
         """Close the session, drop cached prefixes of the old weights, tag what comes now, and go on serving.
 
         keep_cache: requests that were paused in place go on with keys and values of the old weights.
         """
-        from sglang.srt.managers import io_struct
-
-        manager = self._engine.tokenizer_manager
-        if hasattr(manager, "end_weight_update"):
-            request = io_struct.EndWeightUpdateReqInput()
-            await self._accepted("end_weight_update", manager.end_weight_update(request, None))
+        await self._accepted("end_weight_update", self._control.end_weight_update())
         if not (keep_cache and self._paused):
-            flushed = await self._while_alive("flush_cache", manager.flush_cache())
-            if not flushed.success:
-                raise UserError("the engine did not flush its cache after the weight update; requests were still running")
-        # Has no answer to check; the manager compares the version that samples come back with.
-        if hasattr(manager, "update_weight_version"):
-            request = io_struct.UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
-            await self._while_alive("update_weight_version", manager.update_weight_version(request))
-        else:
-            # Before that call existed, the tag was the tokenizer manager's alone, which sets it like this after an update.
-            manager._update_weight_version_if_provided(str(version))
+            await self._accepted("flush_cache", self._control.flush_cache())
+        await self._while_alive("update_weight_version", self._control.tag(version))
         if self._paused:
-            request = io_struct.ContinueGenerationReqInput()
-            await self._while_alive("continue_generation", manager.continue_generation(request))
+            await self._while_alive("continue_generation", self._control.resume())
             self._paused = False
         self.admit()
 
@@ -329,14 +228,14 @@ class SGLangEngine:
         """Bytes, see `engine_bytes`."""
         return engine_bytes(self._children)
 
-    async def _accepted(self, call: str, awaitable: Awaitable[tuple[bool, str]]) -> None:
+    async def _accepted(self, call: str, awaitable: Awaitable[Accepted]) -> None:
         """Waits for SGLang's answer. Raises UserError if it refuses the call."""
         success, message = await self._while_alive(call, awaitable)
         if not success:
             raise UserError(f"the engine refused {call}: {message}")
 
     async def shutdown(self) -> None:
-        self._engine.shutdown()
+        self._control.shutdown()
 
 
 def _routing(request: Request, answer: dict, has_experts: tuple[bool, ...]) -> np.ndarray:
@@ -352,13 +251,11 @@ def _completion(request: Request, answer: dict, routed_layers: tuple[bool, ...] 
     ids = np.array([token for _, token, _ in logprobs], dtype=np.int32)
     if not np.array_equal(ids, answer["output_ids"]):
         raise RuntimeError(f"engine answer {key}: log-probs are of other tokens than the output")
-    versions = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
-    spans = tuple(WeightSpan(int(span["version"]), span["start"], span["end"]) for span in versions)
     return Completion(
         key=key,
         response_ids=ids,
         logprobs=np.array([logprob for logprob, _, _ in logprobs], dtype=np.float32),
         finish_reason=meta["finish_reason"]["type"],
-        weight_spans=spans,
+        weight_spans=weight_spans(meta, len(ids)),
         routing=_routing(request, answer, routed_layers) if routed_layers else None,
     )

@@ -6,16 +6,26 @@ import numpy as np
 import ray
 
 from grpo_megatron.cluster.placement import Cluster
+from grpo_megatron.cluster.ports import free_address
 from grpo_megatron.cluster.processes import Process, fetch, gather
-from grpo_megatron.config.schema import RolloutConfig
+from grpo_megatron.config.schema import ModelConfig, RolloutConfig
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.sglang.arguments import engine_arguments, engine_environment, node_arguments
 from grpo_megatron.sglang.client import EngineClient
-from grpo_megatron.sglang.engine import SGLangEngine, engine_arguments, engine_environment
+from grpo_megatron.sglang.engine import SGLangEngine
 from grpo_megatron.sglang.memory import Part
+from grpo_megatron.sglang.node import EngineNode
 from grpo_megatron.weights.sync.order import Order
 
 _SHUTDOWN_SECONDS = 20.0
+# With data-parallel attention, SGLang takes the seven ports behind that of its address.
+_PORTS = 8
+
+
+@ray.remote
+def _free_address() -> str:
+    return free_address(_PORTS)
 
 
 class EnginePool:
@@ -25,7 +35,7 @@ class EnginePool:
         self,
         cluster: Cluster,
         config: RolloutConfig,
-        model_path: str,
+        model: ModelConfig,
         seed: int,
         log_dir: str,
         routing: bool = False,
@@ -39,29 +49,45 @@ class EnginePool:
         """
         self._config, self._pause = config, pause
         self.weight_version = 0
-        self.nodes = tuple(slots[0].node for slots in cluster.engine_slots)
+        self.nodes = tuple(slot.node for slots in cluster.engine_slots for slot in slots)
         self.processes: list[Process] = []
         self._engines: list = []
-        moe = read_architecture(model_path).moe
+        # Of each engine, its nodes but the first.
+        self._others: list[dict[Process, ray.actor.ActorHandle]] = []
+        moe = read_architecture(model.path).moe
         routed_layers = moe.layers if routing and moe else None
-        for number, slots in enumerate(cluster.engine_slots):
-            process = Process(f"engine {number}", f"{log_dir}/engine{number}.log")
-            gpu = slots[0].device is not None
-            arguments = engine_arguments(
-                config.engine, model_path, seed + number, bool(config.stop), gpu, routed_layers is not None
-            )
+        for number, nodes in enumerate(cluster.engine_nodes):
+            gpu = nodes[0][0].device is not None
+            arguments = engine_arguments(config.engine, model, seed + number, bool(config.stop), gpu, routed_layers is not None)
             arguments["enable_memory_saver"] = shared
-            devices = [slot.device for slot in slots] if gpu else None
-            options = cluster.options(slots[0], engine_environment(config.engine, gpu), devices)
-            self.processes.append(process)
-            # Many calls at a time: `poll` waits in the engine while requests and updates arrive.
-            self._engines.append(
-                SGLangEngine.options(**options, max_concurrency=1000).remote(process, arguments, routed_layers)
-            )
+            environment = engine_environment(config.engine, gpu)
+            options = [cluster.options(slots[0], environment, [slot.device for slot in slots]) for slots in nodes]
+            self._start(number, arguments, options, log_dir, routed_layers)
+
+    def _start(
+        self, number: int, arguments: dict, options: list[dict], log_dir: str, routed_layers: tuple[bool, ...] | None
+    ) -> None:
+        """One engine; options: Ray's on each of its nodes."""
+        if len(options) > 1 or arguments["enable_dp_attention"]:
+            address = ray.get(_free_address.options(**options[0] | {"num_gpus": 0}).remote())
+            arguments = arguments | node_arguments(0, len(options), address)
+        others = {}
+        for node, of_node in enumerate(options[1:], 1):
+            process = Process(f"node {node} of engine {number}", f"{log_dir}/engine{number}-node{node}.log")
+            others[process] = EngineNode.options(**of_node).remote(process, arguments | {"node_rank": node})
+        process = Process(f"engine {number}", f"{log_dir}/engine{number}.log")
+        # Many calls at a time: `poll` waits in the engine while requests and updates arrive.
+        engine = SGLangEngine.options(**options[0], max_concurrency=1000).remote(process, arguments, routed_layers, others)
+        self.processes.append(process)
+        self._engines.append(engine)
+        self._others.append(others)
 
     def wait_until_ready(self) -> None:
         """Raises UserError for an engine that died, or did not start within rollout.engine.start_timeout seconds."""
-        self._on_all("ready", timeout=self._config.engine.start_timeout)
+        nodes = [pair for others in self._others for pair in others.items()]
+        nodes += zip(self.processes, self._engines, strict=True)
+        calls = {number: node.ready.remote() for number, (_, node) in enumerate(nodes)}
+        gather(calls, [process for process, _ in nodes], "ready", self._config.engine.start_timeout)
 
     def clients(self) -> list[EngineClient]:
         """One client for each engine, to be used within one event loop."""
@@ -116,12 +142,12 @@ class EnginePool:
         """Bytes of the fullest engine, see memory.engine_bytes."""
         return max(self._on_all("occupied").values())
 
-    def _on_all(self, method: str, *arguments, timeout: float | None = None) -> dict:
+    def _on_all(self, method: str, *arguments) -> dict:
         calls = {number: getattr(engine, method).remote(*arguments) for number, engine in enumerate(self._engines)}
-        return gather(calls, self.processes, method, timeout)
+        return gather(calls, self.processes, method)
 
     def close(self) -> None:
-        for engine in self._engines:
+        for engine in [*self._engines, *(node for others in self._others for node in others.values())]:
             # Asked first, so that SGLang ends its children; one that is dead already ended them.
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
                 ray.get(engine.shutdown.remote(), timeout=_SHUTDOWN_SECONDS)

@@ -21,8 +21,19 @@ def answer_key(order: Order, rank: int) -> str:
     return f"answer/{order.number}/{order.engine}.{rank}"
 
 
-def as_tensor(order: Order) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(order)), dtype=torch.uint8)
+class _Bytes:
+    """Unpickled, it is a tensor uint8: SGLang's own form of a tensor opens a file of this node, and a rank may be on another."""
+
+    def __init__(self, content: bytes):
+        self._content = content
+
+    def __reduce__(self):
+        return torch.ByteTensor, (list(self._content),)  # among what SGLang unpickles
+
+
+def by_value(order: Order) -> bytes:
+    """What `obey` takes as named tensors, as SGLang takes it for each rank."""
+    return pickle.dumps([("order", _Bytes(pickle.dumps(order)))])
 
 
 def obey(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:

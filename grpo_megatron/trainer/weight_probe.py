@@ -6,7 +6,7 @@ import torch
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config, Precision
-from grpo_megatron.sglang.engine import engine_dtype
+from grpo_megatron.sglang.arguments import engine_dtype
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.mini_batch import partition
 from grpo_megatron.trainer.policy import PolicyTrainer

@@ -4,6 +4,8 @@ import pytest
 
 sys.path.insert(0, "tools")
 
+_SLOTS = 16
+
 
 @pytest.fixture(scope="session")
 def ray_here():
@@ -12,9 +14,34 @@ def ray_here():
 
     from grpo_megatron.cluster.placement import connect
 
-    connect(None, num_slots=16)
+    connect(None, num_slots=_SLOTS)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two_nodes(request):
+    """A Ray cluster of two nodes on this machine, in place of the other one meanwhile. request.param: CPUs and GPUs that each declares."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from grpo_megatron.cluster.placement import connect
+
+    another = ray.is_initialized()
+    if another:
+        ray.shutdown()
+    cpus, gpus = request.param
+    node = {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+    try:
+        cluster.add_node(**node)
+        connect(cluster.address, num_slots=0)
+        yield cluster.address
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        if another:
+            connect(None, num_slots=_SLOTS)
 
 
 @pytest.fixture(scope="session")

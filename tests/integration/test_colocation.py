@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.commands.train import assembled_loop
-from grpo_megatron.config.schema import Config, EngineConfig
+from grpo_megatron.config.engine import EngineConfig
+from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.controller import Controller
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.preflight.load import load_config
@@ -42,7 +43,7 @@ def engines(ray_here, wide, tmp_path):
     config = Config()
     config.rollout.engine = EngineConfig(dtype="float32", max_total_tokens=TOKENS, request_timeout=60)
     cluster = allocate(config, num_ranks=0, num_engines=1)
-    engines = EnginePool(cluster, config.rollout, wide, 0, str(tmp_path), shared=True)
+    engines = EnginePool(cluster, config.rollout, ModelConfig(wide), 0, str(tmp_path), shared=True)
     try:
         engines.wait_until_ready()
         engines.admit()

@@ -6,8 +6,8 @@ In a Ray process: SGLang binds itself to the platform that it finds in the envir
 import pytest
 import ray
 
-from grpo_megatron.config.schema import EngineConfig
-from grpo_megatron.sglang.engine import engine_environment
+from grpo_megatron.config.engine import EngineConfig
+from grpo_megatron.sglang.arguments import engine_environment
 
 
 def _pools(kv_heads: int, head_dim: int, dtype):

@@ -9,10 +9,12 @@ import ray
 import torch
 
 from grpo_megatron.cluster.processes import redirect_output
-from grpo_megatron.config.schema import EngineConfig
+from grpo_megatron.config.engine import EngineConfig
+from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.model.entries import EngineLayout, engine_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.sglang.engine import engine_arguments, engine_environment
+from grpo_megatron.preflight.model import ATTENTION_GROUPS
+from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 from tests.models import FAMILIES, tiny_model
 
 DOOR = "tests.integration.engine_door.describe"
@@ -43,51 +45,63 @@ class Engine:
         self._engine.shutdown()
 
 
-def parameters_of_an_engine(model, tp, path):
+def parameters_of_an_engine(model, layout, path):
     """[{name: shape} of each TP rank]"""
-    config = EngineConfig(dtype="float32", tensor_parallel=tp, max_total_tokens=1024)
+    config = EngineConfig(
+        dtype="float32",
+        tensor_parallel=layout.tp,
+        expert_parallel=layout.ep,
+        data_parallel_attention=layout.attention_dp,
+        max_total_tokens=1024,
+    )
     environment = engine_environment(config, gpu=False) | {"PYTHONPATH": os.getcwd()}
-    arguments = engine_arguments(config, model, 0, needs_tokenizer=False, gpu=False, routing=False)
+    arguments = engine_arguments(config, ModelConfig(model), 0, needs_tokenizer=False, gpu=False, routing=False)
     log = f"{path}.log"
     engine = Engine.options(runtime_env={"env_vars": environment}).remote(arguments, log)
     try:
-        success, message = ray.get(engine.describe.remote(str(path), tp), timeout=240)
+        success, message = ray.get(engine.describe.remote(str(path), layout.tp), timeout=240)
         assert success, message
         ray.get(engine.shutdown.remote(), timeout=30)
     except ray.exceptions.RayActorError:  # what the door raises ends the engine
         pytest.fail(Path(log).read_text(encoding="utf-8")[-3000:])
     finally:
         ray.kill(engine)
-    return [json.loads(path.with_name(f"{path.name}.{rank}").read_text()) for rank in range(tp)]
+    return [json.loads(path.with_name(f"{path.name}.{rank}").read_text()) for rank in range(layout.tp)]
 
 
-def planned(model, tp):
-    return engine_shapes(weight_map(read_architecture(model)).values(), EngineLayout(tp))
+def planned(model, layout):
+    return engine_shapes(weight_map(read_architecture(model)).values(), layout)
 
 
 EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 CASES = [
-    ("qwen3_moe", False, 1),
-    *[(family, False, 1) for family in FAMILIES if family != "qwen3_moe"],
+    ("qwen3_moe", False, EngineLayout()),
+    *[(family, False, EngineLayout()) for family in FAMILIES if family != "qwen3_moe"],
     # SGLang's models with experts do not tie embeddings: preflight/model.py refuses them.
-    *[(family, True, 1) for family in FAMILIES if family not in EXPERTS],
+    *[(family, True, EngineLayout()) for family in FAMILIES if family not in EXPERTS],
 ]
-CASES += [(family, False, 2) for family in FAMILIES]
+CASES += [(family, False, EngineLayout(2)) for family in FAMILIES]
+CASES += [(family, False, EngineLayout(2, ep=2)) for family in EXPERTS]
+CASES += [(family, False, EngineLayout(2, attention_dp=2)) for family in ATTENTION_GROUPS]
+CASES += [("glm4_moe", False, EngineLayout(4, ep=2, attention_dp=2))]
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "tp"), [pytest.param(*case, marks=() if i == 0 else pytest.mark.slow) for i, case in enumerate(CASES)]
+    ("family", "tied", "layout"),
+    [pytest.param(*case, marks=() if i == 0 else pytest.mark.slow) for i, case in enumerate(CASES)],
 )
-def test_the_plan_names_every_parameter_of_the_engine(ray_here, tmp_path, family, tied, tp):
-    # On a CPU, SGLang pads MLPs whose width is no multiple of 32 on each rank.
+def test_the_plan_names_every_parameter_of_the_engine(ray_here, tmp_path, family, tied, layout):
+    # On a CPU, SGLang pads MLPs whose width is no multiple of 32 on each rank, and KV heads that are fewer than the ranks.
     changes = {"intermediate_size": 128}
     if "moe_intermediate_size" in FAMILIES[family][1]:
-        changes |= {"moe_intermediate_size": 64}
+        changes |= {"moe_intermediate_size": 32 * max(2, layout.tp)}
+    if layout.tp == 4:
+        changes |= {"num_key_value_heads": 4}
     if family == "qwen3_moe":  # in SGLang it has experts in every layer
         changes |= {"mlp_only_layers": []}
     if family == "mixtral":  # in SGLang its heads divide the hidden size
         changes |= {"head_dim": None}
     model = tiny_model(tmp_path / "model", family, tied, **changes)
-    expected = planned(model, tp)
-    for shapes in parameters_of_an_engine(model, tp, tmp_path / "shapes"):
+    expected = planned(model, layout)
+    for shapes in parameters_of_an_engine(model, layout, tmp_path / "shapes"):
         assert {name: tuple(shape) for name, shape in shapes.items()} == expected

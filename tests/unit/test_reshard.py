@@ -97,29 +97,41 @@ sizes = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+ENGINE_LAYOUTS = [
+    EngineLayout(tp, ep, attention_dp)
+    for tp in (1, 2, 4, 8)
+    for ep in (1, 2, 4)
+    for attention_dp in (1, 2, 4)
+    if tp % ep == tp % attention_dp == 0
+]
+
+
+@settings(max_examples=40, deadline=None)
 @given(
     sizes=sizes,
     experts=st.booleans(),
-    tp=st.sampled_from([1, 2, 4, 8]),
-    ep=st.sampled_from([1, 2, 4]),
+    layout=st.sampled_from(ENGINE_LAYOUTS),
     num_engines=st.integers(1, 5),
     multicast=st.booleans(),
     nodes=st.sampled_from([0, 1, 2]),
+    spread=st.booleans(),
 )
-def test_every_element_reaches_every_engine_rank_exactly_once(sizes, experts, tp, ep, num_engines, multicast, nodes):
+def test_every_element_reaches_every_engine_rank_exactly_once(sizes, experts, layout, num_engines, multicast, nodes, spread):
     arch = EXPERTS if experts else DENSE
     sizes = dataclasses.replace(sizes, sequence_parallel=experts and sizes.tp > 1)
     assume(not layout_violations(sizes) and not layout_violations_of_model(sizes, arch))
-    assume(tp % ep == 0 and (experts or ep == 1) and 8 % (tp // ep) == 0)
+    assume(experts or layout.ep == 1)
+    tp = layout.tp
     where = {}
     if nodes:
         where = {
             "rank_nodes": tuple(str(rank * nodes // sizes.world_size) for rank in range(sizes.world_size)),
-            "engine_nodes": tuple(str(engine % nodes) for engine in range(num_engines)),
+            "engine_nodes": tuple(
+                str((rank * nodes // tp if spread else engine) % nodes) for engine in range(num_engines) for rank in range(tp)
+            ),
         }
         assume(not multicast or set(where["engine_nodes"]) <= set(where["rank_nodes"]))
-    plan = ReshardPlan(Layouts(arch, sizes, EngineLayout(tp, ep), num_engines, multicast, within_nodes=multicast, **where))
+    plan = ReshardPlan(Layouts(arch, sizes, layout, num_engines, multicast, within_nodes=multicast, **where))
     tensors = hf_tensors(arch)
     have, expected = trainer_parameters(plan, tensors), engine_parameters(plan, tensors)
     arrived = engine_parameters(plan)
@@ -131,7 +143,7 @@ def test_every_element_reaches_every_engine_rank_exactly_once(sizes, experts, tp
             for part in parts:
                 for receiver in link.receivers:
                     if nodes and multicast:
-                        assert where["rank_nodes"][link.carrier] == where["engine_nodes"][receiver.engine]
+                        assert where["rank_nodes"][link.carrier] == plan.layouts.node_of(receiver)
                     target = part.move.target(arrived[receiver][part.engine])
                     assert target.isnan().all(), f"{part} came twice"
                     target.copy_(part.move.source(have[rank][part.megatron]))
@@ -237,14 +249,18 @@ def test_every_transport_brings_every_parameter_and_its_digest(cluster, way, mul
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_engines_of_another_node_get_their_weights_from_a_rank_there(cluster, delta):
-    """Stage 0 is on one node and stage 1 on the other: each has half of what the engine of the other needs."""
+@pytest.mark.parametrize(
+    ("engine_nodes", "expected"),
+    [pytest.param("aabb", {0, 1, 2, 3}, id="within"), pytest.param("abab", {0, 3}, id="over")],
+)
+def test_ranks_of_engines_get_their_weights_from_a_rank_of_their_node(cluster, delta, engine_nodes, expected):
+    """Stage 0 is on one node and stage 1 on the other, engines within one of them or over both: each needs what both have."""
     layouts = dataclasses.replace(
-        tp2_pp2_to_two_engines(True), within_nodes=True, rank_nodes=("a", "a", "b", "b"), engine_nodes=("a", "b")
+        tp2_pp2_to_two_engines(True), within_nodes=True, rank_nodes=("a", "a", "b", "b"), engine_nodes=tuple(engine_nodes)
     )
     one = cluster(layouts, Way.shared_memory, delta=delta)
     carriers = {link.carrier for rank in range(4) for link in one.plan.outgoing(rank) if link.carrier != link.sender}
-    assert carriers == {0, 1, 2, 3}
+    assert carriers == expected
     for seed in (1, 2):
         tensors = hf_tensors(DENSE, seed)
         answers = one.sync(tensors, full=seed == 1)

@@ -19,11 +19,13 @@ def same(hf: str, shape: Shape, megatron: str, axis: int | None) -> Entry:
 def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | None = None) -> list[Entry]:
     """The whole model; experts: in place of `mlp` in the layers that have them."""
     embedding, table = "model.embed_tokens.weight", ((arch.vocab_size, arch.hidden_size),)
-    entries = [Entry((embedding,), table, "embedding.word_embeddings.weight", 0, embedding, 0, Vocab())]
+    # In the engine, a group of ranks that attends to its own tokens also looks their embeddings up.
+    words = Entry((embedding,), table, "embedding.word_embeddings.weight", 0, embedding, 0, Vocab(), attention=True)
+    entries = [words]
     for layer in range(arch.num_layers):
         hf, megatron = f"model.layers.{layer}", f"decoder.layers.{layer}"
         has_experts = arch.moe is not None and arch.moe.layers[layer]
-        entries += attention(arch, hf, megatron)
+        entries += [replace(entry, attention=True) for entry in attention(arch, hf, megatron)]
         entries += (experts if has_experts else mlp)(arch, hf, megatron)
     entries.append(same("model.norm.weight", (arch.hidden_size,), "decoder.final_layernorm.weight", None))
     if arch.tied_embeddings:

@@ -59,7 +59,7 @@ class _Traffic:
         # In a broadcast receivers pass on what they get, in a chain: the sender sends once.
         copies = 1 if layouts.multicast else len(link.receivers)
         remote = not layouts.rank_nodes or any(
-            layouts.engine_nodes[receiver.engine] != layouts.rank_nodes[link.sender] for receiver in link.receivers
+            layouts.node_of(receiver) != layouts.rank_nodes[link.sender] for receiver in link.receivers
         )
         out, into = (self.network_out, self.network_in) if remote else (self.fabric_out, self.fabric_in)
         out[link.sender] += size * copies
@@ -144,5 +144,5 @@ def on_nodes(layouts: Layouts, gpus_per_node: int, colocated: bool) -> Layouts:
         multicast=colocated,
         within_nodes=colocated,
         rank_nodes=tuple(f"node{rank // gpus_per_node}" for rank in range(ranks)),
-        engine_nodes=tuple(f"node{(first + engine * tp) // gpus_per_node}" for engine in range(layouts.num_engines)),
+        engine_nodes=tuple(f"node{(first + rank) // gpus_per_node}" for rank in range(layouts.num_engines * tp)),
     )

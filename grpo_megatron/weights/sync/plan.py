@@ -63,8 +63,8 @@ class Layouts:
 
     multicast: bytes that several engines need alike leave the trainer once, for all of them (a broadcast, shared memory, a file);
     else each engine gets its own from the replica that serves it. within_nodes: they are handed over within a node, to all engines
-    there. rank_nodes, engine_nodes: the node of every rank, and of every engine; a replica on an engine's own node serves it. Empty:
-    all are on one.
+    there. rank_nodes, engine_nodes: the node of every rank, and of every engine's ranks, one engine after the other; a replica on
+    their own node serves them. Empty: all are on one.
     """
 
     arch: Architecture
@@ -75,6 +75,16 @@ class Layouts:
     within_nodes: bool = False
     rank_nodes: tuple[str, ...] = ()
     engine_nodes: tuple[str, ...] = ()
+
+    def node_of(self, receiver: EngineRank) -> str | None:
+        """None where nodes are not given."""
+        return self.engine_nodes[receiver.engine * self.engine.tp + receiver.rank] if self.engine_nodes else None
+
+    @property
+    def spread(self) -> bool:
+        """Whether an engine is on several nodes."""
+        tp = self.engine.tp
+        return any(len(set(self.engine_nodes[first : first + tp])) > 1 for first in range(0, len(self.engine_nodes), tp))
 
 
 class ReshardPlan:
@@ -157,18 +167,21 @@ class ReshardPlan:
         if carrier is None:
             return audiences
         layouts = self.layouts
-        return tuple(a for a in audiences if layouts.engine_nodes[self._audiences[a][0]] == layouts.rank_nodes[carrier])
+        return tuple(a for a in audiences if layouts.node_of(self._audiences[a][0]) == layouts.rank_nodes[carrier])
 
     def _receivers(self, audiences: tuple[int, ...], ranks: Sequence[int]) -> Iterator[tuple[EngineRank, ...]]:
         for audience in audiences:
-            everyone = tuple(EngineRank(engine, rank) for engine in self._audiences[audience] for rank in ranks)
-            yield from [everyone] if self.layouts.multicast else [(one,) for one in everyone]
+            everyone = tuple(one for one in self._audiences[audience] if one.rank in ranks)
+            if self.layouts.multicast:
+                yield from [everyone] if everyone else []
+            else:
+                yield from ((one,) for one in everyone)
 
     def _carrier(self, sender: int, receiver: EngineRank) -> int:
         layouts = self.layouts
         if not layouts.within_nodes or not layouts.rank_nodes:
             return sender
-        node = layouts.engine_nodes[receiver.engine]
+        node = layouts.node_of(receiver)
         if layouts.rank_nodes[sender] == node:
             return sender
         there = self._ranks_on[node]
@@ -187,15 +200,13 @@ class ReshardPlan:
         return found
 
     @cached_property
-    def _audiences(self) -> list[tuple[int, ...]]:
-        """Engines that are served together: each alone, with multicast those of a node, or all."""
-        engines = tuple(range(self.layouts.num_engines))
-        if not self.layouts.multicast:
-            return [(engine,) for engine in engines]
-        if not (self.layouts.within_nodes and self.layouts.engine_nodes):
-            return [engines]
-        nodes = self.layouts.engine_nodes
-        return [tuple(e for e in engines if nodes[e] == node) for node in dict.fromkeys(nodes)]
+    def _audiences(self) -> list[tuple[EngineRank, ...]]:
+        """Ranks of engines that are served together: of one engine on one node; with multicast all on a node, or all."""
+        layouts, found = self.layouts, defaultdict(list)
+        for one in self.engine_ranks:
+            node = layouts.node_of(one) if layouts.within_nodes or not layouts.multicast else None
+            found[node, None if layouts.multicast else one.engine].append(one)
+        return [tuple(ranks) for ranks in found.values()]
 
     def _needed(self, entry: Entry, shard: int, receiver: EngineRank | None) -> dict[Move, list[int]]:
         """{rectangle of this shard: the ranks of an engine that need it, all in the same place}; of what the receiver needs."""
@@ -230,7 +241,7 @@ class ReshardPlan:
     def _serving(self, holders: tuple[int, ...], audience: int) -> tuple[int, ...]:
         """The replicas that send to this audience: those on its node if there are any, else an equal share of all."""
         rank_nodes, engine_nodes = self.layouts.rank_nodes, self.layouts.engine_nodes
-        nodes = {engine_nodes[engine] for engine in self._audiences[audience]} if rank_nodes and engine_nodes else set()
+        nodes = {self.layouts.node_of(one) for one in self._audiences[audience]} if rank_nodes and engine_nodes else set()
         if len(nodes) == 1:
             near = tuple(rank for rank in holders if rank_nodes[rank] in nodes)
             if near:

@@ -160,8 +160,11 @@ def chosen_way(config: WeightSyncConfig, layouts: Layouts) -> tuple[Way, Layouts
 class Checked:
     """Shard to shard where the engines' parameters are what the plan says. Where they are not, `auto` says so and takes full tensors."""
 
-    def __init__(self, resharding: Resharding, full: ObjectStore, transport: SyncTransport, say: Callable[[str], None]):
-        self._resharding, self._full, self._transport, self._say = resharding, full, transport, say
+    def __init__(
+        self, resharding: Resharding, full: ObjectStore, transport: SyncTransport, spread: bool, say: Callable[[str], None]
+    ):
+        """spread: there are engines over several nodes, which full tensors do not reach."""
+        self._resharding, self._full, self._transport, self._spread, self._say = resharding, full, transport, spread, say
         self._chosen: Transport | None = None
 
     def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
@@ -174,8 +177,9 @@ class Checked:
         if not different:
             return self._resharding
         what = f"the engines' parameters are not those of the weight map ({len(different)} differ: {'; '.join(different[:_SHOWN])})"
-        if self._transport != SyncTransport.auto:
-            raise UserError(f"weight_sync.transport={self._transport.value}: {what}; use object_store, or auto")
+        if self._transport != SyncTransport.auto or self._spread:
+            reason = "an engine over several nodes takes no others" if self._spread else "use object_store, or auto"
+            raise UserError(f"weight_sync.transport={self._transport.value}: {what}; {reason}")
         self._say(f"weights travel as full tensors through the object store, and their digests are not compared: {what}")
         return self._full
 
@@ -189,6 +193,10 @@ def make_transport(
     """As configured. folder: of this run within weight_sync.folder. say: tells people."""
     full = ObjectStore(ReshardPlan(layouts).entries, config.bucket_bytes)
     if config.transport == SyncTransport.object_store:
+        if layouts.spread:
+            raise UserError(
+                "weight_sync.transport=object_store does not reach the ranks of an engine over several nodes; use groups, or auto"
+            )
         return full
     way, layouts = chosen_way(config, layouts)
-    return Checked(Resharding(layouts, way, config, folder, call_timeout), full, config.transport, say)
+    return Checked(Resharding(layouts, way, config, folder, call_timeout), full, config.transport, layouts.spread, say)

