@@ -1,13 +1,21 @@
 """What the machines of a run can do: found out on such a machine, or given as facts where another one checks."""
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 
 # The first and the first too new release of TransformerEngine that megatron-core 0.16.1 works with.
 TRANSFORMER_ENGINE_RELEASES = ((2, 9), (2, 12))
 
+# The release of which the kernels can be emulated on a CPU, and where `make install` unpacks its wheel.
+_EMULATED_RELEASE = "2.11.0"
+_UNPACKED = Path(sys.prefix, "unpacked", f"transformer_engine-{_EMULATED_RELEASE}")
+
 # The least compute capability with FP8 matrix products: Ada.
 _FP8_CAPABILITY = (8, 9)
+# That of MXFP8 ones.
+BLACKWELL = (10, 0)
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,13 @@ class Capabilities:
             return cls(where, False, None, _WITHOUT_CUDA, nodes)
         return cls(where, True, GPUS.get(gpu), None, nodes, gpus_per_node)
 
+    def emulating(self, emulate_kernels: bool) -> "Capabilities":
+        """With TransformerEngine's kernels emulated on the CPU, if that is configured: a Hopper GPU, as far as layers can tell."""
+        if not emulate_kernels:
+            return self
+        problem = "this is for machines without a GPU" if self.gpus else emulated_transformer_engine()[1]
+        return replace(self, gpu=GPUS["h100-80g"], transformer_engine_problem=problem)
+
     @property
     def num_gpus(self) -> int | None:
         """GPUs of all nodes; None where not known, or where there are none."""
@@ -89,6 +104,16 @@ class Capabilities:
 
 
 _WITHOUT_CUDA = "TransformerEngine needs CUDA, which is not available"
+
+
+def emulated_transformer_engine() -> tuple[Path, str | None]:
+    """(folder with the Python of TransformerEngine, why it cannot be used or None)"""
+    if not (_UNPACKED / "transformer_engine").is_dir():
+        return (
+            _UNPACKED,
+            f"the wheel of transformer_engine {_EMULATED_RELEASE} is not unpacked in {_UNPACKED} (make install does that)",
+        )
+    return _UNPACKED, None
 
 
 def _transformer_engine_problem(installed: str | None, gpus: bool) -> str | None:

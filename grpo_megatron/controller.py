@@ -118,9 +118,13 @@ class Controller:
                 mismatch.append(measure_mismatch(batch))
             elif self.config.train.old_logprobs == OldLogprobs.rollout:
                 batch.old_logp = batch.rollout_logp
-            if self.config.algorithm.needs_reference:
-                keep_hidden = self.loss.needs_full_kl
-                batch.ref_logp = self.trainer.logprobs(batch, mini.plan, reference=True, key=mini.key, keep_hidden=keep_hidden)
+        if self.config.algorithm.needs_reference:
+            keep_hidden = self.loss.needs_full_kl
+            with self.trainer.reference():
+                for mini in mini_batches:
+                    mini.batch.ref_logp = self.trainer.logprobs(
+                        mini.batch, mini.plan, reference=True, key=mini.key, keep_hidden=keep_hidden
+                    )
         return merge(mismatch)
 
     def set_coefficients(self, mini_batches: list[MiniBatch]) -> Metrics:

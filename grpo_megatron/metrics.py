@@ -1,14 +1,17 @@
 """Metrics that know how they combine over micro-batches, ranks and optimizer steps.
 
 A mean carries numerator and denominator, because a mean of means over unequal parts is not the
-mean. Values may be 0-d tensors until `to_floats` (one host synchronisation at the end).
+mean. Values may be tensors on any device until `concrete`, which copies them all at once: a host that asked for one
+after the other would wait for its GPU each time.
 """
 
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -62,15 +65,17 @@ class Max:
 
 @dataclass(frozen=True)
 class Top:
-    """The k rows with the greatest first number, of all that were seen; for people, not a scalar."""
+    """The k rows with the greatest first number, of all that were seen; for people, not a scalar. -inf: no row."""
 
     rows: Any
     k: int = 5
 
     @classmethod
-    def of(cls, rows: torch.Tensor, k: int = 5) -> "Top":
-        """rows: [n, columns]."""
-        return cls(rows[rows[:, 0].topk(min(k, len(rows))).indices], k)
+    def of(cls, rows: torch.Tensor, mask: torch.Tensor, k: int = 5) -> "Top":
+        """rows: [n, columns]; mask bool [n]: those that count."""
+        first = torch.where(mask, rows[:, 0], -torch.inf)
+        chosen = first.topk(min(k, len(rows))).indices
+        return cls(torch.cat([first[chosen, None], rows[chosen, 1:]], dim=1), k)
 
     def merge(self, other: "Top") -> "Top":
         rows = [*self.concrete().rows, *other.concrete().rows]
@@ -78,7 +83,8 @@ class Top:
         return Top(rows[: self.k], self.k)
 
     def concrete(self) -> "Top":
-        return self if isinstance(self.rows, list) else Top([tuple(row) for row in self.rows.tolist()], self.k)
+        rows = self.rows.tolist() if torch.is_tensor(self.rows) else self.rows
+        return Top([tuple(row) for row in rows if row[0] != -math.inf], self.k)
 
     def result(self) -> list[tuple]:
         return self.concrete().rows
@@ -88,6 +94,11 @@ class Top:
 _SIZES = [10 ** (-6 + i / 16) for i in range(118)]
 _EDGES = [*(-size for size in reversed(_SIZES)), *_SIZES]
 _QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+
+
+@cache
+def _edges(device: torch.device) -> torch.Tensor:
+    return torch.tensor(_EDGES, dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True)
@@ -100,9 +111,11 @@ class RatioQuantiles:
     counts: Any
 
     @classmethod
-    def of(cls, log_ratio: torch.Tensor) -> "RatioQuantiles":
-        edges = torch.tensor(_EDGES, dtype=torch.float64, device=log_ratio.device)
-        return cls(torch.bincount(torch.bucketize(log_ratio.double(), edges), minlength=len(_EDGES) + 1))
+    def of(cls, log_ratio: torch.Tensor, mask: torch.Tensor) -> "RatioQuantiles":
+        """log_ratio [n]; mask bool [n]: those that count."""
+        bins = torch.bucketize(log_ratio.double(), _edges(log_ratio.device))
+        counts = torch.zeros(len(_EDGES) + 1, dtype=torch.int64, device=log_ratio.device)
+        return cls(counts.index_add_(0, bins, mask.long()))
 
     def merge(self, other: "RatioQuantiles") -> "RatioQuantiles":
         pairs = zip(self.concrete().counts, other.concrete().counts, strict=True)
@@ -130,9 +143,29 @@ Metric = Mean | Sum | Max | Top | RatioQuantiles
 Metrics = dict[str, Metric]
 
 
-def concrete(metrics: Metrics) -> Metrics:
-    """The same metrics with Python floats in place of tensors."""
-    return {name: metric.concrete() for name, metric in metrics.items()}
+def concrete(parts: list[Metrics]) -> list[Metrics]:
+    """The same metrics with Python's numbers in place of tensors, all of which come to the host in one copy."""
+    values = [value for part in parts for metric in part.values() for value in vars(metric).values()]
+    numbers = iter(_numbers([value for value in values if torch.is_tensor(value)]))
+
+    def of(metric: Metric) -> Metric:
+        fields = {name: next(numbers) if torch.is_tensor(value) else value for name, value in vars(metric).items()}
+        return type(metric)(**fields).concrete()
+
+    return [{name: of(metric) for name, metric in part.items()} for part in parts]
+
+
+def _numbers(tensors: list[torch.Tensor]) -> list:
+    """Each tensor as a number or nested lists of them."""
+    if not tensors:
+        return []
+    # In float64 every count is exact.
+    flat = torch.cat([tensor.detach().flatten().double() for tensor in tensors]).cpu().numpy()
+    parts = np.split(flat, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
+    return [
+        part.astype(np.float64 if tensor.is_floating_point() else np.int64).reshape(tuple(tensor.shape)).tolist()
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
 
 def merge(parts: list[Metrics]) -> Metrics:

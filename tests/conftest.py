@@ -17,6 +17,19 @@ def ranks():
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def te_ranks():
+    """Ranks with TransformerEngine, its kernels emulated."""
+    from grpo_megatron.capabilities import emulated_transformer_engine
+    from tests.ranks import RankPool
+
+    if problem := emulated_transformer_engine()[1]:
+        pytest.skip(problem)
+    pool = RankPool(emulate_kernels=True)
+    yield pool
+    pool.close()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector, name):
     """`slow_when(predicate)` makes those cases of a parametrized test slow for which the predicate holds.

@@ -117,12 +117,12 @@ def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
     return str(folder)
 
 
-def aligned_model(folder, family):
+def aligned_model(folder, family, **more):
     """A tiny_model whose sizes are multiples of 16, as GPU kernels want them."""
-    latent = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
-    sizes = {"head_dim": 32, "moe_intermediate_size": 48, **latent}
+    latent = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    sizes = {"head_dim": 32, "moe_intermediate_size": 64, **latent}
     changes = {name: size for name, size in sizes.items() if name in FAMILIES[family][1]}
-    return tiny_model(folder, family, vocab_size=64, hidden_size=128, intermediate_size=192, **changes)
+    return tiny_model(folder, family, vocab_size=64, hidden_size=128, intermediate_size=192, **changes, **more)
 
 
 def tiny_qwen3(folder, tied=False, seed=0, dtype=torch.float32, **changes):

@@ -19,11 +19,12 @@ _MOST_THREADS = 300
 
 
 class RankPool:
-    def __init__(self):
+    def __init__(self, emulate_kernels: bool = False):
+        """emulate_kernels: TransformerEngine can be imported in the processes."""
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         # What a layout is compared with, mostly on one rank, does not interrupt it.
-        self._alone, self._together = Team(context, self._folder.name), Team(context, self._folder.name)
+        self._alone, self._together = (Team(context, self._folder.name, emulate_kernels) for _ in range(2))
 
     def run(self, function, sizes: ParallelSizes, *args, seed: int = 1234) -> list:
         """function(*args) on every rank of the layout; the results in rank order.
@@ -42,8 +43,8 @@ class RankPool:
 class Team:
     """Processes that are, or can become, the ranks of one layout."""
 
-    def __init__(self, context, folder: str):
-        self._context, self._folder = context, folder
+    def __init__(self, context, folder: str, emulate_kernels: bool):
+        self._context, self._folder, self._emulate_kernels = context, folder, emulate_kernels
         self._workers = []
         self._joined: ParallelSizes | None = None  # the layout of their process groups
         self._init_method = ""
@@ -83,7 +84,7 @@ class Team:
     def _start(self):
         ours, theirs = self._context.Pipe()
         # Not a daemon: saving a checkpoint starts a process of its own.
-        process = self._context.Process(target=_serve, args=(theirs,))
+        process = self._context.Process(target=_serve, args=(theirs, self._emulate_kernels))
         process.start()
         theirs.close()
         return process, ours
@@ -99,9 +100,20 @@ class Team:
             process.join()
 
 
-def _serve(connection):
+def _forget_scales() -> None:
+    """TransformerEngine keeps what it knows of FP8 scales, and the groups to reduce them over, as long as the process lives."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+
+
+def _serve(connection, emulate_kernels: bool):
     import torch
 
+    if emulate_kernels:
+        from grpo_megatron.megatron import emulation
+
+        emulation.install()
     from grpo_megatron.megatron import process_groups
 
     torch.set_num_threads(1)
@@ -119,6 +131,8 @@ def _serve(connection):
                 joined = init_method
             else:
                 process_groups.set_seed(seed)
+            if emulate_kernels:
+                _forget_scales()
             value = function(*args)
             gc.collect()  # models and optimizers hold each other
             connection.send((True, value))

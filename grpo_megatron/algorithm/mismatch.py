@@ -36,12 +36,12 @@ def mismatch_metrics(
         "mismatch/max": Max(difference.max()),
         "mismatch/mean": Mean(difference.sum(), count),
         "mismatch/k3": Mean((clamped.expm1() - clamped).sum(), count),
-        "mismatch/ratio": RatioQuantiles.of(delta[mask]),
+        "mismatch/ratio": RatioQuantiles.of(delta, mask),
     }
     if number is not None:
         # float64, in which every token's number is exact.
         rows = torch.stack([column.double() for column in (difference, number, rollout_logp, logp)], dim=1)
-        metrics["mismatch/worst"] = Top.of(rows[mask])
+        metrics["mismatch/worst"] = Top.of(rows, mask)
     return metrics
 
 

@@ -19,6 +19,13 @@ def padded_to(lengths, multiple: int):
     return -(-lengths // multiple) * multiple
 
 
+def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Values of the host on a device; the host does not wait for the copy. On a CPU the same memory."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How token streams are padded and split on one rank.
@@ -149,6 +156,26 @@ class Pack:
         sequence, position = self.sequence_id, self.position_ids
         return np.where(position < self.lengths[sequence], self.cu_seqlens[sequence] + position, -1)
 
+    @cached_property
+    def place(self) -> np.ndarray:
+        """int64 [t]: as `index`, but T for padding: the place behind the last token."""
+        return np.where(self.index < 0, self.num_tokens, self.index)
+
+    @cached_property
+    def sequence_or_none(self) -> np.ndarray:
+        """int64 [t]: as `sequence_id`, but S for padding."""
+        return np.where(self.index < 0, len(self.lengths), self.sequence_id)
+
+    @cached_property
+    def _on_device(self) -> dict[tuple[str, torch.device], torch.Tensor]:
+        return {}
+
+    def tensor(self, name: str, device: torch.device) -> torch.Tensor:
+        """The array of this name on a device, where it is kept."""
+        if (name, device) not in self._on_device:
+            self._on_device[name, device] = on_device(torch.from_numpy(getattr(self, name)), device)
+        return self._on_device[name, device]
+
     @property
     def num_tokens(self) -> int:
         """T: tokens of the micro-batch, without padding, over all CP ranks."""
@@ -164,10 +191,9 @@ class Pack:
 
     def gather(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
         """Inverse of scatter: local [t] of every CP rank -> stream [T], the same on all of them."""
-        index = torch.from_numpy(self.index).to(local.device)
-        kept = index >= 0
-        stream = local.new_zeros(self.num_tokens).index_put((index[kept],), local[kept])
-        return _sum_over(stream, cp_group, self.layout.cp)
+        # Padding goes behind the stream. To leave it out by a mask, the host would have to wait for the device to count.
+        stream = local.new_zeros(self.num_tokens + 1).index_copy(0, self.tensor("place", local.device), local)
+        return _sum_over(stream[:-1], cp_group, self.layout.cp)
 
     def sequence_sum(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
         """Sum of local [t] over each sequence, padding left out, over all CP ranks -> [S].
@@ -175,10 +201,9 @@ class Pack:
         Not differentiable across ranks, on purpose: sequence-level losses detach it (the detached
         value times exp(logp - logp.detach()) has each token's exact gradient).
         """
-        kept = torch.from_numpy(self.index >= 0).to(local.device)
-        sequence = torch.from_numpy(self.sequence_id).to(local.device)
-        sums = local.new_zeros(len(self.lengths)).index_add(0, sequence, torch.where(kept, local, 0).detach())
-        return _sum_over(sums, cp_group, self.layout.cp)
+        sums = local.new_zeros(len(self.lengths) + 1)
+        sums.index_add_(0, self.tensor("sequence_or_none", local.device), local.detach())
+        return _sum_over(sums[:-1], cp_group, self.layout.cp)
 
 
 def _sum_over(tensor: torch.Tensor, cp_group, cp: int) -> torch.Tensor:

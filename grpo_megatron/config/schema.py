@@ -13,6 +13,7 @@ from omegaconf import MISSING
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.algorithm import AlgorithmConfig, MismatchConfig
 from grpo_megatron.config.engine import EngineConfig
+from grpo_megatron.config.fp8 import FP8Config
 from grpo_megatron.config.limits import LONGEST_WAIT, Text
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.options import option, section
@@ -98,6 +99,14 @@ class ModelConfig:
 class RefConfig:
     path: str | None = option(None, "HF checkpoint of the reference model; null: the same as model.path", text=Text.path)
     offload: bool = option(True, "keep the reference's weights in the host's memory between uses, else in the device's")
+    hidden_gib: float = option(
+        4.0,
+        "with kl_loss_type=full: the most that the reference's last hidden states of a step may take of a device; the rest waits in "
+        "the host's memory. A replica has (tokens of its samples) * (hidden size) values of the precision's size, over the last "
+        "stage's ranks divided by context_parallel, and with sequence_parallel by tensor_parallel",
+        "GiB",
+        at_least=0,
+    )
     reset_every: int = option(
         0, "the current weights become the reference every this many steps; 0: never", "steps", at_least=0
     )
@@ -218,7 +227,7 @@ class MegatronConfig:
         [], "layers of each of pipeline_parallel * virtual_pipeline chunks, in forward order; none: equally many", above=0
     )
     expert_parallel: int = option(1, "ranks the experts of a layer are divided over (EP)", above=0)
-    expert_tensor_parallel: int = option(1, "ranks each expert is split over; more than 1 needs GPUs", above=0)
+    expert_tensor_parallel: int = option(1, "ranks each expert is split over", above=0)
     recompute: Recompute = option(
         Recompute.none,
         "activations computed again in the backward pass: none, selective (recompute_modules), full (whole layers)",
@@ -241,7 +250,11 @@ class MegatronConfig:
     )
     transformer_impl: TransformerImpl = option(
         TransformerImpl.auto,
-        "layers: transformer_engine, local (torch), or auto (the former where it can run; local with lora)",
+        "layers: transformer_engine, local (torch), or auto (the former where it can run; local in fp32 and with lora)",
+    )
+    fp8: FP8Config = section(FP8Config, "matrix products in FP8, with megatron.precision=fp8")
+    emulate_kernels: bool = option(
+        False, "TransformerEngine's layers on a machine without a GPU, their kernels emulated (slow: for trials and tests)"
     )
     lora: LoraConfig = section(LoraConfig, "adapters, trained in place of the model")
     cpu_threads: int = option(1, "intra-op threads of a rank on a machine without a GPU", above=0)

@@ -5,13 +5,12 @@ must be called on all ranks, with the same arguments unless said otherwise.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.module import Float16Module
 
@@ -29,10 +28,11 @@ from grpo_megatron.megatron.optimizer import Optimizer
 from grpo_megatron.megatron.process_groups import rank_info
 from grpo_megatron.megatron.reference import ReferenceWeights
 from grpo_megatron.megatron.rounding import rounding_noise
-from grpo_megatron.megatron.router import Routing, take_loss_sums
-from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult
+from grpo_megatron.megatron.router import Routing
+from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult, fp8_alignment
+from grpo_megatron.megatron.step_metrics import beyond_limits, merge_over_context, router_metrics
 from grpo_megatron.megatron.weights import iterate_hf, load_hf, mark_parallel
-from grpo_megatron.metrics import Mean, Metrics, concrete, merge
+from grpo_megatron.metrics import Metrics, concrete, merge
 from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.entries import engine_stacks
 from grpo_megatron.model.families import read_architecture, weight_map
@@ -45,8 +45,6 @@ from grpo_megatron.weights.sync.sender import Sender
 PRECISIONS = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.bfloat16}
 MicroBatches = list[TrainBatch]
 Key = tuple[int, int]
-# What the FP8 matrix products demand of the number of tokens.
-FP8_ALIGNMENT = 16
 
 
 class Actor:
@@ -58,11 +56,11 @@ class Actor:
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.arch = read_architecture(spec.model_path)
         sizes = spec.sizes
-        fp8 = spec.precision == Precision.fp8
+        fp8 = spec.fp8 if spec.precision == Precision.fp8 else None
         model_spec = ModelSpec(
             sizes=sizes,
             params_dtype=PRECISIONS[spec.precision],
-            transformer_engine=uses_transformer_engine(spec.transformer_impl, spec.precision),
+            transformer_engine=uses_transformer_engine(spec.transformer_impl, spec.precision, spec.emulate_kernels),
             fp8=fp8,
             recompute=spec.recompute,
             recompute_modules=tuple(spec.recompute_modules),
@@ -78,7 +76,7 @@ class Actor:
         self.adapters = adapter_entries(self.entries.values(), spec.lora)
         if self.adapters:
             lora.attach(self.chunks, self.adapters, spec.seed)
-        layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, FP8_ALIGNMENT if fp8 else 1)
+        layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, fp8_alignment(fp8))
         if spec.pack_tokens:
             layout = replace(layout, pack_tokens=padded_to(spec.pack_tokens, layout.pack_multiple))
         self.mini_batches = MiniBatchStore(layout, self.device, own_attention=not model_spec.transformer_engine)
@@ -119,7 +117,12 @@ class Actor:
         self.memory = TrainingMemory(self.ddp, self.optimizer)
         self._parking = Parking(spec.offload_folder)
         self._writer: Writer | None = None
+        self._reference_passes: ExitStack | None = None
         self._park_optimizer()
+
+    def _require_policy(self) -> None:
+        if self._reference_passes is not None:
+            raise RuntimeError("the reference's weights are in the policy's place: end_reference must come first")
 
     @contextmanager
     def _settled_weights(self):
@@ -127,7 +130,9 @@ class Actor:
 
         With overlap the distributed optimizer's new values arrive during the next training forward;
         whoever reads or exchanges weights in between would get the old ones, or be overwritten.
+        Raises RuntimeError between `begin_reference` and `end_reference`.
         """
+        self._require_policy()
         overlapping = self.ddp if self._gathers_in_forward else []
         for ddp in overlapping:
             ddp.disable_forward_pre_hook(param_sync=True)
@@ -179,27 +184,45 @@ class Actor:
         if not self.spec.optimizer.offload:
             self._parking.unpark("optimizer")
 
+    def begin_reference(self) -> None:
+        """From here to `end_reference` the reference's weights are in the policy's place, for any number of passes. Collective.
+
+        Nothing but passes of the reference may be called meanwhile; the optimizer, a weight sync or a checkpoint would take
+        its weights for the policy's.
+        """
+        if self.reference is None:
+            raise RuntimeError("this actor was built without reference weights")
+        with ExitStack() as passes:
+            self._until_saved(weights_only=True)
+            passes.enter_context(self._settled_weights())
+            passes.enter_context(self.reference.in_place())
+            self._reference_passes = passes.pop_all()
+
+    def end_reference(self) -> None:
+        """The policy's weights are back in their place. Collective."""
+        passes, self._reference_passes = self._reference_passes, None
+        passes.close()
+
     def logprobs(
         self, micro_batches: MicroBatches, reference: bool = False, key: Key | None = None, keep_hidden: bool = False
     ) -> np.ndarray | None:
         """Log-prob of every target, float32 [T] in the order of the micro-batches. Collective.
 
         micro_batches: those of this rank's data-parallel replica. key: names the mini-batch, so that
-        what was laid out (and, as configured, routed) is used again by its other passes.
-        keep_hidden: with reference, keep its hidden states for the exact KL. None except on the rank
-        that reports for the replica.
+        what was laid out (and, as configured, routed) is used again by its other passes. reference: under the
+        reference's weights, after `begin_reference`. keep_hidden: with reference, keep its hidden states for the exact KL.
+        None except on the rank that reports for the replica.
         """
-        if reference and self.reference is None:
-            raise RuntimeError("this actor was built without reference weights")
-        if reference:
-            self._until_saved(weights_only=True)
+        if reference and self._reference_passes is None:
+            raise RuntimeError("a pass of the reference needs begin_reference first")
         prepared = self.mini_batches.get(key, micro_batches)
         routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
         for ddp in self.ddp:
             ddp.eval()
-        with self._settled_weights(), self.reference.in_place() if reference else nullcontext():
-            parts = forward_logprobs(self.ddp, prepared, self.head, routing, keep_hidden and reference)
-        return np.concatenate(parts) if self.rank.reports else None
+        keep = partial(self.mini_batches.keep_hidden, on_device=self.spec.reference_hidden_bytes) if keep_hidden else None
+        with nullcontext() if reference else self._settled_weights():
+            parts = forward_logprobs(self.ddp, prepared, self.head, routing, keep)
+        return torch.cat(parts).cpu().numpy() if self.rank.reports else None
 
     def probe(self, micro_batches: MicroBatches, temperature: float, rounding: torch.dtype | None) -> np.ndarray | None:
         """Log-prob and entropy of every target, float32 [2, T], under changed conditions. Collective; None as in `logprobs`.
@@ -216,7 +239,7 @@ class Actor:
         head = replace(self.head, temperature=temperature)
         with self._settled_weights(), rounding_noise(self.chunks, rounding) if rounding else nullcontext():
             parts = forward_probe(self.ddp, prepared, head, routing)
-        return np.concatenate(parts, axis=1) if self.rank.reports else None
+        return torch.cat(parts, dim=1).cpu().numpy() if self.rank.reports else None
 
     @torch.no_grad()
     def scale_weights(self, factor: float, share: float = 1.0) -> None:
@@ -260,24 +283,13 @@ class Actor:
         measure, as if the gradient were not finite.
         """
         metrics = self.compute_gradients(micro_batches, loss, step_tokens, current_is_old, key)
-        beyond = self._beyond_limits(loss.limits, metrics)
+        beyond = beyond_limits(loss.limits, metrics)
         self._until_saved()
         with self._optimizer_at_hand():
             outcome = self.optimizer.step(drop=drop or bool(beyond))
         if not self.rank.reports:
             return None
         return TrainResult(outcome.grad_norm, outcome.lr, outcome.dropped, metrics, beyond)
-
-    def _beyond_limits(self, limits: dict[str, float], metrics: Metrics) -> tuple[str, ...]:
-        """One sentence for each metric of all replicas that is beyond its limit, or NaN. Collective."""
-        if not limits:
-            return ()
-        parts: list = [None] * self.spec.sizes.world_size
-        dist.all_gather_object(parts, {name: metrics[name] for name in limits if name in metrics})
-        found = {name: metric.result() for name, metric in merge(parts).items()}
-        return tuple(
-            f"{name}={value:.4g} is more than {limits[name]}" for name, value in found.items() if not value <= limits[name]
-        )
 
     def compute_gradients(
         self,
@@ -291,6 +303,7 @@ class Actor:
 
         Returns this replica's metrics, on its reporting rank (empty on others).
         """
+        self._require_policy()
         for ddp in self.ddp:
             ddp.train()
             ddp.zero_grad_buffer()
@@ -304,25 +317,13 @@ class Actor:
             head = replace(head, reference_weight=lambda: reference_weight)
         routing = self._route(prepared, micro_batches, recording=False)
         parts = forward_backward(self.ddp, prepared, head, loss, step_tokens, routing)
-        metrics = merge_over_context(merge([concrete(part) for part in parts])) if self.rank.last_stage else {}
+        routers: Metrics = {}
         if self.arch.moe is not None:
-            metrics |= self._router_metrics(sum(batch.num_tokens for batch in micro_batches))
-        return metrics if self.rank.reports else {}
-
-    def _router_metrics(self, tokens: int) -> Metrics:
-        """Mean over tokens and layers of the routers' own losses in this replica. Collective."""
-        names = ("load_balancing_loss", "z_loss")
-        sums = take_loss_sums(self.chunks)
-        total = torch.stack([torch.as_tensor(sums.get(name, 0.0), device=self.device).float() for name in names])
-        for group in (mpu.get_tensor_and_context_parallel_group(), mpu.get_pipeline_model_parallel_group()):
-            dist.all_reduce(total, group=group)
-        count = tokens * sum(self.arch.moe.layers)
-        coefficients = (self.spec.moe.aux_loss_coeff, self.spec.moe.z_loss_coeff)
-        return {
-            f"moe/{name}": Mean(float(value), count)
-            for name, value, coefficient in zip(names, total, coefficients, strict=True)
-            if coefficient
-        }
+            tokens = sum(batch.num_tokens for batch in micro_batches)
+            routers = router_metrics(self.chunks, self.arch.moe, self.spec.moe, tokens, self.device)
+        *parts, routers = concrete([*parts, routers])
+        metrics = merge_over_context(merge(parts)) if self.rank.last_stage else {}
+        return metrics | routers if self.rank.reports else {}
 
     def reset_reference(self) -> None:
         """The current weights become the reference. Collective."""
@@ -386,13 +387,3 @@ class Actor:
         self._until_saved()
         with self._settled_weights(), self._optimizer_at_hand():
             sharded_state.load(folder, [ddp.module for ddp in self.ddp], self.optimizer)
-
-
-def merge_over_context(metrics: Metrics) -> Metrics:
-    """Metrics of all CP ranks, which see different tokens of the same sequences. Collective."""
-    group = mpu.get_context_parallel_group()
-    if group.size() == 1:
-        return metrics
-    parts: list = [None] * group.size()
-    dist.all_gather_object(parts, metrics, group=group)
-    return merge(parts)

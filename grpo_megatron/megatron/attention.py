@@ -121,9 +121,14 @@ def describe_pack(
     cu_seqlens_padded = torch.from_numpy(pack.cu_seqlens_padded).to(device)
     longest = int(pack.padded_lengths.max())
     plan = {}
-    if own_attention and pack.layout.cp > 1:
+    if not own_attention:
+        # Padding counts as tokens. The kernel writes no statistics for rows that no sequence claims, and under CP what the
+        # memory held there, NaN at worst, spread from the padding to every gradient. It also saves TransformerEngine's
+        # comparisons with the real lengths, two synchronisations in each layer.
+        cu_seqlens, cu_seqlens_padded = cu_seqlens_padded, None
+    elif pack.layout.cp > 1:
         plan = _masked_stretches(pack, device)
-    elif own_attention:
+    else:
         short = device.type == "cpu" and longest <= _SHORT
         if equal_only is None:
             equal_only = device.type == "cpu" and not short

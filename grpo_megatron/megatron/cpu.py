@@ -1,27 +1,25 @@
-"""Lets megatron-core 0.16.1 run where there is no CUDA. The only module that knows it can.
+"""Lets megatron-core 0.16.1 run where there is no CUDA, and without TransformerEngine where there is.
 
-``install()`` must run before the first ``megatron`` import. With CUDA present it does nothing.
-Without, it
+``install()`` must run before the first ``megatron`` import. Where there is no CUDA, it
 
-1. adds an import hook that rewrites ``megatron.*`` modules as they load, so that ``torch.cuda``,
-   ``.cuda()``, ``device="cuda"`` and pinned memory mean the CPU *inside Megatron only*. Patching
-   torch itself is shorter, but it changes ``Tensor.type`` and the factory functions for every
-   library in the process;
-2. replaces, as their modules load, the few functions that no rewriting can mend;
-3. gives Megatron an Adam whose state has the shape of the fused ones, which its checkpoint code
-   assumes (``step`` in the parameter group). Stock ``torch.optim.AdamW`` states cannot be loaded
-   into a fresh distributed optimizer.
+1. has ``megatron.*`` modules rewritten as they load, so that ``torch.cuda``, ``.cuda()``, ``device="cuda"`` and pinned memory
+   mean the CPU *inside Megatron only*. Patching torch itself is shorter, but it changes ``Tensor.type`` and the factory
+   functions for every library in the process;
+2. replaces, as their modules load, the few functions that no rewriting can mend.
+
+Where TransformerEngine is absent, with CUDA or without, what Megatron lacks then is put in, see `without_te`.
 """
 
 import ast
 import contextlib
-import importlib.abc
-import importlib.machinery
 import os
 import sys
 import types
 
 import torch
+
+from grpo_megatron.megatron import without_te
+from grpo_megatron.megatron.import_hook import changes
 
 _CPU = torch.device("cpu")
 _CUDA_TENSOR_TYPES = ("torch.cuda.FloatTensor", "torch.cuda.HalfTensor", "torch.cuda.BFloat16Tensor")
@@ -77,7 +75,7 @@ class _Nvtx:
         return lambda *args, **kwargs: None
 
 
-class _CpuCuda(types.ModuleType):
+class CpuCuda(types.ModuleType):
     """What ``torch.cuda`` means inside rewritten modules; unknown names fall through to torch."""
 
     Stream = _Stream
@@ -138,7 +136,7 @@ def _is_name(node, name):
     return isinstance(node, ast.Name) and node.id == name
 
 
-class _CudaToCpu(ast.NodeTransformer):
+class CudaToCpu(ast.NodeTransformer):
     """Rewrites the syntax tree of one Megatron module."""
 
     def visit_Call(self, node):
@@ -170,86 +168,9 @@ class _CudaToCpu(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    def get_code(self, fullname):
-        source = self.get_data(self.path)
-        if b"cuda" not in source:
-            return super().get_code(fullname)
-        tree = ast.fix_missing_locations(_CudaToCpu().visit(ast.parse(source, self.path)))
-        return compile(tree, self.path, "exec", dont_inherit=True)
-
-    def exec_module(self, module):
-        module.__dict__["__cpu_cuda__"] = _CpuCuda()
-        super().exec_module(module)
-        if module.__name__ in _AFTER_LOAD:
-            _AFTER_LOAD[module.__name__](module)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, fullname, path, target=None):
-        if not fullname.startswith("megatron."):
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
-        return spec
-
-
-class CpuAdam(torch.optim.Optimizer):
-    """Adam/AdamW with the interface and state layout of TransformerEngine's and apex's FusedAdam.
-
-    Kingma & Ba 2015; Loshchilov & Hutter 2019 (decoupled decay) with ``adam_w_mode``. The step
-    counter lives in the parameter group, the moments (float32, shape of the parameter) in
-    ``state[p]["exp_avg"]`` and ``["exp_avg_sq"]``.
-    """
-
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **unknown):
-        if unknown:
-            raise TypeError(f"CpuAdam does not know {sorted(unknown)}")
-        self.adam_w_mode = adam_w_mode
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        from torch.optim._functional import adam, adamw
-
-        update = adamw if self.adam_w_mode else adam
-        for group in self.param_groups:
-            if not group["params"]:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            params = [p for p in group["params"] if p.grad is not None]
-            for p in params:
-                if not self.state[p]:
-                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            update(
-                params,
-                [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-                [],
-                # torch's function adds one to each counter itself
-                [torch.tensor(float(group["step"] - 1)) for _ in params],
-                foreach=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-
-
 def _patch_rng(module):
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-
-
-def _patch_moe_utils(module):
-    # Undefined without TransformerEngine in 0.16.1: a NameError at the first router forward.
-    if not hasattr(module, "te_general_gemm"):
-        module.te_general_gemm = None
 
 
 def _patch_token_dispatcher(module):
@@ -259,40 +180,53 @@ def _patch_token_dispatcher(module):
     module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
 
 
-def _patch_optimizer(module):
-    module.Adam = CpuAdam
-    module.USING_PYTORCH_OPTIMIZER = False
+def _patch_mappings(module):
+    gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather_unequal(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        # gloo gathers parts of one size only.
+        padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce_scatter_unequal(input_, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].contiguous()
+
+    module._gather_along_first_dim = gather_unequal
+    module._reduce_scatter_along_first_dim = reduce_scatter_unequal
 
 
-def _patch_distributed_optimizer(module):
-    module.Adam = CpuAdam
-    module.HAVE_APEX_OR_TE = True
-    module.USING_TE_OPTIMIZER = True
+def install() -> None:
+    """Prepare this process for Megatron.
 
-
-_AFTER_LOAD = {
-    "megatron.core.tensor_parallel.random": _patch_rng,
-    "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,
-    "megatron.core.transformer.moe.token_dispatcher": _patch_token_dispatcher,
-    "megatron.core.optimizer": _patch_optimizer,
-    "megatron.core.optimizer.distrib_optimizer": _patch_distributed_optimizer,
-}
-
-
-def install() -> bool:
-    """Prepare this process for Megatron; returns True where the CPU platform is in use.
-
-    Raises RuntimeError if Megatron was imported before (its modules are then already bound to
-    ``torch.cuda``).
+    Raises RuntimeError if Megatron was imported before (its modules are then already bound to ``torch.cuda``).
     """
+    ours = changes()
+    if ours.mend:
+        return
+    must_be_new("megatron.core.")
+    ours.mend |= without_te.MEND
     if torch.cuda.is_available():
-        return False
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return True
-    loaded = [name for name in sys.modules if name.startswith("megatron.core.")]
-    if loaded:
-        raise RuntimeError(f"grpo_megatron.megatron.cpu.install() came after {loaded[0]} was imported")
+        return
     # jit-compiled helpers of Megatron would start the inductor (a C++ compiler) on CPU.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    sys.meta_path.insert(0, _Finder())
-    return True
+    ours.rewriters["megatron."] = CudaToCpu
+    ours.names["__cpu_cuda__"] = CpuCuda()
+    ours.mend["megatron.core.tensor_parallel.random"] = [_patch_rng]
+    ours.mend["megatron.core.tensor_parallel.mappings"] = [_patch_mappings]
+    ours.mend["megatron.core.transformer.moe.token_dispatcher"] = [_patch_token_dispatcher]
+
+
+def must_be_new(prefix: str) -> None:
+    """Raises RuntimeError if a module whose name begins like this was imported, which must be changed while it is."""
+    loaded = next((name for name in sys.modules if name.startswith(prefix)), None)
+    if loaded:
+        raise RuntimeError(f"this process imported {loaded} before it was prepared for it")

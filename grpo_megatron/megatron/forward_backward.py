@@ -9,7 +9,6 @@ auxiliary losses, which are added per token, are scaled rightly.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -36,7 +35,7 @@ class Head:
     reference_weight: Callable[[], torch.Tensor] | None = None
 
     def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool = False) -> HeadOutput:
-        reference = (micro_batch.reference_hidden, self.reference_weight()) if with_kl else None
+        reference = (micro_batch.hidden_of_reference(), self.reference_weight()) if with_kl else None
         return token_logprobs(
             hidden[0],  # [1, t, h]: packs are one row
             self.weight(),
@@ -89,18 +88,22 @@ def _run(chunks: list, micro_batches: list[MicroBatch], loss_func, forward_only:
 
 @torch.no_grad()
 def forward_logprobs(
-    chunks: list, micro_batches: list[MicroBatch], head: Head, routing: Routing = Routing.own, keep_hidden: bool = False
-) -> list[np.ndarray]:
-    """Log-probs of the targets, one float32 [T] per micro-batch; empty except on the last stage.
+    chunks: list,
+    micro_batches: list[MicroBatch],
+    head: Head,
+    routing: Routing = Routing.own,
+    keep_hidden: Callable[[MicroBatch, torch.Tensor], None] | None = None,
+) -> list[torch.Tensor]:
+    """Log-probs of the targets, one float32 [T] per micro-batch, on the device; empty except on the last stage.
 
-    keep_hidden: leave the last hidden states in the micro-batches as those of the reference.
+    keep_hidden: called with each micro-batch and its last hidden states [t, h].
     """
 
-    def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> np.ndarray:
+    def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         if keep_hidden:
-            micro_batch.reference_hidden = hidden[0].clone()
+            keep_hidden(micro_batch, hidden[0])
         logp = head(hidden, micro_batch).logp
-        return micro_batch.pack.gather(logp, mpu.get_context_parallel_group()).cpu().numpy()
+        return micro_batch.pack.gather(logp, mpu.get_context_parallel_group())
 
     return _run(chunks, micro_batches, collect, forward_only=True, routing=routing)
 
@@ -108,12 +111,12 @@ def forward_logprobs(
 @torch.no_grad()
 def forward_probe(
     chunks: list, micro_batches: list[MicroBatch], head: Head, routing: Routing = Routing.own
-) -> list[np.ndarray]:
+) -> list[torch.Tensor]:
     """As `forward_logprobs`, but float32 [2, T] per micro-batch: log-probs of the targets, and entropies."""
 
-    def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> np.ndarray:
+    def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         output, group = head(hidden, micro_batch), mpu.get_context_parallel_group()
-        return np.stack([micro_batch.pack.gather(part, group).cpu().numpy() for part in (output.logp, output.entropy)])
+        return torch.stack([micro_batch.pack.gather(part, group) for part in (output.logp, output.entropy)])
 
     return _run(chunks, micro_batches, collect, forward_only=True, routing=routing)
 
@@ -136,7 +139,8 @@ def forward_backward(
         token_loss, metrics = loss(new.logp, new.entropy, micro_batch.inputs, new.kl)
         total = (micro_batch.weight * token_loss).sum()
         metrics["actor/loss"] = Sum(total.detach().clone())  # schedules divide the loss in place
-        share = torch.tensor(int((micro_batch.pack.index >= 0).sum()), dtype=torch.int, device=total.device)
+        # Known to the host, where it stays: Megatron adds it up as a number.
+        share = torch.tensor(int((micro_batch.pack.index >= 0).sum()), dtype=torch.int)
         return total * step_tokens, share, metrics
 
     return _run(chunks, micro_batches, compute, forward_only=False, routing=routing)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from grpo_megatron.megatron.host_memory import host_memory
+
 # name -> bytes
 Bytes = dict[str, int]
 
@@ -69,6 +71,7 @@ class Parking:
     """
 
     def __init__(self, folder: str | None = None):
+        self._pinned: dict[str, torch.Tensor] = {}
         self._files: tempfile.TemporaryDirectory | None = None
         if folder is not None or not torch.cuda.is_available():
             if folder is not None:
@@ -102,7 +105,10 @@ class Parking:
 
     def _write(self, name: str, storage: torch.UntypedStorage):
         if self._files is None:
-            return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True).copy_(_as_tensor(storage))
+            # Kept when it is empty again: to allocate it takes longer than to fill it.
+            if name not in self._pinned or len(self._pinned[name]) != storage.nbytes():
+                self._pinned[name] = host_memory(storage.nbytes())
+            return self._pinned[name].copy_(_as_tensor(storage))
         path = Path(self._files.name, name)
         with path.open("wb") as file:
             file.write(_host_bytes(storage.cpu()))

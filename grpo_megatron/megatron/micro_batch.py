@@ -7,9 +7,10 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from grpo_megatron.algorithm.losses import LossInputs
-from grpo_megatron.batch.layout import Layout, Pack
+from grpo_megatron.batch.layout import Layout, Pack, on_device
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.attention import PackedSequences, describe_pack
+from grpo_megatron.megatron.host_memory import HostArena
 
 
 @dataclass
@@ -18,7 +19,7 @@ class MicroBatch:
 
     padding: True on padding. routing: {layer: int64 [t, k]} (under SP this rank's share of t), the
     experts of each token to be used; None: the routers' choice. reference_hidden: the reference
-    model's last hidden states, [t, h] (or that share), on the last stage.
+    model's last hidden states, [t, h] (or that share), on the last stage; on the device or the host.
     """
 
     pack: Pack
@@ -32,6 +33,12 @@ class MicroBatch:
     routing: dict[int, torch.Tensor] | None = None
     reference_hidden: torch.Tensor | None = None
 
+    def hidden_of_reference(self) -> torch.Tensor:
+        """reference_hidden on the device. Raises RuntimeError if no pass of the reference kept them."""
+        if self.reference_hidden is None:
+            raise RuntimeError("the exact KL needs a pass of the reference that keeps its hidden states")
+        return self.reference_hidden.to(self.target.device, non_blocking=True)
+
 
 def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attention: bool) -> MicroBatch:
     """What the model's input is made of. own_attention: with the plan PackedAttention needs."""
@@ -39,10 +46,10 @@ def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attenti
     return MicroBatch(
         pack=pack,
         packed=describe_pack(pack, device, own_attention=own_attention),
-        tokens=pack.scatter(batch.tokens).to(device).long()[None],
-        position_ids=torch.from_numpy(pack.position_ids).to(device)[None],
-        padding=torch.from_numpy(pack.index < 0).to(device)[None],
-        target=pack.scatter(batch.target).to(device).long(),
+        tokens=on_device(pack.scatter(batch.tokens), device).long()[None],
+        position_ids=pack.tensor("position_ids", device)[None],
+        padding=on_device(torch.from_numpy(pack.index < 0), device)[None],
+        target=on_device(pack.scatter(batch.target), device).long(),
     )
 
 
@@ -52,9 +59,9 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
     group = mpu.get_context_parallel_group()
 
     def local(array: np.ndarray) -> torch.Tensor:
-        return pack.scatter(array).to(device)
+        return on_device(pack.scatter(array), device)
 
-    sequence_id = torch.from_numpy(pack.sequence_id).to(device)
+    sequence_id = pack.tensor("sequence_id", device)
     micro_batch.weight = local(batch.weight)
     micro_batch.inputs = LossInputs(
         mask=local(batch.loss_mask),
@@ -77,7 +84,7 @@ def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[b
         raise ValueError(f"the samples carry routing for {given.shape[1]} layers, the model has {sum(layers)} with experts")
     # Padding needs experts too, different ones; what they compute is used by nobody.
     anything = np.arange(given.shape[2], dtype=given.dtype)
-    local = micro_batch.pack.scatter(given, fill=anything).to(micro_batch.target.device).long()
+    local = on_device(micro_batch.pack.scatter(given, fill=anything), micro_batch.target.device).long()
     local = micro_batch.pack.layout.tensor_parallel_share(local, mpu.get_tensor_model_parallel_rank())
     with_experts = [layer for layer, has_experts in enumerate(layers) if has_experts]
     micro_batch.routing = {layer: local[:, i].contiguous() for i, layer in enumerate(with_experts)}
@@ -94,13 +101,15 @@ class MiniBatchStore:
     device: torch.device
     own_attention: bool
     _kept: dict[tuple[int, int], list[MicroBatch]] = field(default_factory=dict)
+    _hidden_on_device: int = 0  # bytes
+    _hidden_on_host: HostArena = field(default_factory=HostArena)
 
     def get(self, key: tuple[int, int] | None, batches: list[TrainBatch]) -> list[MicroBatch]:
         """The micro-batches of this mini-batch; key None: laid out for this call alone."""
         if key is None:
             return [lay_out(batch, self.layout, self.device, self.own_attention) for batch in batches]
         if any(step != key[0] for step, _ in self._kept):
-            self._kept.clear()
+            self.clear()
         if key not in self._kept:
             self._kept[key] = self.get(None, batches)
         kept = self._kept[key]
@@ -111,5 +120,19 @@ class MiniBatchStore:
             raise ValueError(f"mini-batch {key} has another partition into micro-batches than in its first pass")
         return kept
 
+    def keep_hidden(self, micro_batch: MicroBatch, hidden: torch.Tensor, on_device: int) -> None:
+        """Keep the reference's hidden states [t, h] with a micro-batch until the store is emptied.
+
+        on_device: most bytes that those of all mini-batches may take there; what is beyond waits on the host.
+        """
+        if self._hidden_on_device + hidden.nbytes <= on_device:
+            self._hidden_on_device += hidden.nbytes
+            micro_batch.reference_hidden = hidden.clone()
+        else:
+            micro_batch.reference_hidden = self._hidden_on_host.like(hidden)
+            micro_batch.reference_hidden.copy_(hidden, non_blocking=True)
+
     def clear(self) -> None:
         self._kept.clear()
+        self._hidden_on_device = 0
+        self._hidden_on_host.clear()

@@ -26,13 +26,15 @@ from grpo_megatron.megatron.transformer_config import transformer_config
 from grpo_megatron.model.architecture import Architecture
 
 
-def uses_transformer_engine(impl: TransformerImpl, precision: Precision) -> bool:
-    """Whether layers are TransformerEngine's here; `auto` takes it where it can run.
+def uses_transformer_engine(impl: TransformerImpl, precision: Precision, emulate_kernels: bool = False) -> bool:
+    """Whether layers are TransformerEngine's here; `auto` takes it where it can run, but not in fp32.
+
+    It has no fused attention for fp32, and its products then round their operands to TF32.
 
     Raises UserError where it cannot run and is needed. A configuration that was checked with given facts about the cluster
     (cluster.gpu) may meet another machine, or one without TransformerEngine.
     """
-    here = Capabilities.of_this_machine()
+    here = Capabilities.of_this_machine().emulating(emulate_kernels)
     if precision == Precision.fp8 and here.fp8_problem:
         raise UserError(f"megatron.precision=fp8 is not possible on the machine of this rank: {here.fp8_problem}; use bf16")
     if impl == TransformerImpl.transformer_engine and here.transformer_engine_problem:
@@ -40,7 +42,9 @@ def uses_transformer_engine(impl: TransformerImpl, precision: Precision) -> bool
             "megatron.transformer_impl=transformer_engine is not possible on the machine of this rank: "
             f"{here.transformer_engine_problem}; use local or auto"
         )
-    return impl != TransformerImpl.local and here.transformer_engine_problem is None
+    if impl == TransformerImpl.auto:
+        return precision != Precision.fp32 and here.transformer_engine_problem is None
+    return impl == TransformerImpl.transformer_engine
 
 
 def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
@@ -59,7 +63,10 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, 
     """One layer: TransformerEngine's, or Megatron's local one with our norm and attention."""
     if spec.transformer_engine:
         layer_spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=num_experts, qk_layernorm=config.qk_layernorm, multi_latent_attention=arch.latent is not None
+            num_experts=num_experts,
+            moe_grouped_gemm=True,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=arch.latent is not None,
         )
     else:
         layer_spec = get_gpt_layer_local_spec(
@@ -141,8 +148,20 @@ def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
             chunk.rotary_pos_emb.inv_freq = arch.rope_frequencies().to(chunk.rotary_pos_emb.inv_freq.device)
         if chunk.post_process:
             hand_out_hidden_states(chunk)
+        if spec.transformer_engine:
+            _fuse_weight_gradients(chunk)
         chunks.append(chunk if config.use_cpu_initialization else chunk.cuda(torch.cuda.current_device()))
     return chunks
+
+
+def _fuse_weight_gradients(chunk: GPTModel) -> None:
+    """Have products add weight gradients to the float32 buffers, without a bf16 copy in between.
+
+    After building: Megatron's own layers, of which embedding and output layer are left, ask apex for the same.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def output_weight(chunk: GPTModel) -> torch.Tensor:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from grpo_megatron.config.fp8 import FP8Config, FP8Recipe
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.schema import Config, MoEConfig, OptimizerConfig, Precision, Recompute, TransformerImpl
 from grpo_megatron.metrics import Metrics
@@ -14,7 +15,8 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 class ModelSpec:
     """How a model is built from its Architecture.
 
-    params_dtype: of parameters and activations. transformer_engine: its layers, else the local ones.
+    params_dtype: of parameters and activations. transformer_engine: its layers, else the local ones. fp8: how its matrix
+    products are computed in FP8; None: in params_dtype.
     aux_loss_coeff, z_loss_coeff: of the routers' own losses, 0: off. constant_length: all packs are
     equally long, so that pipeline stages need not tell each other the shapes. without_memory: it is built on torch's meta device,
     to be asked for names and shapes. lora: beside local layers only.
@@ -23,7 +25,7 @@ class ModelSpec:
     sizes: ParallelSizes
     params_dtype: torch.dtype
     transformer_engine: bool = False
-    fp8: bool = False
+    fp8: FP8Config | None = None
     recompute: Recompute = Recompute.none
     recompute_modules: tuple[str, ...] = ("core_attn",)
     aux_loss_coeff: float = 0.0
@@ -38,16 +40,19 @@ class ActorSpec:
     """What an actor is made of.
 
     temperature: of the distribution whose log-probs are trained. reference_offload: the reference's
-    weights wait in the host's memory. offload_folder: where what is parked goes, see memory.Parking.
+    weights wait in the host's memory. reference_hidden_bytes: see config ref.hidden_gib. offload_folder:
+    where what is parked goes, see memory.Parking.
     pack_tokens: if not 0, every micro-batch is padded to this many tokens, over all CP ranks.
-    seed: of weights made here, which are the adapters'.
+    seed: of weights made here, which are the adapters'. emulate_kernels: of TransformerEngine, on a CPU.
     """
 
     model_path: str
     sizes: ParallelSizes
     optimizer: OptimizerConfig
     precision: Precision = Precision.fp32
+    fp8: FP8Config = field(default_factory=FP8Config)
     transformer_impl: TransformerImpl = TransformerImpl.local
+    emulate_kernels: bool = False
     distributed_optimizer: bool = False
     overlap: bool = False
     recompute: Recompute = Recompute.none
@@ -57,6 +62,7 @@ class ActorSpec:
     with_reference: bool = False
     reference_path: str | None = None
     reference_offload: bool = True
+    reference_hidden_bytes: int = 4 << 30
     offload_folder: str | None = None
     pack_tokens: int = 0
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -87,6 +93,13 @@ def lr_decay_steps(config: Config, command: str) -> int:
     return config.run.total_steps * mini_batches * config.train.ppo_epochs
 
 
+def fp8_alignment(fp8: FP8Config | None) -> int:
+    """What a pack's tokens, and those of each rank's part of it, must be a multiple of for the matrix products."""
+    if fp8 is None:
+        return 1
+    return {FP8Recipe.blockwise: 128, FP8Recipe.mxfp8: 32}.get(fp8.recipe, 16)
+
+
 def pack_limit(config: Config) -> int:
     """Most tokens of a micro-batch, over all CP ranks."""
     return config.train.max_tokens_per_micro_batch * config.megatron.context_parallel
@@ -102,7 +115,9 @@ def actor_spec(config: Config, command: str = "train") -> ActorSpec:
         sizes=ParallelSizes.from_config(megatron),
         optimizer=replace(config.optimizer, lr_decay_steps=lr_decay_steps(config, command)),
         precision=megatron.precision,
+        fp8=megatron.fp8,
         transformer_impl=layers,
+        emulate_kernels=megatron.emulate_kernels,
         distributed_optimizer=megatron.distributed_optimizer,
         overlap=megatron.overlap,
         recompute=megatron.recompute,
@@ -112,6 +127,7 @@ def actor_spec(config: Config, command: str = "train") -> ActorSpec:
         with_reference=command == "train" and config.algorithm.needs_reference,
         reference_path=config.ref.path,
         reference_offload=config.ref.offload,
+        reference_hidden_bytes=int(config.ref.hidden_gib * 2**30),
         offload_folder=megatron.offload_folder,
         pack_tokens=pack_limit(config) if config.train.constant_length_packs else 0,
         lora=megatron.lora,

@@ -12,6 +12,10 @@ def start_actor(spec: ActorSpec, seed: int, threads: int, timeout: float, rank: 
     # Here and not above: whoever sends this function to another process need not load Megatron.
     import torch
 
+    if spec.emulate_kernels:
+        from grpo_megatron.megatron import emulation
+
+        emulation.install()
     from grpo_megatron.megatron import process_groups
     from grpo_megatron.megatron.actor import Actor
 

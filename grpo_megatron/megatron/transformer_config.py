@@ -64,7 +64,7 @@ def _expert_settings(arch: Architecture, spec: ModelSpec) -> dict:
         "moe_z_loss_coeff": spec.z_loss_coeff or None,
         "expert_model_parallel_size": spec.sizes.ep,
         "expert_tensor_parallel_size": spec.sizes.etp,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": spec.transformer_engine,
         **sigmoid,
     }
 
@@ -77,11 +77,40 @@ def _recompute_settings(spec: ModelSpec) -> dict:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def transformer_config(arch: Architecture, spec: ModelSpec):
-    """Megatron's TransformerConfig for this model.
+def _fp8_settings(spec: ModelSpec) -> dict:
+    if spec.fp8 is None:
+        return {}
+    first, last = spec.fp8.bf16_first_layers, spec.fp8.bf16_last_layers
+    return {
+        "fp8": spec.fp8.format.value,
+        "fp8_recipe": spec.fp8.recipe.value,
+        # TransformerEngine's own defaults; Megatron's would forget everything but the last step.
+        "fp8_amax_history_len": 1024,
+        "fp8_amax_compute_algo": "max",
+        "first_last_layers_bf16": first + last > 0,
+        "num_layers_at_start_in_bf16": first,
+        "num_layers_at_end_in_bf16": last,
+    }
 
-    Every fusion that needs apex or TransformerEngine is off; those settings are also what CPU needs.
-    """
+
+def _fusions(arch: Architecture, spec: ModelSpec) -> dict:
+    """Those of the layers; local ones have their own activation, norm and attention, see modules.py and attention.py."""
+    fused = spec.transformer_engine
+    return {
+        # Unfused, Megatron asks for the lengths of all sequences in every layer and pass.
+        "apply_rope_fusion": fused and arch.latent is None,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "use_te_activation_func": not fused,  # of the layer spec, which is ours: modules.SwiGLU
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        # See model.build_model.
+        "gradient_accumulation_fusion": False,
+    }
+
+
+def transformer_config(arch: Architecture, spec: ModelSpec):
+    """Megatron's TransformerConfig for this model."""
     from megatron.core.transformer import TransformerConfig
 
     params_dtype = spec.params_dtype
@@ -97,7 +126,6 @@ def transformer_config(arch: Architecture, spec: ModelSpec):
         qk_layernorm=arch.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=not spec.transformer_engine,  # of the layer spec, which is ours: modules.SwiGLU
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         hidden_dropout=0.0,
@@ -106,22 +134,14 @@ def transformer_config(arch: Architecture, spec: ModelSpec):
         params_dtype=params_dtype,
         pipeline_dtype=params_dtype,
         bf16=params_dtype == torch.bfloat16,
-        fp8="hybrid" if spec.fp8 else None,
-        # Scales from the tensor at hand, without history: the reference, passed through the same
-        # layers, then computes exactly what the actor computed.
-        fp8_recipe="tensorwise" if spec.fp8 else "delayed",
         # Weights come from the checkpoint: skip Megatron's random initialisation.
         perform_initialization=False,
         use_cpu_initialization=spec.without_memory or not torch.cuda.is_available(),
         # The loss function divides by nothing; Megatron divides by the token count it is given
         # (see forward_backward.py).
         calculate_per_token_loss=True,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+        **_fusions(arch, spec),
+        **_fp8_settings(spec),
         **_parallel_settings(arch, spec),
         **_expert_settings(arch, spec),
         **_recompute_settings(spec),

@@ -1,5 +1,6 @@
 """HF tensors into the ranks of a Megatron model, and out of them again, tensor by tensor."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -16,6 +17,8 @@ from grpo_megatron.model.pieces import box
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 
 _EXPERTS = "mlp.experts.local_experts."
+# TransformerEngine's experts, of which one module has all the weights.
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
 def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Parameter]:
@@ -41,6 +44,9 @@ def _under_global_names(chunks, named: Callable) -> dict:
                 if rest.startswith(_EXPERTS):
                     number, rest = rest.removeprefix(_EXPERTS).split(".", 1)
                     rest = f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(number)}.{rest}"
+                elif grouped := _GROUPED.fullmatch(rest):
+                    matrix, number = grouped.groups()
+                    rest = f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(number)}.{matrix}.weight"
                 name = f"decoder.layers.{layer.layer_number - 1}.{rest}"
             found[name] = parameter
     return found

@@ -60,7 +60,7 @@ def check(path: str | None, overrides: list[str], command: str = "train") -> Rep
         report.violations.append(f"no value for {', '.join(missing)}; set it in the YAML file or as key=value")
     report.violations += violations(config, command)
     report.checked.append("rules across keys")
-    if known_capabilities(config.cluster).gpus is None:
+    if known_capabilities(config).gpus is None:
         report.not_checked.append("what the cluster can do: set cluster.gpu, cluster.nodes and cluster.gpus_per_node")
     model_is_here = _check_model(config, command, report)
     _check_data(config, command, model_is_here, report)

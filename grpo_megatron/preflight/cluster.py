@@ -17,6 +17,7 @@ def check_cluster(config: Config, command: str) -> None:
     if address is not None:
         connect(address, num_slots=0)
     found = Capabilities.of_this_machine() if address is None else capabilities_of_ray()
+    found = found.emulating(config.megatron.emulate_kernels)
     broken = contradictions(config, found) + CLUSTER.violations(config, found, command=command)
     if broken:
         raise UserError("the cluster does not allow this configuration:\n" + "\n".join(f"  - {rule}" for rule in broken))

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from grpo_megatron.capabilities import Capabilities
+from grpo_megatron.capabilities import BLACKWELL, Capabilities
 from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.config.engine import KVCacheDtype
-from grpo_megatron.config.schema import ClusterConfig, Config, Placement, Precision, TransformerImpl
+from grpo_megatron.config.fp8 import FP8Recipe
+from grpo_megatron.config.schema import Config, Placement, Precision, Recompute, TransformerImpl
 from grpo_megatron.config.weight_sync import SyncTransport
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -24,12 +25,13 @@ _RANKS = (
 )
 
 
-def known_capabilities(cluster: ClusterConfig) -> Capabilities:
+def known_capabilities(config: Config) -> Capabilities:
     """What is known without asking a Ray cluster: the facts that are given; without any, this machine, if it will run it."""
+    cluster = config.cluster
     facts = (cluster.gpu, cluster.nodes, cluster.gpus_per_node)
-    if cluster.ray_address is None and facts == (None, None, None):
-        return Capabilities.of_this_machine()
-    return Capabilities.of_facts(*facts)
+    here = cluster.ray_address is None and facts == (None, None, None)
+    known = Capabilities.of_this_machine() if here else Capabilities.of_facts(*facts)
+    return known.emulating(config.megatron.emulate_kernels)
 
 
 @CLUSTER.rule("Without GPUs there are none on a node either.", "cluster.gpus_per_node", "cluster.gpu")
@@ -51,16 +53,42 @@ def transformer_engine_can_run(config: Config, capabilities: Capabilities) -> It
         yield f"megatron.transformer_impl=transformer_engine is not possible {capabilities.where}: {problem}; use local or auto"
 
 
+@CLUSTER.rule("Kernels are emulated where there is no GPU that has them.", "megatron.emulate_kernels", "cluster.gpu")
+def emulation_is_possible(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    if config.megatron.emulate_kernels and capabilities.transformer_engine_problem:
+        yield f"megatron.emulate_kernels=true is not possible {capabilities.where}: {capabilities.transformer_engine_problem}"
+
+
+@CLUSTER.rule("MXFP8 needs a Blackwell GPU.", "megatron.fp8.recipe", "megatron.precision", "cluster.gpu")
+def mxfp8_has_its_gpu(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    megatron, gpu = config.megatron, capabilities.gpu
+    wanted = megatron.precision == Precision.fp8 and megatron.fp8.recipe == FP8Recipe.mxfp8
+    if wanted and gpu and gpu.compute_capability < BLACKWELL:
+        major, minor = gpu.compute_capability
+        yield (
+            f"megatron.fp8.recipe=mxfp8 needs compute capability 10.0 (Blackwell), the GPU {capabilities.where} has {major}.{minor}; "
+            "choose blockwise"
+        )
+
+
 @CLUSTER.rule(
-    "Each expert is split only on GPUs: the collectives on CPU cannot gather unequal parts.",
-    "megatron.expert_tensor_parallel",
+    "Activations of experts alone are recomputed by the layers that have all experts in one module, TransformerEngine's.",
+    "megatron.recompute_modules",
+    "megatron.recompute",
+    "megatron.transformer_impl",
+    "megatron.precision",
+    "megatron.lora.rank",
     "cluster.gpu",
 )
-def split_experts_have_gpus(config: Config, capabilities: Capabilities) -> Iterator[str]:
-    if config.megatron.expert_tensor_parallel > 1 and capabilities.gpus is False:
+def experts_activations_have_their_layers(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    megatron = config.megatron
+    if megatron.recompute != Recompute.selective or "moe_act" not in megatron.recompute_modules:
+        return
+    impossible = megatron.precision == Precision.fp32 or megatron.lora.rank or capabilities.transformer_engine_problem
+    if megatron.transformer_impl == TransformerImpl.local or (megatron.transformer_impl == TransformerImpl.auto and impossible):
         yield (
-            f"megatron.expert_tensor_parallel={config.megatron.expert_tensor_parallel} needs GPUs: the collectives on CPU cannot "
-            "gather unequal parts; use expert_parallel"
+            "megatron.recompute_modules=[moe_act] needs the TransformerEngine layers, and these are the local ones "
+            f"(megatron.transformer_impl={megatron.transformer_impl.value}); recompute moe instead"
         )
 
 

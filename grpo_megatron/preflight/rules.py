@@ -16,6 +16,7 @@ from grpo_megatron.preflight.cluster_rules import CLUSTER, known_capabilities
 from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL, layout_violations
 from grpo_megatron.preflight.lora_rules import LORA
 from grpo_megatron.preflight.mismatch_rules import MISMATCH
+from grpo_megatron.preflight.precision_rules import PRECISION
 from grpo_megatron.preflight.rollout_rules import ROLLOUT
 from grpo_megatron.preflight.rule import Rule
 from grpo_megatron.preflight.training_rules import TRAINING
@@ -25,7 +26,7 @@ from grpo_megatron.preflight.weight_sync_rules import WEIGHT_SYNC
 def all_rules() -> list[Rule]:
     return [
         rule
-        for book in (TRAINING, LORA, ROLLOUT, SIZES, SIZES_OF_MODEL, CLUSTER, WEIGHT_SYNC, ALGORITHM, MISMATCH)
+        for book in (TRAINING, PRECISION, LORA, ROLLOUT, SIZES, SIZES_OF_MODEL, CLUSTER, WEIGHT_SYNC, ALGORITHM, MISMATCH)
         for rule in book.rules
     ]
 
@@ -39,10 +40,11 @@ def violations(config: Config, command: str = "train", capabilities: Capabilitie
     keys = frozenset(out)
     found = [sentence for sentences in out.values() for sentence in sentences]
     found += TRAINING.violations(config, command=command, out_of_limits=keys)
+    found += PRECISION.violations(config, command=command, out_of_limits=keys)
     found += LORA.violations(config, command=command, out_of_limits=keys)
     found += ROLLOUT.violations(config, command=command, out_of_limits=keys)
     found += layout_violations(ParallelSizes.from_config(config.megatron), out_of_limits=keys)
-    known = capabilities or known_capabilities(config.cluster)
+    known = capabilities or known_capabilities(config)
     found += CLUSTER.violations(config, known, command=command, out_of_limits=keys)
     found += WEIGHT_SYNC.violations(config, command=command, out_of_limits=keys)
     found += ALGORITHM.violations(config, command=command, out_of_limits=keys)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from grpo_megatron.batch.layout import Layout, padded_to
-from grpo_megatron.config.schema import Config, LrSchedule, OldLogprobs, Precision, RoutingReplay, TransformerImpl
+from grpo_megatron.config.schema import Config, LrSchedule, OldLogprobs, RoutingReplay
 from grpo_megatron.megatron.spec import lr_decay_steps
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.rule import RuleBook
@@ -95,13 +95,6 @@ def longest_sequence_fits(config: Config) -> Iterator[str]:
             f"train.max_tokens_per_micro_batch={limit}{times} is less than the longest sequence, "
             f"data.max_prompt_length + rollout.max_response_length = {longest}"
         )
-
-
-@TRAINING.rule("FP8 is computed by the TransformerEngine layers.", "megatron.precision", "megatron.transformer_impl")
-def fp8_has_its_layers(config: Config) -> Iterator[str]:
-    megatron = config.megatron
-    if megatron.precision == Precision.fp8 and megatron.transformer_impl == TransformerImpl.local:
-        yield "megatron.precision=fp8 needs the TransformerEngine layers, but megatron.transformer_impl=local"
 
 
 @TRAINING.rule(

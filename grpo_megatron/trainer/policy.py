@@ -1,6 +1,7 @@
 """The policy's trainer as the controller sees it: all ranks of the Megatron actor behind one object."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -100,6 +101,16 @@ class PolicyTrainer:
         """Object references to each replica's micro-batches."""
         return [ray.put([batch.select(mb) for mb in plan.micro_batches[dp]]) for dp in range(self.sizes.dp)]
 
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within this context the ranks have the reference's weights, and `logprobs(reference=True)` is the only call for them.
+
+        Entering and leaving exchange all weights, so that one context is for all passes of a step.
+        """
+        self._call_alike("begin_reference")
+        yield
+        self._call_alike("end_reference")  # not after an error: the ranks may hang in a collective
+
     def logprobs(
         self,
         batch: TrainBatch,
@@ -108,7 +119,7 @@ class PolicyTrainer:
         key: tuple[int, int] | None = None,
         keep_hidden: bool = False,
     ) -> np.ndarray:
-        """float32 [T]: log-prob of every target under the current or the reference weights.
+        """float32 [T]: log-prob of every target under the current weights, or within `reference` those of the reference.
 
         key: (step, number of the mini-batch), by which ranks reuse what they keep between passes.
         keep_hidden: the reference's hidden states stay on the ranks, for the exact KL.

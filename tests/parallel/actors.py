@@ -30,11 +30,19 @@ def in_order(batch: TrainBatch, plan, actor: Actor, values: np.ndarray) -> np.nd
     return out
 
 
+def reference_logprobs(actor: Actor, parts: list[TrainBatch], **options) -> np.ndarray | None:
+    """`Actor.logprobs` of the reference, which is exchanged for this one pass."""
+    actor.begin_reference()
+    values = actor.logprobs(parts, reference=True, **options)
+    actor.end_reference()
+    return values
+
+
 def logprobs(spec: ActorSpec, batch: TrainBatch, packing: bool, reference: bool = False):
     """Log-probs of all tokens in the order of the batch (of this replica's sequences)."""
     actor = Actor(spec)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing)
-    values = actor.logprobs(parts, reference)
+    values = reference_logprobs(actor, parts) if reference else actor.logprobs(parts)
     if values is None:
         return None
     return in_order(batch, plan, actor, values)
@@ -84,8 +92,8 @@ def train_with_reference(spec: ActorSpec, batches: list[TrainBatch], loss):
     results = []
     for batch in batches:
         _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
-        before = actor.logprobs(parts, reference=True)
+        before = reference_logprobs(actor, parts)
         results.append(actor.train_step(parts, loss, step_tokens=batch.num_tokens))
-        after = actor.logprobs(parts, reference=True)
+        after = reference_logprobs(actor, parts)
         assert np.array_equal(before, after), "training moved the reference"
     return results if actor.rank.reports else None

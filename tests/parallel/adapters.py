@@ -9,7 +9,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.lora import MergedWeights
 from grpo_megatron.megatron.weights import local_parameters
-from tests.parallel.actors import in_order, micro_batches
+from tests.parallel.actors import in_order, micro_batches, reference_logprobs
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def logprobs_and_export(spec, batch, folder):
     base = {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
     fill(actor)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
-    adapted, reference = actor.logprobs(parts), actor.logprobs(parts, reference=True)
+    adapted, reference = actor.logprobs(parts), reference_logprobs(actor, parts)
     actor.save_hf(folder)
     assert all(torch.equal(base[name], p) for name, p in local_parameters(actor.chunks).items()), "the model is frozen"
     if adapted is None:
@@ -48,7 +48,7 @@ def memory_after_a_step(spec, batch, loss):
     after = MergedWeights(actor.chunks)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     sizes = [sum(p.numel() for p in local_parameters(actor.chunks, adapters=a).values()) for a in (True, False)]
-    return actor.memory.resident(), *sizes, sum(t.numel() for t in actor.reference._other), changed
+    return actor.memory.resident(), *sizes, actor.reference.nbytes // 4, changed
 
 
 def _step(actor, batch, loss):

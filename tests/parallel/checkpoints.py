@@ -14,7 +14,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.megatron import checkpoint_files, sharded_state, shards
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import TrainResult
-from tests.parallel.actors import micro_batches
+from tests.parallel.actors import micro_batches, reference_logprobs
 from tests.parallel.optimizers import State, state_of, step
 
 
@@ -99,7 +99,7 @@ def save_while_training(spec, batches, loss, folder, not_waiting=None) -> State:
         actor.begin_checkpoint(folder)
         assert not actor.checkpoint_written()
         parts = micro_batches(batches[1], spec, actor.rank.dp_rank, packing=True)[1]
-        actor.logprobs(parts, reference=True)
+        reference_logprobs(actor, parts)
         if not_waiting is None:
             actor.sleep()
             actor.wake()

@@ -19,7 +19,7 @@ from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import box
-from tests.parallel.actors import micro_batches
+from tests.parallel.actors import micro_batches, reference_logprobs
 
 
 @dataclass
@@ -63,7 +63,7 @@ def two_steps(case: Case) -> RankResult:
             parts = share(case, batch, actor.rank.dp_rank)
             reference = case.loss.needs_full_kl
             if reference:
-                actor.logprobs(parts, reference=True, key=(step, 0), keep_hidden=True)
+                reference_logprobs(actor, parts, key=(step, 0), keep_hidden=True)
             metrics = actor.compute_gradients(parts, case.loss, batch.num_tokens, key=(step, 0))
             if step == 0:
                 gradients = {name: owned_gradient(actor, p) for name, p in trained.items()}

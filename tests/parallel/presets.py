@@ -16,7 +16,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec, TrainResult
 from grpo_megatron.metrics import Metrics
-from tests.parallel.actors import micro_batches
+from tests.parallel.actors import micro_batches, reference_logprobs
 from tests.parallel.optimizers import parameters_of
 
 
@@ -35,9 +35,12 @@ class OneReplica:
         self.actor, self.batch = Actor(spec), batch
         self.plan, self.parts = micro_batches(batch, spec, 0, packing=True)
 
-    def logprobs(self, reference: bool, keep_hidden: bool) -> np.ndarray:
+    def logprobs(self, reference: bool, keep_hidden: bool = False) -> np.ndarray:
         """float32 [T], on every rank."""
-        own = self.actor.logprobs(self.parts, reference, key=(1, 0), keep_hidden=keep_hidden)
+        if reference:
+            own = reference_logprobs(self.actor, self.parts, key=(1, 0), keep_hidden=keep_hidden)
+        else:
+            own = self.actor.logprobs(self.parts, key=(1, 0))
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         out = np.empty(self.batch.num_tokens, dtype=np.float32)
@@ -57,7 +60,7 @@ def steps(config: Config, spec: ActorSpec, batch: TrainBatch, old_shift: float =
     replica = OneReplica(spec, batch)
     loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=True)
     batch.number = np.arange(batch.num_tokens)
-    batch.old_logp = replica.logprobs(reference=False, keep_hidden=False)
+    batch.old_logp = replica.logprobs(reference=False)
     batch.rollout_logp = batch.old_logp + np.where(batch.loss_mask, batch.rollout_logp, 0)
     mismatch = measure_mismatch(batch)
     batch.old_logp = batch.old_logp + np.float32(old_shift)
@@ -83,5 +86,5 @@ def reference_reset(spec: ActorSpec, batch: TrainBatch) -> dict[str, torch.Tenso
         if when == "reset":
             replica.actor.reset_reference()
         for name, reference in (("policy", False), ("reference", True)):
-            found[f"{when}: {name}"] = replica.logprobs(reference, keep_hidden=False)
+            found[f"{when}: {name}"] = replica.logprobs(reference)
     return found

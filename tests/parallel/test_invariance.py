@@ -154,6 +154,12 @@ def test_full_kl(dense, layout):
     dense.check(ParallelSizes(**LAYOUTS[layout]), FULL_KL)
 
 
+@pytest.mark.parametrize("layout", ["pp2", "cp2tp2sp"])
+def test_full_kl_with_hidden_states_on_the_host(dense, layout):
+    """Some of the micro-batches' in one layout, all of them in the other."""
+    dense.check(ParallelSizes(**LAYOUTS[layout]), FULL_KL, {"reference_hidden_bytes": 50_000 if layout == "pp2" else 0})
+
+
 def test_overlap_with_the_interleaved_schedule(dense):
     options = {"distributed_optimizer": True, "overlap": True}
     dense.check(ParallelSizes(pp=2, vpp=2, dp=2), TOKEN, options)

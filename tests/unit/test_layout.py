@@ -105,7 +105,7 @@ def test_constant_length_too_short_is_refused():
 
 def test_gather_and_sequence_sum_on_one_rank():
     pack = Layout(tp=4, sequence_parallel=True).pack([3, 2])
-    local = pack.scatter(np.array([1, 2, 3, 4, 5], np.float32), fill=100)
+    local = pack.scatter(np.array([1, 2, 3, 4, 5], np.float32), fill=np.nan)
     assert pack.gather(local).tolist() == [1, 2, 3, 4, 5]
     assert pack.sequence_sum(local).tolist() == [6, 9]
 

@@ -46,17 +46,17 @@ def test_quantiles_and_worst_tokens_do_not_depend_on_how_tokens_are_divided(delt
     delta = np.round(delta, 4)
     pieces = [part for part in np.array_split(np.arange(len(delta)), parts) if len(part)]
     merged = merge(
-        [
-            concrete(
+        concrete(
+            [
                 mismatch_metrics(
                     torch.zeros(len(p), dtype=torch.float64),
                     torch.from_numpy(delta[p]),
                     torch.ones(len(p), dtype=torch.bool),
                     torch.from_numpy(p),
                 )
-            )
-            for p in pieces
-        ]
+                for p in pieces
+            ]
+        )
     )
     ordered = np.sort(delta)
     for name, share in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):

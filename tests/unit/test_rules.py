@@ -26,6 +26,14 @@ BROKEN = {
     "samples_can_be_shared": ["megatron.data_parallel=3", "train.packing=false"],
     "examples_can_be_shared": ["megatron.data_parallel=64"],
     "longest_sequence_fits": ["train.max_tokens_per_micro_batch=1023"],
+    "fp32_has_its_layers": ["megatron.precision=fp32", "megatron.transformer_impl=transformer_engine"],
+    "delayed_is_for_all_layers": ["megatron.precision=fp8", "megatron.fp8.recipe=delayed", "megatron.fp8.bf16_last_layers=1"],
+    "delayed_recomputes_whole_layers": [
+        "megatron.precision=fp8",
+        "megatron.fp8.recipe=delayed",
+        "megatron.recompute=selective",
+        "megatron.recompute_modules=[layernorm]",
+    ],
     "fp8_has_its_layers": ["megatron.precision=fp8", "megatron.transformer_impl=local"],
     "adapters_have_targets": ["megatron.lora.rank=4", "megatron.lora.targets=[]"],
     "fused_targets_go_together": ["megatron.lora.rank=4", "megatron.lora.targets=[q_proj,v_proj]"],
@@ -51,7 +59,13 @@ BROKEN = {
     "gpus_per_node_means_something": ["cluster.gpu=none", "cluster.gpus_per_node=8"],
     "fp8_can_run": ["megatron.precision=fp8", "cluster.gpu=a100-80g"],
     "transformer_engine_can_run": ["megatron.transformer_impl=transformer_engine", "cluster.gpu=none"],
-    "split_experts_have_gpus": ["megatron.expert_tensor_parallel=2", "megatron.data_parallel=2", "cluster.gpu=none"],
+    "emulation_is_possible": ["megatron.emulate_kernels=true", "cluster.gpu=h100-80g"],
+    "mxfp8_has_its_gpu": ["megatron.precision=fp8", "megatron.fp8.recipe=mxfp8", "cluster.gpu=h200"],
+    "experts_activations_have_their_layers": [
+        "megatron.recompute=selective",
+        "megatron.recompute_modules=[moe_act]",
+        "megatron.transformer_impl=local",
+    ],
     "ranks_and_engines_fit": [*EIGHT, "megatron.data_parallel=8"],
     "ranks_fit": [*EIGHT, "megatron.data_parallel=16"],
     "tensor_parallel_is_within_a_node": ["cluster.gpus_per_node=8", "megatron.tensor_parallel=16"],
@@ -167,7 +181,7 @@ def ask(rule) -> tuple[list[str], set[str] | None]:
         vars(sizes)["read"] = read  # from_config has read them all
         return list(rule.check(*subject)), read
     noted = Noted(config, "", read)
-    subject = (noted, known_capabilities(config.cluster)) if rule in CLUSTER.rules else (noted,)
+    subject = (noted, known_capabilities(config)) if rule in CLUSTER.rules else (noted,)
     return list(rule.check(*subject)), read
 
 
@@ -209,4 +223,4 @@ def test_a_broken_rule_is_reported_by_the_commands_it_is_for(rule):
 def test_no_rule_holds_against_a_cluster_of_which_nothing_is_known():
     config = read_config(None, [*NEEDED, "megatron.precision=fp8", "megatron.tensor_parallel=64"], "train")
     assert violations(config, capabilities=Capabilities("somewhere")) == []
-    assert violations(config, capabilities=known_capabilities(config.cluster)) != []
+    assert violations(config, capabilities=known_capabilities(config)) != []

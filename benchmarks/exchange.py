@@ -1,0 +1,118 @@
+"""Exchange of the policy's weights for the reference's, which wait in the host's memory.
+
+    python benchmarks/exchange.py [--repeats N]
+
+One rank, bf16, a Qwen3 of 290M parameters, on a GPU if there is one. An exchange moves every weight to the host and every weight
+of the reference back; a plain copy does the same with memory of the same kind, out and then in, with nothing between. They take
+turns after a warm-up; medians. Seconds are CPU time of one thread, which other load on the machine touches least; with a GPU,
+elapsed time to the end of the copies. Afterwards the policy's weights must be what they were, bit for bit.
+
+Then one step with four mini-batches, whose exchanges are counted.
+
+Prints a table and, as its last line, one JSON object: swap_over_copy (exchange / plain copy; target 1.2), exchange_seconds,
+copy_seconds, gigabytes (of the weights), exchanges_per_step (target 2).
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from make_tiny_model import make
+
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import OptimizerConfig, Precision
+from grpo_megatron.megatron import process_groups
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.host_memory import host_memory
+from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+
+MINI_BATCHES = 4
+
+
+def seconds(device: torch.device, call: Callable[[], None]) -> float:
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    backend = torch.get_device_module(device)
+    backend.synchronize()
+    start = clock()
+    call()
+    backend.synchronize()
+    return clock() - start
+
+
+def measure(actor: Actor, repeats: int) -> dict[str, float]:
+    own = [parameter.detach().view(-1).view(torch.uint8) for chunk in actor.chunks for parameter in chunk.parameters()]
+    host = [host_memory(values.nbytes) for values in own]
+
+    def exchange() -> None:
+        actor.begin_reference()
+        actor.end_reference()
+
+    def copy() -> None:
+        for _ in range(2):
+            for values, waiting in zip(own, host, strict=True):
+                waiting.copy_(values, non_blocking=True)
+            for values, waiting in zip(own, host, strict=True):
+                values.copy_(waiting, non_blocking=True)
+
+    before = [values.clone() for values in own]
+    times: dict[str, list[float]] = {"exchange": [], "copy": []}
+    for _ in range(repeats + 1):
+        times["exchange"].append(seconds(actor.device, exchange) / 2)
+        times["copy"].append(seconds(actor.device, copy) / 2)
+    if not all(torch.equal(one, other) for one, other in zip(own, before, strict=True)):
+        raise RuntimeError("the weights changed in an exchange and its return")
+    found = {f"{name}_seconds": statistics.median(values[1:]) for name, values in times.items()}
+    gigabytes = sum(values.nbytes for values in own) / 1e9
+    return {"swap_over_copy": found["exchange_seconds"] / found["copy_seconds"], **found, "gigabytes": gigabytes}
+
+
+def exchanges_of_a_step(actor: Actor) -> int:
+    """With a pass of the reference over each of the mini-batches."""
+    plain, made = actor.reference._exchange, []
+    actor.reference._exchange = lambda: made.append(plain())
+    rng = np.random.default_rng(0)
+    actor.begin_reference()
+    for number in range(MINI_BATCHES):
+        ids = rng.integers(6, 29, 12).astype(np.int32)
+        sample = Sample(0, number, ids[:4], ids[4:], np.ones(8, np.bool_), np.full(8, -3.0, np.float32), "stop")
+        actor.logprobs([TrainBatch.from_samples([sample])], reference=True, key=(1, number))
+    actor.end_reference()
+    actor.reference._exchange = plain
+    return len(made)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder, "model"), hidden=1024, layers=24, heads=8, ffn=3072)
+        process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
+        spec = ActorSpec(f"{folder}/model", ParallelSizes(), OptimizerConfig(), Precision.bf16, with_reference=True)
+        actor = Actor(spec)
+        results = measure(actor, options.repeats)
+        results["exchanges_per_step"] = exchanges_of_a_step(actor)
+        process_groups.destroy()
+    size = results["gigabytes"]
+    print(f"{'':<12}{'seconds':>10}{'GB/s each way':>16}")
+    for name in ("exchange", "copy"):
+        taken = results[f"{name}_seconds"]
+        print(f"{name:<12}{taken:>10.4f}{size / taken:>16.2f}")
+    print(f"{results['exchanges_per_step']} exchanges in a step of {MINI_BATCHES} mini-batches")
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""cuDNN's attention over packs, and what context parallelism's ring does with parts of packs, in torch.
+
+Like the kernel, it refuses float32 and writes nothing behind the sequences it was told of: what is there is
+`PADDING_STATISTICS`, which may be set to NaN.
+"""
+
+from itertools import pairwise
+
+import torch
+
+from grpo_megatron.megatron.emulation.extension import FusedAttentionBackend, MaskType
+
+# The softmax's statistics on rows that belong to no sequence. The kernel leaves there whatever the memory held.
+PADDING_STATISTICS = 0.0
+
+
+def get_fused_attn_backend(*args):
+    return FusedAttentionBackend.NVTE_F16_arbitrary_seqlen
+
+
+def _sequences(cu, cu_padded, cu_keys, cu_keys_padded):
+    """(rows of queries, rows of keys) as slices, of each sequence that has any."""
+    both = []
+    for ends, padded in ((cu, cu_padded), (cu_keys, cu_keys_padded)):
+        starts = (ends if padded is None else padded)[:-1].tolist()
+        both.append([slice(start, start + n) for start, n in zip(starts, (ends[1:] - ends[:-1]).tolist(), strict=True)])
+    return [(q, k) for q, k in zip(*both, strict=True) if q.stop > q.start and k.stop > k.start]
+
+
+def _is_causal(mask) -> bool:
+    if mask not in (MaskType.NVTE_PADDING_CAUSAL_MASK, MaskType.NVTE_PADDING_MASK):
+        raise NotImplementedError(f"attention with {mask!r} is not emulated")
+    return mask == MaskType.NVTE_PADDING_CAUSAL_MASK
+
+
+def _scores(query, key, scale: float, causal: bool) -> torch.Tensor:
+    """[heads, q, k]; a head of keys serves several of queries."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if causal:  # aligned to the top left
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+    return scores
+
+
+def fused_attn_fwd(
+    max_q, max_kv, training, scale, dropout, fast_zero_fill, layout, bias_type, mask, softmax_type, window, cu_q, cu_kv, query, key,
+    value, dtype, cu_q_padded, cu_kv_padded, *rest,
+):  # fmt: skip
+    """[output, statistics float32 [t, heads, 1] (log of the sums), state of the random numbers]"""
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise RuntimeError("fused attention takes bf16 and fp16")
+    heads, causal = query.shape[1], _is_causal(mask)
+    output = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=query.dtype)
+    statistics = torch.full((len(query), heads, 1), PADDING_STATISTICS)
+    for q, k in _sequences(cu_q, cu_q_padded, cu_kv, cu_kv_padded):
+        if q.stop - q.start > max_q or k.stop - k.start > max_kv:
+            raise RuntimeError("a sequence is longer than the maximum that was given")
+        scores = _scores(query[q].float(), key[k].float(), scale, causal)
+        sums = torch.logsumexp(scores, -1)
+        values = value[k].float().repeat_interleave(heads // value.shape[1], 1)
+        output[q] = torch.einsum("hqk,khd->qhd", (scores - sums[..., None]).exp(), values).to(output.dtype)
+        statistics[q, :, 0] = sums.t()
+    return [output, statistics, torch.zeros(2, dtype=torch.int64)]
+
+
+def fused_attn_bwd(
+    max_q, max_kv, scale, dropout, fast_zero_fill, layout, bias_type, mask, softmax_type, window, deterministic, cu_q, cu_kv, query,
+    key, value, output, grad, dtype, grad_dtype, auxiliary, cu_q_padded, cu_kv_padded, *rest,
+):  # fmt: skip
+    """[gradient of the query, of the key, of the value, None, None]"""
+    statistics, causal = auxiliary[0], _is_causal(mask)
+    statistics = statistics[..., None] if statistics.dim() == 2 else statistics
+    of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+    shared = query.shape[1] // key.shape[1]
+    for q, k in _sequences(cu_q, cu_q_padded, cu_kv, cu_kv_padded):
+        queries, keys, values, outputs, grads = (x.float() for x in (query[q], key[k], value[k], output[q], grad[q]))
+        share = (_scores(queries, keys, scale, causal) - statistics[q, :, 0].t()[..., None]).exp()
+        of_values = torch.einsum("hqk,qhd->khd", share, grads)
+        of_share = torch.einsum("qhd,khd->hqk", grads, values.repeat_interleave(shared, 1))
+        of_scores = share * (of_share - (grads * outputs).sum(-1).t()[..., None]) * scale
+        of_query[q] = torch.einsum("hqk,khd->qhd", of_scores, keys.repeat_interleave(shared, 1)).to(query.dtype)
+        of_keys = torch.einsum("hqk,qhd->khd", of_scores, queries)
+        of_key[k] = _sum_of_heads(of_keys, shared).to(key.dtype)
+        of_value[k] = _sum_of_heads(of_values, shared).to(value.dtype)
+    return [of_query, of_key, of_value, None, None]
+
+
+def _sum_of_heads(grads: torch.Tensor, shared: int) -> torch.Tensor:
+    return grads.unflatten(1, (-1, shared)).sum(2)
+
+
+# --- context parallelism: a rank's part of each sequence is two chunks, one of the first half and one of the second
+
+
+def _half(cu_seqlens, which: int) -> torch.Tensor:
+    """Rows of the first (0) or second (1) halves of all sequences."""
+    ends = cu_seqlens.tolist()
+    parts = [
+        torch.arange(start + (end - start) // 2 * which, start + (end - start) // 2 * (which + 1))
+        for start, end in pairwise(ends)
+    ]
+    return torch.cat(parts)
+
+
+def thd_read_half_tensor(tensor, cu_seqlens, half):
+    """tensor [t, heads, d], or [2, t, heads, d]"""
+    return tensor.index_select(0 if tensor.dim() == 3 else 1, _half(cu_seqlens, half))
+
+
+def thd_get_partitioned_indices(cu_seqlens, total, world, rank):
+    """int32: which rows of whole sequences a CP rank has."""
+    rows, ends = [], cu_seqlens.tolist()
+    for start, end in pairwise(ends):
+        chunk = (end - start) // (2 * world)
+        rows.append(torch.arange(start + chunk * rank, start + chunk * (rank + 1)))
+        rows.append(torch.arange(end - chunk * (rank + 1), end - chunk * rank))
+    return torch.cat(rows).int()
+
+
+def thd_second_half_lse_correction(statistics, of_step, cu_seqlens, packed):
+    """statistics [heads, t] of the second halves become those of both parts of the keys."""
+    rows = _half(cu_seqlens, 1)
+    statistics[:, rows] = torch.logaddexp(statistics[:, rows], of_step[:, : len(rows)])
+
+
+def thd_read_second_half_lse(statistics, cu_seqlens, packed, length):
+    rows = _half(cu_seqlens, 1)
+    read = torch.zeros(len(statistics), length, dtype=statistics.dtype)
+    read[:, : len(rows)] = statistics[:, rows]
+    return read
+
+
+def thd_out_correction(output, of_step, statistics, statistics_of_step, cu_seqlens, only_second_half, packed):
+    """Adds a step's part of the attention, with its share of the softmax."""
+    rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(len(output))
+    part = of_step.view(-1, *output.shape[1:])[: len(rows)].float()
+    share = torch.exp(statistics_of_step[:, : len(rows)] - statistics[:, rows]).t()[..., None]
+    output[rows] = (output[rows].float() + part * share).to(output.dtype)
+
+
+def thd_grad_correction(grad, of_step, cu_seqlens, first, second):
+    """first, second: what happens to each half: add, copy or none. of_step has the halves that something happens to."""
+    both = "none" not in (first, second)
+    for half, how in enumerate((first, second)):
+        if how == "none":
+            continue
+        rows = _half(cu_seqlens, half)
+        part = of_step[rows] if both else of_step[: len(rows)]
+        if how == "add":
+            part = grad[rows].float() + part.float()
+        grad[rows] = part.to(grad.dtype)

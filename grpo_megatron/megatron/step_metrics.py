@@ -1,0 +1,48 @@
+"""What the ranks measured in a training pass, put together."""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from grpo_megatron.config.schema import MoEConfig
+from grpo_megatron.megatron.router import take_loss_sums
+from grpo_megatron.metrics import Mean, Metrics, merge
+from grpo_megatron.model.architecture import MoE
+
+
+def router_metrics(chunks: list, experts: MoE, config: MoEConfig, tokens: int, device: torch.device) -> Metrics:
+    """Mean over tokens and layers of the routers' own losses in this replica; tokens: of its pass. Collective."""
+    names = ("load_balancing_loss", "z_loss")
+    sums = take_loss_sums(chunks)
+    total = torch.stack([torch.as_tensor(sums.get(name, 0.0), device=device).float() for name in names])
+    for group in (mpu.get_tensor_and_context_parallel_group(), mpu.get_pipeline_model_parallel_group()):
+        dist.all_reduce(total, group=group)
+    count = tokens * sum(experts.layers)
+    coefficients = (config.aux_loss_coeff, config.z_loss_coeff)
+    return {
+        f"moe/{name}": Mean(value, count)
+        for name, value, coefficient in zip(names, total, coefficients, strict=True)
+        if coefficient
+    }
+
+
+def merge_over_context(metrics: Metrics) -> Metrics:
+    """Metrics of all CP ranks, which see different tokens of the same sequences. Collective."""
+    group = mpu.get_context_parallel_group()
+    if group.size() == 1:
+        return metrics
+    parts: list = [None] * group.size()
+    dist.all_gather_object(parts, metrics, group=group)
+    return merge(parts)
+
+
+def beyond_limits(limits: dict[str, float], metrics: Metrics) -> tuple[str, ...]:
+    """One sentence for each metric of all replicas that is beyond its limit, or NaN. Collective over all ranks."""
+    if not limits:
+        return ()
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, {name: metrics[name] for name in limits if name in metrics})
+    found = {name: metric.result() for name, metric in merge(parts).items()}
+    return tuple(
+        f"{name}={value:.4g} is more than {limits[name]}" for name, value in found.items() if not value <= limits[name]
+    )

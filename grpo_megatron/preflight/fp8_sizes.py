@@ -1,0 +1,56 @@
+"""Which sizes of a model its matrix products cannot take in FP8, known from config.json and the layout alone."""
+
+from collections.abc import Iterator
+
+from grpo_megatron.config.fp8 import FP8Recipe
+from grpo_megatron.config.schema import Config, Precision
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.families import weight_map
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+
+
+def fp8_violations(config: Config, arch: Architecture) -> list[str]:
+    """One sentence for each kind of layer that has such a size, and for layers in bf16 that there are not."""
+    megatron = config.megatron
+    if megatron.precision != Precision.fp8:
+        return []
+    sizes = ParallelSizes.from_config(megatron)
+    return [*_matrices(arch, sizes, megatron.fp8.recipe), *_layers_in_bf16(config, arch, sizes)]
+
+
+def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> Iterator[str]:
+    multiple = 32 if recipe == FP8Recipe.mxfp8 else 16
+    # A rank's part of an activation is cast before the parts are gathered, and blocks of 128 cannot begin within one.
+    of_gathered = 128 if recipe == FP8Recipe.blockwise and sizes.sequence_parallel else multiple
+    kinds = {}
+    for name, entry in weight_map(arch).items():
+        if ".linear_" not in name or entry.axis is None or len(entry.shapes[0]) != 2:
+            continue  # the rest is computed in params_dtype
+        parts = sizes.etp if entry.expert else sizes.tp
+        # The side that is not divided is that of the activations that ranks gather, or whose gradients they do.
+        sides = enumerate(entry.megatron_shape(parts))
+        wrong = [size for axis, size in sides if size % (multiple if axis == entry.axis or entry.expert else of_gathered)]
+        if wrong:
+            kinds.setdefault(_kind(name), wrong[0])
+    layout = f"megatron.tensor_parallel={sizes.tp}" + (f", expert_tensor_parallel={sizes.etp}" if arch.moe else "")
+    for kind, size in kinds.items():
+        needed = multiple if size % multiple else of_gathered
+        yield (
+            f"megatron.precision=fp8 with megatron.fp8.recipe={recipe.value}: a side of {kind} is {size} on each rank ({layout}), "
+            f"which is no multiple of {needed}; use fewer ranks, another recipe, or bf16"
+        )
+
+
+def _kind(name: str) -> str:
+    """Of a parameter, without the numbers of layer and expert."""
+    return ".".join(
+        part for part in name.removeprefix("decoder.layers.").removesuffix(".weight").split(".") if not part.isdigit()
+    )
+
+
+def _layers_in_bf16(config: Config, arch: Architecture, sizes: ParallelSizes) -> Iterator[str]:
+    stage = arch.num_layers // sizes.pp
+    for key in ("bf16_first_layers", "bf16_last_layers"):
+        count = getattr(config.megatron.fp8, key)
+        if count > stage:
+            yield f"megatron.fp8.{key}={count}, but a pipeline stage has {stage} layers of the model's {arch.num_layers}"

@@ -1,0 +1,151 @@
+"""What the tests of the reference run on each rank."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from grpo_megatron.algorithm.losses import TokenLoss
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Group
+from grpo_megatron.config.schema import Config
+from grpo_megatron.controller import Controller
+from grpo_megatron.megatron import reference
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
+from grpo_megatron.trainer.policy import PolicyTrainer
+from tests.models import random_samples
+from tests.parallel.actors import micro_batches, reference_logprobs
+
+
+class InThisProcess(PolicyTrainer):
+    """A trainer of one rank that is in no process of its own."""
+
+    def __init__(self, actor: Actor):
+        self.sizes, self.actor = actor.spec.sizes, actor
+
+    def _call(self, method, args_of_replica):
+        return [getattr(self.actor, method)(*args_of_replica[0])]
+
+    def _split(self, batch, plan):
+        return [[batch.select(sequences) for sequences in plan.micro_batches[0]]]
+
+
+@dataclass
+class Step:
+    exchanges: int
+    mini_batches: list[MiniBatch]
+    alone: list[np.ndarray]  # reference log-probs of each mini-batch, exchanged for it alone
+    weights_stayed: bool
+
+
+def before_training(config: Config, spec: ActorSpec) -> Step:
+    """The passes of one step as the controller makes them."""
+    actor, exchanges = Actor(spec), []
+    plain = actor.reference._exchange
+    actor.reference._exchange = lambda: exchanges.append(plain())
+    samples = random_samples(count=config.data.train_batch_size * 4)
+    groups = [
+        Group(i, Prompt(i, samples[i].prompt_ids, "", ""), tuple(samples[4 * i : 4 * i + 4])) for i in range(len(samples) // 4)
+    ]
+    mini_batches = make_mini_batches(groups, config, read_architecture(spec.model_path).cost_model, step=1)
+    trainer = InThisProcess(actor)
+    before = weights_of(actor)
+    Controller(config, trainer, *[None] * 6).old_and_reference_logprobs(mini_batches)
+    made, after = len(exchanges), weights_of(actor)
+    alone = []
+    for mini in mini_batches:
+        with trainer.reference():
+            alone.append(trainer.logprobs(mini.batch, mini.plan, reference=True))
+    return Step(made, mini_batches, alone, equal(before, after))
+
+
+def weights_of(actor: Actor) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def exchanged(spec: ActorSpec, piece: int) -> tuple[bool, bool, bool]:
+    """Whether the reference's weights were in the policy's place, differ from it, and the policy's came back bit for bit.
+
+    piece: bytes that are exchanged at a time.
+    """
+    usual = dict(reference._PIECE)
+    reference._PIECE.update(dict.fromkeys(usual, piece))
+    try:
+        actor = Actor(spec)
+        expected = weights_of(Actor(ActorSpec(spec.reference_path, spec.sizes, spec.optimizer, spec.precision)))
+        policy = weights_of(actor)
+        actor.begin_reference()
+        within = weights_of(actor)
+        actor.end_reference()
+        return equal(within, expected), not equal(within, policy), equal(weights_of(actor), policy)
+    finally:
+        reference._PIECE.update(usual)
+
+
+def refusals(spec: ActorSpec, batch, loss: TokenLoss, folder: str) -> dict[str, str]:
+    """{what was tried: what it said} with the reference's weights in the policy's place; "" if it was done."""
+    actor = Actor(spec)
+    _, parts = micro_batches(batch, spec, 0, packing=True)
+    tried = {
+        "policy pass": lambda: actor.logprobs(parts),
+        "training": lambda: actor.train_step(parts, loss, batch.num_tokens),
+        "gradients": lambda: actor.compute_gradients(parts, loss, batch.num_tokens),
+        "checkpoint": lambda: actor.begin_checkpoint(folder),
+        "resume": lambda: actor.load_checkpoint(folder),
+        "export": lambda: actor.save_hf(folder),
+        "sync": lambda: list(actor.weight_buckets(1000)),
+        "reset": lambda: actor.reset_reference(),
+        "sleep": lambda: actor.sleep(),
+        "second begin": lambda: actor.begin_reference(),
+    }
+    found = {"reference pass": said(lambda: actor.logprobs(parts, reference=True))}
+    before, first = weights_of(actor), actor.logprobs(parts)
+    actor.begin_reference()
+    found |= {name: said(call) for name, call in tried.items()}
+    within = actor.logprobs(parts, reference=True)
+    actor.end_reference()
+    assert equal(weights_of(actor), before)
+    assert np.array_equal(actor.logprobs(parts), first)
+    assert not np.array_equal(within, first)
+    return found
+
+
+def said(call) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def gradients_of_full_kl(spec: ActorSpec, batches, loss: TokenLoss):
+    """(gradients of each of the mini-batches of two steps, micro-batches whose hidden states were on the host at each)."""
+    actor, gradients, on_host = Actor(spec), [], []
+    for step in (1, 2):
+        parts = [micro_batches(batch, spec, 0, packing=True, max_tokens=200)[1] for batch in batches]
+        actor.begin_reference()
+        for number, own in enumerate(parts):
+            actor.logprobs(own, reference=True, key=(step, number), keep_hidden=True)
+        actor.end_reference()
+        arena = actor.mini_batches._hidden_on_host
+        for number, own in enumerate(parts):
+            actor.compute_gradients(own, loss, sum(part.num_tokens for part in own), key=(step, number))
+            gradients.append({name: p.main_grad.clone() for name, p in local_parameters(actor.chunks).items()})
+        on_host.append(sum(arena._used))
+    assert len(arena._blocks) <= 1, "the second step has the memory of the first"
+    return gradients, on_host
+
+
+def without_hidden(spec: ActorSpec, batch, loss: TokenLoss) -> str:
+    actor = Actor(spec)
+    _, parts = micro_batches(batch, spec, 0, packing=True)
+    reference_logprobs(actor, parts, key=(1, 0))
+    return said(lambda: actor.compute_gradients(parts, loss, batch.num_tokens, key=(1, 0)))

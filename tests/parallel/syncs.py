@@ -1,0 +1,34 @@
+"""What the tests of host synchronisations run on each rank."""
+
+from grpo_megatron.algorithm.losses import TokenLoss
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.spec import ActorSpec
+from tests.host_syncs import HostSyncs
+
+
+def of_passes(spec: ActorSpec, batch: TrainBatch, count: int, loss: TokenLoss) -> dict[str, list[str]]:
+    """{pass: where the host would wait for the device} with `count` micro-batches, laid out before.
+
+    Every pass is made once before, so that what is made once for all and kept is not counted. loss: with the exact KL, or without
+    a reference.
+    """
+    actor, found, key = Actor(spec), {}, (1, 0)
+    parts = [batch.select([i, i + 1]) for i in range(0, 2 * count, 2)]
+    tokens = sum(part.num_tokens for part in parts)
+    passes = {
+        "log-probs": lambda: actor.logprobs(parts, key=key),
+        "training": lambda: actor.compute_gradients(parts, loss, tokens, key=key),
+    }
+    if spec.with_reference:
+        passes = {"reference": lambda: actor.logprobs(parts, reference=True, key=key, keep_hidden=True)} | passes
+    for name, make in passes.items():
+        for _ in range(2):
+            if name == "reference":
+                actor.begin_reference()
+            with HostSyncs() as syncs:
+                make()
+            if name == "reference":
+                actor.end_reference()
+        found[name] = syncs.found
+    return found

@@ -1,0 +1,66 @@
+"""What the tests on TransformerEngine's layers run on each rank, and how layouts are compared."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.emulation import packed_attention
+from grpo_megatron.megatron.process_groups import RankInfo
+from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.model.pieces import box
+from tests.parallel.actors import micro_batches
+from tests.parallel.invariance import in_hf_names
+
+
+@dataclass
+class FirstStep:
+    """Of one rank. gradients: {Megatron name: this rank's shard}. difference: largest one between the log-probs of policy and
+    reference before the step, which have the same weights; None on ranks that do not report. norms: of two steps."""
+
+    rank: RankInfo
+    gradients: dict[str, torch.Tensor]
+    difference: float | None
+    norms: list[float]
+
+
+def first_step(spec: ActorSpec, batch: TrainBatch, loss, folder: str | None, padding_statistics: float = 0.0) -> FirstStep:
+    """Log-probs of policy and reference, an HF export into `folder`, and two optimizer steps, of which the first gradients."""
+    packed_attention.PADDING_STATISTICS = padding_statistics
+    actor = Actor(spec)
+    if folder:
+        actor.save_hf(folder)
+    _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True, max_tokens=256)
+    policy = actor.logprobs(parts)
+    actor.begin_reference()
+    reference = actor.logprobs(parts, reference=True)
+    actor.end_reference()
+    gradients, norms = {}, []
+    for step in range(2):
+        actor.compute_gradients(parts, loss, batch.num_tokens, current_is_old=True)
+        if step == 0:
+            trained = local_parameters(actor.chunks)
+            gradients = {name: parameter.main_grad.detach().clone() for name, parameter in trained.items()}
+        with actor._optimizer_at_hand():
+            norms.append(actor.optimizer.step().grad_norm)
+    difference = None if policy is None else float(np.abs(policy - reference).max())
+    return FirstStep(actor.rank, gradients, difference, norms)
+
+
+def cosines(entries, sizes, result: FirstStep, one_rank: FirstStep) -> dict[str, float]:
+    """{gradient of this rank: its cosine with the same part of one rank's}; 1 where both are zero."""
+    whole = in_hf_names(entries, one_rank.gradients)
+    found = {}
+    for name, own in result.gradients.items():
+        entry = entries[name]
+        tp, rank = (sizes.etp, result.rank.etp_rank) if entry.expert else (sizes.tp, result.rank.tp_rank)
+        expected = torch.zeros(entry.megatron_shape(tp))
+        for piece in entry.megatron_pieces(tp, rank):
+            piece.of(expected).copy_(whole[piece.hf][box(piece.start, piece.shape)])
+        own, expected = own.flatten().double(), expected.flatten().double()
+        sizes_of = own.norm() * expected.norm()
+        found[name] = float(own @ expected / sizes_of) if sizes_of else float(own.norm() == expected.norm())
+    return found

@@ -1,0 +1,50 @@
+"""Memory of the host that is kept: its size, its life, and what waits in it. That it is page-locked is in tests/gpu."""
+
+import torch
+
+from grpo_megatron.megatron.host_memory import HostArena, host_memory
+from grpo_megatron.megatron.memory import Parking, occupied, unique_storages
+
+MIB = 1 << 20
+
+
+def test_memory_is_as_large_as_asked_for_and_lives_as_long_as_its_tensors():
+    before = occupied()
+    memory = host_memory(65 * MIB).fill_(1)
+    part = memory[MIB:].view(torch.float32)
+    del memory
+    assert 64 * MIB < occupied() - before < 80 * MIB
+    assert part.view(torch.uint8).min() == 1
+    del part
+    assert occupied() - before < 16 * MIB
+
+
+def test_tensors_of_an_arena_do_not_overlap_and_its_memory_is_used_again():
+    arena = HostArena(block_bytes=1000)
+    values = [torch.randn(3, 5), torch.arange(7, dtype=torch.bfloat16), torch.randn(1000), torch.randn(2), torch.ones(1).bool()]
+    blocks = []
+    for _ in range(2):
+        kept = [arena.like(tensor).copy_(tensor) for tensor in values]
+        assert all(torch.equal(own, tensor) and own.dtype == tensor.dtype for own, tensor in zip(kept, values, strict=True))
+        blocks.append(sorted({tensor.untyped_storage().data_ptr() for tensor in kept}))
+        arena.clear()
+    assert blocks[0] == blocks[1]
+    assert len(blocks[0]) == 2, "what is larger than a block has one of its own"
+
+
+def test_what_is_parked_again_waits_in_the_same_memory():
+    parking, values = Parking(), torch.randn(300)
+    parking._files = None  # as with CUDA
+    expected, places = values.clone(), set()
+    for _ in range(2):
+        parking.park("values", unique_storages([values]))
+        assert values.untyped_storage().nbytes() == 0
+        places.add(parking._pinned["values-0"].data_ptr())
+        parking.unpark("values")
+        assert torch.equal(values, expected)
+    assert len(places) == 1
+    longer = torch.randn(400)
+    expected = longer.clone()
+    parking.park("values", unique_storages([longer]))
+    parking.unpark("values")
+    assert torch.equal(longer, expected)
