@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from grpo_megatron.config.engine import KVCacheDtype, LoadFormat, Quantization
 from grpo_megatron.config.schema import Config, RewardConfig, RolloutConfig, RoutingReplay
 from grpo_megatron.preflight.rule import RuleBook
 from grpo_megatron.rollout.environments import environment
@@ -146,3 +147,20 @@ def engine_ranks_divide(config: Config) -> Iterator[str]:
                 f"rollout.engine.{key}={getattr(engine, key)} does not divide the "
                 f"rollout.engine.tensor_parallel={engine.tensor_parallel} ranks of an engine"
             )
+
+
+@ROLLOUT.rule(
+    "An engine in FP8 has scales for a cache in FP8 too, which random weights would be drawn for.",
+    "rollout.engine.quantization",
+    "rollout.engine.kv_cache_dtype",
+    "rollout.engine.load_format",
+    commands=_TRAIN,
+)
+def scales_of_the_cache_are_not_random(config: Config) -> Iterator[str]:
+    engine = config.rollout.engine
+    fp8 = engine.quantization == Quantization.fp8 and engine.kv_cache_dtype != KVCacheDtype.auto
+    if fp8 and engine.load_format == LoadFormat.dummy:
+        yield (
+            f"rollout.engine.load_format=dummy gives an engine with quantization=fp8 random scales of its "
+            f"kv_cache_dtype={engine.kv_cache_dtype.value} cache; use load_format=auto"
+        )

@@ -5,6 +5,7 @@ import torch
 
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.engine import Quantization
 from grpo_megatron.config.schema import Config, Precision
 from grpo_megatron.sglang.arguments import engine_dtype
 from grpo_megatron.sglang.pool import EnginePool
@@ -26,7 +27,9 @@ class WeightProbe:
         self._sequences = [sequence.tolist() for sequence in sequences]
         self._batch = TrainBatch.from_samples([_as_sample(number, ids) for number, ids in enumerate(sequences)])
         self._plan = partition(config, self._batch.lengths, trainer.cost_model)
-        served = getattr(torch, engine_dtype(config.rollout.engine, config.model.path))
+        engine = config.rollout.engine
+        in_fp8 = engine.quantization == Quantization.fp8
+        served = torch.float8_e4m3fn if in_fp8 else getattr(torch, engine_dtype(engine, config.model.path))
         # The coarser of the two.
         self._dtype = max(served, TRAINER_DTYPES[config.megatron.precision], key=lambda dtype: torch.finfo(dtype).eps)
 
