@@ -122,9 +122,9 @@ class EnginePool:
         self._on_all("end_update", version, self._pause == PauseMode.in_place)
         self.weight_version = version
 
-    def _on_all(self, method: str, *arguments, timeout: float | None = None) -> dict:
+    def _on_all(self, method: str, *arguments) -> dict:
         calls = {number: getattr(engine, method).remote(*arguments) for number, engine in enumerate(self._engines)}
-        return gather(calls, self.processes, method, timeout)
+        return gather(calls, self.processes, method)
 
     def close(self) -> None:
         for engine in [*self._engines, *(node for others in self._others for node in others.values())]:

@@ -91,10 +91,12 @@ CASES += [("glm4_moe", False, EngineLayout(4, ep=2, attention_dp=2))]
     [pytest.param(*case, marks=() if i == 0 else pytest.mark.slow) for i, case in enumerate(CASES)],
 )
 def test_the_plan_names_every_parameter_of_the_engine(ray_here, tmp_path, family, tied, layout):
-    # On a CPU, SGLang pads MLPs whose width is no multiple of 32 on each rank.
+    # On a CPU, SGLang pads MLPs whose width is no multiple of 32 on each rank, and KV heads that are fewer than the ranks.
     changes = {"intermediate_size": 128}
     if "moe_intermediate_size" in FAMILIES[family][1]:
-        changes |= {"moe_intermediate_size": 64}
+        changes |= {"moe_intermediate_size": 32 * max(2, layout.tp)}
+    if layout.tp == 4:
+        changes |= {"num_key_value_heads": 4}
     if family == "qwen3_moe":  # in SGLang it has experts in every layer
         changes |= {"mlp_only_layers": []}
     if family == "mixtral":  # in SGLang its heads divide the hidden size

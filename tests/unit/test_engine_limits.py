@@ -56,3 +56,39 @@ def test_what_sglang_would_not_find_or_keep_otherwise(tmp_path):
     assert 'add "topk_method": "noaux_tc"' in missing
     assert "FP8 weights" in fp8
     assert violations(model, "sft") == []
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "says"),
+    [
+        ("qwen3", {"tensor_parallel": 4}, None),
+        ("qwen3", {"tensor_parallel": 8}, "tensor_parallel=8 does not divide the 4 attention heads"),
+        ("qwen3", {"tensor_parallel": 2, "expert_parallel": 2}, "expert_parallel=2 needs a model with experts"),
+        (
+            "qwen3",
+            {"tensor_parallel": 2, "data_parallel_attention": 2},
+            "SGLang's qwen3 does not divide attention so; those that do",
+        ),
+        ("glm4_moe", {"tensor_parallel": 8, "data_parallel_attention": 2, "expert_parallel": 4}, None),
+        ("glm4_moe", {"tensor_parallel": 3, "expert_parallel": 3}, "attention heads"),
+        (
+            "glm4_moe",
+            {"tensor_parallel": 8, "data_parallel_attention": 4, "expert_parallel": 8},
+            "=8 does not divide the 4 experts",
+        ),
+        (
+            "glm4_moe",
+            {"tensor_parallel": 16, "data_parallel_attention": 4},
+            "does not divide the experts' intermediate size 40",
+        ),
+        ("glm4_moe", {"tensor_parallel": 4, "expert_parallel": 3}, None),  # breaks a rule of its own
+    ],
+)
+def test_the_model_fits_an_engines_parallel_sizes(tmp_path, family, sizes, says):
+    model = tiny_model(tmp_path / "model", family)
+    found = violations(model, "train", *(f"rollout.engine.{key}={value}" for key, value in sizes.items()))
+    if says is None:
+        assert found == []
+    else:
+        assert any(says in sentence for sentence in found)
+    assert violations(model, "sft", *(f"rollout.engine.{key}={value}" for key, value in sizes.items())) == []
