@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_megatron.config.engine import KVCacheDtype, LoadFormat, Quantization
+from grpo_megatron.config.engine import LoadFormat, Quantization
 from grpo_megatron.config.schema import Config, RewardConfig, RolloutConfig, RoutingReplay
 from grpo_megatron.preflight.rule import RuleBook
 from grpo_megatron.rollout.environments import environment
@@ -150,17 +150,12 @@ def engine_ranks_divide(config: Config) -> Iterator[str]:
 
 
 @ROLLOUT.rule(
-    "An engine in FP8 has scales for a cache in FP8 too, which random weights would be drawn for.",
+    "An engine in FP8 reads a checkpoint: with random weights SGLang draws scales of the KV cache too, which no sync replaces.",
     "rollout.engine.quantization",
-    "rollout.engine.kv_cache_dtype",
     "rollout.engine.load_format",
     commands=_TRAIN,
 )
 def scales_of_the_cache_are_not_random(config: Config) -> Iterator[str]:
     engine = config.rollout.engine
-    fp8 = engine.quantization == Quantization.fp8 and engine.kv_cache_dtype != KVCacheDtype.auto
-    if fp8 and engine.load_format == LoadFormat.dummy:
-        yield (
-            f"rollout.engine.load_format=dummy gives an engine with quantization=fp8 random scales of its "
-            f"kv_cache_dtype={engine.kv_cache_dtype.value} cache; use load_format=auto"
-        )
+    if engine.quantization == Quantization.fp8 and engine.load_format == LoadFormat.dummy:
+        yield "rollout.engine.load_format=dummy would give an engine of quantization=fp8 random scales of its KV cache; use auto"

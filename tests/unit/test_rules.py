@@ -80,7 +80,6 @@ BROKEN = {
     "fp8_has_a_transport": ["rollout.engine.quantization=fp8", "weight_sync.transport=object_store"],
     "scales_of_the_cache_are_not_random": [
         "rollout.engine.quantization=fp8",
-        "rollout.engine.kv_cache_dtype=fp8_e4m3",
         "rollout.engine.load_format=dummy",
     ],
     "data_parallel_attention_has_gpus": [
