@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
+
 from grpo_megatron.model.entries import EngineLayout, Entry, Plain, stacked
 from grpo_megatron.model.pieces import Piece, Shape
 
@@ -33,7 +35,7 @@ def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry
 
 def elements(entry: Entry) -> Entry:
     """Of the elements float8_e4m3fn. On the trainer's rank they lie as `stacked_by_tensor` says."""
-    return replace(entry, megatron=elements_name(entry.megatron), kind=_ByTensor(entry.kind), itemsize=1)
+    return replace(entry, megatron=elements_name(entry.megatron), kind=_ByTensor(entry.kind), engine_dtype=torch.float8_e4m3fn)
 
 
 def scales(entry: Entry) -> Entry:
@@ -46,7 +48,7 @@ def scales(entry: Entry) -> Entry:
         engine=f"{entry.engine}_scale_inv",
         engine_row=_in_blocks((entry.engine_row,), entry.hf[0])[0],
         kind=_Scales(_ByTensor(entry.kind)),
-        itemsize=4,
+        engine_dtype=torch.float32,
     )
 
 

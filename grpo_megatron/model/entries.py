@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.config.engine import EngineConfig, Quantization
 from grpo_megatron.model.pieces import Piece, Shape, crop
@@ -171,8 +173,8 @@ class Entry:
     same in the engine. engine_row: where several Megatron parameters share one of the engine's, the first row of this one in it.
     exported is False for a second copy (the tied embedding on the last pipeline stage). expert: whose parameter it is, which only
     the ranks that hold this expert have; in the engine, one of a stack. float32: it is a buffer, which is in float32 everywhere,
-    whatever the dtype of the parameters. attention: in the engine it is divided as attention layers are. itemsize: bytes of an
-    element in the engine, where that does not follow from its dtype.
+    whatever the dtype of the parameters. attention: in the engine it is divided as attention layers are. engine_dtype: in the engine,
+    where that is not the dtype which the engine computes in.
     """
 
     hf: tuple[str, ...]
@@ -187,7 +189,7 @@ class Entry:
     engine_row: int = 0
     float32: bool = False
     attention: bool = False
-    itemsize: int | None = None
+    engine_dtype: torch.dtype | None = None
 
     def megatron_shape(self, parts: int) -> Shape:
         """Of one rank's shard if there are `parts` of them."""

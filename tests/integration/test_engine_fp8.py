@@ -101,10 +101,10 @@ def check(model, layout, rank, own):
     checkpoint = HFCheckpoint(model)
     for entry in entries:
         for piece in entry.engine_pieces(layout, rank):
-            if entry.itemsize is None:
+            if entry.engine_dtype is None:
                 whole = checkpoint.read(piece.hf).bfloat16()
             else:
-                whole = quantise(checkpoint.read(piece.hf.removesuffix("_scale_inv")))[entry.itemsize == 4]
+                whole = quantise(checkpoint.read(piece.hf.removesuffix("_scale_inv")))[entry.engine_dtype == torch.float32]
             found, wanted = piece.of(own[entry.engine]), whole[box(piece.start, piece.shape)]
             assert found.dtype == wanted.dtype
             assert torch.equal(found.float(), wanted.float()), piece

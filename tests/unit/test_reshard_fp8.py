@@ -5,14 +5,16 @@ import dataclasses
 import pytest
 import torch
 
+from grpo_megatron.config.weight_sync import WeightSyncConfig
 from grpo_megatron.model.block_scaled import is_block_scaled
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.weights.fp8_blocks import quantise
 from grpo_megatron.weights.sync.cost import Machine, cost
-from grpo_megatron.weights.sync.order import Task, Way
+from grpo_megatron.weights.sync.order import Answer, Task, Way
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
+from grpo_megatron.weights.sync.resharding import Resharding
 from tests.unit.test_reshard import DENSE, Cluster, hf_tensors, trainer_parameters
 
 # Heads of 32: a block has rows of four, between which Megatron has rows of others.
@@ -39,13 +41,18 @@ def quantised(arch, tensors):
     return found
 
 
+def dtype_in(plan, name):
+    """Of an engine's parameter."""
+    if name.endswith("_scale_inv"):
+        return torch.float32
+    return torch.float8_e4m3fn if f"{name}_scale_inv" in plan.engine_shapes else torch.bfloat16
+
+
 class FP8Cluster(Cluster):
     """Engines in bfloat16 and FP8, a trainer in bfloat16."""
 
     def dtype(self, name, of_engine):
-        if name.endswith("_scale_inv"):
-            return torch.float32
-        return torch.float8_e4m3fn if f"{name}_scale_inv" in self.plan.engine_shapes else torch.bfloat16
+        return dtype_in(self.plan, name)
 
     def trainer_parameters(self, tensors):
         layouts = self.plan.layouts
@@ -156,3 +163,18 @@ def test_a_rank_with_a_part_of_a_block_is_an_error():
     plan = ReshardPlan(Layouts(arch, ParallelSizes(tp=2), EngineLayout(1, fp8=True), 1))
     with pytest.raises(ValueError, match=r"q_proj.weight_scale_inv: .* cuts a block of 128 x 128"):
         plan.outgoing(0)
+
+
+def test_engines_that_hold_them_otherwise_are_found(monkeypatch, tmp_path):
+    """As SGLang does for Blackwell GPUs: scales are packed, four in an integer."""
+    layouts = Layouts(SMALL_HEADS, ParallelSizes(), EngineLayout(1, fp8=True), 1)
+    resharding = Resharding(layouts, Way.shared_memory, WeightSyncConfig(), str(tmp_path), call_timeout=1.0)
+    plan = ReshardPlan(layouts)
+    have = {name: (shape, dtype_in(plan, name)) for name, shape in plan.engine_shapes.items()}
+    monkeypatch.setattr(resharding, "_asked", lambda target, task: {EngineRank(0, 0): Answer({}, {}, parameters=have)})
+    assert resharding.describe(None) == []
+    name = "model.layers.1.mlp.down_proj.weight_scale_inv"
+    have[name] = ((2, 4), torch.int32)
+    assert resharding.describe(None) == [f"rank 0 of engine 0 has {name} in torch.int32, planned torch.float32"]
+    have[name] = ((256, 1), torch.int32)
+    assert resharding.describe(None)[0] == f"rank 0 of engine 0 has {name} of shape (256, 1), planned (2, 4)"

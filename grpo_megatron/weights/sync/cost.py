@@ -73,7 +73,7 @@ def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 
     plan, traffic = ReshardPlan(layouts), _Traffic()
     for link, size in plan.volumes(itemsize).items():
         traffic.add(plan, link, size, ceil(size / bucket_bytes))
-    model_bytes = sum((entry.itemsize or itemsize) * entry.numel for entry in plan.entries)
+    model_bytes = sum(entry.numel * (entry.engine_dtype.itemsize if entry.engine_dtype else itemsize) for entry in plan.entries)
 
     def busiest(network: Counter, fabric: Counter) -> float:
         return max(network[gpu] / machine.network + fabric[gpu] / machine.fabric for gpu in network | fabric) / 1e9

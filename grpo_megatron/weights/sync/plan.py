@@ -144,7 +144,7 @@ class ReshardPlan:
             for shard in range(self._ranks.shards(entry)):
                 sizes: dict[tuple[int, ...], int] = defaultdict(int)
                 for move, ranks in self._needed(entry, shard, None).items():
-                    sizes[tuple(ranks)] += move.numel * (entry.itemsize or itemsize)
+                    sizes[tuple(ranks)] += move.numel * (entry.engine_dtype.itemsize if entry.engine_dtype else itemsize)
                 for holder, audiences in self._senders[number, shard].items():
                     for ranks, size in sizes.items():
                         for receivers in self._receivers(audiences, ranks):

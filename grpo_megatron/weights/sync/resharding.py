@@ -44,6 +44,7 @@ class Resharding:
         Everything else needs this first.
         """
         shapes, found, dtypes = self._plan.engine_shapes, [], {}
+        planned = {entry.engine: entry.engine_dtype for entry in self._plan.entries if entry.engine_dtype}
         for me, answer in self._asked(target, Task.describe).items():
             have = answer.parameters
             dtypes |= {name: dtype for name, (_, dtype) in have.items() if name in shapes}
@@ -51,6 +52,11 @@ class Resharding:
                 f"{me} has {name} of shape {have[name][0] if name in have else 'none'}, planned {shapes.get(name, 'none')}"
                 for name in sorted(shapes.keys() | have.keys())
                 if name not in have or have[name][0] != shapes.get(name)
+            ]
+            found += [
+                f"{me} has {name} in {have[name][1]}, planned {dtype}"
+                for name, dtype in planned.items()
+                if name in have and have[name][1] != dtype
             ]
         self._setup = replace(self._setup, dtypes=tuple(sorted(dtypes.items(), key=lambda item: item[0])))
         return found
