@@ -13,7 +13,7 @@ _EMULATED_RELEASE = "2.11.0"
 _UNPACKED = Path(sys.prefix, "unpacked", f"transformer_engine-{_EMULATED_RELEASE}")
 
 # The least compute capability with FP8 matrix products: Ada.
-_FP8_CAPABILITY = (8, 9)
+FP8_CAPABILITY = (8, 9)
 # That of MXFP8 ones.
 BLACKWELL = (10, 0)
 
@@ -97,7 +97,7 @@ class Capabilities:
         """Why FP8 training is not possible; None if it is, as far as is known."""
         if self.transformer_engine_problem:
             return self.transformer_engine_problem
-        if self.gpu is None or self.gpu.compute_capability >= _FP8_CAPABILITY:
+        if self.gpu is None or self.gpu.compute_capability >= FP8_CAPABILITY:
             return None
         major, minor = self.gpu.compute_capability
         return f"FP8 needs compute capability 8.9 (Ada) or 9.0 (Hopper), this GPU has {major}.{minor}"

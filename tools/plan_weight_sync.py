@@ -102,10 +102,10 @@ def show(rows: list[tuple[str, ...]]) -> None:
 def show_links(case: Case, nodes: int, gpus_per_node: int) -> None:
     """Every link of the plan, point to point or within nodes, with its bytes."""
     layouts = layouts_of(case, nodes, gpus_per_node)
-    for link, elements in ReshardPlan(layouts).volumes().items():
+    for link, size in ReshardPlan(layouts).volumes(itemsize=2).items():
         via = f" through rank {link.carrier}" if link.carrier != link.sender else ""
         sender, to = f"rank {link.sender} ({layouts.rank_nodes[link.sender]}){via}", ", ".join(map(str, link.receivers))
-        print(f"{sender} -> {to}: {2 * elements / 1e9:.3f} GB")
+        print(f"{sender} -> {to}: {size / 1e9:.3f} GB")
 
 
 def table() -> list[Case]:

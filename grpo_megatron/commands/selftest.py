@@ -20,10 +20,9 @@ from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, Lr
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.manager import StaleWeights
-from grpo_megatron.sglang.arguments import engine_dtype
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
-from grpo_megatron.trainer.weight_probe import TOLERANCE, TRAINER_DTYPES
+from grpo_megatron.trainer.weight_probe import TRAINER_DTYPES, served_dtype, tolerance
 
 # The mean |delta| of steps under the same weights may vary by this factor, by their samples.
 FLAT = 4
@@ -59,7 +58,7 @@ class Verdict:
     def text(self) -> str:
         lines = [f"{'step':>6} {'mean |delta|':>14} {'max |delta|':>14}"]
         lines += [f"{i + 1:>6} {m:>14.3g} {w:>14.3g}" for i, (m, w) in enumerate(zip(self.mean, self.maximum, strict=True))]
-        lines.append(f"limit of the mean, {TOLERANCE} times the trainer's own rounding: {self.limit:.3g}")
+        lines.append(f"limit of the mean, from the trainer's own rounding: {self.limit:.3g}")
         lines.append(f"surprise of the samples less the trainer's entropy: {self.sampling_z:+.1f} standard errors")
         return "\n".join(lines + (self.explanations or ["engine and trainer agree"]))
 
@@ -145,7 +144,7 @@ class Investigation:
         verdict = Verdict(
             mean=[tokens.mismatch for tokens in steps],
             maximum=[float(np.abs(tokens.trainer - tokens.engine).max()) for tokens in steps],
-            limit=TOLERANCE * self.rounding(steps[-1], self.dtype),
+            limit=tolerance(self.dtype) * self.rounding(steps[-1], self.dtype),
         )
         return verdict, steps
 
@@ -298,15 +297,15 @@ class Investigation:
         )
 
     def engine_precision(self, tokens: Tokens, enough: float) -> str | None:
-        name = engine_dtype(self.config.rollout.engine, self.config.model.path)
-        dtype = getattr(torch, name)
+        dtype, key = served_dtype(self.config)
+        name = str(dtype).removeprefix("torch.")
         if torch.finfo(dtype).eps <= torch.finfo(self.dtype).eps:
             return None
         moved = self.rounding(tokens, dtype)
-        if tokens.mismatch > TOLERANCE * moved:
+        if tokens.mismatch > tolerance(dtype) * moved:
             return None
         return (
-            f"precision: the engine computes in {name} (rollout.engine.dtype), the trainer in {str(self.dtype)[6:]}; rounding to "
+            f"precision: the engine computes in {name} ({key}), the trainer in {str(self.dtype)[6:]}; rounding to "
             f"{name} moves the trainer's log-probs by {moved:.3g}, engine and trainer differ by {tokens.mismatch:.3g}"
         )
 

@@ -12,6 +12,11 @@ class LoadFormat(str, Enum):
     dummy = "dummy"
 
 
+class Quantization(str, Enum):
+    none = "none"
+    fp8 = "fp8"
+
+
 class KVCacheDtype(str, Enum):
     auto = "auto"
     fp8_e4m3 = "fp8_e4m3"
@@ -35,6 +40,11 @@ class EngineConfig:
         "auto",
         "weights in the engine: auto (the dtype in config.json), float32, bfloat16, float16",
         choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: Quantization = option(
+        Quantization.none,
+        "weights of the engine's linear layers: none (its dtype), fp8 (E4M3 with a scale for each block of 128 x 128, quantised by the "
+        "trainer at every weight sync; dense models, dtype bfloat16)",
     )
     load_format: LoadFormat = option(
         LoadFormat.auto,

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 from grpo_megatron.batch.layout import padded_to
-from grpo_megatron.config.engine import EngineConfig
+from grpo_megatron.config.engine import EngineConfig, Quantization
 from grpo_megatron.model.pieces import Piece, Shape, crop
 
 # SGLang pads embedding and output layer to a multiple of this many words.
@@ -21,16 +23,19 @@ class EngineLayout:
 
     tp: its ranks. ep: parts that the experts of a layer are divided into; each part is on tp / ep ranks, over which every expert's
     matrices are split. attention_dp: groups of neighbouring ranks that each have the whole of every attention layer and of the
-    token embedding, and split it over their tp / attention_dp ranks.
+    token embedding, and split it over their tp / attention_dp ranks. fp8: linear layers have FP8 weights with scales, see
+    model.block_scaled.
     """
 
     tp: int = 1
     ep: int = 1
     attention_dp: int = 1
+    fp8: bool = False
 
     @classmethod
     def from_config(cls, engine: EngineConfig) -> "EngineLayout":
-        return cls(engine.tensor_parallel, engine.expert_parallel, engine.data_parallel_attention)
+        fp8 = engine.quantization == Quantization.fp8
+        return cls(engine.tensor_parallel, engine.expert_parallel, engine.data_parallel_attention, fp8)
 
     @property
     def attention_tp(self) -> int:
@@ -76,7 +81,7 @@ class Plain:
         return self.pieces(hf, shapes, axis, parts, rank)
 
 
-def _stacked(pieces: Iterable[Piece]) -> list[Piece]:
+def stacked(pieces: Iterable[Piece]) -> list[Piece]:
     """The same pieces one below the other in one parameter."""
     found, row = [], 0
     for piece in pieces:
@@ -93,7 +98,7 @@ class GateUp(Plain):
         return _divided((sum(rows for rows, *_ in shapes), *shapes[0][1:]), 0, parts)
 
     def pieces(self, hf, shapes, axis, parts, rank):
-        return _stacked(_part(name, shape, 0, parts, rank) for name, shape in zip(hf, shapes, strict=True))
+        return stacked(_part(name, shape, 0, parts, rank) for name, shape in zip(hf, shapes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class QKV(Plain):
     def pieces(self, hf, shapes, axis, parts, rank):
         grouped = [_part(hf[i], shapes[i], 0, self.num_kv_heads, group) for group in range(self.num_kv_heads) for i in range(3)]
         rows = self.shape(shapes, axis, parts)[0]
-        return crop(_stacked(grouped), rank * rows, rows)
+        return crop(stacked(grouped), rank * rows, rows)
 
     def engine_shape(self, shapes, axis, parts):
         heads = self.num_heads // parts + 2 * max(1, self.num_kv_heads // parts)
@@ -124,7 +129,7 @@ class QKV(Plain):
     def engine_pieces(self, hf, shapes, axis, parts, rank):
         kv_parts = min(parts, self.num_kv_heads)
         of = ((parts, rank), *[(kv_parts, rank * kv_parts // parts)] * 2)
-        return _stacked(_part(hf[i], shapes[i], 0, *of[i]) for i in range(3))
+        return stacked(_part(hf[i], shapes[i], 0, *of[i]) for i in range(3))
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,8 @@ class Entry:
     same in the engine. engine_row: where several Megatron parameters share one of the engine's, the first row of this one in it.
     exported is False for a second copy (the tied embedding on the last pipeline stage). expert: whose parameter it is, which only
     the ranks that hold this expert have; in the engine, one of a stack. float32: it is a buffer, which is in float32 everywhere,
-    whatever the dtype of the parameters. attention: in the engine it is divided as attention layers are.
+    whatever the dtype of the parameters. attention: in the engine it is divided as attention layers are. engine_dtype: in the engine,
+    where that is not the dtype which the engine computes in.
     """
 
     hf: tuple[str, ...]
@@ -183,6 +189,7 @@ class Entry:
     engine_row: int = 0
     float32: bool = False
     attention: bool = False
+    engine_dtype: torch.dtype | None = None
 
     def megatron_shape(self, parts: int) -> Shape:
         """Of one rank's shard if there are `parts` of them."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from grpo_megatron.capabilities import BLACKWELL, Capabilities
+from grpo_megatron.capabilities import BLACKWELL, FP8_CAPABILITY, Capabilities
 from grpo_megatron.cluster.bundles import bundles
-from grpo_megatron.config.engine import KVCacheDtype
+from grpo_megatron.config.engine import KVCacheDtype, Quantization
 from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Config, Placement, Precision, Recompute, TransformerImpl
 from grpo_megatron.config.weight_sync import SyncTransport
@@ -174,6 +174,23 @@ def data_parallel_attention_has_gpus(config: Config, capabilities: Capabilities)
         yield (
             f"rollout.engine.data_parallel_attention={groups} needs GPUs: SGLang gathers the groups' tokens through pinned memory and "
             "Triton kernels; use 1"
+        )
+
+
+@CLUSTER.rule(
+    "Engines are in FP8 on Ada and Hopper, where SGLang computes with the weights as they are synced.",
+    "rollout.engine.quantization",
+    "cluster.gpu",
+    commands=("train",),
+)
+def engines_compute_in_fp8(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    gpu = capabilities.gpu
+    wanted = config.rollout.engine.quantization == Quantization.fp8
+    if wanted and gpu and not FP8_CAPABILITY <= gpu.compute_capability < BLACKWELL:
+        major, minor = gpu.compute_capability
+        yield (
+            f"rollout.engine.quantization=fp8 needs compute capability 8.9 (Ada) or 9.0 (Hopper), the GPU {capabilities.where} has "
+            f"{major}.{minor}, for which SGLang would rearrange the weights as it starts, and never again; set it to none"
         )
 
 

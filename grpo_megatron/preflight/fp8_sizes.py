@@ -31,17 +31,17 @@ def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> It
         sides = enumerate(entry.megatron_shape(parts))
         wrong = [size for axis, size in sides if size % (multiple if axis == entry.axis or entry.expert else of_gathered)]
         if wrong:
-            kinds.setdefault(_kind(name), wrong[0])
+            kinds.setdefault(kind(name), wrong[0])
     layout = f"megatron.tensor_parallel={sizes.tp}" + (f", expert_tensor_parallel={sizes.etp}" if arch.moe else "")
-    for kind, size in kinds.items():
+    for name, size in kinds.items():
         needed = multiple if size % multiple else of_gathered
         yield (
-            f"megatron.precision=fp8 with megatron.fp8.recipe={recipe.value}: a side of {kind} is {size} on each rank ({layout}), "
+            f"megatron.precision=fp8 with megatron.fp8.recipe={recipe.value}: a side of {name} is {size} on each rank ({layout}), "
             f"which is no multiple of {needed}; use fewer ranks, another recipe, or bf16"
         )
 
 
-def _kind(name: str) -> str:
+def kind(name: str) -> str:
     """Of a parameter, without the numbers of layer and expert."""
     return ".".join(
         part for part in name.removeprefix("decoder.layers.").removesuffix(".weight").split(".") if not part.isdigit()

@@ -11,6 +11,7 @@ from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.engine_fp8 import engine_fp8_violations
 from grpo_megatron.preflight.fp8_sizes import fp8_violations
 from grpo_megatron.preflight.layout import layout_violations_of_model
 from grpo_megatron.preflight.rules import out_of_limits
@@ -47,6 +48,8 @@ def architecture_violations(config: Config, arch: Architecture, command: str = "
     found = layout_violations_of_model(ParallelSizes.from_config(config.megatron), arch, keys)
     if command == "train" and not config.rollout.replay:
         found += _engine(config, arch)
+        if not found and not keys:  # parts that are not even cut blocks too
+            found += engine_fp8_violations(config, arch)
     found += fp8_violations(config, arch)
     if config.megatron.lora.rank > 0:
         found += without_adapter(arch, config.megatron.lora)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from grpo_megatron.config.engine import LoadFormat, Quantization
 from grpo_megatron.config.schema import Config, RewardConfig, RolloutConfig, RoutingReplay
 from grpo_megatron.preflight.rule import RuleBook
 from grpo_megatron.rollout.environments import environment
@@ -146,3 +147,15 @@ def engine_ranks_divide(config: Config) -> Iterator[str]:
                 f"rollout.engine.{key}={getattr(engine, key)} does not divide the "
                 f"rollout.engine.tensor_parallel={engine.tensor_parallel} ranks of an engine"
             )
+
+
+@ROLLOUT.rule(
+    "An engine in FP8 reads a checkpoint: with random weights SGLang draws scales of the KV cache too, which no sync replaces.",
+    "rollout.engine.quantization",
+    "rollout.engine.load_format",
+    commands=_TRAIN,
+)
+def scales_of_the_cache_are_not_random(config: Config) -> Iterator[str]:
+    engine = config.rollout.engine
+    if engine.quantization == Quantization.fp8 and engine.load_format == LoadFormat.dummy:
+        yield "rollout.engine.load_format=dummy would give an engine of quantization=fp8 random scales of its KV cache; use auto"

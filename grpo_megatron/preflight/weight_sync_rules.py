@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from grpo_megatron.config.engine import Quantization
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.config.weight_sync import SyncTransport
 from grpo_megatron.preflight.rule import RuleBook
@@ -46,3 +47,15 @@ def delta_has_a_transport(config: Config) -> Iterator[str]:
 def delta_has_engines_that_keep_weights(config: Config) -> Iterator[str]:
     if config.weight_sync.delta and config.cluster.placement == Placement.colocated:
         yield "weight_sync.delta=true does not work with cluster.placement=colocated, where engines give back their weights"
+
+
+@WEIGHT_SYNC.rule(
+    "Weights of engines in FP8 are slices that the trainer quantised, which the object store does not carry.",
+    "rollout.engine.quantization",
+    "weight_sync.transport",
+    commands=_TRAIN,
+)
+def fp8_has_a_transport(config: Config) -> Iterator[str]:
+    quantised = config.rollout.engine.quantization == Quantization.fp8
+    if quantised and config.weight_sync.transport == SyncTransport.object_store:
+        yield "rollout.engine.quantization=fp8 does not work with weight_sync.transport=object_store; use auto"

@@ -1,13 +1,15 @@
 """With what an engine is started: its arguments, and the environment of its process."""
 
+import json
 import os
 from typing import Any
 
-from grpo_megatron.config.engine import EngineConfig
+from grpo_megatron.config.engine import EngineConfig, Quantization
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
 from grpo_megatron.sglang.weight_door import DOOR
+from grpo_megatron.weights import fp8_blocks
 
 
 def engine_dtype(config: EngineConfig, model_path: str) -> str:
@@ -51,6 +53,9 @@ def engine_arguments(
         "skip_tokenizer_init": not needs_tokenizer,
         "custom_weight_loader": [DOOR],
     }
+    if config.quantization == Quantization.fp8:
+        # As if the checkpoint were in FP8. What SGLang reads from it has no scales, and means nothing before the first weight sync.
+        arguments["json_model_override_args"] = json.dumps({"quantization_config": fp8_blocks.settings(["lm_head"])})
     if routing:
         arguments["enable_return_routed_experts"] = True
     if not gpu:

@@ -56,7 +56,7 @@ def __getattr__(name: str):
             from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
             from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-            from grpo_megatron.sglang import cpu_memory, cpu_operators
+            from grpo_megatron.sglang import cpu_fp8, cpu_memory, cpu_operators
             from grpo_megatron.sglang.cpu_attention import BatchedAttention
 
             cpu_memory.register()
@@ -65,6 +65,7 @@ def __getattr__(name: str):
             # the pool, where BatchedAttention looks for them.
             AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda attention, batch: AttnForwardMethod.MLA)
             cpu_operators.register(self.get_dispatch_key_name())
+            cpu_fp8.register()
 
             # The host buffer of routed-expert capture is registered with CUDA by default.
             def allocate_plain(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):

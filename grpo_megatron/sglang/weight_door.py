@@ -52,7 +52,8 @@ def obey(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
 
 @torch.no_grad()
 def _carry_out(order: Order, me: EngineRank, model: torch.nn.Module) -> Answer:
-    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    # An engine in FP8 has scales of its KV cache too, which are no weights of the model.
+    parameters = {name: own.data for name, own in model.named_parameters() if not name.endswith((".k_scale", ".v_scale"))}
     if order.task == Task.describe:
         return Answer({}, {}, parameters={name: (tuple(value.shape), value.dtype) for name, value in parameters.items()})
     answer = _receiver(order, me, model).receive(order, parameters)

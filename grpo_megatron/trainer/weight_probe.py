@@ -5,6 +5,7 @@ import torch
 
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.engine import Quantization
 from grpo_megatron.config.schema import Config, Precision
 from grpo_megatron.sglang.arguments import engine_dtype
 from grpo_megatron.sglang.pool import EnginePool
@@ -13,8 +14,23 @@ from grpo_megatron.trainer.policy import PolicyTrainer
 
 # A mean |delta| of up to this many times what the trainer's own rounding moves log-probs by is agreement:
 # the engine's kernels sum in another order and round at other places (logits in bf16, for one).
-TOLERANCE = 20
+_TOLERANCE = 20
+# Where either side multiplies in FP8, that rounding outweighs all of this: sound engines were at 0.2 to 0.7 times the yardstick.
+_FP8_TOLERANCE = 2
 TRAINER_DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.float8_e4m3fn}
+
+
+def tolerance(dtype: torch.dtype) -> int:
+    """Up to how many times what the trainer's own rounding to this dtype moves log-probs by is agreement."""
+    return _FP8_TOLERANCE if dtype == torch.float8_e4m3fn else _TOLERANCE
+
+
+def served_dtype(config: Config) -> tuple[torch.dtype, str]:
+    """What the engines multiply in, and the key that says so."""
+    engine = config.rollout.engine
+    if engine.quantization == Quantization.fp8:
+        return torch.float8_e4m3fn, "rollout.engine.quantization"
+    return getattr(torch, engine_dtype(engine, config.model.path)), "rollout.engine.dtype"
 
 
 class WeightProbe:
@@ -26,13 +42,15 @@ class WeightProbe:
         self._sequences = [sequence.tolist() for sequence in sequences]
         self._batch = TrainBatch.from_samples([_as_sample(number, ids) for number, ids in enumerate(sequences)])
         self._plan = partition(config, self._batch.lengths, trainer.cost_model)
-        served = getattr(torch, engine_dtype(config.rollout.engine, config.model.path))
         # The coarser of the two.
-        self._dtype = max(served, TRAINER_DTYPES[config.megatron.precision], key=lambda dtype: torch.finfo(dtype).eps)
+        self._dtype = max(
+            served_dtype(config)[0], TRAINER_DTYPES[config.megatron.precision], key=lambda dtype: torch.finfo(dtype).eps
+        )
+        self._tolerance = tolerance(self._dtype)
 
     def ask_trainer(self) -> None:
         self._expected = self._logprobs(None)
-        self._limit = TOLERANCE * float(np.abs(self._logprobs(self._dtype) - self._expected).mean())
+        self._limit = self._tolerance * float(np.abs(self._logprobs(self._dtype) - self._expected).mean())
 
     def ask_engines(self) -> dict[str, float]:
         """Mean |difference of log-probs| and its limit. Raises RuntimeError for an engine that is beyond it."""
@@ -44,7 +62,7 @@ class WeightProbe:
         if not found[worst] <= limit:
             raise RuntimeError(
                 f"after the weight sync engine {worst} gives the probe prompts log-probs that differ from the trainer's by "
-                f"{found[worst]:.3g} in the mean (limit {limit:.3g}, {TOLERANCE} times the trainer's own rounding), although every "
+                f"{found[worst]:.3g} in the mean (limit {limit:.3g}, {self._tolerance} times the trainer's own rounding), although every "
                 "weight has the trainer's digest: a layer computes something else, or the weight map is wrong; "
                 "`grpo-megatron selftest` looks for the cause"
             )

@@ -2,27 +2,33 @@
 
 import torch
 
-BLOCK = 128
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
+from grpo_megatron.model.block_scaled import BLOCK
+
+_LEAST_EXPONENT = -126  # of normal float32 numbers
 
 
-def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float8_e4m3fn [r, c], weight_scale_inv float32 [r / 128, c / 128], rounded up) of a matrix [r, c] of any float type.
+def quantise(matrix: torch.Tensor, rows: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float8_e4m3fn [r, c], scales float32 [r / rows, c / 128], rounded up) of a matrix [r, c] of any float type.
 
-    Elements times the scale of their block are the weight: within half a step of e4m3, 2**-4 of the element, or 2**-10 of the scale for
-    those that are subnormal in FP8. The largest of a block becomes 448. Raises ValueError for NaN and infinity.
+    rows: of a block; 1 for activations. Elements times the scale of their block are the matrix: within half a step of e4m3, 2**-4 of
+    the element, or 2**-10 of the scale for those that are subnormal in FP8. Scales are the least powers of two with which the largest
+    of a block is at most 448, as TransformerEngine's blockwise recipe has them, so that training in it and an engine compute with the
+    same numbers. Raises ValueError for NaN and infinity.
     """
-    rows, columns = weight.shape
-    padded = weight.new_zeros(-(-rows // BLOCK) * BLOCK, -(-columns // BLOCK) * BLOCK, dtype=torch.float32)
-    padded[:rows, :columns] = weight
-    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    height, width = matrix.shape
+    padded = matrix.new_zeros(-(-height // rows) * rows, -(-width // BLOCK) * BLOCK, dtype=torch.float32)
+    padded[:height, :width] = matrix
+    blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // BLOCK, BLOCK)
     largest = blocks.abs().amax(dim=(1, 3))
     if not torch.isfinite(largest).all():
         raise ValueError("it has NaN or infinite elements")
-    # A block of zeros has any scale; the least normal number keeps tiny ones from being divided by zero.
-    scale = torch.where(largest > 0, (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny), 1.0)
-    blocks.div_(scale[:, None, :, None]).clamp_(-_LARGEST, _LARGEST)
-    return padded[:rows, :columns].to(torch.float8_e4m3fn), scale
+    # largest = fraction * 2**exponent and 448 = 0.875 * 2**9; no logarithm, which could be rounded over a power of two.
+    fraction, exponent = torch.frexp(largest)
+    exponent = (exponent - 9 + (fraction > 0.875)).clamp_min(_LEAST_EXPONENT)
+    # A block of zeros has any scale.
+    scale = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
+    blocks.div_(scale[:, None, :, None])
+    return padded[:height, :width].to(torch.float8_e4m3fn), scale
 
 
 def settings(kept: list[str]) -> dict:
@@ -31,6 +37,7 @@ def settings(kept: list[str]) -> dict:
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
+        "scale_fmt": "ue8m0",  # powers of two, for activations as well
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": kept,
     }

@@ -11,3 +11,28 @@ def describe(model, named_tensors):
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     with open(f"{bytes(path.tolist()).decode()}.{get_tp_group().rank_in_group}", "w", encoding="utf-8") as file:
         json.dump(shapes, file)
+
+
+def parameters(model, named_tensors):
+    """Write {parameter: its values} of this TP rank to a file; its name is as weight_door.by_value takes it, with the rank behind."""
+    import pickle
+
+    import torch
+    from sglang.srt.distributed import get_tp_group
+
+    ((_, name),) = named_tensors
+    path = f"{pickle.loads(bytes(name.tolist()))}.{get_tp_group().rank_in_group}"
+    torch.save({name: parameter.data for name, parameter in model.named_parameters()}, path)
+
+
+def swap_halves(model, named_tensors):
+    """Of the rows of a layer in FP8, whose name weight_door.by_value has taken."""
+    import pickle
+
+    import torch
+
+    ((_, name),) = named_tensors
+    layer = model.get_submodule(pickle.loads(bytes(name.tolist())))
+    for parameter in (layer.weight, layer.weight_scale_inv):
+        first, second = parameter.data.clone().chunk(2)
+        parameter.data.copy_(torch.cat([second, first]))

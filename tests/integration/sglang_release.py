@@ -54,6 +54,22 @@ def argument_problems(arguments: dict) -> list[str]:
     return found
 
 
+def quantization_problems(arguments: dict) -> list[str]:
+    """Whether what stands in for the checkpoint's quantization_config gives linear layers in blocks, with the parameters of the plan."""
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+
+    config = Fp8Config.from_config(json.loads(arguments["json_model_override_args"])["quantization_config"])
+    layer = torch.nn.Module()
+    made = {"input_size": 256, "output_size": 384, "params_dtype": torch.bfloat16, "weight_loader": lambda *_: None}
+    with mock.patch.object(Fp8LinearMethod, "validate_block_quant_shapes"):  # asks for process groups
+        Fp8LinearMethod(config).create_weights(layer, input_size_per_partition=256, output_partition_sizes=[128] * 3, **made)
+    found = {name: (tuple(value.shape), value.dtype) for name, value in layer.named_parameters()}
+    blocks = ((3, 2), torch.float32)
+    if found != {"weight": ((384, 256), torch.float8_e4m3fn), "weight_scale_inv": blocks}:
+        return [f"a linear layer in FP8 has {found}"]
+    return [] if "lm_head" in config.ignored_layers else ["lm_head would be in FP8"]
+
+
 def load_problems(arguments: dict) -> list[str]:
     """What the scheduler's process does with an order, as far as its door."""
     if dynamic_import(arguments["custom_weight_loader"][0]) is not obey or arguments["custom_weight_loader"] != [DOOR]:
@@ -94,6 +110,8 @@ def main() -> None:
     given = json.load(sys.stdin)
     problems = [problem for arguments in given["arguments"] for problem in argument_problems(arguments)]
     problems += load_problems(given["arguments"][0])
+    for arguments in given["arguments"]:
+        problems += quantization_problems(arguments) if "json_model_override_args" in arguments else []
     for mode in PauseMode:
         msgspec.convert(mode.value, typing.get_type_hints(io_struct.PauseGenerationReqInput)["mode"])
     SamplingParams(**given["sampling"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.config.engine import EngineConfig, KVCacheDtype
+from grpo_megatron.config.engine import EngineConfig, KVCacheDtype, Quantization
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.rollout.manager import Sampling
 from grpo_megatron.sglang.arguments import engine_arguments, node_arguments
@@ -37,7 +37,7 @@ def asked_of(release: Path | None, model: str, **changes) -> dict:
         kv_cache_dtype=KVCacheDtype.fp8_e4m3,
         max_total_tokens=4096,
     )
-    other = EngineConfig(kv_cache_dtype=KVCacheDtype.fp8_e5m2)
+    other = EngineConfig(kv_cache_dtype=KVCacheDtype.fp8_e5m2, quantization=Quantization.fp8)
     arguments = [
         engine_arguments(everything, ModelConfig(model, fp32_head=True), 1, needs_tokenizer=False, gpu=True, routing=True)
         | node_arguments(1, 2, "10.0.0.1:20000")

@@ -95,6 +95,32 @@ def scales_of_blocks() -> None:
             _equal(operand(cast, columnwise=True), _blocks(x.T.contiguous(), rows, kind).T)
 
 
+def blocks_as_engines_have_them() -> None:
+    """Trainer and engines in FP8 have the same bits: elements and scales, of weights and of activations."""
+    from transformer_engine.common.recipe import Float8BlockScaling
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    from grpo_megatron.weights.fp8_blocks import quantise
+
+    recipe = Float8BlockScaling()
+    for settings, dimension, rows in ((recipe.fp8_quant_fwd_weight, 2, 128), (recipe.fp8_quant_fwd_inp, 1, 1)):
+        quantizer = Float8BlockQuantizer(
+            _kinds()[0][0],
+            rowwise=True,
+            columnwise=False,
+            amax_epsilon=settings.amax_epsilon,
+            force_pow_2_scales=settings.power_2_scale,
+            block_scaling_dim=dimension,
+        )
+        x = (torch.randn(256, 384) * torch.logspace(-9, 4, 256)[:, None]).bfloat16()
+        x[128:, :128] = 0
+        x[0, 128] = 448 * 2.0**20
+        cast, (values, scales) = quantizer(x), quantise(x, rows)
+        theirs = cast._rowwise_scale_inv if rows > 1 else cast._rowwise_scale_inv.t()
+        assert torch.equal(cast._rowwise_data, values.view(torch.uint8))
+        assert torch.equal(theirs[: scales.shape[0], : scales.shape[1]], scales)
+
+
 def blocks_to_be_gathered() -> None:
     """The compact format: everything lies as the tensor does, so that ranks' parts can follow each other."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
@@ -162,6 +188,7 @@ CHECKS = (
     scale_that_is_given,
     histories_become_scales,
     scales_of_blocks,
+    blocks_as_engines_have_them,
     blocks_to_be_gathered,
     experts_have_their_own_scales,
     transposes_and_sums,

@@ -29,7 +29,23 @@ def test_quantised_is_the_nearest_within_each_block(shape, dtype):
     for row in range(0, shape[0], BLOCK):
         for column in range(0, shape[1], BLOCK):
             block = values[row : row + BLOCK, column : column + BLOCK].float()
-            assert block.abs().max() == 448
+            assert 224 <= block.abs().max() <= 448
+    assert (torch.frexp(scale)[0] == 0.5).all()
+
+
+def test_the_largest_of_a_block_is_the_largest_fp8_number_or_below():
+    weight = torch.zeros(128, 3 * 128)
+    weight[0, ::128] = torch.tensor([448.0, torch.nextafter(torch.tensor(448.0), torch.tensor(1e9)), 3.5])
+    values, scale = quantise(weight)
+    assert scale.tolist() == [[1.0, 2.0, 2.0**-7]]
+    assert values[0, ::128].tolist() == [448.0, 224.0, 448.0]
+
+
+def test_a_row_has_scales_of_its_own():
+    torch.manual_seed(0)
+    values, scale = quantise(torch.randn(3, 256) * torch.tensor([[1.0], [100.0], [1e-4]]), rows=1)
+    assert scale.shape == (3, 2)
+    assert (values.float().abs().amax(1) >= 224).all()
 
 
 def test_zeros_and_tiny_numbers_stay_finite():

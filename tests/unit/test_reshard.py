@@ -73,11 +73,14 @@ def trainer_parameters(plan, tensors):
     return found
 
 
-def engine_parameters(plan, tensors=None, dtype=torch.float32):
-    """{engine rank: {name: parameter}}, of the HF tensors, or NaN where nothing was written."""
+def engine_parameters(plan, tensors=None, dtypes=None):
+    """{engine rank: {name: parameter}}, of the HF tensors, or NaN where nothing was written; dtypes: by name, else float32."""
     found = {}
     for me in plan.engine_ranks:
-        own = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in plan.engine_shapes.items()}
+        own = {
+            name: torch.full(shape, torch.nan, dtype=dtypes[name] if dtypes else torch.float32)
+            for name, shape in plan.engine_shapes.items()
+        }
         for entry in plan.entries if tensors else ():
             for piece in entry.engine_pieces(plan.layouts.engine, me.rank):
                 piece.of(own[entry.engine]).copy_(tensors[piece.hf][box(piece.start, piece.shape)])
@@ -162,15 +165,21 @@ class Cluster:
     def __init__(self, layouts, way, folder="", bucket_bytes=700, timeout=10.0, delta=False, dtype=torch.float32):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
         self.plan = ReshardPlan(layouts)
-        dtypes = tuple((name, dtype) for name in self.plan.engine_shapes)
+        dtypes = {name: self.dtype(name, dtype) for name in self.plan.engine_shapes}
         address = ("127.0.0.1", self.store.port)
-        self.setup = Setup(layouts, way, address, bucket_bytes, timeout, dtypes, str(folder), delta)
-        self.arrived = engine_parameters(self.plan, dtype=dtype)
+        self.setup = Setup(layouts, way, address, bucket_bytes, timeout, tuple(dtypes.items()), str(folder), delta)
+        self.arrived = engine_parameters(self.plan, dtypes=dtypes)
         cpu = torch.device("cpu")
         made = self.on_all(lambda rank: Sender(self.setup, rank, cpu), lambda me: Receiver(self.setup, me, cpu))
         self.senders = {rank: made[rank] for rank in range(layouts.sizes.world_size)}
         self.receivers = {me: made[me] for me in self.plan.engine_ranks}
         self.number = 0
+
+    def dtype(self, name, of_engine):
+        return of_engine
+
+    def trainer_parameters(self, tensors):
+        return trainer_parameters(self.plan, tensors)
 
     def on_all(self, of_trainer, of_engine, without=()):
         """{rank: result}; raises the first exception."""
@@ -196,7 +205,7 @@ class Cluster:
     def sync(self, tensors, task=Task.transfer, full=True, without=()):
         self.number += 1
         order = Order(task, self.number, self.setup, full=full)
-        have = trainer_parameters(self.plan, tensors)
+        have = self.trainer_parameters(tensors)
         return self.on_all(
             lambda rank: self.senders[rank].send(order, have[rank]),
             lambda me: self.receivers[me].receive(order, self.arrived[me]),
@@ -204,10 +213,12 @@ class Cluster:
         )
 
     def check(self, tensors):
-        expected = engine_parameters(self.plan, tensors, dtype=next(iter(dict(self.setup.dtypes).values())))
+        expected = engine_parameters(self.plan, tensors, dict(self.setup.dtypes))
         for me in self.plan.engine_ranks:
             for name, value in expected[me].items():
-                assert torch.equal(self.arrived[me][name].nan_to_num(7.0), value.nan_to_num(7.0)), f"{name} at {me}"
+                assert torch.equal(self.arrived[me][name].float().nan_to_num(7.0), value.float().nan_to_num(7.0)), (
+                    f"{name} at {me}"
+                )
 
     def close(self):
         for side in (*self.senders.values(), *self.receivers.values()):

@@ -77,6 +77,12 @@ BROKEN = {
         "weight_sync.transport=object_store",
     ],
     "kv_cache_in_fp8_has_gpus": ["rollout.engine.kv_cache_dtype=fp8_e4m3", "cluster.gpu=none"],
+    "engines_compute_in_fp8": ["rollout.engine.quantization=fp8", "cluster.gpu=b200"],
+    "fp8_has_a_transport": ["rollout.engine.quantization=fp8", "weight_sync.transport=object_store"],
+    "scales_of_the_cache_are_not_random": [
+        "rollout.engine.quantization=fp8",
+        "rollout.engine.load_format=dummy",
+    ],
     "data_parallel_attention_has_gpus": [
         "rollout.engine.tensor_parallel=2",
         "rollout.engine.data_parallel_attention=2",

@@ -69,11 +69,11 @@ class _Traffic:
 
 
 def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 2) -> Cost:
-    """itemsize: bytes of an element in the engines."""
+    """itemsize: bytes of an element of the engines' dtype."""
     plan, traffic = ReshardPlan(layouts), _Traffic()
-    for link, elements in plan.volumes().items():
-        traffic.add(plan, link, elements * itemsize, ceil(elements * itemsize / bucket_bytes))
-    model_bytes = itemsize * sum(entry.numel for entry in plan.entries)
+    for link, size in plan.volumes(itemsize).items():
+        traffic.add(plan, link, size, ceil(size / bucket_bytes))
+    model_bytes = sum(entry.numel * (entry.engine_dtype.itemsize if entry.engine_dtype else itemsize) for entry in plan.entries)
 
     def busiest(network: Counter, fabric: Counter) -> float:
         return max(network[gpu] / machine.network + fabric[gpu] / machine.fabric for gpu in network | fabric) / 1e9
@@ -128,7 +128,7 @@ def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine =
     Not if an engine's rank would be in too many groups, one for each link.
     """
     together = replace(layouts, multicast=True)
-    groups = Counter(receiver for link in ReshardPlan(together).volumes() for receiver in link.receivers)
+    groups = Counter(receiver for link in ReshardPlan(together).volumes(itemsize=2) for receiver in link.receivers)
     if max(groups.values()) > _MOST_GROUPS:
         return False
     return cost(together, machine, bucket_bytes).seconds < 0.9 * cost(layouts, machine, bucket_bytes).seconds

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.block_scaled import engine_entries, is_block_scaled, stacked_by_tensor
 from grpo_megatron.model.entries import EngineLayout, Entry, engine_shapes
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -97,7 +98,8 @@ class ReshardPlan:
         if layouts.within_nodes and alone:
             raise ValueError(f"no rank of the trainer is on the engines' nodes {sorted(alone)}, to hand weights over there")
         entries = weight_map(layouts.arch, transformer_engine).values()
-        self.entries = [entry for entry in entries if entry.exported]
+        self._exported = [entry for entry in entries if entry.exported]
+        self.entries = engine_entries(self._exported, layouts.engine)
         self._ranks = TrainerRanks(layouts.sizes, layouts.arch.num_layers)
 
     @property
@@ -123,18 +125,30 @@ class ReshardPlan:
         """What an engine's rank takes."""
         return self._collected(self._links(receiver=receiver))
 
-    def volumes(self) -> dict[Link, int]:
-        """{link: elements that go over it}, of the whole plan; for layouts too large to list every part of."""
+    def quantised(self, rank: int) -> dict[str, list[Move]]:
+        """{Megatron name of what a rank of the trainer quantises: its shard's rectangles, into their order in model.block_scaled}."""
+        found = {}
+        for entry in self._exported if self.layouts.engine.fp8 else ():
+            parts = self._ranks.shards(entry)
+            shard = next((shard for shard in range(parts) if rank in self._ranks.holders(entry, shard)), None)
+            if is_block_scaled(entry) and shard is not None:
+                pieces = entry.megatron_pieces(parts, shard)
+                found[entry.megatron] = moves(pieces, stacked_by_tensor(pieces))
+        return found
+
+    def volumes(self, itemsize: int) -> dict[Link, int]:
+        """{link: bytes that go over it}, of the whole plan; for layouts too large to list every part of. itemsize: of the
+        engine's dtype."""
         found: dict[Link, int] = defaultdict(int)
         for number, entry in enumerate(self.entries):
             for shard in range(self._ranks.shards(entry)):
-                elements: dict[tuple[int, ...], int] = defaultdict(int)
+                sizes: dict[tuple[int, ...], int] = defaultdict(int)
                 for move, ranks in self._needed(entry, shard, None).items():
-                    elements[tuple(ranks)] += move.numel
+                    sizes[tuple(ranks)] += move.numel * (entry.engine_dtype.itemsize if entry.engine_dtype else itemsize)
                 for holder, audiences in self._senders[number, shard].items():
-                    for ranks, count in elements.items():
+                    for ranks, size in sizes.items():
                         for receivers in self._receivers(audiences, ranks):
-                            found[Link(holder, receivers, self._carrier(holder, receivers[0]))] += count
+                            found[Link(holder, receivers, self._carrier(holder, receivers[0]))] += size
         return found
 
     @staticmethod

@@ -44,6 +44,7 @@ class Resharding:
         Everything else needs this first.
         """
         shapes, found, dtypes = self._plan.engine_shapes, [], {}
+        planned = {entry.engine: entry.engine_dtype for entry in self._plan.entries if entry.engine_dtype}
         for me, answer in self._asked(target, Task.describe).items():
             have = answer.parameters
             dtypes |= {name: dtype for name, (_, dtype) in have.items() if name in shapes}
@@ -51,6 +52,11 @@ class Resharding:
                 f"{me} has {name} of shape {have[name][0] if name in have else 'none'}, planned {shapes.get(name, 'none')}"
                 for name in sorted(shapes.keys() | have.keys())
                 if name not in have or have[name][0] != shapes.get(name)
+            ]
+            found += [
+                f"{me} has {name} in {have[name][1]}, planned {dtype}"
+                for name, dtype in planned.items()
+                if name in have and have[name][1] != dtype
             ]
         self._setup = replace(self._setup, dtypes=tuple(sorted(dtypes.items(), key=lambda item: item[0])))
         return found
@@ -104,7 +110,7 @@ class Resharding:
     def _links_to(self) -> dict[EngineRank, list[str]]:
         """{engine's rank: names of the links that end there}."""
         found = {me: [] for me in self._plan.engine_ranks}
-        for link in self._plan.volumes():
+        for link in self._plan.volumes(itemsize=1):
             for me in link.receivers:
                 found[me].append(link.name)
         return found
@@ -161,10 +167,10 @@ class Checked:
     """Shard to shard where the engines' parameters are what the plan says. Where they are not, `auto` says so and takes full tensors."""
 
     def __init__(
-        self, resharding: Resharding, full: ObjectStore, transport: SyncTransport, spread: bool, say: Callable[[str], None]
+        self, resharding: Resharding, full: ObjectStore, transport: SyncTransport, not_full: str, say: Callable[[str], None]
     ):
-        """spread: there are engines over several nodes, which full tensors do not reach."""
-        self._resharding, self._full, self._transport, self._spread, self._say = resharding, full, transport, spread, say
+        """not_full: why these engines cannot take full tensors, or empty."""
+        self._resharding, self._full, self._transport, self._not_full, self._say = resharding, full, transport, not_full, say
         self._chosen: Transport | None = None
 
     def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
@@ -177,14 +183,20 @@ class Checked:
         if not different:
             return self._resharding
         what = f"the engines' parameters are not those of the weight map ({len(different)} differ: {'; '.join(different[:_SHOWN])})"
-        if self._transport != SyncTransport.auto or self._spread:
-            reason = "an engine over several nodes takes no others" if self._spread else "use object_store, or auto"
+        if self._transport != SyncTransport.auto or self._not_full:
+            reason = self._not_full or "use object_store, or auto"
             raise UserError(f"weight_sync.transport={self._transport.value}: {what}; {reason}")
         self._say(f"weights travel as full tensors through the object store, and their digests are not compared: {what}")
         return self._full
 
     def close(self) -> None:
         self._resharding.close()
+
+
+def _not_full(layouts: Layouts) -> str:
+    if layouts.spread:
+        return "an engine over several nodes takes no others"
+    return "an engine in FP8 takes no others" if layouts.engine.fp8 else ""
 
 
 def make_transport(
@@ -199,4 +211,4 @@ def make_transport(
             )
         return full
     way, layouts = chosen_way(config, layouts)
-    return Checked(Resharding(layouts, way, config, folder, call_timeout), full, config.transport, layouts.spread, say)
+    return Checked(Resharding(layouts, way, config, folder, call_timeout), full, config.transport, _not_full(layouts), say)

@@ -10,6 +10,7 @@ from grpo_megatron.weights.sync.delta import Encoder
 from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task
 from grpo_megatron.weights.sync.parcels import DIGEST_MODULUS, Parcel, odd_factors, parcels_in_order
 from grpo_megatron.weights.sync.plan import ReshardPlan
+from grpo_megatron.weights.sync.quantised import Quantised
 from grpo_megatron.weights.sync.relay import Relay
 
 
@@ -20,6 +21,7 @@ class Sender:
         """transformer_engine: the rank's parameters have the names of its layers."""
         self.setup, self._rank = setup, rank
         plan = ReshardPlan(setup.layouts, transformer_engine)
+        self._quantised = plan.quantised(rank)
         links = plan.outgoing(rank) | plan.carried(rank)
         self._parcels = parcels_in_order(plan, links, dict(setup.dtypes), setup.bucket_bytes)
         handed_over = [parcel for parcel in self._parcels if parcel.link.carrier == rank]
@@ -32,6 +34,7 @@ class Sender:
         """parameters: of this rank by their Megatron names, whole and current."""
         seconds, seals, sent = defaultdict(float), defaultdict(int), 0
         started = time.perf_counter()
+        parameters = Quantised(parameters, self._quantised) if self._quantised else parameters
         self._channel.begin(order.number)
         if self._encoder:
             self._encoder.begin(order.full)

@@ -1,0 +1,48 @@
+"""What a rank of the trainer sends to engines in FP8: its own linear layers' weights, quantised as they are asked for."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from grpo_megatron.model.block_scaled import elements_name, scales_name
+from grpo_megatron.model.pieces import Move
+from grpo_megatron.weights.fp8_blocks import quantise
+
+
+class Quantised(Mapping):
+    """{Megatron name: this rank's shard}, and under the names of model.block_scaled the FP8 elements and their scales.
+
+    One parameter is kept in FP8 at a time, because whoever packs slices of it asks for it again and again.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], orders: dict[str, list[Move]]):
+        """orders: plan.ReshardPlan.quantised of this rank."""
+        self._parameters, self._orders = parameters, orders
+        self._sources = {name(of): of for of in orders for name in (elements_name, scales_name)}
+        self._source, self._kept = "", {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        source = self._sources.get(name)
+        if source is None:
+            return self._parameters[name]
+        if source != self._source:
+            self._source, self._kept = "", {}
+            self._kept, self._source = self._quantise(source), source
+        return self._kept[name]
+
+    def _quantise(self, name: str) -> dict[str, torch.Tensor]:
+        weight = self._parameters[name]
+        in_order = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        for move in self._orders[name]:
+            move.target(in_order).copy_(move.source(weight))
+        try:
+            elements, scales = quantise(in_order)
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be quantised for the engines: {error}") from error
+        return {elements_name(name): elements, scales_name(name): scales}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._parameters, *self._sources])
+
+    def __len__(self) -> int:
+        return len(self._parameters) + len(self._sources)
