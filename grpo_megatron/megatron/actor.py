@@ -82,7 +82,11 @@ class Actor:
             layout = replace(layout, pack_tokens=padded_to(spec.pack_tokens, layout.pack_multiple))
         self.mini_batches = MiniBatchStore(layout, self.device, own_attention=not model_spec.transformer_engine)
         self.head = Head(
-            lambda: output_weight(self.chunks[-1]), self.arch.vocab_size, sizes.sequence_parallel, spec.temperature
+            lambda: output_weight(self.chunks[-1]),
+            self.arch.vocab_size,
+            sizes.sequence_parallel,
+            spec.temperature,
+            spec.fp32_head,
         )
         # Values are read before DDP and optimizer take the parameters into their buffers.
         self.reference, same_model = None, spec.reference_path in (None, spec.model_path)

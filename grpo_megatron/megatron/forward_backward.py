@@ -25,13 +25,14 @@ from grpo_megatron.metrics import Metrics, Sum
 class Head:
     """Hidden states of a micro-batch -> log-prob, entropy (and KL to the reference) of its targets.
 
-    reference_weight: the reference's output projection, for the exact KL; None: no KL.
+    exact_logits: see token_logprobs. reference_weight: the reference's output projection, for the exact KL; None: no KL.
     """
 
     weight: Callable[[], torch.Tensor]
     vocab_size: int
     sequence_parallel: bool
     temperature: float
+    exact_logits: bool = False
     reference_weight: Callable[[], torch.Tensor] | None = None
 
     def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool = False) -> HeadOutput:
@@ -48,6 +49,7 @@ class Head:
             reference=reference,
             # A frozen one has no place for a gradient, and one beside DDP is never trained.
             accumulate_into_main_grad=hasattr(weight, "main_grad"),
+            exact_logits=self.exact_logits,
         )
 
 

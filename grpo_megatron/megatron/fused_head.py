@@ -74,10 +74,13 @@ class _Scratch:
 
 
 class _Projection:
-    """logits / temperature of one tile, float32, in memory that the next call overwrites."""
+    """logits / temperature of one tile, float32, in memory that the next call overwrites.
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float, tiling: Tiling):
-        self.hidden, self.weight, self.temperature = hidden, weight, temperature
+    exact: logits are float32 sums that are not rounded to the weight's dtype in between.
+    """
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float, tiling: Tiling, exact: bool):
+        self.hidden, self.weight, self.temperature, self.exact = hidden, weight, temperature, exact
         self.logits = tiling.scratch(hidden, torch.float32)
         self.low = None
         if weight.dtype != torch.float32:
@@ -90,6 +93,11 @@ class _Projection:
         logits = self.logits(len(hidden), len(weight))
         if self.low is None:
             return torch.addmm(logits, hidden, weight.t(), beta=0, alpha=1.0 / self.temperature, out=logits)
+        if self.exact and hidden.is_cuda:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=logits).mul_(1.0 / self.temperature)
+        if self.exact:  # a CPU has no such product; products of bf16 numbers are exact in float32
+            factors = hidden.float(), weight.float().t()
+            return torch.addmm(logits, *factors, beta=0, alpha=1.0 / self.temperature, out=logits)
         low = torch.mm(hidden, weight.t(), out=self.low(len(hidden), len(weight)))
         return torch.mul(low, self.scale, out=logits)
 
@@ -151,7 +159,7 @@ class HeadTask:
     """What FusedHead computes, beside its differentiable inputs.
 
     target int64 [t]: the word whose log-prob is asked for. vocab_size: without padding. group: the TP group that the
-    words are divided over. into_main_grad: the weight's gradient is added to its `main_grad`.
+    words are divided over. into_main_grad: the weight's gradient is added to its `main_grad`. exact: see `_Projection`.
     """
 
     target: torch.Tensor
@@ -160,6 +168,7 @@ class HeadTask:
     tiling: Tiling
     group: dist.ProcessGroup
     into_main_grad: bool
+    exact: bool
 
 
 class FusedHead(torch.autograd.Function):
@@ -175,8 +184,8 @@ class FusedHead(torch.autograd.Function):
         target, temperature, tiling = task.target, task.temperature, task.tiling
         ctx.set_materialize_grads(False)  # an output the loss does not use costs nothing backward
         with_reference = ref_hidden is not None
-        policy = _Projection(hidden, weight, temperature, tiling)
-        reference = _Projection(ref_hidden, ref_weight, temperature, tiling) if with_reference else None
+        policy = _Projection(hidden, weight, temperature, tiling, task.exact)
+        reference = _Projection(ref_hidden, ref_weight, temperature, tiling, task.exact) if with_reference else None
         scratch = tiling.scratch(hidden, torch.float32)
         state = _Sums(tiling.tokens, with_reference, hidden.device)
         for words in tiling.word_blocks():
@@ -197,7 +206,7 @@ class FusedHead(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, weight, ref_hidden, ref_weight, target, state.maximum, log_norm, log_ref_norm, entropy, kl
         )
-        ctx.temperature, ctx.tiling, ctx.into_main_grad = temperature, tiling, task.into_main_grad
+        ctx.temperature, ctx.tiling, ctx.into_main_grad, ctx.exact = temperature, tiling, task.into_main_grad, task.exact
         return logp, entropy, kl
 
     @staticmethod
@@ -206,10 +215,10 @@ class FusedHead(torch.autograd.Function):
         hidden, weight, ref_hidden, ref_weight, target, maximum, *statistics = ctx.saved_tensors
         tiling = ctx.tiling
         coefficients = _Coefficients.of(grad_logp, grad_entropy, grad_kl, *statistics, ctx.temperature)
-        policy = _Projection(hidden, weight, ctx.temperature, tiling)
+        policy = _Projection(hidden, weight, ctx.temperature, tiling, ctx.exact)
         reference = scratch = None
         if coefficients.ref is not None:
-            reference = _Projection(ref_hidden, ref_weight, ctx.temperature, tiling)
+            reference = _Projection(ref_hidden, ref_weight, ctx.temperature, tiling, ctx.exact)
         if coefficients.linear is not None:
             scratch = tiling.scratch(hidden, torch.float32)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None

@@ -53,6 +53,7 @@ def token_logprobs(
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
     accumulate_into_main_grad: bool = False,
+    exact_logits: bool = False,
 ) -> HeadOutput:
     """Log-prob of each target, entropy of each distribution and, with a reference, the exact KL.
 
@@ -69,6 +70,7 @@ def token_logprobs(
     tokens on a CPU, 128 MiB and 4096 on a GPU. Results differ by rounding only.
     accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`, as Megatron's
     gradient_accumulation_fusion does, and leave no meaningful `weight.grad`.
+    exact_logits: do not round logits to the weight's dtype; the gradient's products still take factors of that dtype.
 
     Raises ValueError for a target, temperature or chunk size that does not fit, or a missing main_grad.
     """
@@ -81,7 +83,7 @@ def token_logprobs(
         raise ValueError(f"{len(hidden)} hidden states for {len(target)} targets")
     ref_hidden, ref_weight = _of_reference(reference, hidden, weight, sequence_parallel, tp_group)
     tiling = Tiling.of(weight, len(target), vocab_size, tp_group, chunk_tokens, chunk_vocab)
-    task = HeadTask(target, float(temperature), vocab_size, tiling, tp_group, accumulate_into_main_grad)
+    task = HeadTask(target, float(temperature), vocab_size, tiling, tp_group, accumulate_into_main_grad, exact_logits)
     return HeadOutput(*FusedHead.apply(hidden, weight, ref_hidden, ref_weight, task))
 
 

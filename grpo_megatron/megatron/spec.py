@@ -39,9 +39,9 @@ class ModelSpec:
 class ActorSpec:
     """What an actor is made of.
 
-    temperature: of the distribution whose log-probs are trained. reference_offload: the reference's
-    weights wait in the host's memory. reference_hidden_bytes: see config ref.hidden_gib. offload_folder:
-    where what is parked goes, see memory.Parking.
+    temperature: of the distribution whose log-probs are trained. fp32_head: logits are not rounded to bf16.
+    reference_offload: the reference's weights wait in the host's memory. reference_hidden_bytes: see config
+    ref.hidden_gib. offload_folder: where what is parked goes, see memory.Parking.
     pack_tokens: if not 0, every micro-batch is padded to this many tokens, over all CP ranks.
     seed: of weights made here, which are the adapters'. emulate_kernels: of TransformerEngine, on a CPU.
     """
@@ -59,6 +59,7 @@ class ActorSpec:
     recompute_modules: tuple[str, ...] = ("core_attn",)
     moe: MoEConfig = field(default_factory=MoEConfig)
     temperature: float = 1.0
+    fp32_head: bool = False
     with_reference: bool = False
     reference_path: str | None = None
     reference_offload: bool = True
@@ -124,6 +125,7 @@ def actor_spec(config: Config, command: str = "train") -> ActorSpec:
         recompute_modules=tuple(megatron.recompute_modules),
         moe=config.moe,
         temperature=config.rollout.temperature,
+        fp32_head=config.model.fp32_head,
         with_reference=command == "train" and config.algorithm.needs_reference,
         reference_path=config.ref.path,
         reference_offload=config.ref.offload,

@@ -1,8 +1,4 @@
-import sys
-
 import pytest
-
-sys.path.insert(0, "tools")
 
 _SLOTS = 16
 

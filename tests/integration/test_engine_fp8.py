@@ -130,9 +130,9 @@ def test_the_probe_sees_a_layer_that_computes_something_else(ray_here, blocks, t
     with loop(blocks, tmp_path) as (controller, run):
         controller.sync_weights()
         call(run.engines, SWAP, "model.layers.0.self_attn.o_proj", 1)
+        probe = controller.weight_sync._probe
+        probe.ask_trainer()
         with pytest.raises(RuntimeError, match="log-probs that differ from the trainer's"):
-            probe = controller.weight_sync._probe
-            probe.ask_trainer()
             probe.ask_engines()
 
 

@@ -23,6 +23,7 @@ class Problem:
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
     dtype: torch.dtype = torch.float32
+    exact_logits: bool = False
     trained: tuple[str, ...] = ("hidden", "weight")
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -111,6 +112,7 @@ def _call(problem: Problem, tensors: dict, sequence_parallel: bool, **options):
         reference=None if problem.reference == "none" else (tensors["ref_hidden"], tensors["ref_weight"]),
         chunk_tokens=problem.chunk_tokens,
         chunk_vocab=problem.chunk_vocab,
+        exact_logits=problem.exact_logits,
         **options,
     )
 

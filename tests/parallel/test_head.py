@@ -96,6 +96,19 @@ def test_bf16_weights(ranks, chunk_tokens):
     check(run(ranks, "tp2", problem), problem, tolerance=2e-2)
 
 
+def test_exact_logits(ranks):
+    """bf16 weights: all that is left of the log-probs' error is float32's; fp32 weights: no difference."""
+    rounded = Problem(dtype=torch.bfloat16, chunk_tokens=5, chunk_vocab=7)
+    exact = replace(rounded, exact_logits=True)
+    expected = heads.exact(exact)["logp"].numpy()
+    error = np.abs(run(ranks, "tp2", exact)["logp"] - expected).max()
+    assert error <= 1e-5 < 100 * error < np.abs(run(ranks, "tp2", rounded)["logp"] - expected).max()
+    check(run(ranks, "tp2", exact), exact, tolerance=2e-2)
+    whole = Problem(use=("logp", "kl"), exact_logits=True)
+    found, same = run(ranks, "tp2", whole), run(ranks, "tp2", replace(whole, exact_logits=False))
+    assert all(np.array_equal(found[name], same[name]) for name in found)
+
+
 def test_bf16_gradient_of_the_weight_is_summed_in_float32(ranks):
     """A running sum in bf16 over 512 chunks would be off by several percent."""
     problem = Problem(tokens=512, dtype=torch.bfloat16, chunk_tokens=1, use=("logp",))

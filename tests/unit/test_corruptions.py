@@ -3,7 +3,6 @@
 import json
 import os
 import struct
-import sys
 import time
 
 import pytest
@@ -24,7 +23,6 @@ PER_BATCH = 50
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A model with a tokenizer, and data that fit it."""
-    sys.path.insert(0, "tools")
     from make_tiny_model import make
 
     root = tmp_path_factory.mktemp("files")

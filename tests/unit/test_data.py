@@ -1,6 +1,5 @@
 import datetime
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,6 @@ from grpo_megatron.data import EpochOrder, PromptSource, PromptTokenizer, load_p
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.record import Recorder, Replay
 from tests.models import random_samples
-
-sys.path.insert(0, "tools")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 import pickle
 import random
 import re
-import sys
 import time
 
 import pyarrow
@@ -14,8 +13,6 @@ from pyarrow import parquet
 from grpo_megatron.config.schema import DataConfig
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.errors import UserError
-
-sys.path.insert(0, "tools")
 
 CASES = 150
 LONGEST = 5.0  # seconds to load one file

@@ -6,10 +6,8 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
-from torch.utils.tensorboard import SummaryWriter
-
-sys.path.insert(0, "tools")
 from plot_runs import read_scalar
+from torch.utils.tensorboard import SummaryWriter
 
 
 def log(folder, values: dict[int, float], name="eval/mean@4"):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -14,8 +13,6 @@ from grpo_megatron.data.examples import load_examples
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import check
 from tests.models import tiny_qwen3
-
-sys.path.insert(0, "tools")
 
 THINKING = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"

@@ -19,8 +19,6 @@ from grpo_megatron.data import PromptSource, PromptTokenizer, load_prompts, read
 from grpo_megatron.data.lazy import Chain
 from grpo_megatron.errors import UserError
 
-sys.path.insert(0, "tools")
-
 A, B = {"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": "4", "more": {"n": [1, None, "x,]}"]}}
 LINES = json.dumps(A) + "\n" + json.dumps(B) + "\n"
 
