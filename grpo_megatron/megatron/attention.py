@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch.autograd.function import once_differentiable
 
-from grpo_megatron.batch.layout import Pack
+from grpo_megatron.batch.layout import Pack, on_device
 
 
 class _Rotate(torch.autograd.Function):
@@ -117,8 +117,8 @@ def describe_pack(
     neighbours of equal length share a batch. That wastes nothing and moves no row, but makes more kernels; None: on a
     CPU, for packs with sequences so long that starting a kernel does not count.
     """
-    cu_seqlens = torch.from_numpy(pack.cu_seqlens).to(device)
-    cu_seqlens_padded = torch.from_numpy(pack.cu_seqlens_padded).to(device)
+    cu_seqlens = on_device(torch.from_numpy(pack.cu_seqlens), device)
+    cu_seqlens_padded = on_device(torch.from_numpy(pack.cu_seqlens_padded), device)
     longest = int(pack.padded_lengths.max())
     plan = {}
     if not own_attention:
@@ -143,7 +143,7 @@ def describe_pack(
         cu_seqlens_kv_padded=cu_seqlens_padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        position_ids=torch.from_numpy(pack.position_ids).to(device),
+        position_ids=on_device(torch.from_numpy(pack.position_ids), device),
         **plan,
     )
 
@@ -163,8 +163,8 @@ def _whole_sequences(pack: Pack, device: torch.device, groups: list[np.ndarray])
     if not np.array_equal(rows, np.arange(lengths.sum())):
         inverse = np.empty(lengths.sum(), dtype=np.int64)
         inverse[rows[real]] = np.flatnonzero(real)
-        plan["query_rows"] = plan["key_rows"] = torch.from_numpy(rows).to(device)
-        plan["inverse"] = torch.from_numpy(inverse).to(device)
+        plan["query_rows"] = plan["key_rows"] = on_device(torch.from_numpy(rows), device)
+        plan["inverse"] = on_device(torch.from_numpy(inverse), device)
     return plan
 
 
@@ -193,7 +193,7 @@ def _masked_stretches(pack: Pack, device: torch.device) -> dict:
                 batches.append(AttentionBatch(1, queries, first + start + queries, sequence))
     return {
         "batches": tuple(batches),
-        "key_rows": torch.from_numpy(pack.gathered_index).to(device),
+        "key_rows": on_device(torch.from_numpy(pack.gathered_index), device),
         "key_sizes": tuple(pack.padded_lengths.tolist()),
     }
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 
 from grpo_megatron.batch.layout import padded_to
-from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.host_memory import host_memory
 from grpo_megatron.megatron.weights import local_parameters, local_weights
 
@@ -29,14 +28,9 @@ class ReferenceWeights:
 
         on_host: kept in the host's memory between uses, else beside the parameters. same_model: frozen parameters are alike in
         both, and not held twice: with adapters, the reference is the model with their first values, which change nothing.
-        Raises UserError for parameters that are not plain tensors, such as those that TransformerEngine holds in FP8.
         """
         adapters = local_parameters(chunks, adapters=True)
         held = adapters if adapters and same_model else local_weights(chunks) | adapters
-        for name, parameter in held.items():
-            if type(parameter.data) is not torch.Tensor:
-                kind = type(parameter.data).__name__
-                raise UserError(f"{name} is a {kind}, which a reference cannot replace: set megatron.fp8.param_gather=false")
         self._parameters = list(held.values())
         sizes = [padded_to(parameter.nbytes, _ALIGNMENT) for parameter in self._parameters]
         device = self._parameters[0].device

@@ -1,5 +1,7 @@
 """What test_features.py runs on each rank."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -7,6 +9,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron import micro_batch
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec
+from tests.parallel import syncs
 from tests.parallel.actors import micro_batches
 from tests.te.training import FirstStep, first_step
 
@@ -19,7 +22,8 @@ def calls_of(spec: ActorSpec, batch: TrainBatch, loss) -> tuple[FirstStep, dict[
     return first_step(spec, batch, loss, None), dict(transformer_engine_torch.calls)
 
 
-def with_real_lengths(spec: ActorSpec, batch: TrainBatch, loss, padding_statistics: float) -> FirstStep:
+@contextmanager
+def real_lengths():
     """A planted fault: attention is told where sequences end, and leaves the rows behind them out."""
     describe = micro_batch.describe_pack
 
@@ -31,9 +35,19 @@ def with_real_lengths(spec: ActorSpec, batch: TrainBatch, loss, padding_statisti
 
     micro_batch.describe_pack = faulty
     try:
-        return first_step(spec, batch, loss, None, padding_statistics)
+        yield
     finally:
         micro_batch.describe_pack = describe
+
+
+def first_step_with_real_lengths(spec: ActorSpec, batch: TrainBatch, loss, padding_statistics: float) -> FirstStep:
+    with real_lengths():
+        return first_step(spec, batch, loss, None, padding_statistics)
+
+
+def syncs_with_real_lengths(spec: ActorSpec, batch: TrainBatch, count: int, loss) -> dict[str, list[str]]:
+    with real_lengths():
+        return syncs.of_passes(spec, batch, count, loss)
 
 
 def train_sleep_and_refer(spec: ActorSpec, batch: TrainBatch, loss) -> list[dict]:

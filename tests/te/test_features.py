@@ -10,13 +10,14 @@ from grpo_megatron.config.fp8 import FP8Config, FP8Format
 from grpo_megatron.config.schema import MoEConfig, OptimizerConfig, Precision, Recompute, RoutingReplay, TransformerImpl
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.host_syncs import difference
 from tests.models import aligned_model
-from tests.parallel import checkpoints, routings
+from tests.parallel import checkpoints, routings, syncs
 from tests.parallel.test_checkpoint import assert_equal_states, loss_of
 from tests.parallel.test_invariance import TOKEN, make_batch
 from tests.parallel.test_routing_replay import whole
 from tests.te import features, training
-from tests.te.test_training import EXPERT_LAYOUTS, LAYOUTS, ONE, te_spec
+from tests.te.test_training import EXPERT_LAYOUTS, LAYOUTS, ONE, PRECISIONS, te_spec
 
 ENGINE = MoEConfig(routing_replay=RoutingReplay.engine)
 LOSS = PolicyLoss()
@@ -47,7 +48,23 @@ def test_what_padding_leaves_in_memory_reaches_nothing(te_ranks, models, batch, 
     spec = te_spec(models["qwen3"], sizes, precision)
     assert finite(te_ranks.run(training.first_step, sizes, spec, batch, LOSS, None, np.nan))
     if layout == "cp2":
-        assert not finite(te_ranks.run(features.with_real_lengths, sizes, spec, batch, LOSS, np.nan))
+        assert not finite(te_ranks.run(features.first_step_with_real_lengths, sizes, spec, batch, LOSS, np.nan))
+
+
+@pytest.mark.slow_when(lambda layout, precision: layout == "tp2sp" and precision in ("bf16", "delayed"))
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", ["tp2sp", "cp2"])
+def test_no_micro_batch_makes_the_host_wait(te_ranks, models, batch, layout, precision):
+    sizes, numbered = LAYOUTS[layout], replace(batch, routing=None, number=np.arange(batch.num_tokens))
+    spec = te_spec(models["qwen3"], sizes, precision)
+
+    def per_micro_batch(passes):
+        counted = [te_ranks.run(passes, sizes, spec, numbered, count, TOKEN) for count in (1, 3)]
+        return {name: difference(*(ranks[0][name] for ranks in counted)) for name in counted[0][0]}
+
+    assert per_micro_batch(syncs.of_passes) == {"reference": [], "log-probs": [], "training": []}
+    if layout == "cp2" and precision == "bf16":
+        assert all(per_micro_batch(features.syncs_with_real_lengths).values()), "the counter does not see a known one"
 
 
 def test_the_kernels_meant_are_those_that_run(te_ranks, models, batch):

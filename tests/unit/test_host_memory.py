@@ -2,8 +2,9 @@
 
 import torch
 
+from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.megatron.host_memory import HostArena, host_memory
-from grpo_megatron.megatron.memory import Parking, occupied, unique_storages
+from grpo_megatron.megatron.memory import Parking, unique_storages
 
 MIB = 1 << 20
 
