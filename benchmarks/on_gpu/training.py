@@ -31,7 +31,9 @@ def shape(bench: Bench, name: str) -> None:
                 bench.report(**{precision: {"skipped": problem}})
                 continue
             actor = RandomActor(spec_of(bench, folder, precision))
-            bench.report(layers=layers, parameters=parameters(actor.arch), transformer_engine=actor._transformer_engine)
+            bench.report(
+                layers=layers, parameters=parameters(actor.arch), transformer_engine=actor.model_spec.transformer_engine
+            )
             _measure(bench, actor, precision, in_bf16)
             del actor
             bench.device.give_back()

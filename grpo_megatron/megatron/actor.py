@@ -18,7 +18,7 @@ from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.memory import occupied
-from grpo_megatron.config.schema import Precision, RoutingReplay
+from grpo_megatron.config.schema import RoutingReplay
 from grpo_megatron.megatron import export, lora, sharded_state
 from grpo_megatron.megatron.checkpoint_files import Writer
 from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, forward_probe
@@ -30,7 +30,7 @@ from grpo_megatron.megatron.process_groups import rank_info
 from grpo_megatron.megatron.reference import ReferenceWeights
 from grpo_megatron.megatron.rounding import rounding_noise
 from grpo_megatron.megatron.router import Routing
-from grpo_megatron.megatron.spec import ActorSpec, ModelSpec, TrainResult, fp8_alignment
+from grpo_megatron.megatron.spec import ActorSpec, TrainResult, fp8_alignment
 from grpo_megatron.megatron.step_metrics import beyond_limits, merge_over_context, router_metrics
 from grpo_megatron.megatron.weights import iterate_hf, load_hf, mark_parallel
 from grpo_megatron.metrics import Metrics, concrete, merge
@@ -43,7 +43,6 @@ from grpo_megatron.weights.buckets import Bucket, make_buckets
 from grpo_megatron.weights.sync.order import Answer, Order
 from grpo_megatron.weights.sync.sender import Sender
 
-PRECISIONS = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.bfloat16}
 MicroBatches = list[TrainBatch]
 Key = tuple[int, int]
 
@@ -56,28 +55,18 @@ class Actor:
         self.rank = rank_info()
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.arch = read_architecture(spec.model_path)
-        sizes = spec.sizes
-        fp8 = spec.fp8 if spec.precision == Precision.fp8 else None
-        model_spec = ModelSpec(
-            sizes=sizes,
-            params_dtype=PRECISIONS[spec.precision],
-            transformer_engine=uses_transformer_engine(spec.transformer_impl, spec.precision, spec.emulate_kernels),
-            fp8=fp8,
-            recompute=spec.recompute,
-            recompute_modules=tuple(spec.recompute_modules),
-            aux_loss_coeff=spec.moe.aux_loss_coeff,
-            z_loss_coeff=spec.moe.z_loss_coeff,
-            constant_length=spec.pack_tokens > 0,
-            lora=spec.lora,
+        self.model_spec = model_spec = spec.model_spec(
+            uses_transformer_engine(spec.transformer_impl, spec.precision, spec.emulate_kernels)
         )
-        self._transformer_engine, self._sender = model_spec.transformer_engine, None
+        self._sender = None
         self.entries = weight_map(self.arch, model_spec.transformer_engine)
         self.chunks = build_model(self.arch, model_spec)
         mark_parallel(self.chunks, self.entries)
         self.adapters = adapter_entries(self.entries.values(), spec.lora)
         if self.adapters:
             lora.attach(self.chunks, self.adapters, spec.seed)
-        layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, fp8_alignment(fp8))
+        sizes = spec.sizes
+        layout = Layout(sizes.tp, sizes.cp, self.rank.cp_rank, sizes.sequence_parallel, fp8_alignment(model_spec.fp8))
         if spec.pack_tokens:
             layout = replace(layout, pack_tokens=padded_to(spec.pack_tokens, layout.pack_multiple))
         self.mini_batches = MiniBatchStore(layout, self.device, own_attention=not model_spec.transformer_engine)
@@ -95,15 +84,15 @@ class Actor:
             self.reference = ReferenceWeights(self.chunks, on_host=spec.reference_offload, same_model=same_model)
         if not spec.with_reference or not same_model:
             self._load(spec.model_path)
-        self._set_up_training(model_spec.params_dtype)
+        self._set_up_training()
 
     def _load(self, folder: str) -> None:
         """Fill the parameters. On its own for measurements, which need no checkpoint of the size of a model."""
         load_hf(self.chunks, hf_checkpoint.HFCheckpoint(folder), self.entries)
 
-    def _set_up_training(self, dtype: torch.dtype) -> None:
+    def _set_up_training(self) -> None:
         """DDP around each chunk, and the optimizer over all of them."""
-        spec, config = self.spec, self.chunks[0].config
+        spec, config, dtype = self.spec, self.chunks[0].config, self.model_spec.params_dtype
         self._gathers_in_forward = spec.overlap and spec.distributed_optimizer
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -347,7 +336,7 @@ class Actor:
         if self._sender is None or self._sender.setup != order.setup:
             if self._sender is not None:
                 self._sender.close()
-            self._sender = Sender(order.setup, self.rank.rank, self.device, self._transformer_engine)
+            self._sender = Sender(order.setup, self.rank.rank, self.device, self.model_spec.transformer_engine)
         with self._settled_weights(), torch.no_grad():
             return self._sender.send(order, lora.MergedWeights(self.chunks))
 
@@ -364,7 +353,7 @@ class Actor:
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
         """Write an HF checkpoint, see `export.save_hf`. dtype: of the tensors; None keeps the training precision. Collective."""
         with self._settled_weights():
-            dtype = dtype or PRECISIONS[self.spec.precision]
+            dtype = dtype or self.model_spec.params_dtype
             export.save_hf(self.chunks, self.entries, self.spec.model_path, folder, dtype, self.adapters, self.spec.lora)
 
     def begin_checkpoint(self, folder: str) -> None:

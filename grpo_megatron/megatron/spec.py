@@ -69,6 +69,21 @@ class ActorSpec:
     lora: LoraConfig = field(default_factory=LoraConfig)
     seed: int = 0
 
+    def model_spec(self, transformer_engine: bool) -> ModelSpec:
+        """transformer_engine: whether layers are TransformerEngine's, which depends on the machine."""
+        return ModelSpec(
+            sizes=self.sizes,
+            params_dtype=torch.float32 if self.precision == Precision.fp32 else torch.bfloat16,
+            transformer_engine=transformer_engine,
+            fp8=self.fp8 if self.precision == Precision.fp8 else None,
+            recompute=self.recompute,
+            recompute_modules=tuple(self.recompute_modules),
+            aux_loss_coeff=self.moe.aux_loss_coeff,
+            z_loss_coeff=self.moe.z_loss_coeff,
+            constant_length=self.pack_tokens > 0,
+            lora=self.lora,
+        )
+
 
 @dataclass(frozen=True)
 class TrainResult:

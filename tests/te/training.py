@@ -27,10 +27,12 @@ class FirstStep:
     norms: list[float]
 
 
-def first_step(spec: ActorSpec, batch: TrainBatch, loss, folder: str | None, padding_statistics: float = 0.0) -> FirstStep:
+def first_step(
+    spec: ActorSpec, batch: TrainBatch, loss, folder: str | None, padding_statistics: float = 0.0, actor: type[Actor] = Actor
+) -> FirstStep:
     """Log-probs of policy and reference, an HF export into `folder`, and two optimizer steps, of which the first gradients."""
     packed_attention.PADDING_STATISTICS = padding_statistics
-    actor = Actor(spec)
+    actor = actor(spec)
     if folder:
         actor.save_hf(folder)
     _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True, max_tokens=256)
@@ -48,6 +50,20 @@ def first_step(spec: ActorSpec, batch: TrainBatch, loss, folder: str | None, pad
             norms.append(actor.optimizer.step().grad_norm)
     difference = None if policy is None else float(np.abs(policy - reference).max())
     return FirstStep(actor.rank, gradients, difference, norms)
+
+
+def first_step_with_unsummed_norms(spec: ActorSpec, batch: TrainBatch, loss) -> FirstStep:
+    """A planted fault: a norm's gradient on each rank is of that rank's tokens alone."""
+
+    class Faulty(Actor):
+        def _set_up_training(self):
+            for chunk in self.chunks:
+                for name, parameter in chunk.named_parameters():
+                    if name.endswith("norm.weight"):
+                        parameter.sequence_parallel = False
+            super()._set_up_training()
+
+    return first_step(spec, batch, loss, None, actor=Faulty)
 
 
 def cosines(entries, sizes, result: FirstStep, one_rank: FirstStep) -> dict[str, float]:
