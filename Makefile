@@ -20,7 +20,7 @@ CUDA_HOME ?= /usr/local/cuda
 # Where it is set, every one of the many processes would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-gpu quickstart test test-all test-gpu lint bench bench-gpu clean
+.PHONY: install install-gpu quickstart quickstart-fp8 test test-all test-gpu lint bench bench-gpu clean
 
 # The stack for CPUs, unless the environment has the one for GPUs.
 install: $(if $(wildcard $(GPU_STAMP)),$(GPU_STAMP),$(CPU_STAMP))
@@ -64,6 +64,10 @@ $(GPU_STAMP): $(GPU_REQUIREMENTS)
 
 quickstart: install
 	$(BIN)/python tools/quickstart.py
+
+# The same task in FP8 on TransformerEngine's layers, their kernels emulated: docs/precision.md.
+quickstart-fp8: install
+	$(BIN)/python tools/quickstart.py --config quickstart_fp8
 
 test: install lint
 	$(BIN)/python -m pytest

@@ -206,7 +206,9 @@ class FusedHead(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, weight, ref_hidden, ref_weight, target, state.maximum, log_norm, log_ref_norm, entropy, kl
         )
-        ctx.temperature, ctx.tiling, ctx.into_main_grad, ctx.exact = temperature, tiling, task.into_main_grad, task.exact
+        ctx.temperature, ctx.tiling, ctx.exact = temperature, tiling, task.exact
+        # What is saved comes back as another tensor, without its main_grad, where hooks offload or count saved tensors.
+        ctx.parameter = weight if task.into_main_grad else None
         return logp, entropy, kl
 
     @staticmethod
@@ -222,7 +224,7 @@ class FusedHead(torch.autograd.Function):
         if coefficients.linear is not None:
             scratch = tiling.scratch(hidden, torch.float32)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        grad_weight = _WeightGradient(weight, tiling, ctx.into_main_grad) if ctx.needs_input_grad[1] else None
+        grad_weight = _WeightGradient(weight, tiling, ctx.parameter) if ctx.needs_input_grad[1] else None
         for words in tiling.word_blocks():
             for tokens in tiling.token_blocks():
                 a = policy(tokens, words).sub_(maximum[0, tokens, None])
@@ -287,12 +289,15 @@ class _Coefficients:
 
 
 class _WeightGradient:
-    """Gradient of the weight, block of words after block; sums over tokens are in float32."""
+    """Gradient of the weight, block of words after block; sums over tokens are in float32.
 
-    def __init__(self, weight: torch.Tensor, tiling: Tiling, into_main_grad: bool):
-        self.weight, self.into_main_grad = weight, into_main_grad
-        self.out = weight.main_grad if into_main_grad else torch.empty_like(weight)
-        if not into_main_grad:
+    parameter: to whose `main_grad` it is added; None: it is a tensor of its own.
+    """
+
+    def __init__(self, weight: torch.Tensor, tiling: Tiling, parameter: torch.nn.Parameter | None):
+        self.parameter = parameter
+        self.out = torch.empty_like(weight) if parameter is None else parameter.main_grad
+        if parameter is None:
             self.out[tiling.words :].zero_()
             if not tiling.tokens:
                 self.out.zero_()
@@ -304,21 +309,21 @@ class _WeightGradient:
         """Of a tile; first, last: whether it is that of its words. Tiles of the same words follow each other."""
         out = self.out[words]
         sums = out if self.block is None else self.block[: len(out)]
-        overwrite = first and not (self.into_main_grad and self.block is None)
+        overwrite = first and (self.parameter is None or self.block is not None)
         _add_product(sums, grad_logits.t(), hidden, overwrite)
         if last and self.block is not None:
-            out.add_(sums) if self.into_main_grad else out.copy_(sums)
+            out.copy_(sums) if self.parameter is None else out.add_(sums)
 
     def result(self) -> torch.Tensor | None:
         """What autograd is given. With main_grad: as Megatron's LinearWithGradAccumulationAndAsyncCommunication,
         a tensor nobody reads, so that the hooks of the parameter run, and zeros where it is read after all."""
-        if not self.into_main_grad:
+        if self.parameter is None:
             return self.out
-        if not hasattr(self.weight, "grad_added_to_main_grad"):
+        if not hasattr(self.parameter, "grad_added_to_main_grad"):
             return None
-        self.weight.grad_added_to_main_grad = True
-        read = getattr(self.weight, "zero_out_wgrad", False)
-        return torch.zeros_like(self.weight) if read else torch.empty_like(self.weight)
+        self.parameter.grad_added_to_main_grad = True
+        read = getattr(self.parameter, "zero_out_wgrad", False)
+        return torch.zeros_like(self.parameter) if read else torch.empty_like(self.parameter)
 
 
 def _add_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, overwrite: bool = False) -> None:

@@ -50,3 +50,14 @@ def arithmetic(tmp_path_factory):
     make_model(root / "model", hidden=64, ffn=128, seed=3)
     make_task(root / "data", seed=0, held_out=16, wrong=0.5, copies=1)
     return root
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory, arithmetic):
+    """As `arithmetic`, with a model of 4 experts a layer."""
+    from make_tiny_model import make
+
+    root = tmp_path_factory.mktemp("experts")
+    make(root / "model", hidden=64, ffn=64, layers=2, seed=4, experts=4)
+    (root / "data").symlink_to(arithmetic / "data")
+    return root

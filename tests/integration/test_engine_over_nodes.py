@@ -25,22 +25,13 @@ LAYOUT = (
 )
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory, arithmetic):
-    from make_tiny_model import make
-
-    root = tmp_path_factory.mktemp("experts")
-    make(root / "model", hidden=64, ffn=64, layers=2, seed=4, experts=4)
-    (root / "data").symlink_to(arithmetic / "data")
-    return root
-
-
 @pytest.mark.slow_when(lambda transport: transport != "shared_memory")
 @pytest.mark.parametrize("transport", ["shared_memory", "groups"])
-def test_weights_reach_both_nodes_and_samples_come_back(two_nodes, task, tmp_path, transport):
-    with loop(task, tmp_path, *LAYOUT, f"weight_sync.transport={transport}") as (controller, run):
+def test_weights_reach_both_nodes_and_samples_come_back(two_nodes, experts, tmp_path, transport):
+    with loop(experts, tmp_path, *LAYOUT, f"weight_sync.transport={transport}") as (controller, run):
         assert len(set(run.engines.nodes)) == len(set(run.trainer.nodes)) == 2
         assert largest_mismatch(controller) < 1e-5
+        controller.ranks_turn()
         run.trainer.scale_weights(1.1)
         assert largest_mismatch(controller) < 1e-5
         controller.run()
@@ -49,8 +40,8 @@ def test_weights_reach_both_nodes_and_samples_come_back(two_nodes, task, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_node_that_dies_ends_the_engine(two_nodes, task, tmp_path):
-    with loop(task, tmp_path, *LAYOUT) as (controller, run):
+def test_a_node_that_dies_ends_the_engine(two_nodes, experts, tmp_path):
+    with loop(experts, tmp_path, *LAYOUT) as (controller, run):
         controller.sync_weights()
         ((_, node),) = run.engines._others[0].items()
         children = psutil.Process(ray.get(node.ready.remote())).children(recursive=True)

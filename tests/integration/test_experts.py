@@ -11,18 +11,7 @@ from grpo_megatron.rollout.record import Replay
 from tests.integration.test_train import arguments, metrics
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory, arithmetic):
-    """model/ with 4 experts a layer, data/ of the arithmetic task."""
-    from make_tiny_model import make
-
-    root = tmp_path_factory.mktemp("experts")
-    make(root / "model", hidden=64, ffn=64, layers=2, seed=4, experts=4)
-    (root / "data").symlink_to(arithmetic / "data")
-    return root
-
-
-def run(task, root, name, *changes) -> list[dict]:
+def run(experts, root, name, *changes) -> list[dict]:
     common = (
         f"run.name={name}",
         "run.total_steps=2",
@@ -34,15 +23,15 @@ def run(task, root, name, *changes) -> list[dict]:
         "rollout.temperature=1.0",
         "train.ppo_mini_batch_size=6",
     )
-    assert main(["train", *arguments(task, root, *common, *changes)]) == 0
+    assert main(["train", *arguments(experts, root, *common, *changes)]) == 0
     return metrics(root, name)
 
 
 @pytest.fixture(scope="module")
-def live(ray_here, task, tmp_path_factory):
+def live(ray_here, experts, tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     rows = run(
-        task,
+        experts,
         root,
         "live",
         f"rollout.record={root}/rollouts.jsonl",
@@ -79,9 +68,9 @@ def test_ranks_slept_while_the_engine_worked(live):
     assert all(row["time/sleep"] > 0 for row in rows)
 
 
-def test_the_same_rollouts_in_another_layout(live, task):
+def test_the_same_rollouts_in_another_layout(live, experts):
     root, rows = live
-    again = run(task, root, "again", f"rollout.replay={root}/rollouts.jsonl", "megatron.context_parallel=2")
+    again = run(experts, root, "again", f"rollout.replay={root}/rollouts.jsonl", "megatron.context_parallel=2")
     for name in ("actor/loss", "actor/grad_norm", "actor/kl_to_reference", "moe/z_loss"):
         np.testing.assert_allclose([row[name] for row in again], [row[name] for row in rows], rtol=1e-5, atol=1e-7)
 

@@ -78,6 +78,21 @@ def test_two_engines_and_two_replicas_learn_it_too(roots):
     assert result["mismatch_max"] <= 1e-4
 
 
+def test_fp8_learns_it_too(roots):
+    """TransformerEngine's layers in FP8, their kernels emulated; the engine computes in bf16."""
+    root = roots[1]
+    paths = [
+        f"model.path={root}/quickstart_sft/hf",
+        *(f"data.{name}={root}/quickstart_data/{name}.jsonl" for name in ("train", "eval")),
+    ]
+    run("-m", "grpo_megatron.cli", "train", "--config", "configs/quickstart_fp8.yaml", f"run.root={root}", *paths)
+    result = json.loads((root / "quickstart_fp8" / "result.json").read_text())
+    print(result["before"], result["after"], result["mismatch_max"])
+    assert result["before"]["eval/mean@4"] <= 0.45
+    assert result["after"]["eval/mean@4"] >= 0.80
+    assert 1e-3 < result["mismatch_max"] < 10
+
+
 def test_the_trained_model_converts_bit_identically(roots, tmp_path):
     model = roots[1] / "quickstart" / "hf"
     run("tools/convert_hf_to_megatron.py", model, tmp_path / "megatron")

@@ -13,6 +13,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.host_syncs import difference
 from tests.models import aligned_model
 from tests.parallel import checkpoints, routings, syncs
+from tests.parallel.invariance import in_hf_names
 from tests.parallel.test_checkpoint import assert_equal_states, loss_of
 from tests.parallel.test_invariance import TOKEN, make_batch
 from tests.parallel.test_routing_replay import whole
@@ -41,6 +42,7 @@ def finite(results) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
+@pytest.mark.slow_when(lambda layout, precision: layout == "one" and precision == "bf16")
 @pytest.mark.parametrize("precision", ["bf16", "tensorwise"])
 @pytest.mark.parametrize("layout", ["one", "cp2"])
 def test_what_padding_leaves_in_memory_reaches_nothing(te_ranks, models, batch, layout, precision):
@@ -51,7 +53,9 @@ def test_what_padding_leaves_in_memory_reaches_nothing(te_ranks, models, batch, 
         assert not finite(te_ranks.run(features.first_step_with_real_lengths, sizes, spec, batch, LOSS, np.nan))
 
 
-@pytest.mark.slow_when(lambda layout, precision: layout == "tp2sp" and precision in ("bf16", "delayed"))
+@pytest.mark.slow_when(
+    lambda layout, precision: (layout, precision) not in (("tp2sp", "blockwise"), ("cp2", "bf16"), ("cp2", "tensorwise"))
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2"])
 def test_no_micro_batch_makes_the_host_wait(te_ranks, models, batch, layout, precision):
@@ -89,9 +93,11 @@ RECOMPUTES = {
     "layernorm, moe_act": {"recompute": Recompute.selective, "recompute_modules": ("layernorm", "moe_act")},
     "moe": {"recompute": Recompute.selective, "recompute_modules": ("moe",)},
 }
+# The precision that `make test` takes; all of them in `make test-all`.
+RECOMPUTES_IN = {"full": "tensorwise", "core_attn, mlp": "blockwise", "layernorm, moe_act": "blockwise", "moe": "tensorwise"}
 
 
-@pytest.mark.slow_when(lambda recompute, precision: precision == "bf16" and recompute != "full")
+@pytest.mark.slow_when(lambda recompute, precision: precision != RECOMPUTES_IN[recompute])
 @pytest.mark.parametrize("precision", ["bf16", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 def test_recomputation_changes_nothing(te_ranks, models, batch, recompute, precision):
@@ -99,10 +105,12 @@ def test_recomputation_changes_nothing(te_ranks, models, batch, recompute, preci
     (plain,) = te_ranks.run(training.first_step, ONE, spec, batch, LOSS, None)
     (again,) = te_ranks.run(training.first_step, ONE, replace(spec, **RECOMPUTES[recompute]), batch, LOSS, None)
     entries = weight_map(read_architecture(models["qwen3_moe"]), transformer_engine=True)
-    assert min(training.cosines(entries, ONE, again, plain).values()) > 1 - 1e-6
+    whole = in_hf_names(entries, plain.gradients)
+    assert min(training.cosines(entries, ONE, again, whole).values()) > 1 - 1e-6
     assert again.norms == pytest.approx(plain.norms, rel=1e-5)
 
 
+@pytest.mark.slow_when(lambda precision: precision == "blockwise")
 @pytest.mark.parametrize("precision", ["tensorwise", "blockwise"])
 def test_reference_and_sleep(te_ranks, models, batch, precision):
     """Weights cast to FP8 are given back asleep, and none is used after its weight changed."""
@@ -112,6 +120,7 @@ def test_reference_and_sleep(te_ranks, models, batch, precision):
         assert {kind: size for kind, size in report["asleep"].items() if kind != "occupied" and size} == {}
 
 
+@pytest.mark.slow_when(lambda layout, precision: (layout, precision) not in (("ep2", "tensorwise"), ("etp2", "blockwise")))
 @pytest.mark.parametrize("precision", ["bf16", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_the_reference_of_experts_begins_as_the_policy(te_ranks, models, batch, layout, precision):
@@ -127,6 +136,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.slow_when(lambda precision: precision != "tensorwise")
 @pytest.mark.parametrize("precision", CHECKPOINTS)
 def test_a_checkpoint_goes_on_bit_for_bit_and_loads_in_another_layout(te_ranks, models, tmp_path, precision):
     family, sizes, options = CHECKPOINTS[precision]
@@ -159,7 +169,7 @@ def test_training_follows_the_old_policys_routing(te_ranks, tmp_path):
     assert followed < 0.2 * chosen
 
 
-@pytest.mark.parametrize("ends", [(1, 0), (0, 2), (4, 0)])
+@pytest.mark.parametrize("ends", [(1, 2), (4, 0)])
 def test_layers_that_stay_in_bf16(te_ranks, models, batch, ends):
     """Their products are no FP8 ones; with all layers among them nothing is FP8."""
     first, last = ends
