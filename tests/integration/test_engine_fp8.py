@@ -3,6 +3,8 @@
 import asyncio
 import json
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from grpo_megatron.cli import main
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.engine import EngineConfig
+from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.block_scaled import engine_entries
 from grpo_megatron.model.entries import EngineLayout, engine_shapes
@@ -36,21 +39,34 @@ FP8_TRAINER = (
 )
 
 
-@pytest.fixture(scope="module")
-def blocks(arithmetic, tmp_path_factory):
-    """As `arithmetic`, with a model whose matrices are of whole blocks on one rank and on two, and whose layers change log-probs."""
+def made(root, arithmetic, **sizes):
+    """The root as that of `arithmetic`, with a model whose matrices are of whole blocks on one rank and on two.
+
+    Its layers change log-probs, and each expert's weights are twice those of the one before it.
+    """
     from make_tiny_model import make
     from transformers import AutoModelForCausalLM
 
-    root = tmp_path_factory.mktemp("blocks")
-    make(root / "model", hidden=256, ffn=512, heads=8, kv_heads=8, seed=3)
+    make(root / "model", hidden=256, heads=8, kv_heads=8, seed=3, **sizes)
     model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [experts, out, in]
+            parameter.data.mul_(torch.exp2(torch.arange(len(parameter)))[:, None, None])
+        elif parameter.ndim == 2:
             parameter.data.mul_(4)
     model.save_pretrained(root / "model")
     (root / "data").symlink_to(arithmetic / "data")
     return root
+
+
+@pytest.fixture(scope="module")
+def blocks(arithmetic, tmp_path_factory):
+    return made(tmp_path_factory.mktemp("blocks"), arithmetic, ffn=512)
+
+
+@pytest.fixture(scope="module")
+def experts(arithmetic, tmp_path_factory):
+    return made(tmp_path_factory.mktemp("experts"), arithmetic, ffn=256, experts=4)
 
 
 @contextmanager
@@ -59,16 +75,55 @@ def loop(root, run_root, *changes):
         yield pair
 
 
-@pytest.fixture
-def with_doors(monkeypatch):
-    """Engines let the tests look at their parameters."""
-    made = pool.engine_arguments
+@dataclass(frozen=True)
+class Synced:
+    """What one engine was given. faulty: parameters of which two halves are exchanged for the planted fault."""
 
-    def arguments_with_doors(*args):
-        found = made(*args)
+    model: Path
+    layout: EngineLayout
+    faulty: list[str]
+    controller: Controller
+    engines: pool.EnginePool
+    probe: dict[str, float]
+
+
+ROWS = [f"model.layers.0.self_attn.o_proj.{name}" for name in ("weight", "weight_scale_inv")]
+SCALES_OF_EXPERTS = ["model.layers.0.mlp.experts.w13_weight_scale_inv"]
+TP2 = "megatron.tensor_parallel=2", "rollout.engine.tensor_parallel=2"
+EP2 = (
+    "megatron.data_parallel=2",
+    "megatron.expert_parallel=2",
+    "rollout.engine.tensor_parallel=2",
+    "rollout.engine.expert_parallel=2",
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("blocks", ROWS), id="dense"),
+        pytest.param(("experts", SCALES_OF_EXPERTS), id="experts"),
+        pytest.param(("blocks", ROWS, *TP2), id="dense_tp2", marks=pytest.mark.slow),
+        pytest.param(("experts", SCALES_OF_EXPERTS, *TP2), id="experts_tp2", marks=pytest.mark.slow),
+        pytest.param(("experts", SCALES_OF_EXPERTS, *EP2), id="experts_ep2", marks=pytest.mark.slow),
+    ],
+)
+def synced(ray_here, request, tmp_path_factory):
+    """After its first weight sync; it lets the tests look at its parameters."""
+    made_of, faulty, *layouts = request.param
+    root, asked = request.getfixturevalue(made_of), pool.engine_arguments
+
+    def with_doors(*args):
+        found = asked(*args)
         return found | {"custom_weight_loader": [*found["custom_weight_loader"], LOOK, SWAP]}
 
-    monkeypatch.setattr(pool, "engine_arguments", arguments_with_doors)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "engine_arguments", with_doors)
+        with loop(root, tmp_path_factory.mktemp("runs"), *layouts) as (controller, run):
+            controller.sync_weights()
+            probe = controller.weight_sync.metrics
+            layout = EngineLayout.from_config(run.config.rollout.engine)
+            yield Synced(root / "model", layout, faulty, controller, run.engines, probe)
 
 
 def call(engines, door, argument, tp):
@@ -111,29 +166,26 @@ def check(model, layout, rank, own):
             assert torch.equal(found.float(), wanted.float()), piece
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_engine_holds_the_quantised_checkpoint_and_serves(ray_here, blocks, tmp_path, with_doors, tp):
-    layouts = f"megatron.tensor_parallel={tp}", f"rollout.engine.tensor_parallel={tp}"
-    with loop(blocks, tmp_path, *layouts) as (controller, run):
-        controller.sync_weights()
-        probe = controller.weight_sync.metrics
-        ranks = held(run.engines, tmp_path / "held", tp)
-        result = controller.run()
-    for rank, own in enumerate(ranks):
-        check(str(blocks / "model"), EngineLayout(tp, fp8=True), rank, own)
-    assert 0.02 < probe["sync/probe_mean"] < 0.5 * probe["sync/probe_limit"]
-    assert result["tokens"] > 0
+def test_an_engine_holds_the_quantised_checkpoint(synced, tmp_path):
+    for rank, own in enumerate(held(synced.engines, tmp_path / "held", synced.layout.tp)):
+        check(str(synced.model), synced.layout, rank, own)
+    print(json.dumps(synced.probe))
+    assert 0.02 < synced.probe["sync/probe_mean"] < 0.5 * synced.probe["sync/probe_limit"]
 
 
-def test_the_probe_sees_a_layer_that_computes_something_else(ray_here, blocks, tmp_path, with_doors):
-    """The fault: half of the first layer's output projection is where the other half should be. No weight has another value."""
-    with loop(blocks, tmp_path) as (controller, run):
-        controller.sync_weights()
-        call(run.engines, SWAP, "model.layers.0.self_attn.o_proj", 1)
-        probe = controller.weight_sync._probe
-        probe.ask_trainer()
-        with pytest.raises(RuntimeError, match="log-probs that differ from the trainer's"):
-            probe.ask_engines()
+def test_it_serves(synced):
+    assert synced.controller.run()["tokens"] > 0
+
+
+def test_the_probe_sees_a_layer_that_computes_something_else(synced):
+    """The fault: values of the first layer are exchanged. No other value is among its weights."""
+    synced.controller.sync_weights()
+    call(synced.engines, SWAP, synced.faulty, synced.layout.tp)
+    probe = synced.controller.weight_sync._probe
+    probe.ask_trainer()
+    with pytest.raises(RuntimeError, match="log-probs that differ from the trainer's") as raised:
+        probe.ask_engines()
+    print(raised.value)
 
 
 def test_an_engine_that_is_not_in_fp8_is_refused(ray_here, blocks, tmp_path, monkeypatch):
@@ -183,13 +235,76 @@ def test_a_layer_is_the_same_in_trainer_and_engine(ray_here, te_ranks):
     assert (ours == theirs).float().mean() > 0.999
 
 
+@ray.remote
+def experts_of_engine(x, gate_up, down, weights, chosen):
+    """[tokens, h] of SGLang's experts with matrices [experts, out, in], of which `chosen` [tokens, 2] says each token's."""
+    import sglang.srt.model_executor.model_runner  # noqa: F401 - as in the engine: selects the platform
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo, fused_experts_none_to_triton
+    from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    from grpo_megatron.sglang import cpu_fp8
+
+    cpu_fp8.register()
+    stacks = [[torch.stack(of) for of in zip(*map(quantise, matrices), strict=True)] for matrices in (gate_up, down)]
+    (w13_weight, w13_scale), (w2_weight, w2_scale) = stacks
+    held = TritonMoeQuantInfo(
+        w13_weight, w2_weight, use_fp8_w8a8=True, w13_scale=w13_scale, w2_scale=w2_scale, block_shape=[128, 128]
+    )
+    dispatched = StandardDispatchOutput(x, None, StandardTopKOutput(weights, chosen, None))
+    return fused_experts_none_to_triton(dispatched, held, MoeRunnerConfig(activation="silu")).hidden_states
+
+
+def as_fp8(values):
+    """float64, with the rounding of SGLang's kernel for experts: one scale for each 128 of a row, the largest of them over 448."""
+    groups = values.double().view(len(values), -1, 128)
+    scale = groups.abs().amax(-1, keepdim=True) / 448
+    return ((groups / scale).float().to(torch.float8_e4m3fn).double() * scale).view(values.shape)
+
+
+def block_values(matrix):
+    elements, scales = quantise(matrix)
+    return elements.double() * scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+def test_experts_are_as_they_are_defined(ray_here):
+    """Token by token in float64, but for the roundings that are meant. One token of the last three has an expert of another rank."""
+    torch.manual_seed(1)
+    x = (torch.randn(24, 256) * torch.logspace(-2, 2, 24)[:, None]).bfloat16()
+    gate_up, down = (torch.randn(3, *shape).bfloat16() / 16 for shape in ((256, 256), (256, 128)))
+    weights = torch.rand(24, 2)
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in range(24)]).int()
+    chosen[-1, 0] = -1
+    environment = engine_environment(EngineConfig(), gpu=False)
+    task = experts_of_engine.options(num_cpus=0, runtime_env={"env_vars": environment})
+    found = ray.get(task.remote(x, gate_up, down, weights, chosen))
+    expected, exact = torch.zeros(2, 24, 256, dtype=torch.float64)
+    for token in range(24):
+        row = x[token : token + 1]
+        for weight, number in zip(weights[token].double(), chosen[token].tolist(), strict=True):
+            if number < 0:
+                continue
+            gate, up = (as_fp8(row) @ block_values(gate_up[number]).t()).bfloat16().double().chunk(2, -1)
+            inner = (torch.nn.functional.silu(gate) * up).bfloat16()
+            expected[token] += weight * (as_fp8(inner) @ block_values(down[number]).t())[0]
+            gate, up = (row.double() @ gate_up[number].double().t()).chunk(2, -1)
+            exact[token] += weight * ((torch.nn.functional.silu(gate) * up) @ down[number].double().t())[0]
+    scale = exact.abs().mean(1, keepdim=True)
+    assert 0.01 < ((found - exact).abs() / scale).mean() < 0.1
+    # What is left are roundings to bfloat16, and an element of FP8 here and there that one of them moves by a step.
+    assert ((found - expected).abs() / scale).mean() < 0.004
+
+
 @pytest.mark.slow
-def test_mismatch_of_fp8_and_bf16_engines_with_an_fp8_trainer(ray_here, blocks, tmp_path):
+@pytest.mark.parametrize("model", ["blocks", "experts"])
+def test_mismatch_of_fp8_and_bf16_engines_with_an_fp8_trainer(ray_here, request, tmp_path, model):
     """An FP8 engine is nearer to an FP8 trainer than one in bf16."""
+    root = request.getfixturevalue(model)
     means = {}
     for quantization in ("none", "fp8"):
         changes = *FP8_TRAINER, f"rollout.engine.quantization={quantization}", f"run.name={quantization}"
-        assert main(["train", *arguments(blocks, tmp_path, *FP8_ENGINE, *changes)]) == 0
+        assert main(["train", *arguments(root, tmp_path, *FP8_ENGINE, *changes)]) == 0
         means[quantization] = [row["mismatch/mean"] for row in metrics(tmp_path, quantization)]
     print(json.dumps(means))
     assert len(means["none"]) == len(means["fp8"]) == 3
