@@ -28,7 +28,11 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
             "where it is in FP8 no longer; set it to none"
         )
         return
-    sizes, layout = ParallelSizes.from_config(config.megatron), EngineLayout.from_config(config.rollout.engine)
+    yield from cut_matrices(arch, ParallelSizes.from_config(config.megatron), EngineLayout.from_config(config.rollout.engine))
+
+
+def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
+    """One sentence for each kind of layer, and side, of which a rank would have a part of a block."""
     kinds = {kind(name): entry for name, entry in weight_map(arch).items() if is_block_scaled(entry)}
     for entry in kinds.values():
         yield from _cut(entry, sizes, layout)

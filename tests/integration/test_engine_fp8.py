@@ -293,7 +293,7 @@ def test_experts_are_as_they_are_defined(ray_here):
     scale = exact.abs().mean(1, keepdim=True)
     assert 0.01 < ((found - exact).abs() / scale).mean() < 0.1
     # What is left are roundings to bfloat16, and an element of FP8 here and there that one of them moves by a step.
-    assert ((found - expected).abs() / scale).mean() < 0.004
+    assert ((found - expected).abs() / scale).mean() < 0.01
 
 
 @pytest.mark.slow
