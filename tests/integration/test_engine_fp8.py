@@ -88,8 +88,8 @@ class Synced:
 
 
 ROWS = [f"model.layers.0.self_attn.o_proj.{name}" for name in ("weight", "weight_scale_inv")]
-SCALES_OF_EXPERTS = ["model.layers.0.mlp.experts.w13_weight_scale_inv"]
-TP2 = "megatron.tensor_parallel=2", "rollout.engine.tensor_parallel=2"
+SCALES_OF_EXPERTS = [f"model.layers.0.mlp.experts.{name}_weight_scale_inv" for name in ("w13", "w2")]
+TP2 = "megatron.tensor_parallel=2", "megatron.sequence_parallel=true", "rollout.engine.tensor_parallel=2"
 EP2 = (
     "megatron.data_parallel=2",
     "megatron.expert_parallel=2",
