@@ -71,7 +71,7 @@ def quantization_problems(arguments: dict) -> list[str]:
 
 
 def expert_problems(config) -> list[str]:
-    """As on Hopper with DeepGEMM: whether experts have the parameters of the plan, which loading leaves as they are, and Triton's kernel."""
+    """As on Hopper with DeepGEMM: whether experts have the parameters of the plan, loading leaves them, and their kernel is Triton's."""
     from sglang.srt.layers import deep_gemm_wrapper
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
     from sglang.srt.layers.quantization import fp8
@@ -100,7 +100,9 @@ def expert_problems(config) -> list[str]:
     after = dict(layer.named_parameters())
     moved = [name for name, (place, _) in before.items() if after[name].data_ptr() != place]
     changed = [name for name, (_, values) in before.items() if not torch.equal(after[name].data.float(), values)]
-    problems = [f"loading makes other parameters of {moved + changed}"] if moved + changed or after.keys() != before.keys() else []
+    problems = (
+        [f"loading makes other parameters of {moved + changed}"] if moved + changed or after.keys() != before.keys() else []
+    )
     return problems + ([] if method.runner.runner_backend.is_triton() else [f"experts run by {method.runner.runner_backend}"])
 
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
-from grpo_megatron.model.block_scaled import engine_entries
+from grpo_megatron.model.block_scaled import engine_entries, scales
 from grpo_megatron.model.entries import EngineLayout, engine_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -28,6 +27,7 @@ from grpo_megatron.sglang.weight_door import by_value
 from grpo_megatron.weights.fp8_blocks import quantise
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from tests.integration.test_train import arguments, metrics
+from tests.models import tiny_model
 
 LOOK, SWAP = (f"tests.integration.engine_door.{name}" for name in ("parameters", "swap_halves"))
 FP8_ENGINE = ("rollout.engine.dtype=bfloat16", "rollout.engine.quantization=fp8")
@@ -39,20 +39,17 @@ FP8_TRAINER = (
 )
 
 
-def made(root, arithmetic, **sizes):
-    """The root as that of `arithmetic`, with a model whose matrices are of whole blocks on one rank and on two.
-
-    Its layers change log-probs, and each expert's weights are twice those of the one before it.
-    """
+@pytest.fixture(scope="module")
+def blocks(arithmetic, tmp_path_factory):
+    """As `arithmetic`, with a model whose matrices are of whole blocks on one rank and on two, and whose layers change log-probs."""
     from make_tiny_model import make
     from transformers import AutoModelForCausalLM
 
-    make(root / "model", hidden=256, heads=8, kv_heads=8, seed=3, **sizes)
+    root = tmp_path_factory.mktemp("blocks")
+    make(root / "model", hidden=256, ffn=512, heads=8, kv_heads=8, seed=3)
     model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [experts, out, in]
-            parameter.data.mul_(torch.exp2(torch.arange(len(parameter)))[:, None, None])
-        elif parameter.ndim == 2:
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
             parameter.data.mul_(4)
     model.save_pretrained(root / "model")
     (root / "data").symlink_to(arithmetic / "data")
@@ -60,13 +57,27 @@ def made(root, arithmetic, **sizes):
 
 
 @pytest.fixture(scope="module")
-def blocks(arithmetic, tmp_path_factory):
-    return made(tmp_path_factory.mktemp("blocks"), arithmetic, ffn=512)
-
-
-@pytest.fixture(scope="module")
 def experts(arithmetic, tmp_path_factory):
-    return made(tmp_path_factory.mktemp("experts"), arithmetic, ffn=256, experts=4)
+    """The same of a family with four experts, as a function; each expert's weights are twice those of the one before it."""
+    from make_tiny_model import make_tokenizer
+    from transformers import AutoModelForCausalLM
+
+    def make(family):
+        root, tokenizer = tmp_path_factory.mktemp(family), make_tokenizer()
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+        widths = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "n_shared_experts": 1}
+        changes = {"num_hidden_layers": 2, "mlp_only_layers": [], "initializer_range": 0.08}
+        tiny_model(root / "model", family, vocab_size=len(tokenizer), **heads, **widths, **changes)
+        model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [experts, out, in]
+                parameter.data.mul_(torch.exp2(torch.arange(len(parameter)))[:, None, None])
+        model.save_pretrained(root / "model")
+        tokenizer.save_pretrained(root / "model")
+        (root / "data").symlink_to(arithmetic / "data")
+        return root
+
+    return make
 
 
 @contextmanager
@@ -77,18 +88,15 @@ def loop(root, run_root, *changes):
 
 @dataclass(frozen=True)
 class Synced:
-    """What one engine was given. faulty: parameters of which two halves are exchanged for the planted fault."""
+    """What one engine was given."""
 
-    model: Path
+    model: str
     layout: EngineLayout
-    faulty: list[str]
     controller: Controller
     engines: pool.EnginePool
     probe: dict[str, float]
 
 
-ROWS = [f"model.layers.0.self_attn.o_proj.{name}" for name in ("weight", "weight_scale_inv")]
-SCALES_OF_EXPERTS = [f"model.layers.0.mlp.experts.{name}_weight_scale_inv" for name in ("w13", "w2")]
 TP2 = "megatron.tensor_parallel=2", "megatron.sequence_parallel=true", "rollout.engine.tensor_parallel=2"
 EP2 = (
     "megatron.data_parallel=2",
@@ -96,25 +104,29 @@ EP2 = (
     "rollout.engine.tensor_parallel=2",
     "rollout.engine.expert_parallel=2",
 )
+CASES = {
+    "dense": (None,),
+    "qwen3_moe": ("qwen3_moe",),
+    "dense_tp2": (None, *TP2),
+    "qwen3_moe_tp2": ("qwen3_moe", *TP2),
+    "mixtral": ("mixtral",),
+    "glm4_moe_ep2": ("glm4_moe", *EP2),
+}
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("blocks", ROWS), id="dense"),
-        pytest.param(("experts", SCALES_OF_EXPERTS), id="experts"),
-        pytest.param(("blocks", ROWS, *TP2), id="dense_tp2", marks=pytest.mark.slow),
-        pytest.param(("experts", SCALES_OF_EXPERTS, *TP2), id="experts_tp2", marks=pytest.mark.slow),
-        pytest.param(("experts", SCALES_OF_EXPERTS, *EP2), id="experts_ep2", marks=pytest.mark.slow),
+        pytest.param(case, id=name, marks=() if i < 2 else pytest.mark.slow) for i, (name, case) in enumerate(CASES.items())
     ],
 )
-def synced(ray_here, request, tmp_path_factory):
+def synced(ray_here, blocks, experts, request, tmp_path_factory):
     """After its first weight sync; it lets the tests look at its parameters."""
-    made_of, faulty, *layouts = request.param
-    root, asked = request.getfixturevalue(made_of), pool.engine_arguments
+    family, *layouts = request.param
+    root, made = experts(family) if family else blocks, pool.engine_arguments
 
     def with_doors(*args):
-        found = asked(*args)
+        found = made(*args)
         return found | {"custom_weight_loader": [*found["custom_weight_loader"], LOOK, SWAP]}
 
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +135,7 @@ def synced(ray_here, request, tmp_path_factory):
             controller.sync_weights()
             probe = controller.weight_sync.metrics
             layout = EngineLayout.from_config(run.config.rollout.engine)
-            yield Synced(root / "model", layout, faulty, controller, run.engines, probe)
+            yield Synced(str(root / "model"), layout, controller, run.engines, probe)
 
 
 def call(engines, door, argument, tp):
@@ -157,18 +169,19 @@ def check(model, layout, rank, own):
     checkpoint = HFCheckpoint(model)
     for entry in entries:
         for piece in entry.engine_pieces(layout, rank):
+            found = piece.of(own[entry.engine])
             if entry.engine_dtype is None:
-                whole = checkpoint.read(piece.hf).bfloat16()
+                whole = checkpoint.read(piece.hf).to(found.dtype)  # float32 for some routers
             else:
                 whole = quantise(checkpoint.read(piece.hf.removesuffix("_scale_inv")))[entry.engine_dtype == torch.float32]
-            found, wanted = piece.of(own[entry.engine]), whole[box(piece.start, piece.shape)]
+            wanted = whole[box(piece.start, piece.shape)]
             assert found.dtype == wanted.dtype
             assert torch.equal(found.float(), wanted.float()), piece
 
 
 def test_an_engine_holds_the_quantised_checkpoint(synced, tmp_path):
     for rank, own in enumerate(held(synced.engines, tmp_path / "held", synced.layout.tp)):
-        check(str(synced.model), synced.layout, rank, own)
+        check(synced.model, synced.layout, rank, own)
     print(json.dumps(synced.probe))
     assert 0.02 < synced.probe["sync/probe_mean"] < 0.5 * synced.probe["sync/probe_limit"]
 
@@ -178,9 +191,13 @@ def test_it_serves(synced):
 
 
 def test_the_probe_sees_a_layer_that_computes_something_else(synced):
-    """The fault: values of the first layer are exchanged. No other value is among its weights."""
+    """The fault: half of a layer's output projection, or of the scales of its experts, is where the other half should be. No weight
+    has another value."""
+    of_layer = [entry for entry in weight_map(read_architecture(synced.model)).values() if ".layers.1." in entry.megatron]
+    matrices = {entry for entry in of_layer if entry.expert} or {entry for entry in of_layer if "linear_proj" in entry.megatron}
+    swapped = {scales(entry).engine for entry in matrices} | {entry.engine for entry in matrices if not entry.expert}
     synced.controller.sync_weights()
-    call(synced.engines, SWAP, synced.faulty, synced.layout.tp)
+    call(synced.engines, SWAP, sorted(swapped), synced.layout.tp)
     probe = synced.controller.weight_sync._probe
     probe.ask_trainer()
     with pytest.raises(RuntimeError, match="log-probs that differ from the trainer's") as raised:
@@ -297,10 +314,10 @@ def test_experts_are_as_they_are_defined(ray_here):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["blocks", "experts"])
-def test_mismatch_of_fp8_and_bf16_engines_with_an_fp8_trainer(ray_here, request, tmp_path, model):
+@pytest.mark.parametrize("family", [None, "qwen3_moe"])
+def test_mismatch_of_fp8_and_bf16_engines_with_an_fp8_trainer(ray_here, blocks, experts, tmp_path, family):
     """An FP8 engine is nearer to an FP8 trainer than one in bf16."""
-    root = request.getfixturevalue(model)
+    root = experts(family) if family else blocks
     means = {}
     for quantization in ("none", "fp8"):
         changes = *FP8_TRAINER, f"rollout.engine.quantization={quantization}", f"run.name={quantization}"

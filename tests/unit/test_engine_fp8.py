@@ -53,7 +53,9 @@ def test_parts_of_experts_are_those_of_their_own_ranks(found):
     theirs = found("qwen3_moe", [BF16, TP2], **narrow)
     for sentences, where in ((ours, "megatron.expert_tensor_parallel=2"), (theirs, f"{TP2} / expert_parallel=1")):
         gate, down = sentences
-        assert f"with {where} rank 0 has [0, 64) x [0, 256) of model.layers.1.mlp.experts.3.gate_proj.weight, which cuts" in gate
+        assert (
+            f"with {where} rank 0 has [0, 64) x [0, 256) of model.layers.1.mlp.experts.3.gate_proj.weight, which cuts" in gate
+        )
         assert "[0, 256) x [0, 64) of model.layers.1.mlp.experts.3.down_proj.weight" in down
         assert gate.endswith("divide it over fewer ranks, or set it to none")
     sentences = found("qwen3_moe", [BF16], **{**EXPERTS, "moe_intermediate_size": 192})
