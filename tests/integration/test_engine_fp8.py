@@ -65,7 +65,7 @@ def experts(arithmetic, tmp_path_factory):
     def make(family):
         root, tokenizer = tmp_path_factory.mktemp(family), make_tokenizer()
         heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
-        widths = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "n_shared_experts": 1}
+        widths = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
         changes = {"num_hidden_layers": 2, "mlp_only_layers": [], "initializer_range": 0.08}
         tiny_model(root / "model", family, vocab_size=len(tokenizer), **heads, **widths, **changes)
         model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
@@ -286,7 +286,7 @@ def block_values(matrix):
 
 
 def test_experts_are_as_they_are_defined(ray_here):
-    """Token by token in float64, but for the roundings that are meant. One token of the last three has an expert of another rank."""
+    """Token by token in float64, but for the roundings that are meant. One of the last token's experts is another rank's."""
     torch.manual_seed(1)
     x = (torch.randn(24, 256) * torch.logspace(-2, 2, 24)[:, None]).bfloat16()
     gate_up, down = (torch.randn(3, *shape).bfloat16() / 16 for shape in ((256, 256), (256, 128)))
