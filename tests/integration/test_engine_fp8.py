@@ -66,7 +66,7 @@ def experts(arithmetic, tmp_path_factory):
         root, tokenizer = tmp_path_factory.mktemp(family), make_tokenizer()
         heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
         widths = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
-        changes = {"num_hidden_layers": 2, "mlp_only_layers": [], "initializer_range": 0.08}
+        changes = {"num_hidden_layers": 2, "mlp_only_layers": [], "initializer_range": 0.05}
         tiny_model(root / "model", family, vocab_size=len(tokenizer), **heads, **widths, **changes)
         model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
         for name, parameter in model.named_parameters():
