@@ -43,8 +43,8 @@ class EngineConfig:
     )
     quantization: Quantization = option(
         Quantization.none,
-        "weights of the engine's linear layers: none (its dtype), fp8 (E4M3 with a scale for each block of 128 x 128, quantised by the "
-        "trainer at every weight sync; dense models, dtype bfloat16)",
+        "weights of the engine's linear layers and experts: none (its dtype), fp8 (E4M3 with a scale for each block of 128 x 128, "
+        "quantised by the trainer at every weight sync; no latent attention, dtype bfloat16)",
     )
     load_format: LoadFormat = option(
         LoadFormat.auto,

@@ -201,26 +201,28 @@ class Entry:
 
     def engine_shape(self, layout: EngineLayout) -> Shape:
         """Of the engine's parameter on each of its ranks, for engines that store what the checkpoint stores."""
+        rows, *rest = self.kind.engine_shape(self.shapes, self.engine_axis, self.engine_parts(layout))
         if self.expert:
-            shape = self.kind.engine_shape(self.shapes, self.engine_axis, layout.moe_tp)
-            return (self.expert.count // layout.ep, *shape)
-        rows, *rest = self.kind.engine_shape(self.shapes, self.engine_axis, self._engine_parts(layout))
+            return (self.expert.count // layout.ep, rows, *rest)
         return (self.engine_row + rows, *rest)
 
     def engine_pieces(self, layout: EngineLayout, rank: int) -> list[Piece]:
         """What of the engine's parameter comes from this entry on TP rank `rank` of the engine."""
+        parts = self.engine_parts(layout)
         if self.expert is None:
-            parts = self._engine_parts(layout)
             pieces = self.kind.engine_pieces(self.hf, self.shapes, self.engine_axis, parts, rank % parts)
             return [Piece(p.hf, p.start, p.shape, (self.engine_row + p.at[0], *p.at[1:])) for p in pieces]
-        ep_rank, moe_tp_rank = divmod(rank, layout.moe_tp)
+        ep_rank, part = divmod(rank, parts)
         holder, number = divmod(self.expert.number, self.expert.count // layout.ep)
         if holder != ep_rank:
             return []
-        pieces = self.kind.engine_pieces(self.hf, self.shapes, self.engine_axis, layout.moe_tp, moe_tp_rank)
+        pieces = self.kind.engine_pieces(self.hf, self.shapes, self.engine_axis, parts, part)
         return [Piece(p.hf, p.start, p.shape, (number, *p.at)) for p in pieces]
 
-    def _engine_parts(self, layout: EngineLayout) -> int:
+    def engine_parts(self, layout: EngineLayout) -> int:
+        """What the engine divides each of its matrices into."""
+        if self.expert:
+            return layout.moe_tp
         return layout.attention_tp if self.attention else layout.tp
 
     @property

@@ -22,25 +22,35 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
     path, dtype = config.model.path, engine_dtype(config.rollout.engine, config.model.path)
     if dtype != "bfloat16":
         yield f"{_KEY} needs engines that compute in bfloat16, which is {dtype} here: set rollout.engine.dtype=bfloat16"
-    if arch.moe or arch.latent:
-        yield f"{_KEY} is for dense models with grouped queries, {path} has experts or latent attention; set it to none"
+    if arch.latent:
+        yield (
+            f"{_KEY} is not for latent attention, which {path} has: SGLang absorbs kv_b_proj into other products after loading, "
+            "where it is in FP8 no longer; set it to none"
+        )
         return
-    sizes, layout = ParallelSizes.from_config(config.megatron), EngineLayout.from_config(config.rollout.engine)
+    yield from cut_matrices(arch, ParallelSizes.from_config(config.megatron), EngineLayout.from_config(config.rollout.engine))
+
+
+def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
+    """One sentence for each kind of layer, and side, of which a rank would have a part of a block."""
     kinds = {kind(name): entry for name, entry in weight_map(arch).items() if is_block_scaled(entry)}
     for entry in kinds.values():
-        yield from _cut(entry, sizes.tp, layout)
+        yield from _cut(entry, sizes, layout)
 
 
-def _cut(entry: Entry, tp: int, layout: EngineLayout) -> Iterator[str]:
+def _cut(entry: Entry, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
     """Of the trainer's ranks and the engines', the first that has a part of a block."""
-    ours = [stacked_by_tensor(entry.megatron_pieces(tp, rank)) for rank in range(tp)]
+    parts, engine_parts = sizes.etp if entry.expert else sizes.tp, entry.engine_parts(layout)
+    key = f"megatron.{'expert_' if entry.expert else ''}tensor_parallel={parts}"
+    engine_key = f"rollout.engine.tensor_parallel={layout.tp}" + (f" / expert_parallel={layout.ep}" if entry.expert else "")
+    ours = [stacked_by_tensor(entry.megatron_pieces(parts, rank)) for rank in range(parts)]
     theirs = [entry.engine_pieces(layout, rank) for rank in range(layout.tp)]
-    for key, ranks in (("megatron.tensor_parallel", ours), ("rollout.engine.tensor_parallel", theirs)):
+    for where, several, ranks in ((key, parts > 1, ours), (engine_key, engine_parts > 1, theirs)):
         found = [(rank, piece) for rank, pieces in enumerate(ranks) for piece in cut_blocks(pieces)]
         if found:
             rank, piece = found[0]
             spans = " x ".join(f"[{first}, {first + size})" for first, size in zip(piece.start, piece.shape, strict=True))
             yield (
-                f"{_KEY}: with {key}={len(ranks)} rank {rank} has {spans} of {piece.hf}, which cuts blocks of "
-                f"{BLOCK} x {BLOCK}; {'use fewer ranks, or ' if len(ranks) > 1 else ''}set it to none"
+                f"{_KEY}: with {where} rank {rank} has {spans} of {piece.hf}, which cuts blocks of "
+                f"{BLOCK} x {BLOCK}; {'divide it over fewer ranks, or ' if several else ''}set it to none"
             )

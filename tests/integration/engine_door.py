@@ -26,13 +26,13 @@ def parameters(model, named_tensors):
 
 
 def swap_halves(model, named_tensors):
-    """Of the rows of a layer in FP8, whose name weight_door.by_value has taken."""
+    """Of the first dimension of parameters, whose names weight_door.by_value has taken."""
     import pickle
 
     import torch
 
-    ((_, name),) = named_tensors
-    layer = model.get_submodule(pickle.loads(bytes(name.tolist())))
-    for parameter in (layer.weight, layer.weight_scale_inv):
+    ((_, names),) = named_tensors
+    for name in pickle.loads(bytes(names.tolist())):
+        parameter = model.get_parameter(name)
         first, second = parameter.data.clone().chunk(2)
         parameter.data.copy_(torch.cat([second, first]))

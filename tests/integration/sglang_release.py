@@ -67,7 +67,43 @@ def quantization_problems(arguments: dict) -> list[str]:
     blocks = ((3, 2), torch.float32)
     if found != {"weight": ((384, 256), torch.float8_e4m3fn), "weight_scale_inv": blocks}:
         return [f"a linear layer in FP8 has {found}"]
-    return [] if "lm_head" in config.ignored_layers else ["lm_head would be in FP8"]
+    return expert_problems(config) if "lm_head" in config.ignored_layers else ["lm_head would be in FP8"]
+
+
+def expert_problems(config) -> list[str]:
+    """As on Hopper with DeepGEMM: whether experts have the parameters of the plan, loading leaves them, and their kernel is Triton's."""
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.quantization import fp8
+
+    layer, method, runner = torch.nn.Module(), fp8.Fp8MoEMethod(config), MoeRunnerConfig()
+    layer.moe_tp_size, layer.moe_runner_config = 1, runner
+    with mock.patch.object(fp8, "get_parallel", return_value=mock.Mock(tp_size=1)):  # 0.5.17 asks for process groups
+        method.create_weights(layer, 3, 256, 128, params_dtype=torch.bfloat16)
+    found = {name: (tuple(value.shape), value.dtype) for name, value in layer.named_parameters()}
+    elements, scales = torch.float8_e4m3fn, torch.float32
+    planned = {
+        "w13_weight": ((3, 256, 256), elements),
+        "w2_weight": ((3, 256, 128), elements),
+        "w13_weight_scale_inv": ((3, 2, 2), scales),
+        "w2_weight_scale_inv": ((3, 2, 1), scales),
+    }
+    if found != planned:
+        return [f"experts in FP8 have {found}"]
+    before = {}
+    for name, value in layer.named_parameters():
+        value.data.copy_(torch.randn(value.shape))
+        before[name] = (value.data_ptr(), value.data.float().clone())
+    with mock.patch.object(deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True):
+        method.create_moe_runner(layer, runner)
+        method.process_weights_after_loading(layer)
+    after = dict(layer.named_parameters())
+    moved = [name for name, (place, _) in before.items() if after[name].data_ptr() != place]
+    changed = [name for name, (_, values) in before.items() if not torch.equal(after[name].data.float(), values)]
+    problems = (
+        [f"loading makes other parameters of {moved + changed}"] if moved + changed or after.keys() != before.keys() else []
+    )
+    return problems + ([] if method.runner.runner_backend.is_triton() else [f"experts run by {method.runner.runner_backend}"])
 
 
 def load_problems(arguments: dict) -> list[str]:

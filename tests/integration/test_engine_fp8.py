@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import torch
 from grpo_megatron.cli import main
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.engine import EngineConfig
+from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
-from grpo_megatron.model.block_scaled import engine_entries
+from grpo_megatron.model.block_scaled import engine_entries, scales
 from grpo_megatron.model.entries import EngineLayout, engine_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -25,6 +27,7 @@ from grpo_megatron.sglang.weight_door import by_value
 from grpo_megatron.weights.fp8_blocks import quantise
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from tests.integration.test_train import arguments, metrics
+from tests.models import tiny_model
 
 LOOK, SWAP = (f"tests.integration.engine_door.{name}" for name in ("parameters", "swap_halves"))
 FP8_ENGINE = ("rollout.engine.dtype=bfloat16", "rollout.engine.quantization=fp8")
@@ -53,22 +56,88 @@ def blocks(arithmetic, tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="module")
+def experts(arithmetic, tmp_path_factory):
+    """The same of a family with four experts, as a function; each expert's weights are twice those of the one before it."""
+    from make_tiny_model import make_tokenizer
+    from transformers import AutoModelForCausalLM
+
+    def make(family):
+        root, tokenizer = tmp_path_factory.mktemp(family), make_tokenizer()
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+        widths = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+        changes = {"num_hidden_layers": 2, "mlp_only_layers": [], "initializer_range": 0.05}
+        tiny_model(root / "model", family, vocab_size=len(tokenizer), **heads, **widths, **changes)
+        model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [experts, out, in]
+                parameter.data.mul_(torch.tensor([0.25, 0.5, 1.0, 2.0])[:, None, None])
+            parameter.data.copy_(parameter.bfloat16())  # so that a trainer in bf16 has the same
+        model.save_pretrained(root / "model")
+        tokenizer.save_pretrained(root / "model")
+        (root / "data").symlink_to(arithmetic / "data")
+        return root
+
+    return make
+
+
 @contextmanager
 def loop(root, run_root, *changes):
     with assembled_loop(load_config(None, [*arguments(root, run_root, *FP8_ENGINE, *changes), "run.name=fp8"])) as pair:
         yield pair
 
 
-@pytest.fixture
-def with_doors(monkeypatch):
-    """Engines let the tests look at their parameters."""
-    made = pool.engine_arguments
+@dataclass(frozen=True)
+class Synced:
+    """What one engine was given."""
 
-    def arguments_with_doors(*args):
+    model: str
+    layout: EngineLayout
+    controller: Controller
+    engines: pool.EnginePool
+    probe: dict[str, float]
+
+
+TP2 = "megatron.tensor_parallel=2", "megatron.sequence_parallel=true", "rollout.engine.tensor_parallel=2"
+EP2 = (
+    "megatron.data_parallel=2",
+    "megatron.expert_parallel=2",
+    "rollout.engine.tensor_parallel=2",
+    "rollout.engine.expert_parallel=2",
+)
+CASES = {
+    "dense": (None,),
+    "qwen3_moe": ("qwen3_moe",),
+    "dense_tp2": (None, *TP2),
+    "qwen3_moe_tp2": ("qwen3_moe", *TP2),
+    # Its routing follows FP8's roundings; from a trainer that makes the same ones, of TransformerEngine's grouped experts.
+    "mixtral": ("mixtral", *FP8_TRAINER),
+    "glm4_moe_ep2": ("glm4_moe", *EP2),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, id=name, marks=() if i < 2 else pytest.mark.slow) for i, (name, case) in enumerate(CASES.items())
+    ],
+)
+def synced(ray_here, blocks, experts, request, tmp_path_factory):
+    """After its first weight sync; it lets the tests look at its parameters."""
+    family, *layouts = request.param
+    root, made = experts(family) if family else blocks, pool.engine_arguments
+
+    def with_doors(*args):
         found = made(*args)
         return found | {"custom_weight_loader": [*found["custom_weight_loader"], LOOK, SWAP]}
 
-    monkeypatch.setattr(pool, "engine_arguments", arguments_with_doors)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "engine_arguments", with_doors)
+        with loop(root, tmp_path_factory.mktemp("runs"), *layouts) as (controller, run):
+            controller.sync_weights()
+            probe = controller.weight_sync.metrics
+            layout = EngineLayout.from_config(run.config.rollout.engine)
+            yield Synced(str(root / "model"), layout, controller, run.engines, probe)
 
 
 def call(engines, door, argument, tp):
@@ -102,38 +171,40 @@ def check(model, layout, rank, own):
     checkpoint = HFCheckpoint(model)
     for entry in entries:
         for piece in entry.engine_pieces(layout, rank):
+            found = piece.of(own[entry.engine])
             if entry.engine_dtype is None:
-                whole = checkpoint.read(piece.hf).bfloat16()
+                whole = checkpoint.read(piece.hf).to(found.dtype)  # float32 for some routers
             else:
                 whole = quantise(checkpoint.read(piece.hf.removesuffix("_scale_inv")))[entry.engine_dtype == torch.float32]
-            found, wanted = piece.of(own[entry.engine]), whole[box(piece.start, piece.shape)]
+            wanted = whole[box(piece.start, piece.shape)]
             assert found.dtype == wanted.dtype
             assert torch.equal(found.float(), wanted.float()), piece
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_engine_holds_the_quantised_checkpoint_and_serves(ray_here, blocks, tmp_path, with_doors, tp):
-    layouts = f"megatron.tensor_parallel={tp}", f"rollout.engine.tensor_parallel={tp}"
-    with loop(blocks, tmp_path, *layouts) as (controller, run):
-        controller.sync_weights()
-        probe = controller.weight_sync.metrics
-        ranks = held(run.engines, tmp_path / "held", tp)
-        result = controller.run()
-    for rank, own in enumerate(ranks):
-        check(str(blocks / "model"), EngineLayout(tp, fp8=True), rank, own)
-    assert 0.02 < probe["sync/probe_mean"] < 0.5 * probe["sync/probe_limit"]
-    assert result["tokens"] > 0
+def test_an_engine_holds_the_quantised_checkpoint(synced, tmp_path):
+    for rank, own in enumerate(held(synced.engines, tmp_path / "held", synced.layout.tp)):
+        check(synced.model, synced.layout, rank, own)
+    print(json.dumps(synced.probe))
+    assert 0.02 < synced.probe["sync/probe_mean"] < 0.5 * synced.probe["sync/probe_limit"]
 
 
-def test_the_probe_sees_a_layer_that_computes_something_else(ray_here, blocks, tmp_path, with_doors):
-    """The fault: half of the first layer's output projection is where the other half should be. No weight has another value."""
-    with loop(blocks, tmp_path) as (controller, run):
-        controller.sync_weights()
-        call(run.engines, SWAP, "model.layers.0.self_attn.o_proj", 1)
-        probe = controller.weight_sync._probe
-        probe.ask_trainer()
-        with pytest.raises(RuntimeError, match="log-probs that differ from the trainer's"):
-            probe.ask_engines()
+def test_it_serves(synced):
+    assert synced.controller.run()["tokens"] > 0
+
+
+def test_the_probe_sees_a_layer_that_computes_something_else(synced):
+    """The fault: half of the rows of output projections, or of the scales of experts, is where the other half should be. No weight has
+    another value."""
+    entries = weight_map(read_architecture(synced.model)).values()
+    matrices = {entry for entry in entries if entry.expert} or {entry for entry in entries if "linear_proj" in entry.megatron}
+    swapped = {scales(entry).engine for entry in matrices} | {entry.engine for entry in matrices if not entry.expert}
+    synced.controller.sync_weights()
+    call(synced.engines, SWAP, sorted(swapped), synced.layout.tp)
+    probe = synced.controller.weight_sync._probe
+    probe.ask_trainer()
+    with pytest.raises(RuntimeError, match="log-probs that differ from the trainer's") as raised:
+        probe.ask_engines()
+    print(raised.value)
 
 
 def test_an_engine_that_is_not_in_fp8_is_refused(ray_here, blocks, tmp_path, monkeypatch):
@@ -183,13 +254,76 @@ def test_a_layer_is_the_same_in_trainer_and_engine(ray_here, te_ranks):
     assert (ours == theirs).float().mean() > 0.999
 
 
+@ray.remote
+def experts_of_engine(x, gate_up, down, weights, chosen):
+    """[tokens, h] of SGLang's experts with matrices [experts, out, in], of which `chosen` [tokens, 2] says each token's."""
+    import sglang.srt.model_executor.model_runner  # noqa: F401 - as in the engine: selects the platform
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo, fused_experts_none_to_triton
+    from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    from grpo_megatron.sglang import cpu_fp8
+
+    cpu_fp8.register()
+    stacks = [[torch.stack(of) for of in zip(*map(quantise, matrices), strict=True)] for matrices in (gate_up, down)]
+    (w13_weight, w13_scale), (w2_weight, w2_scale) = stacks
+    held = TritonMoeQuantInfo(
+        w13_weight, w2_weight, use_fp8_w8a8=True, w13_scale=w13_scale, w2_scale=w2_scale, block_shape=[128, 128]
+    )
+    dispatched = StandardDispatchOutput(x, None, StandardTopKOutput(weights, chosen, None))
+    return fused_experts_none_to_triton(dispatched, held, MoeRunnerConfig(activation="silu")).hidden_states
+
+
+def as_fp8(values):
+    """float64, with the rounding of SGLang's kernel for experts: one scale for each 128 of a row, the largest of them over 448."""
+    groups = values.double().view(len(values), -1, 128)
+    scale = groups.abs().amax(-1, keepdim=True) / 448
+    return ((groups / scale).float().to(torch.float8_e4m3fn).double() * scale).view(values.shape)
+
+
+def block_values(matrix):
+    elements, scales = quantise(matrix)
+    return elements.double() * scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+def test_experts_are_as_they_are_defined(ray_here):
+    """Token by token in float64, but for the roundings that are meant. One of the last token's experts is another rank's."""
+    torch.manual_seed(1)
+    x = (torch.randn(24, 256) * torch.logspace(-2, 2, 24)[:, None]).bfloat16()
+    gate_up, down = (torch.randn(3, *shape).bfloat16() / 16 for shape in ((256, 256), (256, 128)))
+    weights = torch.rand(24, 2)
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in range(24)]).int()
+    chosen[-1, 0] = -1
+    environment = engine_environment(EngineConfig(), gpu=False)
+    task = experts_of_engine.options(num_cpus=0, runtime_env={"env_vars": environment})
+    found = ray.get(task.remote(x, gate_up, down, weights, chosen))
+    expected, exact = torch.zeros(2, 24, 256, dtype=torch.float64)
+    for token in range(24):
+        row = x[token : token + 1]
+        for weight, number in zip(weights[token].double(), chosen[token].tolist(), strict=True):
+            if number < 0:
+                continue
+            gate, up = (as_fp8(row) @ block_values(gate_up[number]).t()).bfloat16().double().chunk(2, -1)
+            inner = (torch.nn.functional.silu(gate) * up).bfloat16()
+            expected[token] += weight * (as_fp8(inner) @ block_values(down[number]).t())[0]
+            gate, up = (row.double() @ gate_up[number].double().t()).chunk(2, -1)
+            exact[token] += weight * ((torch.nn.functional.silu(gate) * up) @ down[number].double().t())[0]
+    scale = exact.abs().mean(1, keepdim=True)
+    assert 0.01 < ((found - exact).abs() / scale).mean() < 0.1
+    # What is left are roundings to bfloat16, and an element of FP8 here and there that one of them moves by a step.
+    assert ((found - expected).abs() / scale).mean() < 0.01
+
+
 @pytest.mark.slow
-def test_mismatch_of_fp8_and_bf16_engines_with_an_fp8_trainer(ray_here, blocks, tmp_path):
+@pytest.mark.parametrize("family", [None, "qwen3_moe"])
+def test_mismatch_of_fp8_and_bf16_engines_with_an_fp8_trainer(ray_here, blocks, experts, tmp_path, family):
     """An FP8 engine is nearer to an FP8 trainer than one in bf16."""
+    root = experts(family) if family else blocks
     means = {}
     for quantization in ("none", "fp8"):
         changes = *FP8_TRAINER, f"rollout.engine.quantization={quantization}", f"run.name={quantization}"
-        assert main(["train", *arguments(blocks, tmp_path, *FP8_ENGINE, *changes)]) == 0
+        assert main(["train", *arguments(root, tmp_path, *FP8_ENGINE, *changes)]) == 0
         means[quantization] = [row["mismatch/mean"] for row in metrics(tmp_path, quantization)]
     print(json.dumps(means))
     assert len(means["none"]) == len(means["fp8"]) == 3

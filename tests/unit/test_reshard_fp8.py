@@ -4,18 +4,24 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from grpo_megatron.config.weight_sync import WeightSyncConfig
+from grpo_megatron.model.architecture import MoE
 from grpo_megatron.model.block_scaled import is_block_scaled
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.engine_fp8 import cut_matrices
+from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
 from grpo_megatron.weights.fp8_blocks import quantise
 from grpo_megatron.weights.sync.cost import Machine, cost
 from grpo_megatron.weights.sync.order import Answer, Task, Way
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
+from grpo_megatron.weights.sync.quantised import Quantised
 from grpo_megatron.weights.sync.resharding import Resharding
-from tests.unit.test_reshard import DENSE, Cluster, hf_tensors, trainer_parameters
+from tests.unit.test_reshard import DENSE, ENGINE_LAYOUTS, Cluster, engine_parameters, hf_tensors, trainer_parameters
 
 # Heads of 32: a block has rows of four, between which Megatron has rows of others.
 SMALL_HEADS = dataclasses.replace(
@@ -27,6 +33,15 @@ LARGE_HEADS = dataclasses.replace(
 )  # fmt: skip
 
 
+EXPERTS = MoE(num_experts=4, top_k=2, ffn_hidden_size=256, normalize=True, layers=(True, True))
+QWEN3_MOE = dataclasses.replace(LARGE_HEADS, family="qwen3_moe", tied_embeddings=False, moe=EXPERTS)
+MIXTRAL = dataclasses.replace(QWEN3_MOE, family="mixtral", qk_norm=False)
+GLM4_MOE = dataclasses.replace(
+    QWEN3_MOE, family="glm4_moe", qkv_bias=True,
+    moe=dataclasses.replace(EXPERTS, layers=(False, True), shared_ffn_hidden_size=512, sigmoid=True, correction_bias=True),
+)  # fmt: skip
+
+
 def in_bf16(tensors):
     return {name: tensor.bfloat16() for name, tensor in tensors.items()}
 
@@ -34,11 +49,18 @@ def in_bf16(tensors):
 def quantised(arch, tensors):
     """The same, and the weights of linear layers in FP8 with their scales, each tensor as a whole."""
     matrices = [hf for entry in weight_map(arch).values() if is_block_scaled(entry) for hf in entry.hf]
-    assert len(matrices) == 7 * arch.num_layers
+    assert not any("norm" in name or "embed" in name or "head" in name or ".gate." in name for name in matrices)
+    assert sum(".self_attn." in name for name in matrices) == 4 * arch.num_layers
+    of_layers = [3 * (arch.moe.num_experts + (arch.moe.shared_ffn_hidden_size > 0)) if has else 3 for has in layers(arch)]
+    assert len(matrices) == 4 * arch.num_layers + sum(of_layers)
     found = dict(tensors)
     for name in matrices:
         found[name], found[f"{name}_scale_inv"] = quantise(tensors[name])
     return found
+
+
+def layers(arch):
+    return arch.moe.layers if arch.moe else (False,) * arch.num_layers
 
 
 def dtype_in(plan, name):
@@ -48,6 +70,14 @@ def dtype_in(plan, name):
     return torch.float8_e4m3fn if f"{name}_scale_inv" in plan.engine_shapes else torch.bfloat16
 
 
+def shards(plan, tensors):
+    """{rank: {Megatron name: its shard in bfloat16}}"""
+    layouts = plan.layouts
+    unquantised = ReshardPlan(dataclasses.replace(layouts, engine=dataclasses.replace(layouts.engine, fp8=False)))
+    of_ranks = trainer_parameters(unquantised, tensors)
+    return {rank: {name: value.bfloat16() for name, value in own.items()} for rank, own in of_ranks.items()}
+
+
 class FP8Cluster(Cluster):
     """Engines in bfloat16 and FP8, a trainer in bfloat16."""
 
@@ -55,10 +85,7 @@ class FP8Cluster(Cluster):
         return dtype_in(self.plan, name)
 
     def trainer_parameters(self, tensors):
-        layouts = self.plan.layouts
-        unquantised = ReshardPlan(dataclasses.replace(layouts, engine=dataclasses.replace(layouts.engine, fp8=False)))
-        of_ranks = trainer_parameters(unquantised, tensors)
-        return {rank: {name: value.bfloat16() for name, value in own.items()} for rank, own in of_ranks.items()}
+        return shards(self.plan, tensors)
 
     def check(self, tensors):
         super().check(quantised(self.plan.layouts.arch, tensors))
@@ -68,8 +95,9 @@ class FP8Cluster(Cluster):
 def cluster():
     made = []
 
-    def make(arch, sizes, engine_tp, way=Way.shared_memory, **settings):
-        layouts = Layouts(arch, sizes, EngineLayout(engine_tp, fp8=True), 1, multicast=way != Way.groups)
+    def make(arch, sizes, engine_tp, way=Way.shared_memory, engine_ep=1, **settings):
+        layout = EngineLayout(engine_tp, engine_ep, fp8=True)
+        layouts = Layouts(arch, sizes, layout, 1, multicast=way != Way.groups)
         made.append(FP8Cluster(layouts, way, bucket_bytes=20_000, **settings))
         return made[-1]
 
@@ -98,6 +126,71 @@ def test_engines_get_the_quantisation_of_whole_tensors(cluster, arch, layout):
         assert not any(answers[me].wrong for me in one.plan.engine_ranks)
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    arch=st.sampled_from([SMALL_HEADS, LARGE_HEADS, QWEN3_MOE, MIXTRAL, GLM4_MOE]),
+    sizes=st.builds(
+        ParallelSizes,
+        tp=st.sampled_from([1, 2]),
+        pp=st.sampled_from([1, 2]),
+        dp=st.sampled_from([1, 2, 4]),
+        ep=st.sampled_from([1, 2, 4]),
+        etp=st.sampled_from([1, 2]),
+    ),
+    layout=st.sampled_from([layout for layout in ENGINE_LAYOUTS if layout.tp <= 4]),
+    ffn=st.sampled_from([128, 256, 384]),
+)
+def test_a_plan_quantises_whole_tensors_unless_preflight_refuses_it(arch, sizes, layout, ffn):
+    if arch.moe:
+        sizes = dataclasses.replace(sizes, sequence_parallel=sizes.tp > 1)
+        arch = dataclasses.replace(arch, moe=dataclasses.replace(arch.moe, ffn_hidden_size=ffn))
+    assume(not layout_violations(sizes) and not layout_violations_of_model(sizes, arch))
+    assume(arch.moe or layout.ep == 1)
+    layout = dataclasses.replace(layout, fp8=True)
+    plan = ReshardPlan(Layouts(arch, sizes, layout, 1))
+    if list(cut_matrices(arch, sizes, layout)):
+        with pytest.raises(ValueError, match="cuts a block of 128 x 128"):
+            [plan.engine_shapes, *map(plan.outgoing, range(sizes.world_size))]
+        return
+    tensors = in_bf16(hf_tensors(arch))
+    dtypes = {name: dtype_in(plan, name) for name in plan.engine_shapes}
+    arrived, expected = engine_parameters(plan, dtypes=dtypes), engine_parameters(plan, quantised(arch, tensors), dtypes)
+    for rank, own in shards(plan, tensors).items():
+        sent = Quantised(own, plan.quantised(rank))
+        for link, parts in plan.outgoing(rank).items():
+            for part in parts:
+                for receiver in link.receivers:
+                    part.move.target(arrived[receiver][part.engine]).copy_(part.move.source(sent[part.megatron]))
+    for receiver, values in expected.items():
+        for name, value in values.items():
+            found = arrived[receiver][name]
+            assert found.dtype == value.dtype
+            assert torch.equal(found.float().nan_to_num(7.0), value.float().nan_to_num(7.0)), f"{name} at {receiver}"
+
+
+@pytest.mark.parametrize("way", list(Way))
+def test_experts_in_fp8_travel_as_all_else(cluster, tmp_path, way):
+    one = cluster(GLM4_MOE, ParallelSizes(tp=2, dp=2, ep=2, etp=2), 2, way, engine_ep=2, folder=tmp_path)
+    tensors = in_bf16(hf_tensors(GLM4_MOE))
+    answers = one.sync(tensors)
+    one.check(tensors)
+    assert not any(answers[me].wrong for me in one.plan.engine_ranks)
+
+
+def test_experts_with_each_others_scales_are_found(cluster):
+    one = cluster(QWEN3_MOE, ParallelSizes(dp=2, ep=2), 1)
+    tensors = in_bf16(hf_tensors(QWEN3_MOE))
+    name = "model.layers.1.mlp.experts"
+    for projection in ("gate", "up", "down"):
+        tensors[f"{name}.2.{projection}_proj.weight"] *= 2
+    one.sync(tensors)
+    me = EngineRank(0, 0)
+    scales = one.arrived[me][f"{name}.w13_weight_scale_inv"]
+    scales[[1, 2]] = scales[[2, 1]]
+    found = {f"{name}.{number}.{projection}_proj.weight_scale_inv" for number in (1, 2) for projection in ("gate", "up")}
+    assert set(one.sync(tensors, Task.verify)[me].wrong) == found
+
+
 @pytest.mark.parametrize("way", list(Way))
 def test_a_delta_of_quantised_weights_is_exact(cluster, tmp_path, way):
     one = cluster(SMALL_HEADS, ParallelSizes(tp=2), 1, way, folder=tmp_path, delta=True)
@@ -111,12 +204,13 @@ def test_a_delta_of_quantised_weights_is_exact(cluster, tmp_path, way):
     assert sent[2] < 0.1 * sent[0]
 
 
-def test_half_the_bytes_travel_of_what_is_quantised(cluster):
-    tensors = in_bf16(hf_tensors(SMALL_HEADS))
-    one = cluster(SMALL_HEADS, ParallelSizes(), 1)
+@pytest.mark.parametrize("arch", [SMALL_HEADS, QWEN3_MOE], ids=["dense", "experts"])
+def test_half_the_bytes_travel_of_what_is_quantised(cluster, arch):
+    tensors = in_bf16(hf_tensors(arch))
+    one = cluster(arch, ParallelSizes(), 1)
     sent = one.sync(tensors)[0].bytes
     elements = {True: 0, False: 0}
-    for entry in weight_map(SMALL_HEADS).values():
+    for entry in weight_map(arch).values():
         elements[is_block_scaled(entry)] += entry.numel
     planned = sum(one.plan.volumes(itemsize=2).values())
     assert planned == elements[True] * (1 + 4 / 128**2) + 2 * elements[False]
