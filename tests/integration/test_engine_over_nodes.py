@@ -34,6 +34,7 @@ def test_weights_reach_both_nodes_and_samples_come_back(two_nodes, experts, tmp_
         controller.ranks_turn()
         run.trainer.scale_weights(1.1)
         assert largest_mismatch(controller) < 1e-5
+        controller.ranks_turn()
         controller.run()
     (row,) = metrics(tmp_path, "sync")
     assert 0 < row["mismatch/max"] <= 1e-4
