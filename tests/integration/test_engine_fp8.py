@@ -118,9 +118,7 @@ CASES = {
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(case, id=name, marks=() if i < 2 else pytest.mark.slow) for i, (name, case) in enumerate(CASES.items())
-    ],
+    params=[pytest.param(case, id=name, marks=() if name == "qwen3_moe" else pytest.mark.slow) for name, case in CASES.items()],
 )
 def synced(ray_here, blocks, experts, request, tmp_path_factory):
     """After its first weight sync; it lets the tests look at its parameters."""

@@ -86,10 +86,9 @@ CASES += [(family, False, EngineLayout(2, attention_dp=2)) for family in ATTENTI
 CASES += [("glm4_moe", False, EngineLayout(4, ep=2, attention_dp=2))]
 
 
-@pytest.mark.parametrize(
-    ("family", "tied", "layout"),
-    [pytest.param(*case, marks=() if i == 0 else pytest.mark.slow) for i, case in enumerate(CASES)],
-)
+# In `make test`, test_engine_fp8.py compares every parameter of an engine.
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tied", "layout"), CASES)
 def test_the_plan_names_every_parameter_of_the_engine(ray_here, tmp_path, family, tied, layout):
     # On a CPU, SGLang pads MLPs whose width is no multiple of 32 on each rank, and KV heads that are fewer than the ranks.
     changes = {"intermediate_size": 128}

@@ -48,6 +48,7 @@ def test_every_section_but_the_one_that_fails_reports(tmp_path):
     assert result["sections"]["loop"]["last_step"]["step"] == 3
 
 
+@pytest.mark.slow
 def test_fp8_is_compared_on_a_model_that_is_named(tmp_path):
     sizes = {"hidden": 128, "layers": 2, "heads": 2, "kv-heads": 1, "ffn": 128}
     options = [part for name, size in sizes.items() for part in (f"--{name}", size)]

@@ -113,20 +113,17 @@ CASES = [
 ]
 
 
-# Of all cases, those that `make test` takes: each family, each layout and each precision several times.
+# Of all cases, those that `make test` takes: each layout and each precision, and the families that differ from Qwen3 most.
 QUICK = (
     ("qwen3", "tp2sp", "blockwise"),
     ("qwen3", "pp2", "delayed"),
     ("qwen3", "cp2", "tensorwise"),
     ("qwen2", "tp2sp", "bf16"),
-    ("llama3", "cp2", "delayed"),
-    ("mistral", "pp2", "blockwise"),
     ("mixtral", "etp2", "delayed"),
     ("qwen3_moe", "ep2", "tensorwise"),
     ("qwen3_moe", "etp2", "blockwise"),
     ("glm4_moe", "tp2sp", "delayed"),
     ("glm4_moe", "cp2", "bf16"),
-    ("deepseek_v3", "tp2sp", "blockwise"),
     ("deepseek_v3", "ep2", "tensorwise"),
 )
 
@@ -151,6 +148,7 @@ def test_first_step_as_on_one_rank(families, tmp_path, family, layout, precision
         assert {result.difference for result in results} - {None} == {0.0}
 
 
+@pytest.mark.slow_when(lambda precision: precision == "bf16")
 @pytest.mark.parametrize("precision", ["bf16", "tensorwise"])
 def test_a_planted_fault_is_noticed(families, te_ranks, precision):
     """Norms whose gradients each rank has of its own tokens alone. The norm of all gradients hides it."""
