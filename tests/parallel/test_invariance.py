@@ -104,6 +104,7 @@ def tied(ranks, tmp_path_factory):
     return Suite(ranks, tiny_model(tmp_path_factory.mktemp("tied"), "qwen2", tied=True))
 
 
+@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" and layout in ("tp2", "pp2", "dp2"))
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(dense, layout, loss):
@@ -137,7 +138,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.slow_when(lambda factor: factor in ("selective recompute", "partition of two replicas"))
+@pytest.mark.slow_when(lambda layout, factor: factor in ("selective recompute", "partition of two replicas") or layout == "tp1")
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "cp2"])
 def test_other_factor(dense, layout, factor):
@@ -195,7 +196,7 @@ def experts(ranks, tmp_path_factory):
     return Suite(ranks, folder, experts=(3, 4, 2), moe=REPLAY)
 
 
-@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" and layout not in ("tp2sp", "ep2", "ep2tp2"))
+@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" and layout != "ep2tp2")
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts(experts, layout, loss):
