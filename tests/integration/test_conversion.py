@@ -79,6 +79,7 @@ def test_a_difference_is_named(model, tmp_path):
     assert said == "model.layers.2.mlp.up_proj.weight: other values\n"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_layout(ranks, model, tmp_path, small_files):
     """Trainers load what the tool writes, and the tool reads what they write, in any layout; 61 words are padded there."""
     hf_to_megatron(model, str(tmp_path / "megatron"), 1)

@@ -53,6 +53,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow_when(lambda num_ranks, group: num_ranks in (3, 6) or (num_ranks, group) == (8, 1))
 @pytest.mark.parametrize(("placement", "num_ranks", "group", "num_engines", "engine_tp"), LAYOUTS)
 def test_groups_are_within_nodes_and_large_engines_take_whole_ones(
     two_nodes, placement, num_ranks, group, num_engines, engine_tp

@@ -84,7 +84,9 @@ def test_family(ranks, models, tmp_path, family, tied, layout):
 
 
 @pytest.mark.slow_when(
-    lambda family, layout: layout in ("pp2", "tp2pp2") or (family in SIGMOID and layout not in ("tp1", "pp2vpp2", "ep2tp2"))
+    lambda family, layout: (
+        layout in ("pp2", "tp2pp2", "cp2") or (family in SIGMOID and layout not in ("tp1", "pp2vpp2", "ep2tp2"))
+    )
 )
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 @pytest.mark.parametrize("family", EXPERTS)

@@ -53,9 +53,7 @@ def test_what_padding_leaves_in_memory_reaches_nothing(te_ranks, models, batch, 
         assert not finite(te_ranks.run(features.first_step_with_real_lengths, sizes, spec, batch, LOSS, np.nan))
 
 
-@pytest.mark.slow_when(
-    lambda layout, precision: (layout, precision) not in (("tp2sp", "blockwise"), ("cp2", "bf16"), ("cp2", "tensorwise"))
-)
+@pytest.mark.slow_when(lambda layout, precision: (layout, precision) not in (("tp2sp", "blockwise"), ("cp2", "bf16")))
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2"])
 def test_no_micro_batch_makes_the_host_wait(te_ranks, models, batch, layout, precision):
