@@ -64,6 +64,15 @@ class Cluster:
             for engine in self.engine_slots
         ]
 
+    def must_be_whole(self) -> None:
+        """Raises UserError if a node of these slots is gone."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        used = {slot.node for slots in (self.rank_slots, *self.engine_slots) for slot in slots}
+        if used - alive:
+            raise UserError(
+                f"{len(used - alive)} of the {len(used)} nodes of this run have left the Ray cluster; start it again on whole nodes"
+            )
+
     def close(self) -> None:
         remove_placement_group(self.group)
         if self._started:

@@ -16,7 +16,11 @@ logger = logging.getLogger(__name__)
 _GRACE_SECONDS = 5.0
 
 
-class ProcessDied(UserError):
+class ProcessLost(UserError):
+    """A trainer rank or an engine that the run needs is dead, or does not answer; another in its place could go on."""
+
+
+class ProcessDied(ProcessLost):
     """A trainer rank or an engine is gone; says which one, in what it was asked to do, and where its log is."""
 
 
@@ -53,7 +57,7 @@ def gather(references: dict[int, ray.ObjectRef], processes: list[Process], call:
     """Results of {process number: reference}; raises as soon as the first one fails.
 
     Waiting for all of them first would wait for ranks that sit in a collective whose partner is
-    dead. call: what was asked, for messages. Raises UserError after `timeout` seconds. Errors that a
+    dead. call: what was asked, for messages. Raises ProcessLost after `timeout` seconds. Errors that a
     UserError caused on the other side are raised as such.
     """
     numbers = {reference: number for number, reference in references.items()}
@@ -64,7 +68,7 @@ def gather(references: dict[int, ray.ObjectRef], processes: list[Process], call:
         ready, pending = ray.wait(pending, num_returns=1, timeout=left)
         if not ready:
             names = ", ".join(processes[numbers[reference]].name for reference in pending)
-            raise UserError(f"`{call}` was not done within {timeout:.0f} s by {names}")
+            raise ProcessLost(f"`{call}` was not done within {timeout:.0f} s by {names}")
         number = numbers[ready[0]]
         try:
             results[number] = fetch(ready[0], processes[number], call)

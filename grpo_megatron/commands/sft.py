@@ -8,7 +8,7 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.schedule import CostModel, Schedule
 from grpo_megatron.batch.token_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.commands.assemble import assemble
+from grpo_megatron.commands.assemble import Run, Site, assemble, open_site, persist
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import EpochOrder, PromptTokenizer
 from grpo_megatron.data.examples import load_examples
@@ -24,25 +24,35 @@ def sft(config: Config) -> dict[str, Any]:
     """Fine-tune on prompt/response pairs and export the model; returns what came out."""
     check_start(config, "sft")
     examples = load_examples(config, PromptTokenizer(config.model.path, config.data))
+
+    def attempt(site: Site, checkpoint: str | None) -> dict[str, Any]:
+        with assemble(site, checkpoint) as run:
+            return run.finish(_run(run, examples))
+
+    with open_site(config, "sft") as site:
+        return persist(site, attempt)
+
+
+def _run(run: Run, examples: Sequence[Sample]) -> dict[str, Any]:
+    """Train to run.total_steps; returns the last loss and the tokens of all steps."""
+    config = run.config
     order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
+    if run.state:
+        order.load_state_dict(run.state["order"])
     metrics: dict[str, float] = {}
-    tokens = 0
-    with assemble(config, "sft") as run:
-        if run.state:
-            order.load_state_dict(run.state["order"])
-        last = config.run.total_steps
-        for step in range(run.resumed + 1, last + 1):
-            run.monitor.start_step()
-            with run.monitor.phases("prepare"):
-                batch, plan = next_batch(config, examples, order, run.trainer.cost_model)
-            with run.monitor.phases("train"):
-                metrics = to_floats(run.trainer.train_step(batch, plan, CrossEntropyLoss(), key=(step, 0)))
-            tokens += batch.num_tokens
-            scalars = run.monitor.finish_step(step, metrics, batch.num_tokens)
-            if step in (1, last) or step % _SHOWN_EVERY == 0:
-                run.monitor.line(step, scalars, {"sft/loss_per_token": "loss", "actor/grad_norm": "grad norm"})
-            run.saver.after_step(step, lambda step=step: {"step": step, "order": order.state_dict()})
-        return run.finish({"loss": metrics.get("sft/loss_per_token"), "tokens": tokens})
+    tokens, last = 0, config.run.total_steps
+    for step in range(run.resumed + 1, last + 1):
+        run.monitor.start_step()
+        with run.monitor.phases("prepare"):
+            batch, plan = next_batch(config, examples, order, run.trainer.cost_model)
+        with run.monitor.phases("train"):
+            metrics = to_floats(run.trainer.train_step(batch, plan, CrossEntropyLoss(), key=(step, 0)))
+        tokens += batch.num_tokens
+        scalars = run.monitor.finish_step(step, metrics, batch.num_tokens)
+        if step in (1, last) or step % _SHOWN_EVERY == 0:
+            run.monitor.line(step, scalars, {"sft/loss_per_token": "loss", "actor/grad_norm": "grad norm"})
+        run.saver.after_step(step, lambda step=step: {"step": step, "order": order.state_dict()})
+    return {"loss": metrics.get("sft/loss_per_token"), "tokens": tokens}
 
 
 def next_batch(

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 
-from grpo_megatron.commands.assemble import Run, assemble
+from grpo_megatron.commands.assemble import Run, Site, assemble, open_site, persist
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptSource, PromptTokenizer
@@ -50,18 +51,32 @@ def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
     return WeightProbe(run.trainer, run.engines, sequences, run.config)
 
 
+class _Data:
+    """What is read before any process starts, so that what is wrong with it costs nothing."""
+
+    def __init__(self, config: Config):
+        self.tokenizer = PromptTokenizer(config.model.path, config.data)
+        self.held_out = held_out_prompts(config, self.tokenizer)
+        self._prompts = None if config.rollout.replay else training_prompts(config, self.tokenizer)
+        self._beginning = deepcopy(self._prompts.state_dict()) if self._prompts else None
+
+    def prompts(self) -> PromptSource | None:
+        """From the first one on; None where recorded rollouts are replayed."""
+        if self._prompts:
+            self._prompts.load_state_dict(self._beginning)
+        return self._prompts
+
+
 @contextmanager
-def assembled_loop(config: Config, controller_class: type[Controller] = Controller) -> Iterator[tuple[Controller, Run]]:
-    """The whole GRPO loop, ready to run: a controller with all that it calls."""
-    # What can be wrong is found before any process starts.
-    check_start(config, "train")
-    tokenizer = PromptTokenizer(config.model.path, config.data)
-    prompts = None if config.rollout.replay else training_prompts(config, tokenizer)
-    held_out = held_out_prompts(config, tokenizer)
+def _loop(
+    site: Site, data: _Data, checkpoint: str | None, controller_class: type[Controller] = Controller
+) -> Iterator[tuple[Controller, Run]]:
+    """One attempt, which begins at the checkpoint."""
+    config, prompts = site.config, data.prompts()
     with ExitStack() as cleanup:
-        episodes = make_episodes(config, tokenizer)
+        episodes = make_episodes(config, data.tokenizer)
         cleanup.callback(episodes.close)
-        run = cleanup.enter_context(assemble(config, "train"))
+        run = cleanup.enter_context(assemble(site, checkpoint))
         evaluation = weight_sync = None
         if run.engines is None:
             rollouts = ReplayedRollouts(config.rollout.replay)
@@ -72,7 +87,7 @@ def assembled_loop(config: Config, controller_class: type[Controller] = Controll
                 run.trainer, run.engines, _transport(run), _probe(run, prompts), config.weight_sync.probe_every
             )
             cleanup.callback(weight_sync.close)
-            evaluation = Evaluation(manager, held_out, config, run.directory) if held_out else None
+            evaluation = Evaluation(manager, data.held_out, config, run.directory) if data.held_out else None
         cleanup.callback(rollouts.close)
         controller = controller_class(
             config,
@@ -84,14 +99,30 @@ def assembled_loop(config: Config, controller_class: type[Controller] = Controll
             run.saver,
             run.monitor,
             run.turns,
-            tokenizer.decode_all,
+            data.tokenizer.decode_all,
         )
         if run.state:
             controller.load_state_dict(run.state)
         yield controller, run
 
 
+@contextmanager
+def assembled_loop(config: Config, controller_class: type[Controller] = Controller) -> Iterator[tuple[Controller, Run]]:
+    """The whole GRPO loop, ready to run: a controller with all that it calls."""
+    check_start(config, "train")
+    data = _Data(config)
+    with open_site(config, "train") as site, _loop(site, data, site.checkpoint, controller_class) as loop:
+        yield loop
+
+
 def train(config: Config) -> dict[str, Any]:
     """Run GRPO; returns (and writes to result.json in the run's folder) what came out."""
-    with assembled_loop(config) as (controller, run):
-        return run.finish(controller.run())
+    check_start(config, "train")
+    data = _Data(config)
+
+    def attempt(site: Site, checkpoint: str | None) -> dict[str, Any]:
+        with _loop(site, data, checkpoint) as (controller, run):
+            return run.finish(controller.run())
+
+    with open_site(config, "train") as site:
+        return persist(site, attempt)

@@ -87,6 +87,9 @@ class RunConfig:
     )
     total_steps: int = option(100, "number of rollout-and-train steps (sft: optimizer steps)", "steps", above=0)
     resume: str | None = option(None, "checkpoint folder to continue from; null starts anew", text=Text.path)
+    max_restarts: int = option(
+        3, "how often a run whose rank or engine died or hangs goes on from its newest checkpoint before it ends", at_least=0
+    )
 
 
 @dataclass

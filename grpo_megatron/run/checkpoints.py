@@ -127,5 +127,11 @@ def read_state(folder: str | None, command: str) -> dict[str, Any] | None:
     return values
 
 
+def newest_checkpoint(folder: str) -> str | None:
+    """The whole checkpoint of the latest step under a run's folder of them; None without one."""
+    whole = [path for path in Path(folder).glob("step_*") if path.suffix == ""]
+    return str(max(whole)) if whole else None
+
+
 def actor_folder(folder: str) -> str:
     return str((Path(folder) / "actor").absolute())

@@ -8,6 +8,11 @@ from grpo_megatron.run.folder import METRICS
 from grpo_megatron.run.phases import Phases
 
 
+def say(text: str) -> None:
+    """A line for people."""
+    print(text, flush=True, file=sys.stdout)
+
+
 class Monitor:
     """Collects what a run measures. Scalars also go to metrics.jsonl, one line per step."""
 
@@ -71,7 +76,7 @@ class Monitor:
         self.say(f"evaluation after {step} steps: {results}")
 
     def say(self, text: str) -> None:
-        print(text, flush=True, file=sys.stdout)
+        say(text)
 
     def close(self) -> None:
         self._writer.close()

@@ -79,7 +79,7 @@ class SGLangEngine:
         self._ends = {other: node.end.remote().future() for other, node in others.items()}
         self._memory = EngineMemory(process.name, self._control, self._while_alive)
         self._tp_size = arguments["tp_size"]
-        self._admitted, self._paused = False, False
+        self._admitted, self._updating, self._paused = False, False, False
         self._finished: asyncio.Queue = asyncio.Queue()
         self._tasks: set[asyncio.Task] = set()
 
@@ -171,7 +171,7 @@ class SGLangEngine:
     async def begin_update(self, pause: PauseMode) -> None:
         """Stop serving, as `pause` says, and open an update session."""
         self._memory.must_have(Part.weights)
-        self._admitted = False
+        self._admitted, self._updating = False, True
         if self._tasks:
             if pause != PauseMode.abort and not self._control.knows_spans:
                 raise UserError(
@@ -212,7 +212,20 @@ class SGLangEngine:
         if self._paused:
             await self._while_alive("continue_generation", self._control.resume())
             self._paused = False
+        self._updating = False
         self.admit()
+
+    async def reset(self) -> bool:
+        """Drop all requests; whether the engine can go on. It cannot in the middle of an update: some weights are new, some old."""
+        if self._updating or self._dead():
+            return False
+        self._admitted = False
+        self._control.abort()
+        if self._tasks:
+            await self._while_alive("abort", asyncio.wait(self._tasks))
+        # A poll of the caller that failed may still wait at the old one.
+        self._finished = asyncio.Queue()
+        return True
 
     async def release_memory(self) -> None:
         """Give back the memory of weights and KV cache. Raises RuntimeError while requests run. What is served next, is synced first."""

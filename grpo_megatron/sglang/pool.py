@@ -19,6 +19,8 @@ from grpo_megatron.sglang.node import EngineNode
 from grpo_megatron.weights.sync.order import Order
 
 _SHUTDOWN_SECONDS = 20.0
+# What an engine that can go on may take to drop its requests.
+_RESET_SECONDS = 20.0
 # With data-parallel attention, SGLang takes the seven ports behind that of its address.
 _PORTS = 8
 
@@ -49,38 +51,54 @@ class EnginePool:
         """
         self._config, self._pause = config, pause
         self.weight_version = 0
+        self._log_dir = log_dir
         self.nodes = tuple(slot.node for slots in cluster.engine_slots for slot in slots)
-        self.processes: list[Process] = []
+        self.processes = [
+            Process(f"engine {number}", f"{log_dir}/engine{number}.log") for number in range(len(cluster.engine_nodes))
+        ]
         self._engines: list = []
         # Of each engine, its nodes but the first.
         self._others: list[dict[Process, ray.actor.ActorHandle]] = []
+        # Of each engine, its arguments and Ray's options on each of its nodes.
+        self._settings: list[tuple[dict, list[dict]]] = []
         moe = read_architecture(model.path).moe
-        routed_layers = moe.layers if routing and moe else None
+        self._routed_layers = moe.layers if routing and moe else None
         for number, nodes in enumerate(cluster.engine_nodes):
             gpu = nodes[0][0].device is not None
-            arguments = engine_arguments(config.engine, model, seed + number, bool(config.stop), gpu, routed_layers is not None)
+            arguments = engine_arguments(config.engine, model, seed + number, bool(config.stop), gpu, bool(self._routed_layers))
             arguments["enable_memory_saver"] = shared
             environment = engine_environment(config.engine, gpu)
             options = [cluster.options(slots[0], environment, [slot.device for slot in slots]) for slots in nodes]
-            self._start(number, arguments, options, log_dir, routed_layers)
+            self._settings.append((arguments, options))
+            engine, others = self._start(number)
+            self._engines.append(engine)
+            self._others.append(others)
 
-    def _start(
-        self, number: int, arguments: dict, options: list[dict], log_dir: str, routed_layers: tuple[bool, ...] | None
-    ) -> None:
-        """One engine; options: Ray's on each of its nodes."""
+    def _start(self, number: int) -> tuple[ray.actor.ActorHandle, dict[Process, ray.actor.ActorHandle]]:
+        """One engine: the process on its first node, and those on the others."""
+        arguments, options = self._settings[number]
         if len(options) > 1 or arguments["enable_dp_attention"]:
             address = ray.get(_free_address.options(**options[0] | {"num_gpus": 0}).remote())
             arguments = arguments | node_arguments(0, len(options), address)
         others = {}
         for node, of_node in enumerate(options[1:], 1):
-            process = Process(f"node {node} of engine {number}", f"{log_dir}/engine{number}-node{node}.log")
+            process = Process(f"node {node} of engine {number}", f"{self._log_dir}/engine{number}-node{node}.log")
             others[process] = EngineNode.options(**of_node).remote(process, arguments | {"node_rank": node})
-        process = Process(f"engine {number}", f"{log_dir}/engine{number}.log")
         # Many calls at a time: `poll` waits in the engine while requests and updates arrive.
-        engine = SGLangEngine.options(**options[0], max_concurrency=1000).remote(process, arguments, routed_layers, others)
-        self.processes.append(process)
-        self._engines.append(engine)
-        self._others.append(others)
+        start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
+        return start(self.processes[number], arguments, self._routed_layers, others), others
+
+    def recover(self, anew: bool) -> None:
+        """After a failure anywhere: engines that cannot go on start anew, the others drop their requests; see `wait_until_ready`.
+
+        anew: all of them, because nobody knows what they have given back to those who share their devices.
+        """
+        resets = [engine.reset.remote() for engine in self._engines]
+        ray.wait(resets, num_returns=len(resets), timeout=_RESET_SECONDS)
+        for number, reset in enumerate(resets):
+            if anew or not _answered_yes(reset):
+                self._close(number)
+                self._engines[number], self._others[number] = self._start(number)
 
     def wait_until_ready(self) -> None:
         """Raises UserError for an engine that died, or did not start within rollout.engine.start_timeout seconds."""
@@ -147,8 +165,19 @@ class EnginePool:
         return gather(calls, self.processes, method)
 
     def close(self) -> None:
-        for engine in [*self._engines, *(node for others in self._others for node in others.values())]:
+        for number in range(len(self._engines)):
+            self._close(number)
+
+    def _close(self, number: int) -> None:
+        for engine in (self._engines[number], *self._others[number].values()):
             # Asked first, so that SGLang ends its children; one that is dead already ended them.
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
                 ray.get(engine.shutdown.remote(), timeout=_SHUTDOWN_SECONDS)
             ray.kill(engine)
+
+
+def _answered_yes(reference: ray.ObjectRef) -> bool:
+    try:
+        return ray.get(reference, timeout=0)
+    except (ray.exceptions.RayError, TimeoutError):
+        return False

@@ -42,6 +42,10 @@ class EngineControl:
     def shutdown(self) -> None:
         self._engine.shutdown()
 
+    def abort(self) -> None:
+        """End all requests, waiting and running; `sample` returns what they have."""
+        self._manager.abort_request(abort_all=True)
+
     @property
     def knows_spans(self) -> bool:
         """Since 0.5.20: samples say which of their tokens which weights sampled; before, only under which weights they ended."""

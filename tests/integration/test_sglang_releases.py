@@ -15,6 +15,7 @@ from grpo_megatron.sglang.arguments import engine_arguments, node_arguments
 from tests.tools import unpacked
 
 COMMON = [
+    "abort_request",
     "async_generate",
     "continue_generation",
     "flush_cache",
