@@ -14,7 +14,7 @@ from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.run.checkpoints import Checkpoints, actor_folder, newest_checkpoint, read_state
-from grpo_megatron.run.folder import open_run_folder
+from grpo_megatron.run.folder import open_run_folder, take_back
 from grpo_megatron.run.monitor import Monitor, say
 from grpo_megatron.run.turns import Turns
 from grpo_megatron.sglang.pool import EnginePool
@@ -143,8 +143,10 @@ def assemble(site: Site, checkpoint: str | None) -> Iterator[Run]:
     """Within this context the trainer's ranks are up, and the engines of the site ready. checkpoint: what they continue from."""
     config, engines = site.config, site.engines
     state = read_state(checkpoint, site.command)
+    resumed = state["step"] if state else 0
+    take_back(config, resumed)
     with ExitStack() as cleanup:
-        monitor = Monitor(site.directory, config.run.total_steps, state["step"] if state else 0)
+        monitor = Monitor(site.directory, config.run.total_steps, resumed)
         cleanup.callback(monitor.close)
         turns = None
         if site.takes_turns:

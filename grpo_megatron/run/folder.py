@@ -26,13 +26,18 @@ def open_run_folder(config: Config, resumed: int) -> str:
         if not config.run.resume and (folder / METRICS).exists():
             _move_aside(config, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        kept = read_metrics(config, resumed)
-        if kept is not None:
-            (folder / METRICS).write_text("".join(kept), encoding="utf-8")
+        take_back(config, resumed)
         OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
     except OSError as error:
         raise UserError(f"the run's folder {folder} cannot be made: {error}") from error
     return str(folder)
+
+
+def take_back(config: Config, resumed: int) -> None:
+    """Drop what was logged for steps after the one that the run continues after. Raises UserError as `read_metrics` does."""
+    kept = read_metrics(config, resumed)
+    if kept is not None:
+        (_folder(config) / METRICS).write_text("".join(kept), encoding="utf-8")
 
 
 def read_metrics(config: Config, resumed: int) -> list[str] | None:

@@ -22,7 +22,7 @@ class Monitor:
 
         self.directory = directory
         self.tensorboard_dir = f"{directory}/tensorboard"
-        self._writer = SummaryWriter(self.tensorboard_dir, purge_step=resumed + 1 if resumed else None)
+        self._writer = SummaryWriter(self.tensorboard_dir, purge_step=resumed + 1)
         self._jsonl = open(f"{directory}/{METRICS}", "a", encoding="utf-8")  # noqa: SIM115 - held for the run
         self._total_steps = total_steps
         self.phases = Phases()

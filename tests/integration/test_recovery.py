@@ -1,5 +1,6 @@
 """Processes that die under a live run: it goes on from its newest checkpoint, with the processes that still can."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -30,7 +31,13 @@ class Killer(threading.Thread):
 
 
 def find(title: str) -> list[int]:
-    return [process.pid for process in psutil.process_iter(["cmdline"]) if title in " ".join(process.info["cmdline"] or ())]
+    """Of the processes that this one started, those with `title` in the command line."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if title in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
 
 
 class EngineSeen(threading.Thread):
