@@ -2,12 +2,11 @@
 
 import multiprocessing
 import statistics
-from datetime import timedelta
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from grpo_megatron.cluster.store import StoreAddress, StoreServer
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
@@ -57,8 +56,8 @@ def handover(bench: Bench) -> None:
     on both sides."""
     with bench.model(_MODEL, bench.sizes.layers) as folder:
         arch = read_architecture(folder)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_WAIT_SECONDS))
-    setup = _setup(arch, store.port, bench.sizes.bucket)
+    server = StoreServer("127.0.0.1", _WAIT_SECONDS)
+    setup = _setup(arch, server.address, bench.sizes.bucket)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     other = context.Process(target=_receive, args=(setup, bench.device.device, answers))
@@ -83,10 +82,10 @@ def handover(bench: Bench) -> None:
     bench.report(gigabytes=gigabytes, gb_per_s=gigabytes / taken, bucket_bytes=setup.bucket_bytes, **parts)
 
 
-def _setup(arch: Architecture, port: int, bucket_bytes: int) -> Setup:
+def _setup(arch: Architecture, store: StoreAddress, bucket_bytes: int) -> Setup:
     layouts = Layouts(arch, ParallelSizes(), EngineLayout(), 1, multicast=True, within_nodes=True)
     dtypes = tuple((name, torch.bfloat16) for name in ReshardPlan(layouts).engine_shapes)
-    return Setup(layouts, Way.shared_memory, ("127.0.0.1", port), bucket_bytes, timeout=60.0, dtypes=dtypes)
+    return Setup(layouts, Way.shared_memory, store, bucket_bytes, timeout=60.0, dtypes=dtypes)
 
 
 def _receive(setup: Setup, device: torch.device, answers) -> None:

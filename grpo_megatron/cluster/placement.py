@@ -8,9 +8,12 @@ starts; libraries that must be preloaded can be.
 
 import os
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from itertools import groupby
 
+import psutil
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -43,7 +46,7 @@ class Cluster:
 
         devices: GPU ids the process may see (default: the slot's own).
         """
-        env = dict(env)
+        env = dict(env) | _loopback_alone()
         if slot.device is not None:
             # Ray would show the process only what it accounts to it: not enough for an engine over
             # several devices, nor for two processes that share one.
@@ -79,6 +82,16 @@ class Cluster:
             ray.shutdown()
 
 
+def _loopback_alone() -> dict[str, str]:
+    """Environment of a process that talks to others on this machine alone; empty where Ray is not on loopback."""
+    own = ray.util.get_node_ip_address()
+    if not ip_address(own).is_loopback:
+        return {}
+    interface = next(name for name, found in psutil.net_if_addrs().items() if any(address.address == own for address in found))
+    # Else gloo and NCCL listen where the machine's name leads to.
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
 def connect(address: str | None, num_slots: int) -> bool:
     """Join the Ray cluster at `address`, or start one here; True if this call started it."""
     if ray.is_initialized():
@@ -89,6 +102,8 @@ def connect(address: str | None, num_slots: int) -> bool:
         del common["include_dashboard"]
         ray.init(address=address, **common)
         return False
+    # Ray's name for listening on loopback alone; what it starts here, nobody else needs to reach.
+    ray_constants.ENABLE_RAY_CLUSTER = False
     # Processes share the machine's cores, so slots, not cores, are what is counted here.
     ray.init(address="local", num_cpus=max(num_slots, os.cpu_count() or 1), **common)
     return True

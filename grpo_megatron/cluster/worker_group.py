@@ -12,11 +12,11 @@ from typing import Any
 import ray
 
 from grpo_megatron.cluster.memory import occupied
-from grpo_megatron.cluster.ports import free_address
 from grpo_megatron.cluster.processes import Process, fetch, gather, redirect_output
+from grpo_megatron.cluster.store import StoreAddress, StoreServer
 
-# (rank, host:port on which rank 0 listens) -> (the object that calls go to, what the group keeps of this rank)
-Build = Callable[[int, str], tuple[Any, Any]]
+# (rank, the store by which the ranks find each other) -> (the object that calls go to, what the group keeps of this rank)
+Build = Callable[[int, StoreAddress], tuple[Any, Any]]
 
 
 @ray.remote
@@ -26,12 +26,13 @@ class _Worker:
     def __init__(self, log: str):
         redirect_output(log)
 
-    def address(self) -> str:
-        """host:port on which rank 0 will listen for the others."""
-        return free_address()
+    def serve_store(self, timeout: float) -> StoreAddress:
+        """Where all ranks meet; on rank 0."""
+        self._store = StoreServer(ray.util.get_node_ip_address(), timeout)
+        return self._store.address
 
-    def build(self, build: Build, rank: int, address: str) -> Any:
-        self._target, info = build(rank, address)
+    def build(self, build: Build, rank: int, store: StoreAddress) -> Any:
+        self._target, info = build(rank, store)
         gc.freeze()  # what was imported stays; no collection need walk through it
         return info
 
@@ -67,8 +68,8 @@ class WorkerGroup:
             raise RuntimeError("the processes of this group run already")
         for options, process in zip(self._options, self.processes, strict=True):
             self._workers.append(_Worker.options(**options).remote(process.log))
-        address = self._gather({0: self._workers[0].address.remote()}, "start")[0]
-        started = {rank: worker.build.remote(self._build, rank, address) for rank, worker in enumerate(self._workers)}
+        store = self._gather({0: self._workers[0].serve_store.remote(self._timeout)}, "start")[0]
+        started = {rank: worker.build.remote(self._build, rank, store) for rank, worker in enumerate(self._workers)}
         self.ranks = list(self._gather(started, "start").values())
 
     def restart(self) -> None:

@@ -44,14 +44,19 @@ class RankInfo:
         return f"rank {self.rank} (tp{self.tp_rank} pp{self.pp_rank} cp{self.cp_rank} dp{self.dp_rank} ep{self.ep_rank})"
 
 
-def initialize(sizes: ParallelSizes, rank: int, init_method: str, seed: int, timeout_seconds: float = 600.0) -> RankInfo:
-    """Create all process groups; NCCL with CUDA, gloo without. Blocks until every rank is here."""
+def initialize(
+    sizes: ParallelSizes, rank: int, meeting: dist.Store | str, seed: int, timeout_seconds: float = 600.0
+) -> RankInfo:
+    """Create all process groups; NCCL with CUDA, gloo without. Blocks until every rank is here.
+
+    meeting: where the ranks find each other, a store or torch's init_method, such as file://PATH.
+    """
     from megatron.core import parallel_state as mpu
 
     cuda = torch.cuda.is_available()
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        init_method=init_method,
+        **({"init_method": meeting} if isinstance(meeting, str) else {"store": meeting}),
         rank=rank,
         world_size=sizes.world_size,
         timeout=datetime.timedelta(seconds=timeout_seconds),

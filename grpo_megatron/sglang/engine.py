@@ -9,6 +9,7 @@ import asyncio
 import base64
 import os
 import pickle
+import tempfile
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,10 @@ class SGLangEngine:
         import sglang
 
         self._process, self._routed_layers = process, routed_layers
+        if "dist_init_addr" not in arguments:
+            # SGLang's ranks would find each other through a port that is open on every interface.
+            self._meeting = tempfile.TemporaryDirectory(prefix="grpo-engine-")
+            os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self._meeting.name}/store"
         if arguments.get("device") == "cpu":
             from grpo_megatron.sglang import cpu_memory
 

@@ -1,12 +1,11 @@
 """Weights from one process into another on the same device, through memory that both map: CUDA IPC on a GPU."""
 
 import multiprocessing
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from grpo_megatron.cluster.store import StoreServer
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.weights.sync.order import Order, Setup, Task, Way
@@ -43,10 +42,10 @@ def receive(setup, device, answers):
 def test_a_process_takes_weights_out_of_anothers_memory(device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    server = StoreServer("127.0.0.1", timeout=60)
     layouts = Layouts(DENSE, ParallelSizes(), EngineLayout(), 1, multicast=True, within_nodes=True)
     dtypes = tuple((name, torch.bfloat16) for name in ReshardPlan(layouts).engine_shapes)
-    setup = Setup(layouts, Way.shared_memory, ("127.0.0.1", store.port), bucket_bytes=4000, timeout=60.0, dtypes=dtypes)
+    setup = Setup(layouts, Way.shared_memory, server.address, bucket_bytes=4000, timeout=60.0, dtypes=dtypes)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     processes = [context.Process(target=side, args=(setup, device, answers)) for side in (send, receive)]

@@ -26,6 +26,7 @@ from grpo_megatron.rollout.record import Replay
 from grpo_megatron.run.checkpoints import Checkpoints, read_state
 from grpo_megatron.trainer.policy import PolicyTrainer
 from tests.integration.helpers import digits
+from tests.sockets import SocketWatch
 
 STEPS = 3
 
@@ -72,23 +73,23 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def recorded(ray_here, arithmetic, root):
     """One run with an engine, TP 2, two optimizer steps per batch; everything that can be switched on is."""
-    status = main(
-        [
-            "train",
-            *arguments(
-                arithmetic,
-                root,
-                "run.name=live",
-                f"rollout.record={root}/rollouts.jsonl",
-                f"data.eval={arithmetic}/data/eval.jsonl",
-                "eval.every=2",
-                "eval.n=2",
-                "megatron.tensor_parallel=2",
-            ),
-        ]
-    )
-    assert status == 0
+    changes = [
+        "run.name=live",
+        f"rollout.record={root}/rollouts.jsonl",
+        f"data.eval={arithmetic}/data/eval.jsonl",
+        "eval.every=2",
+        "eval.n=2",
+        "megatron.tensor_parallel=2",
+    ]
+    with SocketWatch() as sockets:
+        assert main(["train", *arguments(arithmetic, root, *changes)]) == 0
+    (root / "sockets.json").write_text(json.dumps(sockets.found))
     return root / "live"
+
+
+def test_a_run_on_one_machine_listens_on_loopback_alone(recorded, root):
+    found = json.loads((root / "sockets.json").read_text())
+    assert list(found) == ["127.0.0.1"], found
 
 
 def test_the_engine_agrees_with_the_trainer_at_every_step(recorded, root):

@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.cluster.store import StoreAddress
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.errors import UserError
 
@@ -39,10 +40,10 @@ class Member:
             yield 10 * self.rank + number
 
 
-def build(rank: int, address: str):
-    host, port = address.rsplit(":", 1)
-    assert host
-    assert 0 < int(port) < 65536
+def build(rank: int, store: StoreAddress):
+    meeting = store.connect(timeout=30)
+    meeting.set(str(rank), "here")
+    meeting.wait(["0", "1", "2"])
     return Member(rank), {"rank": rank, "pid": os.getpid()}
 
 

@@ -4,15 +4,14 @@ import dataclasses
 import threading
 import time
 from collections import Counter
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from grpo_megatron.cluster.store import StoreServer
 from grpo_megatron.model.architecture import Architecture, MoE
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import weight_map
@@ -163,11 +162,10 @@ class Cluster:
     """Every rank of the trainer and of the engines as a thread, with its own sender or receiver."""
 
     def __init__(self, layouts, way, folder="", bucket_bytes=700, timeout=10.0, delta=False, dtype=torch.float32):
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        self.server = StoreServer("127.0.0.1", timeout=30)
         self.plan = ReshardPlan(layouts)
         dtypes = {name: self.dtype(name, dtype) for name in self.plan.engine_shapes}
-        address = ("127.0.0.1", self.store.port)
-        self.setup = Setup(layouts, way, address, bucket_bytes, timeout, tuple(dtypes.items()), str(folder), delta)
+        self.setup = Setup(layouts, way, self.server.address, bucket_bytes, timeout, tuple(dtypes.items()), str(folder), delta)
         self.arrived = engine_parameters(self.plan, dtypes=dtypes)
         cpu = torch.device("cpu")
         made = self.on_all(lambda rank: Sender(self.setup, rank, cpu), lambda me: Receiver(self.setup, me, cpu))

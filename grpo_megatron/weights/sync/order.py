@@ -1,12 +1,12 @@
 """What the driver tells every process of a weight sync; small, the same for all of them."""
 
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from enum import Enum
 
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.cluster.store import StoreAddress
 from grpo_megatron.weights.sync.channel import ReceivingChannel, SendingChannel, SizeOf
 from grpo_megatron.weights.sync.delta import max_payload
 from grpo_megatron.weights.sync.disk import DiskReceiver, DiskSender
@@ -36,13 +36,13 @@ class Task(Enum):
 class Setup:
     """What stays the same from sync to sync.
 
-    store: host and port of the driver's TCPStore. dtypes: {engine's parameter: its dtype}. folder: for Way.disk. timeout: seconds that
+    store: of the driver. dtypes: {engine's parameter: its dtype}. folder: for Way.disk. timeout: seconds that
     one parcel may take.
     """
 
     layouts: Layouts
     way: Way
-    store: tuple[str, int]
+    store: StoreAddress
     bucket_bytes: int
     timeout: float
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
@@ -58,8 +58,7 @@ class Setup:
         return (lambda parcel: 8 * len(parcel.runs)) if task == Task.verify else self.size_of
 
     def connect(self) -> dist.TCPStore:
-        host, port = self.store
-        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout))
+        return self.store.connect(self.timeout)
 
     def sending_channel(self, rank: int, parcels: list[Parcel], device: torch.device) -> SendingChannel:
         """For the parcels that this rank of the trainer hands over."""
@@ -68,7 +67,7 @@ class Setup:
         if self.way == Way.groups:
             return GroupSender(self.groups(rank, parcels, device), self.delta)
         largest = max((self.size_of(parcel) for parcel in parcels), default=0)
-        return SharedMemorySender(self.connect(), rank, largest, device, self.timeout)
+        return SharedMemorySender(self.connect(), self.store.port, rank, largest, device, self.timeout)
 
     def receiving_channel(self, me: EngineRank, parcels: list[Parcel], device: torch.device) -> ReceivingChannel:
         if self.way == Way.disk:

@@ -6,13 +6,12 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import cached_property
 
 import ray
-import torch.distributed as dist
 
 from grpo_megatron.cluster.processes import gather
+from grpo_megatron.cluster.store import StoreServer
 from grpo_megatron.config.weight_sync import SyncTransport, WeightSyncConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.weights.sync.cost import broadcast_is_cheaper
@@ -31,10 +30,10 @@ class Resharding:
     def __init__(self, layouts: Layouts, way: Way, config: WeightSyncConfig, folder: str, call_timeout: float):
         """folder: for Way.disk, of this run alone. call_timeout: most seconds of a whole sync."""
         self._plan, self._call_timeout = ReshardPlan(layouts), call_timeout
-        host = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        address = (host, self._store.port)
-        self._setup = Setup(layouts, way, address, config.bucket_bytes, config.timeout, folder=folder, delta=config.delta)
+        self._store = StoreServer(ray.util.get_node_ip_address(), timeout=60)
+        self._setup = Setup(
+            layouts, way, self._store.address, config.bucket_bytes, config.timeout, folder=folder, delta=config.delta
+        )
         self._number, self._delivered = 0, None
         self._clear_folder()  # of what a run of the same name left that was killed
 
@@ -117,7 +116,7 @@ class Resharding:
 
     def close(self) -> None:
         """The ranks may be dead already: what they left is removed here, as far as this node sees it."""
-        for path in glob.glob(FILES.format(port=self._setup.store[1])):
+        for path in glob.glob(FILES.format(port=self._setup.store.port)):
             with contextlib.suppress(OSError):
                 os.unlink(path)
         self._clear_folder()

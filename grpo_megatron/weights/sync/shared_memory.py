@@ -60,11 +60,12 @@ def _wait(store: dist.Store, key: str, timeout: timedelta) -> None:
 
 
 class SharedMemorySender:
-    """store: reaches every receiver. slot_bytes: of the largest parcel. timeout: seconds that a slot may stay taken."""
+    """store: reaches every receiver. port: of its server, for FILES. slot_bytes: of the largest parcel. timeout: seconds that a slot
+    may stay taken."""
 
-    def __init__(self, store: dist.TCPStore, rank: int, slot_bytes: int, device: torch.device, timeout: float):
+    def __init__(self, store: dist.TCPStore, port: int, rank: int, slot_bytes: int, device: torch.device, timeout: float):
         self._store, self._timeout = store, timedelta(seconds=timeout)
-        self._memory, handle, self._file = _make(_SLOTS * slot_bytes, device, store.port)
+        self._memory, handle, self._file = _make(_SLOTS * slot_bytes, device, port)
         self._slot_bytes = slot_bytes
         self._taken: list[str] = []  # of each parcel, the key that says so
         store.set(f"memory/{rank}", handle)

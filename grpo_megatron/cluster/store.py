@@ -1,0 +1,117 @@
+"""torch's key-value store, by which processes find each other, for those alone that know its secret.
+
+torch's own server listens on every interface, and answers whoever asks. Here it listens on loopback. What is on another node reaches
+it through a gate on this node's address, which first asks for a proof that the caller knows the secret.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from ipaddress import ip_address
+
+import torch.distributed as dist
+
+_LOOPBACK = "127.0.0.1"
+_NONCE_BYTES, _PROOF_BYTES, _PROOF_SECONDS = 32, 32, 20.0
+_CHUNK = 2**16
+
+_Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where a store is. secret: hex digits, empty on loopback; whoever is told it may read and write everything."""
+
+    host: str
+    port: int
+    secret: str = field(default="", repr=False)
+
+    def connect(self, timeout: float) -> dist.TCPStore:
+        """timeout: most seconds that one question to the store waits for its answer. Raises torch's DistNetworkError without a server."""
+        port = self.port
+        if self.secret:
+            port = _listen(_LOOPBACK, self._forward)
+        return dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection of the client on this node, to the gate."""
+        there_reader, there_writer = await asyncio.open_connection(self.host, self.port)
+        nonce = await there_reader.readexactly(_NONCE_BYTES)
+        there_writer.write(_proof(self.secret, nonce))
+        await _join((reader, writer), (there_reader, there_writer))
+
+
+class StoreServer:
+    """Serves a store from this process, as long as it lives. address: for those that may use it."""
+
+    def __init__(self, host: str, timeout: float):
+        """host: an address of this node; on loopback there is no gate. timeout: as in StoreAddress.connect."""
+        listening = socket.create_server((_LOOPBACK, 0))
+        self._port = listening.getsockname()[1]
+        self.store = dist.TCPStore(
+            _LOOPBACK,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            master_listen_fd=listening.detach(),
+        )
+        if ip_address(host).is_loopback:
+            self.address = StoreAddress(_LOOPBACK, self._port)
+        else:
+            self._secret = secrets.token_hex(32)
+            self.address = StoreAddress(host, _listen(host, self._admit), self._secret)
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection to the gate: on to the store if it proves that it knows the secret, else closed without an answer."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        writer.write(nonce)
+        proof = await asyncio.wait_for(reader.readexactly(_PROOF_BYTES), _PROOF_SECONDS)
+        if hmac.compare_digest(proof, _proof(self._secret, nonce)):
+            await _join((reader, writer), await asyncio.open_connection(_LOOPBACK, self._port))
+
+
+def _proof(secret: str, nonce: bytes) -> bytes:
+    return hmac.digest(bytes.fromhex(secret), nonce, hashlib.sha256)
+
+
+def _listen(host: str, handler: _Handler) -> int:
+    """Handle connections to a free port of this node's address `host` in a thread of their own; the port."""
+    listening = socket.create_server((host, 0))
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A caller that says nothing, something else, or goes away is no error of this process.
+        with suppress(OSError, EOFError, asyncio.TimeoutError):
+            await handler(reader, writer)
+        writer.close()
+
+    async def serve() -> None:
+        server = await asyncio.start_server(handle, sock=listening)
+        await server.serve_forever()
+
+    threading.Thread(target=asyncio.run, args=(serve(),), name="store", daemon=True).start()
+    return listening.getsockname()[1]
+
+
+async def _join(*ends: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+    """Pass bytes on between two connections until either ends."""
+    (reader, writer), (there_reader, there_writer) = ends
+    passing = {asyncio.ensure_future(_pass(reader, there_writer)), asyncio.ensure_future(_pass(there_reader, writer))}
+    await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
+    for task in passing:
+        task.cancel()
+    await asyncio.gather(*passing, return_exceptions=True)
+    there_writer.close()
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while chunk := await reader.read(_CHUNK):
+        writer.write(chunk)
+        await writer.drain()

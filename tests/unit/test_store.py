@@ -1,0 +1,70 @@
+"""Who may ask the store by which processes find each other."""
+
+import contextlib
+import socket
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from grpo_megatron.cluster.store import StoreServer
+
+
+def own_address() -> str:
+    """Of this machine, not loopback."""
+    found = [
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family == socket.AF_INET
+    ]
+    others = [address for address in found if not address.startswith("127.")]
+    if not others:
+        pytest.skip("this machine has no address but loopback")
+    return others[0]
+
+
+def listening() -> set[str]:
+    """Addresses that this process listens on."""
+    return {c.laddr.ip.removeprefix("::ffff:") for c in psutil.Process().net_connections(kind="inet") if c.status == "LISTEN"}
+
+
+def test_on_loopback_nothing_else_listens():
+    before = listening()
+    server = StoreServer("127.0.0.1", timeout=20)
+    assert server.address.secret == ""
+    assert listening() - before <= {"127.0.0.1"}
+    server.address.connect(20).set("key", "value")
+    assert server.store.get("key") == b"value"
+
+
+def test_who_knows_the_secret_reaches_it_from_another_node():
+    server = StoreServer(own_address(), timeout=20)
+    client = server.address.connect(20)
+    large = "x" * 2**20
+    client.set("key", large)
+    assert server.store.get("key") == large.encode()
+    assert client.add("counter", 3) == 3
+    server.store.set("late", "1")
+    client.wait(["late"])
+    assert listening() <= {"127.0.0.1", own_address()}
+
+
+def test_who_does_not_know_it_gets_nothing():
+    server = StoreServer(own_address(), timeout=20)
+    server.store.set("key", "value")
+    stranger = replace(server.address, secret="00" * 32)
+    with pytest.raises((dist.DistError, RuntimeError)):
+        stranger.connect(2).get("key")
+    # Without a proof: torch's own client, and one that only listens.
+    with socket.create_connection((server.address.host, server.address.port), timeout=5) as plain:
+        plain.sendall(b"\x00" * 64)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while chunk := plain.recv(4096):
+                received += chunk
+    assert len(received) == 32  # the question
+    assert b"value" not in received
+    assert "secret" not in repr(server.address)
+    assert server.address.connect(20).get("key") == b"value"
