@@ -1,0 +1,39 @@
+"""The command line of `grpo-megatron plan`: what a run would take of a cluster, whether it fits, and what would."""
+
+import argparse
+
+
+def add_parser(commands) -> None:
+    """commands: what ArgumentParser.add_subparsers returns."""
+    parser = commands.add_parser(
+        "plan", help="memory and time of a run by arithmetic; refuses what cannot fit; no weights are read"
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
+    parser.add_argument("--nodes", type=int, metavar="N", help="cluster.nodes")
+    parser.add_argument("--gpu", metavar="NAME", help="cluster.gpu, such as h100-80g")
+    parser.add_argument(
+        "--prompt-tokens", type=float, metavar="N", help="mean tokens of a prompt; default: half of the longest"
+    )
+    parser.add_argument(
+        "--response-tokens", type=float, metavar="N", help="mean tokens of a response; default: half of the longest"
+    )
+    parser.add_argument("--search", action="store_true", help="the five quickest layouts that are legal and fit")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status 0. Raises UserError for a configuration that is not legal, that cannot be planned, or that does not fit."""
+    from grpo_megatron.config.load import read_config
+    from grpo_megatron.planner.advice import checked_plan, planned_architecture, searched_plans
+    from grpo_megatron.planner.text import plan_text, search_text
+    from grpo_megatron.planner.time import Lengths
+
+    facts = [f"cluster.{key}={value}" for key, value in (("nodes", options.nodes), ("gpu", options.gpu)) if value is not None]
+    config = read_config(options.config, [*options.overrides, *facts])
+    arch = planned_architecture(config)
+    lengths = Lengths.given(config, options.prompt_tokens, options.response_tokens)
+    if options.search:
+        print(search_text(config, searched_plans(config, arch, lengths), lengths))
+    else:
+        print(plan_text(checked_plan(config, arch, lengths), lengths))
+    return 0
