@@ -65,7 +65,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     several.add_argument(
         "--stop-before", type=_positive, metavar="SECONDS", help="of the time limit, when the run saves and stops; default: 600"
     )
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def _add_nodes(group) -> None:
@@ -94,11 +94,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def prepare(options: argparse.Namespace) -> Job:
-    """Raises UserError with all that can be known to be wrong on the nodes that are asked for."""
+def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
+    """The job, and what could not be checked here. Raises UserError with all that is known to be wrong on the nodes asked for."""
     tasks = [str(number) for number in task_numbers(options.array)] if options.array else [""]
     given = options.overrides
-    config = with_facts(options, _of_task(options, given, tasks[0]))
+    of_first = [argument.replace(TASK, tasks[0]) for argument in given]
+    config = with_facts(options, read_config(options.config, of_first, options.command))
     name = config.run.name
     if options.array:
         # Each task is a run of its own.
@@ -107,9 +108,9 @@ def prepare(options: argparse.Namespace) -> Job:
         given = [argument for argument in given if not argument.startswith("run.name=")] + [f"run.name={name}"]
     facts = {key: getattr(config.cluster, key) for key in ("gpu", "nodes", "gpus_per_node")}
     given = [*given, *(f"cluster.{key}={value}" for key, value in facts.items() if value is not None)]
-    for task in tasks:
-        refuse(options, given, task)
-    return _job(options, config, name, given)
+    job = _job(options, config, name, given)
+    notes = [note for task in tasks for note in check_run(options, [argument.replace(TASK, task) for argument in given], task)]
+    return job, list(dict.fromkeys(notes))
 
 
 def task_numbers(spec: str) -> list[int]:
@@ -127,10 +128,6 @@ def task_numbers(spec: str) -> list[int]:
     return found
 
 
-def _of_task(options: argparse.Namespace, overrides: list[str], task: str) -> Config:
-    return read_config(options.config, [argument.replace(TASK, task) for argument in overrides], options.command)
-
-
 def with_facts(options: argparse.Namespace, config: Config) -> Config:
     """The configuration with the nodes and GPUs that the job gets. Raises UserError where they are not known."""
     cluster = config.cluster
@@ -143,21 +140,22 @@ def with_facts(options: argparse.Namespace, config: Config) -> Config:
     return dataclasses.replace(config, cluster=dataclasses.replace(cluster, nodes=nodes, gpus_per_node=gpus, gpu=gpu))
 
 
-def refuse(options: argparse.Namespace, overrides: list[str], task: str) -> None:
-    """Raises UserError if this run, of a task of an array where there is one, cannot be. Says what could not be checked."""
+def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> list[str]:
+    """What could not be checked. Raises UserError if this run cannot be. task: its number in an array, or empty."""
     report = check(options.config, overrides, options.command)
-    config = _of_task(options, overrides, task)
-    if _several_jobs(options) and config.run.resume != "auto":
-        report.violations.append(
-            "a run of several jobs (--requeue, --dependency-chain) needs run.resume=auto: each would start it anew"
-        )
-    too_large, unknown = memory_problems(config, options.architecture, options.command)
-    violations, not_checked = [*report.violations, *too_large], [*report.not_checked, *unknown]
-    of_task = f" for task {task} of the array" if task else ""
-    if violations:
-        raise UserError(f"nothing was submitted{of_task}:\n" + "\n".join(f"  - {problem}" for problem in violations))
-    for what in not_checked:
-        print(f"not checked{of_task}: {what}", file=sys.stderr)
+    if not report.violations:
+        config = read_config(options.config, overrides, options.command)
+        if _several_jobs(options) and config.run.resume != "auto":
+            report.violations.append(
+                "several jobs of a run (--requeue, --dependency-chain) need run.resume=auto, or each starts anew"
+            )
+        too_large, unknown = memory_problems(config, options.architecture, options.command)
+        report.violations += too_large
+        report.not_checked += unknown
+    if report.violations:
+        of_task = f" for task {task} of the array" if task else ""
+        raise UserError(f"nothing was submitted{of_task}:\n" + "\n".join(f"  - {problem}" for problem in report.violations))
+    return report.not_checked
 
 
 def memory_problems(config: Config, architecture: str | None, command: str) -> tuple[list[str], list[str]]:
@@ -289,8 +287,10 @@ def submit(job: Job, script: str, tasks: list[str], chain: int) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        job = prepare(options)
+        job, notes = prepare(options)
         script = render(job, int(time.time()))
+        for note in notes:
+            print(f"not checked: {note}", file=sys.stderr)
         if options.dry_run:
             print(script, end="")
             return 0
