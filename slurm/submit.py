@@ -231,8 +231,8 @@ def _job(options: argparse.Namespace, config: Config, name: str, overrides: list
         stop_before=options.stop_before or (600 if _several_jobs(options) else None),
         requeue=options.requeue,
         sbatch_arguments=options.sbatch_arg,
-        launcher=apptainer(options.apptainer, mounts, bool(gpus)) if options.apptainer else [],
-        step_options=pyxis(options.pyxis, mounts, str(here)) if options.pyxis else [],
+        launcher=apptainer(_image(options.apptainer), mounts, bool(gpus)) if options.apptainer else [],
+        step_options=pyxis(_image(options.pyxis), mounts, str(here)) if options.pyxis else [],
         variables=_variables(options),
         setup=options.setup,
     )
@@ -246,6 +246,11 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
             raise UserError(f"--env {setting}: it must be NAME=VALUE")
         found[name] = value
     return found
+
+
+def _image(name: str) -> str:
+    """A file by its absolute path, anything else, such as docker://grpo-megatron, as it is."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _mounts(wanted: list[str]) -> list[str]:

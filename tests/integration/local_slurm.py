@@ -5,7 +5,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,6 +44,8 @@ SwitchName=leaf1 Nodes=node2
 SwitchName=leaf2 Nodes=node1
 SwitchName=top Switches=leaf[1-2]
 """
+
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def install() -> None:
@@ -97,15 +99,20 @@ def facts(env: dict[str, str], job: str) -> dict[str, str]:
     return dict(fact.split("=", 1) for fact in asked(env, "scontrol", "show", "job", job).split() if "=" in fact)
 
 
-def wait_until(condition, what: str, seconds: float = 300.0) -> None:
+def ended(env: dict[str, str], job: str, seconds: float = 600.0) -> dict[str, str]:
+    """The facts of a job that has ended."""
+    deadline = time.monotonic() + seconds
+    while (found := facts(env, job))["JobState"] not in ENDS:
+        assert time.monotonic() < deadline, f"job {job} has not ended within {seconds:.0f} s"
+        time.sleep(0.5)
+    return found
+
+
+def wait_in(env: dict[str, str], job: str, condition: Callable[[], bool], seconds: float = 600.0) -> None:
+    """Until the condition holds, while the job has not ended."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.3)
-
-
-def ended(env: dict[str, str], job: str, seconds: float = 400.0) -> dict[str, str]:
-    """The facts of a job that has ended."""
-    states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-    wait_until(lambda: facts(env, job)["JobState"] in states, f"job {job} ends", seconds)
-    return facts(env, job)
+        found = facts(env, job)
+        assert found["JobState"] not in ENDS, Path(found["StdOut"]).read_text()[-3000:]
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
+        time.sleep(0.5)

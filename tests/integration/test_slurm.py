@@ -15,9 +15,9 @@ import pytest
 
 from grpo_megatron.config.schema import Config
 from tests.integration import local_slurm
-from tests.integration.local_slurm import asked, ended, facts, wait_until
+from tests.integration.local_slurm import asked, ended, facts, wait_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -45,7 +45,7 @@ def run_arguments(arithmetic, root, *changes):
 def submit(env, folder, *arguments, status=0):
     """The numbers of the jobs that slurm/submit.py has queued, or its message; called from another folder than the project's."""
     config = ["--config", str(ROOT / "configs/quickstart.yaml")]
-    command = [sys.executable, str(ROOT / "slurm/submit.py"), *config, *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "slurm/submit.py"), *config, "--start-timeout", "300", *map(str, arguments)]
     # The tests may be those of another copy of the project than the installed one.
     env = env | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
@@ -92,7 +92,7 @@ def test_one_command_trains_on_two_nodes(slurm, arithmetic, tmp_path, record_pro
     watch.start()
     run = tmp_path / "quickstart"
     # Evaluations are rows too; a step has a loss.
-    wait_until(lambda: any("throughput/" in row for row in _text(run / "metrics.jsonl").splitlines()), "a step", 400)
+    wait_in(slurm, job, lambda: "throughput/" in _text(run / "metrics.jsonl"))
     seconds = time.time() - queued
     shown = facts(slurm, job)
     found = ended(slurm, job)
@@ -169,7 +169,7 @@ def test_a_run_that_was_stopped_is_queued_again_and_the_rest_of_its_chain_ends_a
     options = ("--nodes", 2, "--bin", bin, "--requeue", "--dependency-chain", 2)
     first, second = submit(slurm, tmp_path, *options, *run_arguments(arithmetic, tmp_path, *changes))
     run = tmp_path / "chained"
-    wait_until((run / "given0").exists, "the run starts")
+    wait_in(slurm, first, (run / "given0").exists)
     # As Slurm does some time before the limit.
     asked(slurm, "scancel", "--batch", "--signal=USR1", first)
     found = ended(slurm, first)
@@ -213,7 +213,7 @@ def test_a_run_that_slurm_stops_goes_on_after_its_restart(slurm, arithmetic, tmp
     changes = ("run.name=stopped", "run.total_steps=12")
     (job,) = submit(slurm, tmp_path, "--nodes", 2, "--requeue", *run_arguments(arithmetic, tmp_path, *changes))
     run = tmp_path / "stopped"
-    wait_until(lambda: _text(run / "metrics.jsonl").count("throughput/") >= 3, "three steps", 400)
+    wait_in(slurm, job, lambda: _text(run / "metrics.jsonl").count("throughput/") >= 3)
     asked(slurm, "scancel", "--batch", "--signal=USR1", job)
     found = ended(slurm, job)
     log = (run / "slurm" / f"{job}.log").read_text()
@@ -234,7 +234,7 @@ def sbatch(env, log, *arguments, **variables):
         *("--config", "configs/quickstart.yaml"),
         *map(str, arguments),
     ]
-    env = {**env, "GRPO_BIN": str(BIN), "GRPO_START_TIMEOUT": "90", **variables}
+    env = {**env, "GRPO_BIN": str(BIN), "GRPO_START_TIMEOUT": "240", **variables}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     return done.returncode, Path(log).read_text()
 
