@@ -128,6 +128,19 @@ def task_numbers(spec: str) -> list[int]:
     return found
 
 
+def time_limit(text: str) -> float:
+    """Seconds of what sbatch takes as --time. Raises UserError for anything else."""
+    if text.lower() in ("infinite", "unlimited"):
+        return float("inf")
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, flags=re.ASCII)
+    if not match:
+        raise UserError(f"--time {text}: it must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")
+    days, parts = match[1], [int(part) for part in match.groups()[1:] if part]
+    # The first number is of hours after days or before two others, else of minutes.
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
+
+
 def with_facts(options: argparse.Namespace, config: Config) -> Config:
     """The configuration with the nodes and GPUs that the job gets. Raises UserError where they are not known."""
     cluster = config.cluster
@@ -201,6 +214,18 @@ def cpu_slots(config: Config, command: str) -> int:
     raise UserError("this layout does not fit on any node")
 
 
+def _stop_before(options: argparse.Namespace) -> int | None:
+    """Seconds before the time limit. Raises UserError where the job would have hardly begun by then: it would never get anywhere."""
+    seconds = options.stop_before or (600 if _several_jobs(options) else None)
+    # Slurm may send the signal a minute early.
+    limit = time_limit(options.time) if options.time else float("inf")
+    if seconds and limit <= seconds + 60:
+        raise UserError(
+            f"--time {options.time} ends less than a minute after the run would be told to stop; --stop-before is {seconds} s"
+        )
+    return seconds
+
+
 def _several_jobs(options: argparse.Namespace) -> bool:
     return options.requeue or options.dependency_chain > 1
 
@@ -228,7 +253,7 @@ def _job(options: argparse.Namespace, config: Config, name: str, overrides: list
         qos=options.qos,
         time=options.time,
         array=options.array,
-        stop_before=options.stop_before or (600 if _several_jobs(options) else None),
+        stop_before=_stop_before(options),
         requeue=options.requeue,
         sbatch_arguments=options.sbatch_arg,
         launcher=apptainer(_image(options.apptainer), mounts, bool(gpus)) if options.apptainer else [],

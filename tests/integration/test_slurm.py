@@ -166,7 +166,9 @@ def programs(folder, then):
 def test_a_run_that_was_stopped_is_queued_again_and_the_rest_of_its_chain_ends_at_once(slurm, arithmetic, tmp_path):
     bin = programs(tmp_path / "bin", 'if restarts == "0":\n    time.sleep(600)')
     changes = ("run.name=chained", "run.resume=auto")
-    options = ("--nodes", 2, "--bin", bin, "--requeue", "--dependency-chain", 2)
+    # With options of srun every program is a step, the driver too, as in containers of Pyxis: the signal goes through srun.
+    as_steps = ("--env", "GRPO_SRUN=--kill-on-bad-exit=1")
+    options = ("--nodes", 2, "--bin", bin, "--requeue", "--dependency-chain", 2, *as_steps)
     first, second = submit(slurm, tmp_path, *options, *run_arguments(arithmetic, tmp_path, *changes))
     run = tmp_path / "chained"
     wait_in(slurm, first, (run / "given0").exists)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from render import Job, apptainer, directive, pyxis, render
-from submit import cpu_slots, main, task_numbers
+from submit import cpu_slots, main, task_numbers, time_limit
 
 from grpo_megatron.config.load import read_config
 from grpo_megatron.errors import UserError
@@ -102,6 +102,22 @@ def test_what_is_no_array_is_refused(spec):
 
 
 @pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("1:00:01", 3601),
+        ("2-3", 183600),
+        ("1-0:30", 88200),
+        ("0-0:0:9", 9),
+        ("UNLIMITED", float("inf")),
+    ],
+)
+def test_time_limits_are_read_as_slurm_does(text, seconds):
+    assert time_limit(text) == seconds
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--config", "configs/quickstart.yaml"], "how many nodes? Give --nodes"),
@@ -112,6 +128,8 @@ def test_what_is_no_array_is_refused(spec):
             "but how many of a node? Give --gpus-per-node",
         ),
         (["--config", "configs/quickstart.yaml", "--nodes", 1, "megatron.precision=fp8"], "not possible with cluster.gpu=none"),
+        (["--config", "configs/quickstart.yaml", "--nodes", 1, "--time", "1h"], "--time 1h: it must be MINUTES"),
+        (["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "--time", "11"], "less than a minute after"),
         (["--config", "configs/quickstart.yaml", "--nodes", 1, "--env", "A-B=1"], "--env A-B=1: it must be NAME=VALUE"),
         (["--config", "configs/quickstart.yaml", "--nodes", 1, "--sbatch-arg", "gpu"], "an option of sbatch begins with -"),
         (
