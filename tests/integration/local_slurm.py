@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.cluster.ports import free_ports
+
 # cred_expire: how long a job that is queued again waits before it may start, two minutes by default.
 CONF = """
 ClusterName=test
@@ -20,7 +22,7 @@ SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=cred_expire=10
-SlurmctldPort=17000
+SlurmctldPort={port}
 SlurmctldPidFile={dir}/slurmctld.pid
 SlurmctldLogFile={dir}/slurmctld.log
 StateSaveLocation={dir}/state
@@ -35,7 +37,7 @@ MpiDefault=none
 SlurmdSpoolDir={dir}/spool-%n
 SlurmdPidFile={dir}/slurmd-%n.pid
 SlurmdLogFile={dir}/slurmd-%n.log
-NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[17001-17002] CPUs=4 RealMemory=8000
+NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=8000
 PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 # The switches are named so that node2 comes first.
@@ -66,7 +68,9 @@ def started(folder: Path) -> Iterator[dict[str, str]]:
     for name in ("state", "spool-node1", "spool-node2"):
         (folder / name).mkdir()
     conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(host=socket.gethostname(), dir=folder))
+    # What another session's tests may have left behind must not answer in its place.
+    port = free_ports(3, 17000)
+    conf.write_text(CONF.format(host=socket.gethostname(), dir=folder, port=port, first=port + 1, last=port + 2))
     (folder / "topology.conf").write_text(TOPOLOGY)
     subprocess.run(["service", "munge", "start"], check=True, capture_output=True)
     env = {**os.environ, "SLURM_CONF": str(conf)}
