@@ -1,17 +1,14 @@
 # The GPU stack as a container: docker build -t grpo-megatron .
-# README.md says how Apptainer, or Slurm with enroot and pyxis, take it.
+# docs/slurm.md says how Apptainer, or Slurm with Pyxis and Enroot, take it; apptainer.def builds the same without Docker.
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
-# ibverbs and rdmacm: NCCL over InfiniBand. numa: SGLang's kernels.
-RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        build-essential ibverbs-providers iproute2 libibverbs1 libnuma1 librdmacm1t64 \
-        python3.12 python3.12-dev python3.12-venv \
-    && rm -rf /var/lib/apt/lists/*
-
 WORKDIR /opt/grpo_megatron
+COPY requirements requirements
+RUN apt-get update \
+    && grep -v '^#' requirements/gpu-system.txt | DEBIAN_FRONTEND=noninteractive xargs apt-get install -y --no-install-recommends \
+    && rm -rf /var/lib/apt/lists/*
 # What the environment follows from, and an empty package to install: a change of the code compiles nothing anew.
 COPY Makefile setup.py README.md ./
-COPY requirements requirements
 RUN mkdir grpo_megatron && touch grpo_megatron/__init__.py \
     && PIP_NO_CACHE_DIR=1 make install-gpu PYTHON=python3.12 CUDA_HOME=/usr/local/cuda
 COPY . .

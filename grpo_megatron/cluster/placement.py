@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from itertools import groupby
+from math import lcm
 
 import psutil
 import ray
@@ -20,6 +21,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import UserError
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+
+# A label of Ray's nodes: a node's place in the network, among the others'. slurm/train.sbatch sets it.
+NODE_ORDER = "node-order"
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,8 @@ def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 
     rank_part, engine_part = _sorted(slots[: len(wanted.ranks)]), _sorted(slots[len(wanted.ranks) :])
     of_engines = engine_part or rank_part
     engines = [of_engines[number * engine_tp : (number + 1) * engine_tp] for number in range(num_engines)]
-    return Cluster(group, rank_part[:num_ranks], engines, gpu_share=0.45 if colocated else 1.0, _started=started)
+    rank_slots = neighbouring_stages(rank_part[:num_ranks], ParallelSizes.from_config(config.megatron), per_node)
+    return Cluster(group, rank_slots, engines, gpu_share=0.45 if colocated else 1.0, _started=started)
 
 
 def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
@@ -164,18 +170,39 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
     return [[Slot(i, nodes[i], device) for device in own] for i, own in enumerate(devices)]
 
 
+def neighbouring_stages(slots: list, sizes: ParallelSizes, per_node: int) -> list:
+    """Slots in the order of their nodes, as the ranks take them: pipeline stages of a replica are on neighbouring nodes.
+
+    Megatron numbers the ranks stage by stage, so that all replicas' first stages would come before any second one. Whole nodes
+    change places, and whole groups of ranks that share experts, which exchange more than stages do. Where these do not divide a stage
+    the order stays as it is.
+    """
+    of_stage = sizes.world_size // sizes.pp
+    block = lcm(sizes.tp * sizes.cp, sizes.ep * sizes.etp, per_node)
+    if len(slots) != sizes.world_size or of_stage % block:
+        return slots
+    stages, replicas = range(sizes.pp), range(of_stage // block)
+    firsts = [(replica * sizes.pp + stage) * block for stage in stages for replica in replicas]
+    return [slot for first in firsts for slot in slots[first : first + block]]
+
+
 def _sorted(of_bundles: list[list[Slot]]) -> list[Slot]:
-    """By node and device. A last bundle that is smaller than the others stays last: before them it would shift their groups."""
+    """By node (NODE_ORDER where there is one, else the address) and device.
+
+    A last bundle that is smaller than the others stays last: before them it would shift their groups.
+    """
     if not of_bundles:
         return []
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    order = {node["NodeID"]: int(node["Labels"].get(NODE_ORDER, 0)) for node in ray.nodes()}
 
     def numeric(ip: str) -> tuple:
         return tuple(int(part) for part in ip.split(".")) if ip.replace(".", "").isdigit() else (ip,)
 
     def place(slot: Slot) -> tuple:
         device = -1 if slot.device is None else slot.device
-        return len(of_bundles[0]) - size[slot.bundle], numeric(address[slot.node]), slot.node, device, slot.bundle
+        missing = len(of_bundles[0]) - size[slot.bundle]
+        return missing, order[slot.node], numeric(address[slot.node]), slot.node, device, slot.bundle
 
     size = {bundle[0].bundle: len(bundle) for bundle in of_bundles}
     return sorted((slot for bundle in of_bundles for slot in bundle), key=place)

@@ -32,7 +32,7 @@ def two_nodes(request):
     try:
         cluster.add_node(**node)
         connect(cluster.address, num_slots=0)
-        yield cluster.address
+        yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()

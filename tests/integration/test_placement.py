@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import ray
 
-from grpo_megatron.cluster.placement import allocate
+from grpo_megatron.cluster.placement import NODE_ORDER, allocate
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import UserError
 
@@ -74,6 +74,18 @@ def test_groups_are_within_nodes_and_large_engines_take_whole_ones(
         assert all(rank == engine for rank, engine in zip(ranks, of_engines, strict=False))
     else:
         assert not set(ranks) & set(of_engines)
+
+
+def test_nodes_are_in_the_order_of_their_labels(two_nodes):
+    """The third node has joined last and says that it is the first."""
+    label = {NODE_ORDER: "-1"}
+    node = two_nodes.add_node(num_cpus=PER_NODE, num_gpus=PER_NODE, object_store_memory=80 * 2**20, labels=label)
+    try:
+        with allocated(configured(S), 3 * PER_NODE, 0) as cluster:
+            assert {slot.node for slot in cluster.rank_slots[:PER_NODE]} == {node.node_id}
+            assert node.node_id not in {slot.node for slot in cluster.rank_slots[PER_NODE:]}
+    finally:
+        two_nodes.remove_node(node)
 
 
 @pytest.mark.parametrize(("placement", "num_ranks", "num_engines", "engine_tp"), [(C, 4, 1, 8), (S, 2, 2, 2)])

@@ -1,105 +1,38 @@
-"""A real Slurm of two nodes on this machine runs the job script."""
+"""A real Slurm of two nodes on this machine runs jobs: slurm/submit.py, and slurm/train.sbatch by hand."""
 
 import json
 import os
-import shutil
+import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+from grpo_megatron.config.schema import Config
+from tests.integration import local_slurm
+from tests.integration.local_slurm import asked, ended, facts, wait_in
 
-CONF = """
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-SlurmctldPort=17000
-SlurmctldPidFile={dir}/slurmctld.pid
-SlurmctldLogFile={dir}/slurmctld.log
-StateSaveLocation={dir}/state
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SlurmdParameters=config_overrides
-ReturnToService=2
-MpiDefault=none
-SlurmdSpoolDir={dir}/spool-%n
-SlurmdPidFile={dir}/slurmd-%n.pid
-SlurmdLogFile={dir}/slurmd-%n.log
-NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[17001-17002] CPUs=2 RealMemory=8000
-PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-
-def install():
-    if os.geteuid() != 0:
-        pytest.skip("installing Slurm needs root")
-    if not shutil.which("slurmctld"):
-        steps = (["apt-get", "update"], ["apt-get", "install", "-y", "slurm-wlm", "munge"])
-        for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
-            if done.returncode:
-                pytest.skip(f"Slurm cannot be installed: {' '.join(step)}: {done.stderr[-300:]}")
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     """Environment variables under which sbatch and its siblings reach the cluster."""
-    install()
-    folder = tmp_path_factory.mktemp("slurm")
-    for name in ("state", "spool-node1", "spool-node2"):
-        (folder / name).mkdir()
-    conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(host=socket.gethostname(), dir=folder))
-    subprocess.run(["service", "munge", "start"], check=True, capture_output=True)
-    env = {**os.environ, "SLURM_CONF": str(conf)}
-    commands = [["slurmctld", "-D", "-f", conf]] + [["slurmd", "-D", "-f", conf, "-N", f"node{n}"] for n in (1, 2)]
-    with open(folder / "daemons.log", "w") as log:
-        daemons = [subprocess.Popen(command, env=env, stdout=log, stderr=log) for command in commands]
-    deadline = time.monotonic() + 60
-    while True:
-        states = subprocess.run(["sinfo", "-h", "-o", "%T %D"], env=env, capture_output=True, text=True).stdout
-        if states.strip() == "idle 2":
-            break
-        assert time.monotonic() < deadline, states
-        time.sleep(0.5)
-    yield env
-    for daemon in daemons:
-        daemon.terminate()
-    for daemon in daemons:
-        try:
-            daemon.wait(20)
-        except subprocess.TimeoutExpired:  # a slurmd with a job that does not end
-            daemon.kill()
-
-
-def submit(env, log, *arguments, **variables):
-    command = [
-        "sbatch",
-        "--wait",
-        "--nodes=2",
-        "--cpus-per-task=2",
-        f"--output={log}",
-        "slurm/train.sbatch",
-        *map(str, arguments),
-    ]
-    env = {**env, "GRPO_BIN": str(Path(sys.executable).parent), "GRPO_START_TIMEOUT": "90", **variables}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    return done.returncode, Path(log).read_text()
+    local_slurm.install()
+    with local_slurm.started(tmp_path_factory.mktemp("slurm")) as env:
+        yield env
 
 
 def run_arguments(arithmetic, root, *changes):
     return [
-        "--config",
-        "configs/quickstart.yaml",
         f"run.root={root}",
         "run.total_steps=3",
         f"model.path={arithmetic}/model",
@@ -109,18 +42,212 @@ def run_arguments(arithmetic, root, *changes):
     ]
 
 
-def test_the_quickstart_runs_as_a_job_of_two_nodes(slurm, arithmetic, tmp_path):
-    status, log = submit(slurm, tmp_path / "job.out", *run_arguments(arithmetic, tmp_path))
-    assert status == 0, log[-3000:]
-    assert "Ray at 127.0.0.1:" in log  # what Slurm knows the first node by, NodeAddr
-    assert ": 2 nodes" in log
-    result = json.loads((tmp_path / "quickstart" / "result.json").read_text())
+def submit(env, folder, *arguments, status=0):
+    """The numbers of the jobs that slurm/submit.py has queued, or its message; called from another folder than the project's."""
+    config = ["--config", str(ROOT / "configs/quickstart.yaml")]
+    command = [sys.executable, str(ROOT / "slurm/submit.py"), *config, "--start-timeout", "300", *map(str, arguments)]
+    # The tests may be those of another copy of the project than the installed one.
+    env = env | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stderr if status else done.stdout.removeprefix("queued as ").split(";")[0].split(", ")
+
+
+class Watch(threading.Thread):
+    """What the processes of a job show while it runs: where ranks and engines are, and every argument of a program."""
+
+    def __init__(self, job: str):
+        super().__init__(daemon=True)
+        self.places: dict[str, str] = {}  # node, by the name of the log that a process writes
+        self.arguments: set[str] = set()
+        self.token = ""
+        self._job, self._over = job, threading.Event()
+
+    def run(self):
+        while not self._over.wait(0.5):
+            for process in psutil.process_iter():
+                try:
+                    env = process.environ()
+                    if env.get("SLURM_JOB_ID") != self._job:
+                        continue
+                    self.token = env.get("RAY_AUTH_TOKEN", self.token)
+                    self.arguments.update(process.cmdline())
+                    log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+                    if log.parent.name == "logs":
+                        self.places[log.stem] = env["SLURMD_NODENAME"]
+                except (psutil.Error, OSError):
+                    continue
+
+    def close(self):
+        self._over.set()
+        self.join()
+
+
+def test_one_command_trains_on_two_nodes(slurm, arithmetic, tmp_path, record_property):
+    """And Ray's token is in no argument, log or record of Slurm's."""
+    sizes = ("megatron.data_parallel=2", "rollout.engine.num_engines=2")
+    queued = time.time()
+    (job,) = submit(slurm, tmp_path, "--nodes", 2, *run_arguments(arithmetic, tmp_path, *sizes))
+    watch = Watch(job)
+    watch.start()
+    run = tmp_path / "quickstart"
+    # Evaluations are rows too; a step has a loss.
+    wait_in(slurm, job, lambda: "throughput/" in _text(run / "metrics.jsonl"))
+    seconds = time.time() - queued
+    shown = facts(slurm, job)
+    found = ended(slurm, job)
+    watch.close()
+    logs = {path.name: path.read_text() for path in (run / "slurm").iterdir()}
+    assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), logs[f"{job}.log"][-3000:]
+    assert set(logs) == {f"{job}.log", f"{job}-node1.log", f"{job}-node2.log"}
+    assert all("Ray runtime started" in logs[f"{job}-node{number}.log"] for number in (1, 2))
+    result = json.loads((run / "result.json").read_text())
     assert result["tokens"] > 0
     assert 0 < result["mismatch_max"] <= 1e-4
+    # As the network has the nodes, where node2 comes first.
+    assert {name: watch.places[name] for name in ("rank0", "rank1", "rank2", "rank3")} == {
+        "rank0": "node2",
+        "rank1": "node2",
+        "rank2": "node1",
+        "rank3": "node1",
+    }
+    assert {watch.places["engine0"], watch.places["engine1"]} == {"node1", "node2"}
+    assert len(watch.token) == 64
+    for text in (*watch.arguments, *logs.values(), *shown.values()):
+        assert watch.token not in text
+    record_property("seconds_to_first_step", seconds)
+    (ray_up,) = [line for line in logs[f"{job}.log"].splitlines() if "Ray is up on" in line]
+    print(f"{seconds:.0f} s from sbatch to the first optimizer step; {ray_up}")
+
+
+def _text(path):
+    return path.read_text() if path.exists() else ""
+
+
+def test_what_cannot_run_is_refused_before_it_is_queued(slurm, arithmetic, tmp_path):
+    before = asked(slurm, "scontrol", "show", "jobs", "-o").count("JobId=")
+    wrong = run_arguments(arithmetic, tmp_path, "megatron.tensor_parallel=3")
+    says = submit(slurm, tmp_path, "--nodes", 2, *wrong, status=2)
+    assert "megatron.tensor_parallel=3 does not divide the model's 4 attention heads" in says
+    says = submit(slurm, tmp_path, "--nodes", 2, "--partition", "gold", *run_arguments(arithmetic, tmp_path), status=2)
+    assert "error: Slurm refuses the job: " in says
+    assert "invalid partition" in says
+    assert asked(slurm, "scontrol", "show", "jobs", "-o").count("JobId=") == before
+
+
+# In the place of grpo-megatron: leaves what it was given, and stops on request as a run does.
+STAND_IN = """#!{python}
+import json, os, signal, sys, time
+settings = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+run = os.path.join(settings["run.root"], settings["run.name"])
+os.makedirs(run, exist_ok=True)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+given = {{"arguments": sys.argv[1:], "hostile": os.environ.get("HOSTILE"), "folder": os.getcwd(), "started": time.time()}}
+with open(os.path.join(run, "given" + restarts), "w") as file:
+    json.dump(given, file)
+{then}
+given["ended"] = time.time()
+with open(os.path.join(run, "result.json"), "w") as file:
+    json.dump(given, file)
+"""
+
+
+def programs(folder, then):
+    """A folder for --bin with the environment's python and ray, and a stand-in for the driver: what is tested is the job."""
+    folder.mkdir()
+    for name in ("python", "ray"):
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(str(BIN / name))} "$@"\n')
+    (folder / "grpo-megatron").write_text(STAND_IN.format(python=sys.executable, then=then))
+    for path in folder.iterdir():
+        path.chmod(0o755)
+    return folder
+
+
+def test_a_run_that_was_stopped_is_queued_again_and_the_rest_of_its_chain_ends_at_once(slurm, arithmetic, tmp_path):
+    bin = programs(tmp_path / "bin", 'if restarts == "0":\n    time.sleep(600)')
+    changes = ("run.name=chained", "run.resume=auto")
+    # With options of srun every program is a step, the driver too, as in containers of Pyxis: the signal goes through srun.
+    as_steps = ("--env", "GRPO_SRUN=--kill-on-bad-exit=1")
+    options = ("--nodes", 2, "--bin", bin, "--requeue", "--dependency-chain", 2, *as_steps)
+    first, second = submit(slurm, tmp_path, *options, *run_arguments(arithmetic, tmp_path, *changes))
+    run = tmp_path / "chained"
+    wait_in(slurm, first, (run / "given0").exists)
+    # As Slurm does some time before the limit.
+    asked(slurm, "scancel", "--batch", "--signal=USR1", first)
+    found = ended(slurm, first)
+    log = (run / "slurm" / f"{first}.log").read_text()
+    assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("COMPLETED", "0:0", "1"), log
+    assert f"job {first} stopped on request and is queued again (restart 1)" in log
+    assert (run / "result.json").exists()
+    found = ended(slurm, second)
+    assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0")
+    assert (run / "slurm" / f"{second}.log").read_text() == f"the run is finished: {run}/result.json\n"
+    assert not [
+        process for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get("SLURM_JOB_ID") == first
+    ]
+
+
+def test_runs_of_an_array_share_nodes_and_get_every_value_as_it_is(slurm, arithmetic, tmp_path):
+    hostile = """it's "$HOME" \\ `id` #1 * ; %j $(false)"""
+    root = tmp_path / """it's "$HOME" 'for'#1 %j & more"""
+    bin = programs(tmp_path / "bin of mine", "time.sleep(25)")
+    options = ("--nodes", 2, "--cpus-per-node", 2, "--array", "3,5", "--bin", bin)
+    texts = ("--env", f"HOSTILE={hostile}", "--sbatch-arg", f"--comment={hostile}")
+    changes = ("run.seed={task}", f"reward.extract={hostile}{{task}}")
+    (job,) = submit(slurm, tmp_path, *options, *texts, *run_arguments(arithmetic, root, *changes))
+    assert asked(slurm, "squeue", "-h", "-t", "all", "-j", job, "-o", "%k").splitlines()[0] == hostile
+    found = {}
+    for task in (3, 5):
+        run = root / f"quickstart_{task}"
+        assert ended(slurm, f"{job}_{task}")["ExitCode"] == "0:0", "".join(map(_text, (run / "slurm").iterdir()))
+        found[task] = json.loads((run / "result.json").read_text())
+        assert found[task]["hostile"] == hostile
+        assert {f"run.root={root}", f"run.seed={task}", f"reward.extract={hostile}{task}"} <= set(found[task]["arguments"])
+        assert found[task]["folder"] == str(tmp_path)
+        assert "Ray is up on node2 node1" in (run / "slurm" / f"{job}_{task}.log").read_text()
+        assert len(list((run / "slurm").glob("*-node[12].log"))) == 2
+    # Both had the same nodes at a time, each with a Ray of its own.
+    assert max(one["started"] for one in found.values()) < min(one["ended"] for one in found.values())
+
+
+@pytest.mark.skipif(Config().run.resume != "auto", reason="runs do not yet continue by themselves after a signal")
+def test_a_run_that_slurm_stops_goes_on_after_its_restart(slurm, arithmetic, tmp_path):
+    changes = ("run.name=stopped", "run.total_steps=12")
+    (job,) = submit(slurm, tmp_path, "--nodes", 2, "--requeue", *run_arguments(arithmetic, tmp_path, *changes))
+    run = tmp_path / "stopped"
+    wait_in(slurm, job, lambda: _text(run / "metrics.jsonl").count("throughput/") >= 3)
+    asked(slurm, "scancel", "--batch", "--signal=USR1", job)
+    found = ended(slurm, job)
+    log = (run / "slurm" / f"{job}.log").read_text()
+    assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("COMPLETED", "0:0", "1"), log[-3000:]
+    rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "throughput/tokens_per_second" in row] == list(range(1, 13))
+
+
+def sbatch(env, log, *arguments, **variables):
+    """(exit status, output) of slurm/train.sbatch, submitted by hand."""
+    command = [
+        "sbatch",
+        "--wait",
+        "--nodes=2",
+        "--cpus-per-task=2",
+        f"--output={log}",
+        "slurm/train.sbatch",
+        *("--config", "configs/quickstart.yaml"),
+        *map(str, arguments),
+    ]
+    env = {**env, "GRPO_BIN": str(BIN), "GRPO_START_TIMEOUT": "240", **variables}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, Path(log).read_text()
 
 
 def test_a_run_that_fails_is_a_job_that_failed(slurm, arithmetic, tmp_path):
-    status, log = submit(slurm, tmp_path / "job.out", *run_arguments(arithmetic, tmp_path, "megatron.tensor_parallel=3"))
+    status, log = sbatch(
+        slurm,
+        tmp_path / "job.out",
+        *run_arguments(arithmetic, tmp_path, "megatron.tensor_parallel=3"),
+    )
     assert status == 2, log[-3000:]
     assert "megatron.tensor_parallel=3 does not divide the model's 4 attention heads" in log
 
@@ -138,7 +265,7 @@ def test_every_program_is_started_as_told_and_uses_the_interface_that_was_named(
     starter.write_text(STARTER)
     starter.chmod(0o755)
     refused = run_arguments(arithmetic, tmp_path, "megatron.tensor_parallel=3")
-    status, log = submit(slurm, tmp_path / "job.out", *refused, GRPO_INTERFACE=name, GRPO_RUN=str(starter))
+    status, log = sbatch(slurm, tmp_path / "job.out", *refused, GRPO_INTERFACE=name, GRPO_RUN=str(starter))
     assert status == 2, log[-3000:]
     assert f"Ray at {addresses[name]}:" in log
     assert ": 2 nodes" in log
@@ -149,7 +276,12 @@ def test_every_program_is_started_as_told_and_uses_the_interface_that_was_named(
 
 
 def test_an_interface_that_is_not_there_ends_the_job_with_those_that_are(slurm, arithmetic, tmp_path):
-    status, log = submit(slurm, tmp_path / "job.out", *run_arguments(arithmetic, tmp_path), GRPO_INTERFACE="ib7")
+    status, log = sbatch(
+        slurm,
+        tmp_path / "job.out",
+        *run_arguments(arithmetic, tmp_path),
+        GRPO_INTERFACE="ib7",
+    )
     assert status == 2, log[-3000:]
     assert "error: network interface ib7 is not there on node" in log
     assert "lo (127.0.0.1)" in log

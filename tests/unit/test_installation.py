@@ -81,18 +81,40 @@ def test_an_environment_for_gpus_stays_one(tmp_path):
     assert "requirements/cpu.txt" not in make("-n", "install", f"VENV={tmp_path}")
 
 
-def test_the_container_is_made_of_what_is_here():
-    text = Path("Dockerfile").read_text().replace("\\\n", " ")
-    for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.M):
-        assert all(Path(source).exists() for source in sources.split())
+def sources_of(container: str, text: str) -> list[str]:
+    """The files that a container is made of."""
+    if container == "Dockerfile":
+        return [source for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.M) for source in sources.split()]
+    copied = [line.split() for line in text.partition("%files\n")[2].partition("\n\n")[0].splitlines()]
+    assert all(target == f"/opt/grpo_megatron/{source}" for source, target in copied)
+    return [source for source, _ in copied]
+
+
+@pytest.mark.parametrize("container", ["Dockerfile", "apptainer.def"])
+def test_a_container_is_made_of_what_is_here(container):
+    text = Path(container).read_text().replace("\\\n", " ")
+    sources = sources_of(container, text)
+    assert {"requirements", "Makefile", "setup.py"} <= set(sources)
+    assert all(Path(source).exists() for source in sources)
     makefile = Path("Makefile").read_text()
     targets = re.search(r"^\.PHONY: (.+)$", makefile, flags=re.M)[1].split()
-    (command,) = re.findall(r"\bmake (.+)$", text, flags=re.M)
+    (command,) = re.findall(r"\bmake (install.+)$", text, flags=re.M)
     target, *variables = command.split()
     assert target == "install-gpu"
     assert target in targets
     assert all(f"$({variable.split('=')[0]})" in makefile for variable in variables)
     (python,) = (variable.split("=")[1] for variable in variables if variable.startswith("PYTHON="))
-    assert f" {python}-venv " in text  # without it there is no environment to install into
-    assert f" {python}-dev " in text  # its headers are what extensions are compiled with
-    assert re.search(r"^FROM nvidia/cuda:13\.\S+-devel-", text, flags=re.M)
+    (listed,) = re.findall(r"grep -v '\^#' (\S+) \|", text)
+    packages = Path(listed).read_text().splitlines()
+    # Without the first there is no environment to install into, and extensions are compiled with the headers of the second.
+    assert {f"{python}-venv", f"{python}-dev"} <= set(packages)
+    assert re.search(r"^(FROM|From:) nvidia/cuda:13\.\S+-devel-", text, flags=re.M)
+
+
+def test_both_containers_are_of_the_same():
+    def parts(name: str) -> tuple:
+        text = Path(name).read_text()
+        return re.findall(r"nvidia/cuda:\S+", text), re.findall(r"make install-gpu .+", text), re.findall(r"/opt/\S+/bin", text)
+
+    assert parts("Dockerfile") == parts("apptainer.def")
+    assert all(len(part) == 1 for part in parts("Dockerfile"))

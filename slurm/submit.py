@@ -1,0 +1,337 @@
+"""Makes a Slurm job of a configuration, checks it, and submits it.
+
+    python slurm/submit.py --config configs/qwen3_8b_1node.yaml --partition gpu --time 24:00:00 --requeue model.path=/weights
+    python slurm/submit.py --config configs/quickstart.yaml --nodes 2 --dry-run > job.sbatch
+
+What is wrong with the configuration on the nodes that are asked for is said at once, and nothing is queued (exit status 2).
+docs/slurm.md.
+"""
+
+import argparse
+import dataclasses
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from render import TASK, Job, apptainer, pyxis, render
+
+from grpo_megatron.capabilities import GPUS
+from grpo_megatron.cluster.bundles import bundles
+from grpo_megatron.config.load import read_config
+from grpo_megatron.config.schema import Config, Placement
+from grpo_megatron.errors import UserError
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.paths import is_absent
+from grpo_megatron.preflight.check import check
+from grpo_megatron.preflight.memory_estimate import estimate
+
+# Where Dockerfile and apptainer.def install.
+IN_IMAGE = "/opt/grpo_megatron/.venv/bin"
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
+    parser.add_argument("--command", choices=("train", "sft"), default="train", help="of grpo-megatron; default: train")
+    parser.add_argument("--dry-run", action="store_true", help="print the job's script and submit nothing")
+    parser.add_argument("--architecture", metavar="FOLDER", help="with config.json, where model.path is not on this machine")
+    _add_nodes(parser.add_argument_group("nodes"))
+    programs = parser.add_argument_group("programs")
+    container = programs.add_mutually_exclusive_group()
+    container.add_argument("--apptainer", metavar="IMAGE", help="run in a container of Apptainer")
+    container.add_argument("--pyxis", metavar="IMAGE", help="run in a container of Pyxis and Enroot")
+    programs.add_argument(
+        "--mount", action="append", default=[], metavar="FROM[:TO]", help="folder for the container; repeatable"
+    )
+    programs.add_argument(
+        "--bin", metavar="FOLDER", help="of the environment's programs; default: this Python's, or the image's"
+    )
+    programs.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="for the job, no secrets; repeatable"
+    )
+    programs.add_argument("--setup", action="append", default=[], metavar="COMMAND", help="of the shell, run first; repeatable")
+    several = parser.add_argument_group("several jobs")
+    several.add_argument(
+        "--dependency-chain", type=_positive, default=1, metavar="N", help="N jobs in turn, which continue one run"
+    )
+    several.add_argument("--array", metavar="SPEC", help=f"as sbatch takes it, such as 0-7; {TASK} in arguments is the number")
+    several.add_argument("--requeue", action="store_true", help="queue the job again when it was stopped before it was done")
+    several.add_argument(
+        "--stop-before", type=_positive, metavar="SECONDS", help="of the time limit, when the run saves and stops; default: 600"
+    )
+    return parser.parse_intermixed_args(arguments)
+
+
+def _add_nodes(group) -> None:
+    group.add_argument("--nodes", type=_positive, metavar="N", help="default: cluster.nodes")
+    group.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: cluster.gpus_per_node; neither: no GPUs")
+    group.add_argument(
+        "--cpus-per-node", type=_positive, metavar="N", help="default: whole nodes if with GPUs, else one for each process"
+    )
+    for name in ("partition", "account", "qos"):
+        group.add_argument(f"--{name}", metavar="NAME")
+    group.add_argument("--time", metavar="LIMIT", help="as sbatch takes it, such as 24:00:00")
+    group.add_argument("--interface", metavar="NAME", help="network interface of Ray, NCCL and gloo, such as ib0")
+    group.add_argument("--start-timeout", type=_positive, metavar="SECONDS", help="that nodes may take to join; default: 300")
+    group.add_argument(
+        "--sbatch-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="for sbatch, as in --sbatch-arg=--exclude=n7; repeatable",
+    )
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return int(text)
+
+
+def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
+    """The job, and what could not be checked here. Raises UserError with all that is known to be wrong on the nodes asked for."""
+    tasks = [str(number) for number in task_numbers(options.array)] if options.array else [""]
+    given = options.overrides
+    of_first = [argument.replace(TASK, tasks[0]) for argument in given]
+    config = with_facts(options, read_config(options.config, of_first, options.command))
+    name = config.run.name
+    if options.array:
+        # Each task is a run of its own.
+        named = [argument.removeprefix("run.name=") for argument in given if argument.startswith("run.name=")]
+        name = next((one for one in named[-1:] if TASK in one), f"{name}_{TASK}")
+        given = [argument for argument in given if not argument.startswith("run.name=")] + [f"run.name={name}"]
+    facts = {key: getattr(config.cluster, key) for key in ("gpu", "nodes", "gpus_per_node")}
+    given = [*given, *(f"cluster.{key}={value}" for key, value in facts.items() if value is not None)]
+    job = _job(options, config, name, given)
+    notes = [note for task in tasks for note in check_run(options, [argument.replace(TASK, task) for argument in given], task)]
+    return job, list(dict.fromkeys(notes))
+
+
+def task_numbers(spec: str) -> list[int]:
+    """Those of an array, such as 0-6:2,9 or 0-7%2. Raises UserError for what sbatch would not take."""
+    listed, _, _ = spec.partition("%")
+    found: list[int] = []
+    for part in listed.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?", part, flags=re.ASCII)
+        if not match or not re.fullmatch(r"[^%]+(%[1-9]\d*)?", spec, flags=re.ASCII):
+            raise UserError(f"--array {spec}: {part or 'nothing'} is no number or range, such as 3, 0-7, 0-6:2 or 0-7%2")
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        found += range(first, last + 1, step)
+    if not found or len(found) > 1000:
+        raise UserError(f"--array {spec} has {len(found)} tasks; it must have 1 to 1000")
+    return found
+
+
+def time_limit(text: str) -> float:
+    """Seconds of what sbatch takes as --time. Raises UserError for anything else."""
+    if text.lower() in ("infinite", "unlimited"):
+        return float("inf")
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, flags=re.ASCII)
+    if not match:
+        raise UserError(f"--time {text}: it must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")
+    days, parts = match[1], [int(part) for part in match.groups()[1:] if part]
+    # The first number is of hours after days or before two others, else of minutes.
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
+
+
+def with_facts(options: argparse.Namespace, config: Config) -> Config:
+    """The configuration with the nodes and GPUs that the job gets. Raises UserError where they are not known."""
+    cluster = config.cluster
+    nodes, gpus = options.nodes or cluster.nodes, options.gpus_per_node or cluster.gpus_per_node
+    if nodes is None:
+        raise UserError("how many nodes? Give --nodes, or cluster.nodes in the configuration")
+    if cluster.gpu in GPUS and gpus is None:
+        raise UserError(f"cluster.gpu={cluster.gpu}, but how many of a node? Give --gpus-per-node, or cluster.gpus_per_node")
+    gpu = cluster.gpu or (None if gpus else "none")
+    return dataclasses.replace(config, cluster=dataclasses.replace(cluster, nodes=nodes, gpus_per_node=gpus, gpu=gpu))
+
+
+def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> list[str]:
+    """What could not be checked. Raises UserError if this run cannot be. task: its number in an array, or empty."""
+    report = check(options.config, overrides, options.command)
+    if not report.violations:
+        config = read_config(options.config, overrides, options.command)
+        if _several_jobs(options) and config.run.resume != "auto":
+            report.violations.append(
+                "several jobs of a run (--requeue, --dependency-chain) need run.resume=auto, or each starts anew"
+            )
+        too_large, unknown = memory_problems(config, options.architecture, options.command)
+        report.violations += too_large
+        report.not_checked += unknown
+    if report.violations:
+        of_task = f" for task {task} of the array" if task else ""
+        raise UserError(f"nothing was submitted{of_task}:\n" + "\n".join(f"  - {problem}" for problem in report.violations))
+    return report.not_checked
+
+
+def memory_problems(config: Config, architecture: str | None, command: str) -> tuple[list[str], list[str]]:
+    """(what does not fit, what cannot be known) of the GPUs' memory. architecture: folder with the model's config.json."""
+    cluster, folder = config.cluster, architecture or config.model.path
+    if cluster.gpu not in GPUS or command != "train":
+        return [], []
+    if config.megatron.lora.rank:
+        return [], ["memory: the arithmetic is of training the whole model, not of adapters"]
+    if is_absent(folder):
+        return [], [f"memory: {folder} is not a folder here; --architecture names one with the model's config.json"]
+    found, card = estimate(config, read_architecture(folder)), GPUS[cluster.gpu].memory
+    if found.peak <= card:
+        return [], []
+    moments = {
+        "training": found.training,
+        "optimizer step": found.stepping,
+        "weight sync": found.syncing,
+        "generation": found.serving,
+    }
+    larger = ", ".join(f"{moment} {size / 1e9:.0f} GB" for moment, size in moments.items() if size > card)
+    return [
+        f"the memory of cluster.gpu={cluster.gpu} is {card / 1e9:.0f} GB, and this needs more ({larger}); see docs/recipes.md"
+    ], []
+
+
+def cpu_slots(config: Config, command: str) -> int:
+    """The fewest CPUs of a node with which all processes have one, and those that must be on one node are."""
+    engine, colocated = config.rollout.engine, config.cluster.placement == Placement.colocated
+    ranks = ParallelSizes.from_config(config.megatron).world_size
+    engines = engine.num_engines if command == "train" and not config.rollout.replay else 0
+    for cpus in range(1, ranks + engines * engine.tensor_parallel + 1):
+        try:
+            wanted = bundles(ranks, config.megatron.tensor_parallel, engines, engine.tensor_parallel, cpus, colocated)
+        except UserError:  # a group is larger than that
+            continue
+        free = [cpus] * config.cluster.nodes
+        for size in sorted((*wanted.ranks, *wanted.engines), reverse=True):
+            free.sort(reverse=True)
+            free[0] -= size
+        if min(free) >= 0:
+            return cpus
+    raise UserError("this layout does not fit on any node")
+
+
+def _stop_before(options: argparse.Namespace) -> int | None:
+    """Seconds before the time limit. Raises UserError where the job would have hardly begun by then: it would never get anywhere."""
+    seconds = options.stop_before or (600 if _several_jobs(options) else None)
+    # Slurm may send the signal a minute early.
+    limit = time_limit(options.time) if options.time else float("inf")
+    if seconds and limit <= seconds + 60:
+        raise UserError(
+            f"--time {options.time} ends less than a minute after the run would be told to stop; --stop-before is {seconds} s"
+        )
+    return seconds
+
+
+def _several_jobs(options: argparse.Namespace) -> bool:
+    return options.requeue or options.dependency_chain > 1
+
+
+def _job(options: argparse.Namespace, config: Config, name: str, overrides: list[str]) -> Job:
+    """name: the run's; in an array it has TASK in it, and so may overrides."""
+    here, root, file = Path.cwd(), Path(config.run.root).absolute(), Path(options.config).absolute()
+    gpus, in_image = config.cluster.gpus_per_node, options.apptainer or options.pyxis
+    mounts = _mounts([str(here), str(root), str(file.parent), *options.mount]) if in_image else []
+    for argument in options.sbatch_arg:
+        if not argument.startswith("-"):
+            raise UserError(f"--sbatch-arg={argument}: an option of sbatch begins with -")
+    return Job(
+        name=name.replace(TASK, "array"),
+        nodes=config.cluster.nodes,
+        folder=f"{root}/{name}",
+        working_folder=str(here),
+        bin=options.bin or (IN_IMAGE if in_image else str(Path(sys.executable).parent)),
+        arguments=["--config", str(file), *overrides],
+        command=options.command,
+        gpus_per_node=gpus,
+        cpus_per_node=options.cpus_per_node or (None if gpus else cpu_slots(config, options.command)),
+        partition=options.partition,
+        account=options.account,
+        qos=options.qos,
+        time=options.time,
+        array=options.array,
+        stop_before=_stop_before(options),
+        requeue=options.requeue,
+        sbatch_arguments=options.sbatch_arg,
+        launcher=apptainer(_image(options.apptainer), mounts, bool(gpus)) if options.apptainer else [],
+        step_options=pyxis(_image(options.pyxis), mounts, str(here)) if options.pyxis else [],
+        variables=_variables(options),
+        setup=options.setup,
+    )
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str]:
+    found = {"GRPO_INTERFACE": options.interface or "", "GRPO_START_TIMEOUT": str(options.start_timeout or "")}
+    for setting in options.env:
+        name, equals, value = setting.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, flags=re.ASCII):
+            raise UserError(f"--env {setting}: it must be NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _image(name: str) -> str:
+    """A file by its absolute path, anything else, such as docker://grpo-megatron, as it is."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
+
+
+def _mounts(wanted: list[str]) -> list[str]:
+    """Each once. Raises UserError for those that would be read as something else."""
+    for mount in wanted:
+        source, *rest = mount.split(":")
+        if "," in mount or not source.startswith("/") or len(rest) > 2 or (rest and not rest[0].startswith("/")):
+            raise UserError(
+                f"--mount {mount}: it must be FROM or FROM:TO, absolute folders without a comma or colon in their names"
+            )
+    return list(dict.fromkeys(wanted))
+
+
+def submit(job: Job, script: str, tasks: list[str], chain: int) -> list[str]:
+    """Queues it `chain` times, each to start when the one before has ended; returns the jobs' numbers.
+
+    tasks: those of an array, or one empty text. Raises UserError where Slurm refuses.
+    """
+    for task in tasks:
+        # Slurm does not make it, and a job that cannot write its output fails without a word.
+        Path(job.logs.replace(TASK, task)).mkdir(parents=True, exist_ok=True)
+    queued: list[str] = []
+    for _ in range(chain):
+        after = [f"--dependency=afterany:{queued[-1]}"] if queued else []
+        try:
+            done = subprocess.run(["sbatch", "--parsable", *after], input=script, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise UserError(
+                "there is no sbatch here; submit from a login node, or give --dry-run and submit what it prints"
+            ) from None
+        if done.returncode:
+            before = f" (queued before it: {', '.join(queued)})" if queued else ""
+            raise UserError(f"Slurm refuses the job{before}: {done.stderr.strip()}")
+        # With several clusters: NUMBER;CLUSTER.
+        queued.append(done.stdout.strip().partition(";")[0])
+    return queued
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        job, notes = prepare(options)
+        script = render(job, int(time.time()))
+        for note in notes:
+            print(f"not checked: {note}", file=sys.stderr)
+        if options.dry_run:
+            print(script, end="")
+            return 0
+        tasks = [str(number) for number in task_numbers(options.array)] if options.array else [""]
+        queued = submit(job, script, tasks, options.dependency_chain)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"queued as {', '.join(queued)}; output in {job.logs}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Which rank is where in the network, and where a job listens."""
+
+import socket
+
+import pytest
+
+from grpo_megatron.cluster.placement import neighbouring_stages
+from grpo_megatron.cluster.ports import free_ports
+from grpo_megatron.config.load import read_config
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+
+
+def nodes_of_ranks(sizes: ParallelSizes, per_node: int) -> list[int]:
+    """The node of each rank, nodes numbered as the network has them."""
+    return [slot // per_node for slot in neighbouring_stages(list(range(sizes.world_size)), sizes, per_node)]
+
+
+def test_stages_of_a_replica_are_on_neighbouring_nodes():
+    sizes = ParallelSizes(tp=2, pp=3, dp=2)
+    # Stages one after the other, and in each the two replicas, one a node.
+    assert nodes_of_ranks(sizes, per_node=2) == [0, 0, 3, 3, 1, 1, 4, 4, 2, 2, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "per_node"),
+    [
+        (ParallelSizes(tp=2, pp=2, dp=1), 2),  # one replica
+        (ParallelSizes(tp=2, dp=4), 4),  # one stage
+        (ParallelSizes(tp=2, pp=2, dp=2), 8),  # one node
+        (ParallelSizes(tp=4, pp=2, dp=2, ep=8), 4),  # experts over a whole stage of two nodes
+        (ParallelSizes(tp=2, pp=2, dp=3), 4),  # stages that do not end where nodes do
+    ],
+)
+def test_what_has_nothing_to_gain_stays_in_order(sizes, per_node):
+    assert neighbouring_stages(list(range(sizes.world_size)), sizes, per_node) == list(range(sizes.world_size))
+
+
+def test_replicas_share_a_node_before_stages_do():
+    # Gradients are more than what one stage gives the next.
+    sizes = ParallelSizes(tp=1, pp=2, dp=4)
+    assert nodes_of_ranks(sizes, per_node=2) == [0, 0, 2, 2, 1, 1, 3, 3]
+
+
+def test_experts_that_exchange_tokens_stay_neighbours():
+    sizes = ParallelSizes(tp=2, pp=2, dp=4, ep=4)
+    assert nodes_of_ranks(sizes, per_node=2) == [0, 0, 1, 1, 4, 4, 5, 5, 2, 2, 3, 3, 6, 6, 7, 7]
+
+
+def test_the_recipe_for_70b_has_its_two_stages_on_pairs_of_nodes():
+    sizes = ParallelSizes.from_config(read_config("configs/llama3_70b_16node.yaml", ["model.path=/nowhere"]).megatron)
+    nodes = nodes_of_ranks(sizes, per_node=8)
+    assert [(nodes[rank], nodes[rank + 64]) for rank in range(0, 64, 8)] == [(first, first + 1) for first in range(0, 16, 2)]
+
+
+def test_a_port_that_is_taken_is_passed_over():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        if taken > 65000:
+            pytest.skip("there is no room behind the port that the system chose")
+        assert free_ports(2, taken - 1) > taken
+        assert free_ports(2, taken) > taken
+    with pytest.raises(OSError, match="no 3 ports"):
+        free_ports(3, 65535)

@@ -1,0 +1,236 @@
+"""What slurm/submit.py renders and what it refuses; tests/integration/test_slurm.py runs it on a real Slurm."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from render import Job, apptainer, directive, pyxis, render
+from submit import cpu_slots, main, task_numbers, time_limit
+
+from grpo_megatron.config.load import read_config
+from grpo_megatron.errors import UserError
+from tools.estimate_memory import RECIPES
+
+HOSTILE = """it's "$HOME" \\ `id` #1 * ; $(false) %j {task}"""
+JOB = Job("run", 2, "/runs/run", "/here", "/env/bin", ["--config", "a.yaml", f"model.path={HOSTILE}"], cpus_per_node=3)
+# A model of which nothing is on this machine.
+ABSENT = "model.path=/nowhere"
+
+
+def submit(capsys, *arguments, status=0):
+    """Standard output, or where it fails the message."""
+    assert main([str(argument) for argument in arguments]) == status
+    captured = capsys.readouterr()
+    return captured.err if status else captured.out
+
+
+def header(script: str) -> list[str]:
+    """The arguments of sbatch in a script."""
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def shell_words(script: str, expression: str) -> list[str]:
+    """What bash makes of a script's head, up to the part that needs Slurm: the words of `expression`, such as "$@"."""
+    head = script.partition("\nset -euo pipefail\n")[0]
+    shown = subprocess.run(["bash", "-c", f"{head}\nprintf '%s\\0' {expression}"], capture_output=True, text=True, check=True)
+    return shown.stdout.split("\0")[:-1]
+
+
+@pytest.mark.parametrize("name", ["llama3_70b_16node", "qwen3_8b_1node", "qwen3_235b_a22b_16node"])
+def test_every_recipe_is_a_job_of_its_cluster(capsys, name):
+    model = f"configs/models/{RECIPES[name]}"
+    script = submit(
+        capsys, "--config", f"configs/{name}.yaml", "--dry-run", "--architecture", model, "--time", "8:00:00", ABSENT
+    )
+    nodes = int(re.search(r"_(\d+)node$", name)[1])
+    assert {f"--nodes={nodes}", "--gpus-per-node=8", "--ntasks-per-node=1", "--exclusive", "--time=8:00:00"} <= set(
+        header(script)
+    )
+    assert shell_words(script, '"$@"')[-3:] == ["cluster.gpu=h100-80g", f"cluster.nodes={nodes}", "cluster.gpus_per_node=8"]
+
+
+def test_no_value_changes_its_meaning_on_the_way(tmp_path):
+    variables, launcher = {"SECRET_OF_NONE": HOSTILE}, ["apptainer", "exec", HOSTILE]
+    job = replace(JOB, variables=variables, launcher=launcher, step_options=[f"--container-image={HOSTILE}"], bin=HOSTILE)
+    script = render(job, submitted=7)
+    assert shell_words(script, '"$@"') == job.arguments
+    assert shell_words(script, '"$SECRET_OF_NONE" "$GRPO_BIN"') == [HOSTILE, HOSTILE]
+    # As slurm/train.sbatch reads them.
+    for name, words in (("GRPO_RUN", launcher), ("GRPO_SRUN", job.step_options)):
+        assert f'eval "{"launcher" if name == "GRPO_RUN" else "options"}=(${{{name}:-}})"' in script
+        assert shlex.split(shell_words(script, f'"${name}"')[0]) == words
+
+
+def test_slurm_reads_each_value_as_it_is_or_it_is_refused():
+    assert directive("--job-name=plain-1") == "--job-name=plain-1"
+    assert directive("--requeue") == "--requeue"
+    assert directive('--comment=a "b" \\ #1') == '--comment="a \\"b\\" \\\\ #1"'
+    with pytest.raises(UserError, match="characters that sbatch cannot be given"):
+        directive("--comment=a\n#SBATCH --nodes=999")
+    output = next(line for line in header(render(replace(JOB, folder="/runs/100%j"), 7)) if line.startswith("--output="))
+    assert output == "--output=/runs/100%%j/slurm/%j.log"
+    with pytest.raises(UserError, match="has a backslash"):
+        render(replace(JOB, folder="/runs/a\\b"), 7)
+
+
+def test_tasks_of_an_array_have_runs_of_their_own(capsys):
+    quickstart = ("--config", "configs/quickstart.yaml", "--nodes", 1, "--dry-run", "--array", "0-1%2")
+    script = submit(capsys, *quickstart, "run.seed={task}")
+    assert {"--array=0-1%2", "--job-name=quickstart_array"} <= set(header(script))
+    assert f"--output={Path('runs').absolute()}/quickstart_%a/slurm/%A_%a.log" in header(script)
+    assert shell_words(script, '"$@"')[2:4] == ["run.seed={task}", "run.name=quickstart_{task}"]
+    script = submit(capsys, *quickstart, "run.name=seed{task}-b")
+    assert shell_words(script, '"$@"')[2] == "run.name=seed{task}-b"
+    says = submit(capsys, *quickstart, "run.seed=-{task}", status=2)
+    assert "nothing was submitted for task 1 of the array" in says
+    assert "run.seed must be at least 0" in says
+
+
+@pytest.mark.parametrize(("spec", "numbers"), [("3", [3]), ("0-2", [0, 1, 2]), ("0-6:3,9", [0, 3, 6, 9]), ("1,2%1", [1, 2])])
+def test_numbers_of_an_array(spec, numbers):
+    assert task_numbers(spec) == numbers
+
+
+@pytest.mark.parametrize("spec", ["", "a", "3-", "-1", "0-4:0", "0-4%", "0-4%0", "4-0", "0-5000", "1%2%3", "1\n", "²"])
+def test_what_is_no_array_is_refused(spec):
+    with pytest.raises(UserError, match="--array"):
+        task_numbers(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("1:00:01", 3601),
+        ("2-3", 183600),
+        ("1-0:30", 88200),
+        ("0-0:0:9", 9),
+        ("UNLIMITED", float("inf")),
+    ],
+)
+def test_time_limits_are_read_as_slurm_does(text, seconds):
+    assert time_limit(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--config", "configs/quickstart.yaml"], "how many nodes? Give --nodes"),
+        (["--config", "nowhere.yaml", "--nodes", 1], "nowhere.yaml"),
+        (["--config", "configs/quickstart.yaml", "--nodes", 1, "run.nmae=x"], "run.name"),
+        (
+            ["--config", "configs/quickstart.yaml", "--nodes", 1, "cluster.gpu=h100-80g"],
+            "but how many of a node? Give --gpus-per-node",
+        ),
+        (["--config", "configs/quickstart.yaml", "--nodes", 1, "megatron.precision=fp8"], "not possible with cluster.gpu=none"),
+        (["--config", "configs/quickstart.yaml", "--nodes", 1, "--time", "1h"], "--time 1h: it must be MINUTES"),
+        (["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "--time", "11"], "less than a minute after"),
+        (["--config", "configs/quickstart.yaml", "--nodes", 1, "--env", "A-B=1"], "--env A-B=1: it must be NAME=VALUE"),
+        (["--config", "configs/quickstart.yaml", "--nodes", 1, "--sbatch-arg", "gpu"], "an option of sbatch begins with -"),
+        (
+            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--pyxis", "a.sqsh", "--mount", "b:c"],
+            "--mount b:c: it must be",
+        ),
+        (
+            ["--config", "configs/llama3_70b_16node.yaml", "--nodes", 8, ABSENT],
+            "needs 128 GPUs; with cluster.gpu=h100-80g there are 64",
+        ),
+        (["--config", "configs/llama3_70b_16node.yaml", "--gpus-per-node", 4, ABSENT], "groups would cross nodes"),
+        (
+            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "run.resume=here"],
+            "--dependency-chain) need run.resume=auto",
+        ),
+        (
+            [
+                "--config",
+                "configs/llama3_70b_16node.yaml",
+                ABSENT,
+                "--architecture",
+                "configs/models/llama-3.1-70b",
+                "megatron.sleep=false",
+            ],
+            "the memory of cluster.gpu=h100-80g is 80 GB, and this needs more",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_with_a_message(capsys, arguments, says):
+    """Without --dry-run: if it were not refused, sbatch would be called."""
+    message = submit(capsys, *arguments, status=2)
+    assert says in message
+    assert message.startswith("error: ")
+
+
+def test_what_could_not_be_checked_is_said(capsys):
+    assert main(["--config", "configs/llama3_70b_16node.yaml", "--dry-run", ABSENT]) == 0
+    assert "not checked: memory: /nowhere is not a folder here; --architecture names one" in capsys.readouterr().err
+
+
+def test_every_process_of_a_run_on_cpus_has_a_cpu():
+    def slots(nodes, *changes):
+        config = read_config("configs/quickstart.yaml", [f"cluster.nodes={nodes}", *changes])
+        return cpu_slots(config, "train")
+
+    assert slots(1) == 3
+    assert slots(2) == 2  # two ranks that stay together, and an engine
+    assert slots(2, "megatron.data_parallel=2", "rollout.engine.num_engines=2") == 3
+    assert slots(4, "megatron.data_parallel=2", "rollout.engine.num_engines=2") == 2
+    assert slots(1, "rollout.replay=file") == 2
+
+
+def test_containers():
+    image = ["apptainer", "exec", "--nv", "--bind", "/a", "--bind", "/b:/c:ro", "i.sif"]
+    assert apptainer("i.sif", ["/a", "/b:/c:ro"], gpus=True) == image
+    assert "--nv" not in apptainer("i.sif", [], gpus=False)
+    options = ["--container-image=i.sqsh", "--container-mounts=/a:/a,/b:/c:ro", "--container-workdir=/w"]
+    assert pyxis("i.sqsh", ["/a", "/b:/c:ro"], "/w") == options
+
+
+def test_a_container_sees_the_folders_of_the_run_and_has_its_own_environment(capsys, tmp_path):
+    common = (
+        "--config",
+        "configs/quickstart.yaml",
+        "--nodes",
+        1,
+        "--dry-run",
+        "--mount",
+        "/data:/data:ro",
+        f"run.root={tmp_path}",
+    )
+    script = submit(capsys, *common, "--pyxis", "i.sqsh")
+    (options,) = shell_words(script, '"$GRPO_SRUN"')
+    for folder in (Path.cwd(), tmp_path, Path("configs").absolute()):
+        assert f"{folder}:{folder}" in options
+    assert "/data:/data:ro" in options
+    assert shell_words(script, '"$GRPO_BIN" "$GRPO_RUN"') == ["/opt/grpo_megatron/.venv/bin", ""]
+    (launcher,) = shell_words(submit(capsys, *common, "--apptainer", "my image.sif"), '"$GRPO_RUN"')
+    assert shlex.split(launcher)[-1] == "my image.sif"
+
+
+def test_what_submits_the_job_does_not_set_it_up(monkeypatch):
+    """An earlier job's settings may be in the shell, which Slurm passes on."""
+    monkeypatch.setenv("GRPO_REQUEUE", "1")
+    monkeypatch.setenv("GRPO_SRUN", "--container-image=other")
+    assert shell_words(render(JOB, 7), '"$GRPO_REQUEUE" "$GRPO_SRUN"') == ["", ""]
+
+
+def test_a_job_that_is_queued_again_is_told_before_its_time_is_up(capsys):
+    common = ("--config", "configs/quickstart.yaml", "--nodes", 1, "--dry-run", "run.resume=auto")
+    assert {"--requeue", "--signal=B:USR1@600"} <= set(header(submit(capsys, *common, "--requeue")))
+    assert "--signal=B:USR1@90" in header(submit(capsys, *common, "--dependency-chain", 2, "--stop-before", 90))
+    plain = header(submit(capsys, *common))
+    assert "--no-requeue" in plain
+    assert not any(argument.startswith("--signal") for argument in plain)
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+@pytest.mark.parametrize("name", ["as it is", "rendered"])
+def test_shellcheck_finds_nothing(name, tmp_path):
+    script = tmp_path / "job.sbatch"
+    script.write_text(Path("slurm/train.sbatch").read_text() if name == "as it is" else render(JOB, 7))
+    done = subprocess.run(["shellcheck", "--severity=warning", str(script)], capture_output=True, text=True)
+    assert done.stdout == ""
