@@ -85,7 +85,7 @@ def test_where_all_are_damaged_nothing_begins(tmp_path):
     folder = run_with(tmp_path, 2, 4)
     for step in (2, 4):
         _flip(folder / "checkpoints" / f"step_0000000{step}" / "state.json")
-    with pytest.raises(UserError, match="none of the 2 checkpoints .* is sound; run.resume=none starts anew"):
+    with pytest.raises(UserError, match=r"none of the 2 checkpoints .* is sound; run\.resume=none starts anew"):
         beginning(config_of(tmp_path), "train", print)
     assert beginning(config_of(tmp_path, "none"), "train", print) is None
 

@@ -94,12 +94,19 @@ def test_the_model_is_not_moved_with_the_run_that_made_it(tmp_path):
     folder = run_with(tmp_path, metrics=rows(1))
     config = config_of(tmp_path, None)
     config.model.path = f"{folder}/hf"
-    with pytest.raises(UserError, match="choose another run.name"), open_run_folder(config, "train", print):
+    with pytest.raises(UserError, match=r"choose another run\.name"), open_run_folder(config, "train", print):
         pass
     assert (folder / METRICS).exists()
 
 
-HOLD = "import sys; from pathlib import Path; from grpo_megatron.run.lock import Ownership; o = Ownership(Path(sys.argv[1])); print(1, flush=True); sys.stdin.read()"
+HOLD = """
+import sys
+from pathlib import Path
+from grpo_megatron.run.lock import Ownership
+ownership = Ownership(Path(sys.argv[1]))
+print("has it", flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -118,9 +125,9 @@ def owner(tmp_path):
 def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, resume):
     folder = run_with(tmp_path, 2, metrics=rows(1, 2, 3))
     owned = (folder / "owner.json").read_bytes()
-    with pytest.raises(UserError, match=f"another run writes to {folder} .*pid {owner.pid}"):
-        with open_run_folder(config_of(tmp_path, resume), "train", print):
-            pass
+    refusal = pytest.raises(UserError, match=f"another run writes to {folder} .*pid {owner.pid}")
+    with refusal, open_run_folder(config_of(tmp_path, resume), "train", print):
+        pass
     assert (folder / METRICS).read_text() == rows(1, 2, 3)
     assert (folder / "owner.json").read_bytes() == owned
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
