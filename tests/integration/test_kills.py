@@ -18,7 +18,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.data import EpochOrder
 from grpo_megatron.rollout.record import Recorder
-from tests.integration.test_train import arguments
+from tests.integration.test_train import arguments, trained
 from tests.parallel.checkpoints import global_tensors
 
 STEPS = 40
@@ -239,10 +239,6 @@ def test_a_run_that_is_killed_ends_as_if_undisturbed(arithmetic, recording, tmp_
     assert not list(tmp_path.glob("killed.*[0-9]"))  # nothing was moved aside
 
 
-def uids(folder: Path) -> list[int]:
-    return [uid for row in (folder / "trained.jsonl").read_text().splitlines() for uid in json.loads(row)["prompts"]]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_no_prompt_is_skipped_or_trained_twice(arithmetic, tmp_path):
@@ -265,5 +261,5 @@ def test_no_prompt_is_skipped_or_trained_twice(arithmetic, tmp_path):
             run = Started(command, folder, tmp_path / "log")
     finish(run)
     order = EpochOrder(20, 1234, True)
-    assert uids(folder) == order.take(6 * steps)
+    assert trained(tmp_path, "run") == order.take(6 * steps)
     assert run.said().count("restart ") >= 2

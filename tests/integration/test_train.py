@@ -66,6 +66,12 @@ def metrics(root, name) -> list[dict]:
     return [row for row in map(json.loads, lines) if "actor/loss" in row]
 
 
+def trained(root, name) -> list[int]:
+    """uid of each prompt that a run has used up, in order."""
+    lines = (Path(root) / name / "trained.jsonl").read_text().splitlines()
+    return [uid for line in lines for uid in json.loads(line)["prompts"]]
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")

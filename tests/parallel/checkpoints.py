@@ -1,5 +1,6 @@
 """What the checkpoint tests run on each rank, and the reading of what they wrote."""
 
+import contextlib
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -170,6 +171,25 @@ def save_as_a_run(spec, batches, loss, folder) -> list[State]:
         saver.save({"step": number, "order": {}, "tokens": 0, "config": {}})
         step(actor, batch, loss)
     return states
+
+
+def save_to_a_full_disk(spec, batches, loss, folder) -> tuple[list[str], State]:
+    """What a run says that saves before each step, while a file beside its checkpoints takes the room until the third; the last state."""
+    actor, said, state = Actor(spec), [], None
+    root = Path(folder)
+    saver = Checkpoints(f"{folder}/checkpoints", CheckpointConfig(every=1, async_save=False, keep=1), Kept(actor), said.append)
+    for number, batch in enumerate(batches):
+        if number == 1:
+            with contextlib.suppress(OSError), open(root / "filler", "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        if number == 2:
+            (root / "filler").unlink()
+        state = _state(actor)
+        saver.save({"step": number, "order": {}, "tokens": 0, "config": {}})
+        step(actor, batch, loss)
+    saver.finish()
+    return said, state
 
 
 def damages(folders: list[tuple[str, dict]]) -> list[str]:

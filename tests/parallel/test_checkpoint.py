@@ -1,6 +1,7 @@
 """Checkpoints: bit for bit in the same layout, equal in any other, of the moment of the save, whole or not there."""
 
 import math
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,6 +167,38 @@ def test_a_disk_that_is_full_is_one_message(ranks, models, batches, tmp_path):
         assert f"{folder} could not be written by rank 1: OSError: [Errno 28] No space left on device" in said
     assert not (folder / ".metadata").exists()
     assert Path(f"{folder}-next", ".metadata").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder that holds 4 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system of a few MB can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_run_goes_on_beside_a_full_disk(ranks, models, batches, small_disk):
+    """It says so, keeps the earlier checkpoint, leaves nothing half-written, and saves again when there is room."""
+    spec = ActorSpec(models["dense"], ParallelSizes(), OPTIMIZER)
+    ((said, state),) = ranks.run(checkpoints.save_to_a_full_disk, ParallelSizes(), spec, batches, TOKEN, str(small_disk))
+    assert [line.split(":")[0] for line in (said[0], said[2])] == ["checkpoint step_00000000", "checkpoint step_00000002"]
+    assert "training goes on, but" in said[1]
+    assert "No space left on device" in said[1]
+    assert "the newest checkpoint is step_00000000" in said[1]
+    assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_00000002"]
+    (resumed,) = ranks.run(
+        checkpoints.resume,
+        ParallelSizes(),
+        spec,
+        batches[0],
+        TOKEN,
+        str(small_disk / "checkpoints" / "step_00000002" / "actor"),
+    )
+    assert_equal_states(resumed.at, state)
 
 
 def test_a_checkpoint_that_does_not_fit_is_one_message(ranks, models, tmp_path):
