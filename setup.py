@@ -24,6 +24,7 @@ setup(
         "numpy",
         "psutil",  # megatron-core imports it without declaring it
         "tqdm",
+        "xxhash",  # digests of checkpoints
         "zstandard",  # weight_sync.delta
     ],
     extras_require={

@@ -70,6 +70,7 @@ def our_config(folder: str, changes: list[str]) -> Config:
         None,
         [
             f"run.root={folder}/runs",
+            "run.resume=none",
             f"model.path={folder}/model",
             f"data.train={folder}/train.jsonl",
             "data.train_batch_size=16",

@@ -72,6 +72,7 @@ def config(folder: Path, engine_tp: int):
             f"rollout.engine.tensor_parallel={engine_tp}",
             "rollout.engine.max_total_tokens=1024",
             "checkpoint.export_hf=false",
+            "run.resume=none",
         ],
     )
 

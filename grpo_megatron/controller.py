@@ -63,21 +63,24 @@ class Controller:
         self.step = 0
         self.entropy: float | None = None  # mean over the last step's trained tokens
         self.totals = {"tokens": 0, "seconds": 0.0, "mismatch_max": 0.0}
+        self.evaluations: dict[str, dict[str, float]] = {}  # before and after training
 
     def run(self) -> dict:
         """Train to run.total_steps; returns evaluation before and after, and totals."""
         self.sync_weights()
-        before = after = self.evaluate()
+        if not self.evaluations:
+            self.evaluations = dict.fromkeys(("before", "after"), self.evaluate())
         while self.step < self.config.run.total_steps:
             self.step += 1
             self.train_step()
             last = self.step == self.config.run.total_steps
             if last or (self.config.eval.every and self.step % self.config.eval.every == 0):
-                after = self.evaluate()
-            if self.saver.is_due(self.step):
+                self.evaluations["after"] = self.evaluate()
+            due = self.saver.is_due(self.step, last)
+            if due:
                 self.ranks_turn()
-            self.saver.after_step(self.step, self.state_dict)
-        return {"before": before, "after": after, **self.totals}
+            self.saver.after_step(self.state_dict() if due else None)
+        return {"step": self.step, **self.evaluations, **self.totals}
 
     def train_step(self) -> None:
         phases = self.monitor.phases
@@ -85,6 +88,7 @@ class Controller:
         memory = self.engines_turn()
         with phases("generate"):
             groups = self.rollouts.groups(self.step, self.prompts)
+        prompts = [group.prompt.uid for group in groups]
         self.ranks_turn()
         with phases("prepare"):
             groups = self.shape_and_filter(groups)
@@ -105,6 +109,7 @@ class Controller:
         if any(metrics["actor/dropped_steps"].result() == 0 for metrics in trained):
             self.sync_weights()
         metrics = {name: value for name, value in merge(trained).items() if not name.startswith("mismatch/")}
+        self.saver.note_trained(self.step, prompts)
         self.report(groups, mini_batches, {**metrics, **mismatch, **measured}, memory)
 
     def shape_and_filter(self, groups: list[Group]) -> list[Group]:
@@ -229,6 +234,8 @@ class Controller:
             "prompts": self.prompts.state_dict() if self.prompts else None,
             "weight_sync": self.weight_sync.state_dict() if self.weight_sync else None,
             "algorithm": {"kl_controller": self.kl_controller.state_dict(), "entropy": self.entropy},
+            "trainer": self.trainer.state_dict(),
+            "evaluations": self.evaluations,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -241,7 +248,5 @@ class Controller:
             self.weight_sync.load_state_dict(state["weight_sync"])
         self.kl_controller.load_state_dict(state["algorithm"]["kl_controller"])
         self.entropy = state["algorithm"]["entropy"]
-        if self.config.ref.reset_every:
-            if self.step % self.config.ref.reset_every:
-                raise UserError(f"ref.reset_every: the reference of a run resumed at step {self.step} is in no checkpoint")
-            self.trainer.reset_reference()  # the last reset was at this checkpoint
+        self.trainer.load_state_dict(state["trainer"])
+        self.evaluations = state["evaluations"]

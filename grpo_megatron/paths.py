@@ -55,3 +55,11 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8 that is the old one or the new one, whenever the process is killed. Raises OSError."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    sync_to_disk(new)
+    new.replace(path)

@@ -32,7 +32,7 @@ def prepare(root: str, seed: str) -> list[str]:
     data, model = f"{root}/quickstart_data", f"{root}/quickstart_model"
     call("task: two-digit sums", str(TOOLS / "make_arithmetic.py"), data, "--seed", seed)
     call("a tiny Qwen3", str(TOOLS / "make_tiny_model.py"), model, "--seed", seed)
-    common = [f"run.root={root}", f"run.seed={seed}"]
+    common = [f"run.root={root}", f"run.seed={seed}", "run.resume=none"]
     paths = [f"model.path={model}", f"data.train={data}/sft.jsonl"]
     call("warm start on a noisy teacher", *CLI, "sft", "--config", str(CONFIGS / "quickstart_sft.yaml"), *common, *paths)
     return [*common, f"model.path={root}/quickstart_sft/hf", f"data.train={data}/train.jsonl", f"data.eval={data}/eval.jsonl"]

@@ -83,5 +83,7 @@ def _config(bench: Bench, root: str, model: str) -> Config:
             "megatron.sleep=true",
             "cluster.placement=colocated",
             "checkpoint.export_hf=false",
+            "checkpoint.at_end=false",
+            "run.resume=none",
         ],
     )

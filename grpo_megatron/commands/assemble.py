@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,9 +13,12 @@ from grpo_megatron.cluster.processes import ProcessLost
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.run.checkpoints import Checkpoints, actor_folder, newest_checkpoint, read_state
-from grpo_megatron.run.folder import open_run_folder, take_back
+from grpo_megatron.paths import replace_text
+from grpo_megatron.run.checkpoints import Checkpoints
+from grpo_megatron.run.folder import CHECKPOINTS, open_run_folder, take_back
+from grpo_megatron.run.manifest import DamagedCheckpoint
 from grpo_megatron.run.monitor import Monitor, say
+from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, as_saved, differences, newest_checkpoint
 from grpo_megatron.run.turns import Turns
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.policy import PolicyTrainer
@@ -50,7 +53,8 @@ class Run:
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         """Complete the last checkpoint, and export the model if so configured.
 
-        Returns the result with where everything is and how long it took, as result.json has it.
+        Returns the result with where everything is and how long it took, as result.json has it. Raises NotWritten if the last
+        checkpoint could not be written.
         """
         self.saver.finish()
         if self.config.checkpoint.export_hf:
@@ -61,22 +65,24 @@ class Run:
         result["phases"] = self.monitor.phases.total
         result["run_dir"], result["tensorboard"] = self.directory, self.monitor.tensorboard_dir
         result["wall_seconds"] = time.perf_counter() - self.started
-        Path(f"{self.directory}/result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
+        replace_text(Path(self.directory, RESULT), json.dumps(result, indent=2))
         return result
 
 
 @dataclass(frozen=True)
 class Site:
     """What of a run outlives the loss of its trainer. directory: the run's folder. engines: None where the command or a replay needs
-    none. checkpoint: the folder to begin from, None for a new run. started: by time.perf_counter."""
+    none. checkpoint: to begin from, None for a new run. started: by time.perf_counter. damaged: folders of checkpoints that ranks
+    found to be so."""
 
     config: Config
     command: str
     directory: str
-    checkpoint: str | None
+    checkpoint: Checkpoint | None
     cluster: Cluster
     engines: EnginePool | None
     started: float
+    damaged: set[str] = field(default_factory=set)
 
     @property
     def logs(self) -> str:
@@ -87,9 +93,12 @@ class Site:
         """Whether the engines are on the ranks' devices."""
         return self.engines is not None and self.config.cluster.placement == Placement.colocated
 
-    def last_checkpoint(self) -> str | None:
-        """The folder to continue from after a failure: the newest of the run's own, else that which it began from."""
-        return newest_checkpoint(f"{self.directory}/checkpoints") or self.checkpoint
+    def last_checkpoint(self) -> Checkpoint | None:
+        """To continue from after a failure: the newest sound one of the run's own, else that which it began from."""
+        # Of the run's own folder, earlier ones than that which run.resume names are of another course.
+        named = self.checkpoint if self.config.run.resume not in (AUTO, *ANEW) else None
+        above = named.step if named else 0
+        return newest_checkpoint(Path(self.directory, CHECKPOINTS), self.command, say, above, self.damaged, named)
 
     def recover(self) -> None:
         """After the loss of a process, and of all ranks with it: free the slots of what is left, and have engines that can go on.
@@ -109,12 +118,13 @@ def open_site(config: Config, command: str) -> Iterator[Site]:
     right, before any process starts.
     """
     started = time.perf_counter()
-    state = read_state(config.run.resume, command)
     generates = command == "train" and not config.rollout.replay
     num_engines = config.rollout.engine.num_engines if generates else 0
     num_ranks = ParallelSizes.from_config(config.megatron).world_size
     with ExitStack() as cleanup:
-        directory = open_run_folder(config, state["step"] if state else 0)
+        directory, checkpoint = cleanup.enter_context(open_run_folder(config, command, say))
+        for line in [f"continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []:
+            say(line)
         say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
         if note := HFCheckpoint(config.model.path).note:
             say(note)
@@ -128,23 +138,25 @@ def open_site(config: Config, command: str) -> Iterator[Site]:
                 config.rollout,
                 config.model,
                 # A resumed run must not draw the random numbers of its first steps again.
-                seed=config.run.seed + 1000 * (state["step"] if state else 0),
+                seed=config.run.seed + 1000 * (checkpoint.step if checkpoint else 0),
                 log_dir=f"{directory}/logs",
                 routing=config.moe.routing_replay == RoutingReplay.engine,
                 pause=config.weight_sync.pause,
                 shared=config.cluster.placement == Placement.colocated,
             )
             cleanup.callback(engines.close)
-        yield Site(config, command, directory, config.run.resume, cluster, engines, started)
+        yield Site(config, command, directory, checkpoint, cluster, engines, started)
 
 
 @contextmanager
-def assemble(site: Site, checkpoint: str | None) -> Iterator[Run]:
-    """Within this context the trainer's ranks are up, and the engines of the site ready. checkpoint: what they continue from."""
+def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
+    """Within this context the trainer's ranks are up, and the engines of the site ready. checkpoint: what they continue from.
+
+    Raises DamagedCheckpoint where the ranks find it to be so.
+    """
     config, engines = site.config, site.engines
-    state = read_state(checkpoint, site.command)
-    resumed = state["step"] if state else 0
-    take_back(config, resumed)
+    resumed = checkpoint.step if checkpoint else 0
+    take_back(site.directory, resumed)
     with ExitStack() as cleanup:
         monitor = Monitor(site.directory, config.run.total_steps, resumed)
         cleanup.callback(monitor.close)
@@ -162,11 +174,12 @@ def assemble(site: Site, checkpoint: str | None) -> Iterator[Run]:
             turns.started(trainer)
         elif engines:
             engines.wait_until_ready()
-        if state:
-            trainer.load_checkpoint(actor_folder(checkpoint))
+        if checkpoint:
+            trainer.load_checkpoint(checkpoint.actor, checkpoint.files)
         monitor.say(f"everything is up after {time.perf_counter() - site.started:.1f} s")
-        saving = config.checkpoint
-        saver = Checkpoints(f"{site.directory}/checkpoints", saving.every, trainer, monitor.say, saving.async_save)
+        about, folder = {"config": as_saved(config)}, f"{site.directory}/{CHECKPOINTS}"
+        saver = Checkpoints(folder, config.checkpoint, trainer, monitor.say, resumed, about)
+        state = checkpoint.state if checkpoint else None
         try:
             yield Run(config, site.directory, monitor, saver, trainer, engines, turns, state, site.started)
         except BaseException:
@@ -176,15 +189,24 @@ def assemble(site: Site, checkpoint: str | None) -> Iterator[Run]:
             raise
 
 
-def persist(site: Site, attempt: Callable[[Site, str | None], Result]) -> Result:
+def persist(site: Site, attempt: Callable[[Site, Checkpoint | None], Result]) -> Result:
     """attempt(site, checkpoint), and after the loss of a process once more, from the newest checkpoint; run.max_restarts times at most.
 
-    A failure that is not the loss of a process would happen again, so it ends the run.
+    A checkpoint of the run's own that ranks find to be damaged is passed over. Any other failure would happen again, so it ends
+    the run.
     """
     checkpoint, restarts = site.checkpoint, 0
     while True:
         try:
             return attempt(site, checkpoint)
+        except DamagedCheckpoint as error:
+            if checkpoint is site.checkpoint and site.config.run.resume != AUTO:
+                raise
+            site.damaged.add(checkpoint.folder)
+            say(f"passed over: {error}")
+            checkpoint = site.last_checkpoint()
+            say(f"continues from {checkpoint}")
+            site.recover()
         except ProcessLost as error:
             if restarts == site.config.run.max_restarts:
                 raise

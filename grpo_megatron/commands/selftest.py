@@ -70,7 +70,7 @@ def selftest_config(config: Config, steps: int) -> Config:
     engine = replace(config.rollout.engine, load_format=LoadFormat.dummy)
     return replace(
         config,
-        run=replace(config.run, name=f"{config.run.name}_selftest", total_steps=steps, resume=None),
+        run=replace(config.run, name=f"{config.run.name}_selftest", total_steps=steps, resume="none"),
         data=replace(config.data, eval=None),
         rollout=replace(config.rollout, engine=engine, record=None),
         optimizer=replace(config.optimizer, lr=0.0, lr_min=0.0, lr_schedule=LrSchedule.constant, lr_warmup_steps=0),
@@ -81,7 +81,7 @@ def selftest_config(config: Config, steps: int) -> Config:
         eval=EvalConfig(),
         # A probe would end the run before the cause is found.
         weight_sync=replace(config.weight_sync, probe_every=0),
-        checkpoint=replace(CheckpointConfig(), every=0, export_hf=False),
+        checkpoint=CheckpointConfig(minutes=0, at_end=False, export_hf=False),
     )
 
 

@@ -14,6 +14,8 @@ from grpo_megatron.data import EpochOrder, PromptTokenizer
 from grpo_megatron.data.examples import load_examples
 from grpo_megatron.metrics import to_floats
 from grpo_megatron.preflight.start import check_start
+from grpo_megatron.run.monitor import say
+from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.trainer.mini_batch import partition
 
 # Steps between two lines on the terminal.
@@ -22,10 +24,12 @@ _SHOWN_EVERY = 50
 
 def sft(config: Config) -> dict[str, Any]:
     """Fine-tune on prompt/response pairs and export the model; returns what came out."""
+    if result := finished_result(config, say):
+        return result
     check_start(config, "sft")
     examples = load_examples(config, PromptTokenizer(config.model.path, config.data))
 
-    def attempt(site: Site, checkpoint: str | None) -> dict[str, Any]:
+    def attempt(site: Site, checkpoint: Checkpoint | None) -> dict[str, Any]:
         with assemble(site, checkpoint) as run:
             return run.finish(_run(run, examples))
 
@@ -40,7 +44,7 @@ def _run(run: Run, examples: Sequence[Sample]) -> dict[str, Any]:
     if run.state:
         order.load_state_dict(run.state["order"])
     metrics: dict[str, float] = {}
-    tokens, last = 0, config.run.total_steps
+    tokens, last = run.state["tokens"] if run.state else 0, config.run.total_steps
     for step in range(run.resumed + 1, last + 1):
         run.monitor.start_step()
         with run.monitor.phases("prepare"):
@@ -51,8 +55,9 @@ def _run(run: Run, examples: Sequence[Sample]) -> dict[str, Any]:
         scalars = run.monitor.finish_step(step, metrics, batch.num_tokens)
         if step in (1, last) or step % _SHOWN_EVERY == 0:
             run.monitor.line(step, scalars, {"sft/loss_per_token": "loss", "actor/grad_norm": "grad norm"})
-        run.saver.after_step(step, lambda step=step: {"step": step, "order": order.state_dict()})
-    return {"loss": metrics.get("sft/loss_per_token"), "tokens": tokens}
+        state = {"step": step, "order": order.state_dict(), "tokens": tokens}
+        run.saver.after_step(state if run.saver.is_due(step, last=step == last) else None)
+    return {"step": max(run.resumed, last), "loss": metrics.get("sft/loss_per_token"), "tokens": tokens}
 
 
 def next_batch(

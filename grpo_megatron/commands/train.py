@@ -19,6 +19,8 @@ from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
+from grpo_megatron.run.monitor import say
+from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.trainer.weight_probe import WeightProbe
 from grpo_megatron.weights.sync.interface import Transport
 from grpo_megatron.weights.sync.plan import Layouts
@@ -69,7 +71,7 @@ class _Data:
 
 @contextmanager
 def _loop(
-    site: Site, data: _Data, checkpoint: str | None, controller_class: type[Controller] = Controller
+    site: Site, data: _Data, checkpoint: Checkpoint | None, controller_class: type[Controller] = Controller
 ) -> Iterator[tuple[Controller, Run]]:
     """One attempt, which begins at the checkpoint."""
     config, prompts = site.config, data.prompts()
@@ -117,10 +119,12 @@ def assembled_loop(config: Config, controller_class: type[Controller] = Controll
 
 def train(config: Config) -> dict[str, Any]:
     """Run GRPO; returns (and writes to result.json in the run's folder) what came out."""
+    if result := finished_result(config, say):
+        return result
     check_start(config, "train")
     data = _Data(config)
 
-    def attempt(site: Site, checkpoint: str | None) -> dict[str, Any]:
+    def attempt(site: Site, checkpoint: Checkpoint | None) -> dict[str, Any]:
         with _loop(site, data, checkpoint) as (controller, run):
             return run.finish(controller.run())
 

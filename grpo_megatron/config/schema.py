@@ -86,7 +86,12 @@ class RunConfig:
         1234, "seed of data order, weights made here, and sampling in the trainer", at_least=0, at_most=2**31 - 1
     )
     total_steps: int = option(100, "number of rollout-and-train steps (sft: optimizer steps)", "steps", above=0)
-    resume: str | None = option(None, "checkpoint folder to continue from; null starts anew", text=Text.path)
+    resume: str | None = option(
+        "auto",
+        "auto: continue from the newest whole checkpoint of the run's own folder, if there is one; none: start anew, and move an "
+        "earlier run of this name aside; or the folder of the checkpoint to continue from",
+        text=Text.path,
+    )
     max_restarts: int = option(
         3, "how often a run whose rank or engine died or hangs goes on from its newest checkpoint before it ends", at_least=0
     )
@@ -348,7 +353,13 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
-    every: int = option(0, "save a checkpoint every this many steps; 0: never", "steps", at_least=0)
+    minutes: float = option(
+        15.0, "save a checkpoint after the first step that ends this long after the last one; 0: never", "minutes", at_least=0
+    )
+    every: int = option(0, "save a checkpoint every this many steps; 0: by time alone", "steps", at_least=0)
+    at_end: bool = option(True, "save a checkpoint of the last step, from which a raised run.total_steps goes on")
+    keep: int = option(2, "delete all but the last this many checkpoints, each when its successor is complete", at_least=1)
+    keep_every: int = option(0, "never delete those of every this many steps; 0: none", "steps", at_least=0)
     async_save: bool = option(True, "training goes on while a checkpoint is written; false: it waits for the disk")
     export_hf: bool = option(True, "write the trained model as an HF checkpoint at the end")
 

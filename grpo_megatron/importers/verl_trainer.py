@@ -149,7 +149,7 @@ TRAINER = (
     becomes("trainer.save_freq", "checkpoint.every", every("checkpoint.every"), "-1 (never) is 0 here", default=-1),
     becomes("trainer.test_freq", "eval.every", every("eval.every"), "-1 (never) is 0 here", default=-1),
     becomes("trainer.critic_warmup", (), only((0,), "there is no critic here"), "only 0"),
-    dropped("trainer.resume_mode", "run.resume names the checkpoint to continue from"),
+    dropped("trainer.resume_mode", "run.resume is auto, none, or the checkpoint to continue from"),
     dropped("trainer.logger", "metrics go to TensorBoard and metrics.jsonl"),
     dropped("trainer.*", "not mapped; where a run writes is run.root, run.name"),
     same(f"{MEGATRON}.tensor_model_parallel_size", "megatron.tensor_parallel", default=1),

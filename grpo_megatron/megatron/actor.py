@@ -19,7 +19,7 @@ from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.config.schema import RoutingReplay
-from grpo_megatron.megatron import export, lora, sharded_state
+from grpo_megatron.megatron import checkpoint_files, export, lora, sharded_state
 from grpo_megatron.megatron.checkpoint_files import Writer
 from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, forward_probe
 from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory
@@ -38,6 +38,7 @@ from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.entries import engine_stacks
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.run.checkpoints import SaveReport
+from grpo_megatron.run.manifest import FileRecord
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
 from grpo_megatron.weights.sync.order import Answer, Order
@@ -328,6 +329,7 @@ class Actor:
         """The current weights become the reference. Collective."""
         if self.reference is None:
             raise RuntimeError("this actor was built without reference weights")
+        self._until_saved(weights_only=True)  # of which those of the reference are a part
         with self._settled_weights():
             self.reference.take_current()
 
@@ -365,7 +367,7 @@ class Actor:
         if self._writer:
             raise RuntimeError("the last checkpoint has not been finished")
         with self._settled_weights(), self._optimizer_at_hand():
-            self._writer = sharded_state.save(folder, [ddp.module for ddp in self.ddp], self.optimizer)
+            self._writer = sharded_state.save(folder, [ddp.module for ddp in self.ddp], self.optimizer, self.reference)
             if self.spec.optimizer.offload:
                 self._until_saved()
 
@@ -376,13 +378,17 @@ class Actor:
     def finish_checkpoint(self) -> SaveReport:
         """Wait until the checkpoint that was begun is on the disk. Collective; may be called asleep.
 
-        Raises UserError on all ranks, naming those that could not write.
+        Raises NotWritten on all ranks, naming those that could not write.
         """
         writer, self._writer = self._writer, None
         return writer.finish()
 
+    def verify_checkpoint(self, folder: str, files: dict[str, FileRecord]) -> None:
+        """Nothing of a checkpoint is read before this has found each file to be as recorded. Collective. Raises DamagedCheckpoint."""
+        checkpoint_files.verify(folder, files)
+
     def load_checkpoint(self, folder: str) -> None:
-        """Weights, optimizer and learning-rate state; the reference stays what it was. Collective."""
+        """Weights, optimizer and learning-rate state, and the reference if it was reset. Collective."""
         self._until_saved()
         with self._settled_weights(), self._optimizer_at_hand():
-            sharded_state.load(folder, [ddp.module for ddp in self.ddp], self.optimizer)
+            sharded_state.load(folder, [ddp.module for ddp in self.ddp], self.optimizer, self.reference)

@@ -12,6 +12,7 @@ import pickle
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +27,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.shards import Rectangle
 from grpo_megatron.paths import sync_to_disk
-from grpo_megatron.run.checkpoints import SaveReport
-from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, write_metadata
+from grpo_megatron.run.checkpoints import NotWritten, SaveReport
+from grpo_megatron.run.manifest import DamagedCheckpoint, DigestedFile, FileRecord, damage, record_of
+from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, load_metadata, write_metadata
 
 # What is no tensor; Megatron's own loader asks for a file of this name.
 _COMMON = "common.pt"
@@ -70,6 +72,7 @@ class Writer:
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._written: list[_Written] = []
+        self._files: dict[str, FileRecord] = {}
         self._error: str | None = None
         self._seconds = self._waited = 0.0
         self._weights_read, self._all_read = threading.Event(), threading.Event()
@@ -81,12 +84,14 @@ class Writer:
         try:
             Path(self._folder).mkdir(parents=True, exist_ok=True)
             with Path(self._folder, self._file).open("wb") as file, torch.cuda.stream(self._stream):
+                digested = DigestedFile(file)
                 for name, value in objects.items():
-                    self._written.append(_Written(name, file.tell(), file.write(value)))
-                self._write(file, weights)
+                    self._written.append(_Written(name, digested.tell(), digested.write(value)))
+                self._write(digested, weights)
                 self._weights_read.set()
-                self._write(file, states)
+                self._write(digested, states)
                 self._all_read.set()
+                self._files[self._file] = digested.record()
                 file.flush()
                 os.fsync(file.fileno())
         except Exception as error:
@@ -97,7 +102,7 @@ class Writer:
             self._all_read.set()
             self._seconds = time.perf_counter() - self._begun
 
-    def _write(self, file, pieces: list[Rectangle]) -> None:
+    def _write(self, file: DigestedFile, pieces: list[Rectangle]) -> None:
         for piece in pieces:
             host = piece.data.cpu()  # the live memory itself where that is the host's
             # A tensor that is all of its storage. A copy would do, but its page faults cost more than the writing.
@@ -120,31 +125,37 @@ class Writer:
     def finish(self) -> SaveReport:
         """Wait for all ranks' files and write what makes them a checkpoint. Collective.
 
-        Raises UserError on all ranks if one could not write.
+        Raises NotWritten on all ranks if one could not write.
         """
         begun = time.perf_counter()
         self._thread.join()
+        self._all_must_have_written()
+        everyone: list | None = [None] * dist.get_world_size() if self._rank == 0 else None
+        dist.gather_object((self._file, self._written), everyone, dst=0)
+        if everyone:
+            try:
+                self._finish_folder(dict(everyone))
+            except OSError as error:
+                self._error = str(error)
+        self._all_must_have_written()
+        waited = self._waited + time.perf_counter() - begun
+        return SaveReport(self._seconds, waited, sum(item.length for item in self._written), self._files)
+
+    def _all_must_have_written(self) -> None:
         errors: list = [None] * dist.get_world_size()
         dist.all_gather_object(errors, self._error)
         failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
         if failed:
-            raise UserError(
-                f"the checkpoint {self._folder} could not be written by {'; '.join(failed)}. Earlier checkpoints are untouched; "
-                "make room there, or change run.root, and continue from the last one with run.resume"
-            )
-        everyone: list | None = [None] * len(errors) if self._rank == 0 else None
-        dist.gather_object((self._file, self._written), everyone, dst=0)
-        if everyone:
-            self._finish_folder(dict(everyone))
-        dist.barrier()
-        waited = self._waited + time.perf_counter() - begun
-        return SaveReport(self._seconds, waited, sum(item.length for item in self._written))
+            raise NotWritten(f"the checkpoint {self._folder} could not be written by {'; '.join(failed)}")
 
     def _finish_folder(self, files: dict[str, list[_Written]]) -> None:
         folder = Path(self._folder)
-        torch.save(self._common, folder / _COMMON)
+        common = io.BytesIO()
+        torch.save(self._common, common)  # in memory first: of a full disk its own writer says "unexpected pos"
+        (folder / _COMMON).write_bytes(common.getvalue())
         sync_to_disk(folder / _COMMON)
-        write_metadata(folder, *_contents(files))
+        written = [_COMMON, *write_metadata(folder, *_contents(files))]
+        self._files |= {name: record_of(folder / name) for name in written}
         sync_to_disk(folder)
 
 
@@ -187,16 +198,24 @@ class _Targets:
         self.objects[item.dest_index.fqn] = value
 
 
-def read(folder: str, pieces: list[Rectangle], objects: list[str]) -> dict[str, io.BytesIO]:
-    """Fill the pieces in place, whatever layout wrote them; returns the objects of these names.
+def verify(folder: str, files: dict[str, FileRecord]) -> None:
+    """Read all files of a folder, each on one rank. Collective. Raises DamagedCheckpoint on all ranks where one is not as recorded."""
+    mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, damage(Path(folder), files, mine))
+    damaged = [sentence for sentences in found for sentence in sentences]
+    if damaged:
+        raise DamagedCheckpoint(f"{'; '.join(damaged)}; the checkpoint is damaged")
+
+
+def read(folder: str, pieces: list[Rectangle], objects: list[str], optional: Sequence[str] = ()) -> dict[str, io.BytesIO]:
+    """Fill the pieces in place, whatever layout wrote them; returns the objects of these names, and of those `optional` that there are.
 
     Raises UserError where the checkpoint lacks one, has another shape, or is damaged.
     """
     reader = FileSystemReader(folder)
-    try:
-        metadata = reader.read_metadata()
-    except Exception as error:  # a damaged pickle may raise anything
-        raise UserError(f"{folder} is no whole checkpoint: its .metadata cannot be read ({error})") from error
+    metadata = load_metadata(folder)
+    objects = [*objects, *(name for name in optional if name in metadata.state_dict_metadata)]
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     by_name = defaultdict(list)
     for piece in pieces:

@@ -37,7 +37,8 @@ class ReferenceWeights:
         memory = host_memory(sum(sizes)) if on_host else torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         parts = zip(memory.split(sizes), self._parameters, strict=True)
         self._others = [part[: parameter.nbytes] for part, parameter in parts]
-        self.take_current()
+        self.is_initial = True  # the model's first weights, which no checkpoint need hold
+        self._take()
 
     @property
     def nbytes(self) -> int:
@@ -50,9 +51,13 @@ class ReferenceWeights:
             own = parameter.detach().view(-1).view(torch.uint8)
             yield from zip(own.split(size), other.split(size), strict=True)
 
-    @torch.no_grad()
     def take_current(self) -> None:
         """The parameters' present values become the reference."""
+        self._take()
+        self.is_initial = False
+
+    @torch.no_grad()
+    def _take(self) -> None:
         for own, other in self._pieces(_PIECE["cuda"]):
             other.copy_(own, non_blocking=True)
 
@@ -86,13 +91,15 @@ class ReferenceWeights:
         current.wait_stream(inward)
         current.wait_stream(outward)
 
+    def held_value(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The reference's value of one parameter where it is kept; None of one that is the same in both."""
+        index = next((i for i, own in enumerate(self._parameters) if own is parameter), None)
+        return None if index is None else self._others[index].view(parameter.dtype).view(parameter.shape)
+
     def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The reference's value of one parameter, on the parameter's device."""
-        index = next((i for i, own in enumerate(self._parameters) if own is parameter), None)
-        if index is None:
-            return parameter.detach()
-        value = self._others[index].view(parameter.dtype).view(parameter.shape)
-        return value.to(parameter.device, non_blocking=True)
+        value = self.held_value(parameter)
+        return parameter.detach() if value is None else value.to(parameter.device, non_blocking=True)
 
     @contextmanager
     def in_place(self):

@@ -6,20 +6,31 @@ import time
 import torch
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron import lora
+from grpo_megatron.megatron import lora, random_states
 from grpo_megatron.megatron.checkpoint_files import Writer, read, read_common
+from grpo_megatron.megatron.reference import ReferenceWeights
 from grpo_megatron.megatron.shards import optimizer_pieces, sharded_model, weight_pieces
 
+# Before the names of the reference's weights.
+_REFERENCE = "reference."
 
-def save(folder: str, chunks, optimizer) -> Writer:
+
+def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = None) -> Writer:
     """Begin to write a checkpoint, on all ranks; see Writer for what must come after. optimizer None: weights alone.
 
+    reference: whose weights are stored too, unless they are the first ones, which the run's configuration names.
     `folder` is written as is; rename it into place when the writers have finished.
     """
     begun = time.perf_counter()
     shards, objects = sharded_model(chunks)
-    states, common = [], {}
+    everything = (item for own in objects for item in own.values())
+    own_objects = {item.unique_key: _serialised(item.data) for item in everything if not any(item.replica_id)}
+    weights, states, common = weight_pieces(shards, writing=True), [], {}
+    stores_reference = reference is not None and not reference.is_initial
+    if stores_reference:
+        weights += weight_pieces(shards, True, _REFERENCE, reference.held_value)
     if optimizer is not None:
+        own_objects[random_states.name()] = _serialised(random_states.take())
         _fill_optimizer_state(optimizer)
         states = optimizer_pieces(shards, optimizer, writing=True)
         steps = [group["step"] for part in optimizer.parts() for group in part.optimizer.param_groups if "step" in group]
@@ -27,14 +38,14 @@ def save(folder: str, chunks, optimizer) -> Writer:
             "optimizer_steps": int(max(steps)),
             "scheduler": optimizer.scheduler.state_dict(),
             "lora": lora.description(chunks),
+            "reference": stores_reference,
         }
-    everything = (item for own in objects for item in own.values())
-    own_objects = {item.unique_key: _serialised(item.data) for item in everything if not any(item.replica_id)}
-    return Writer(folder, weight_pieces(shards, writing=True), states, own_objects, common, begun)
+    return Writer(folder, weights, states, own_objects, common, begun)
 
 
-def load(folder: str, chunks, optimizer) -> None:
-    """Fill weights and, unless None, optimizer and learning-rate state in place; the layout may be another than the one that saved.
+def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = None) -> None:
+    """Fill weights and, unless None, optimizer, learning-rate state and reference in place; the layout may be another than the one
+    that saved.
 
     Raises UserError for a checkpoint that does not fit, or holds no optimizer.
     """
@@ -47,7 +58,11 @@ def load(folder: str, chunks, optimizer) -> None:
         lora.check_checkpoint(folder, common.get("lora"), chunks)
         _fill_optimizer_state(optimizer)
         pieces += optimizer_pieces(shards, optimizer, writing=False)
-    found = read(folder, pieces, [item.unique_key for own in objects for item in own.values()])
+        if reference is not None and common["reference"]:
+            pieces += weight_pieces(shards, False, _REFERENCE, reference.held_value)
+            reference.is_initial = False
+    random_name = random_states.name()
+    found = read(folder, pieces, [item.unique_key for own in objects for item in own.values()], optional=[random_name])
     for chunk, own in zip(chunks, objects, strict=True):
         extra = {name: _deserialised(found[item.unique_key]) for name, item in own.items()}
         chunk.load_state_dict(extra, strict=False)
@@ -56,6 +71,9 @@ def load(folder: str, chunks, optimizer) -> None:
             for group in part.optimizer.param_groups:
                 group["step"] = common["optimizer_steps"]
         optimizer.load_scheduler(common["scheduler"])
+        # In another layout the ranks keep those that they began with.
+        if random_name in found:
+            random_states.restore(_deserialised(found[random_name]))
 
 
 def save_weights(folder: str, chunks) -> None:

@@ -7,7 +7,7 @@ layout can put the rectangles together again.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,14 +138,22 @@ def _pieces(prefix: str, shard: _Shard, values: torch.Tensor, first: int, wanted
             at += count
 
 
-def weight_pieces(shards: list[_Shard], writing: bool) -> list[Rectangle]:
-    """All that this rank holds of the weights; writing: its share only, so that replicas write each element once."""
+def weight_pieces(
+    shards: list[_Shard],
+    writing: bool,
+    prefix: str = "",
+    values_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.detach,
+) -> list[Rectangle]:
+    """All that this rank holds of the weights; writing: its share only, so that replicas write each element once.
+
+    values_of: a parameter -> another set of its values, contiguous, in place of its own; None: not held. prefix: of their names.
+    """
     shares = _own_shares(shards) if writing else {id(shard.parameter): range(shard.parameter.numel()) for shard in shards}
     pieces = []
     for shard in shards:
-        if id(shard.parameter) in shares:
-            values = shard.parameter.detach().view(-1)
-            pieces += _pieces("", shard, values, 0, shares[id(shard.parameter)])
+        values = values_of(shard.parameter) if id(shard.parameter) in shares else None
+        if values is not None:
+            pieces += _pieces(prefix, shard, values.view(-1), 0, shares[id(shard.parameter)])
     return pieces
 
 

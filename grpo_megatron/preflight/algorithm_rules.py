@@ -167,18 +167,3 @@ def adaptive_kl_has_its_kl(config: Config) -> Iterator[str]:
 def there_is_a_reference_to_reset(config: Config) -> Iterator[str]:
     if config.ref.reset_every > 0 and not config.algorithm.needs_reference:
         yield "ref.reset_every: there is no reference without algorithm.use_kl_loss or algorithm.use_kl_in_reward"
-
-
-@ALGORITHM.rule(
-    "Checkpoints fall on resets of the reference, which is then the checkpoint's own weights and need not be stored.",
-    "checkpoint.every",
-    "ref.reset_every",
-    commands=_TRAIN,
-)
-def checkpoints_fall_on_resets(config: Config) -> Iterator[str]:
-    every, reset_every = config.checkpoint.every, config.ref.reset_every
-    if reset_every > 0 and every % reset_every:
-        yield (
-            f"checkpoint.every={every} must be a multiple of ref.reset_every={reset_every}, so that a resumed run knows its "
-            "reference"
-        )

@@ -162,14 +162,14 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
 def _check_paths(config: Config, command: str, report: Report) -> None:
     from grpo_megatron.rewards import resolve_reward
     from grpo_megatron.rollout.record import Replay
-    from grpo_megatron.run.checkpoints import read_state
-    from grpo_megatron.run.folder import read_metrics
+    from grpo_megatron.run.folder import beginning
+    from grpo_megatron.run.resume import ANEW, AUTO
 
     resume, replay = config.run.resume, config.rollout.replay
-    if resume and is_absent(resume):
+    if resume not in (AUTO, *ANEW) and is_absent(resume):
         report.not_checked.append(f"run.resume: {resume} is not a folder here")
-    elif resume and report.attempt(f"run.resume {resume}", partial(read_state, resume, command)):
-        report.attempt("the run's folder", partial(read_metrics, config, read_state(resume, command)["step"]))
+    else:
+        report.attempt(f"run.resume {resume}", partial(beginning, config, command, report.checked.append))
     if command != "train":
         return
     if not replay:

@@ -1,24 +1,40 @@
-"""Checkpoint folders: the actor's distributed checkpoint beside the driver's state."""
+"""Writing checkpoints: when, where, and how many are kept. run.resume reads them."""
 
 import json
 import shutil
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.json_files import read_object
-from grpo_megatron.paths import folder_problem, is_absent, sync_to_disk
+from grpo_megatron.config.schema import CheckpointConfig
+from grpo_megatron.errors import UserError
+from grpo_megatron.paths import sync_to_disk
+from grpo_megatron.run.lock import is_in_use
+from grpo_megatron.run.manifest import FileRecord, record_of, write_manifest
+
+ACTOR, STATE = "actor", "state.json"
+# Beside the folder of checkpoints: the prompts that each step has used up, by which it can be seen that none is skipped or trained
+# twice, however often the run was killed.
+TRAINED = "trained.jsonl"
+
+
+class NotWritten(UserError):
+    """A checkpoint could not be written, such as to a full disk. The run can go on, and try again later."""
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """seconds: from the beginning until the files were on the disk. waited: how long training stood still for it. bytes: written."""
+    """seconds: from the beginning until the files were on the disk. waited: how long training stood still for it. bytes: written.
+
+    files: what was written, by the path in the folder.
+    """
 
     seconds: float
     waited: float
     bytes: int
+    files: dict[str, FileRecord] = field(default_factory=dict)
 
 
 class Saveable(Protocol):
@@ -32,106 +48,140 @@ class Saveable(Protocol):
 
 
 class Checkpoints:
-    """`step_00000010/actor` and `step_00000010/state.json` under one folder.
+    """`step_00000010/` with `actor/`, `state.json` and `manifest.json`, under one folder.
 
     A checkpoint is written aside, while training goes on, and renamed when all of it is on the disk: a folder with a final
-    name is complete, whenever the run is killed. One that has this name already goes when its successor is complete.
+    name was complete, whenever the run is killed. One that has this name already, and those that are kept no longer, go when their
+    successor is complete. One that cannot be written is said, and the next one tried when it is due.
     """
 
-    def __init__(self, folder: str, every: int, trainer: Saveable, say: Callable[[str], None], background: bool = True):
-        """every: save every this many steps; 0: never. say: shows a line. background: training does not wait for the disk."""
+    def __init__(
+        self,
+        folder: str,
+        config: CheckpointConfig,
+        trainer: Saveable,
+        say: Callable[[str], None],
+        resumed: int = 0,
+        about: dict[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """say: shows a line. resumed: the step that the run continues after. about: what state.json has of the run at every step.
+        clock: in seconds."""
         self.folder = Path(folder)
-        self._every, self._trainer, self._say, self._background = every, trainer, say, background
+        self._config, self._trainer, self._say, self._about, self._clock = config, trainer, say, about or {}, clock
         self._writing: Path | None = None  # final name of the checkpoint that the ranks are writing
+        self._last_step, self._last_begun = resumed, clock()
+        self._failure: NotWritten | None = None  # of the last attempt
 
-    def is_due(self, step: int) -> bool:
-        """Whether `after_step` will save."""
-        return bool(self._every) and step % self._every == 0
+    def is_due(self, step: int, last: bool = False) -> bool:
+        """Whether to save after this step. last: of the run."""
+        config = self._config
+        by_steps = config.every > 0 and step % config.every == 0
+        by_time = config.minutes > 0 and self._clock() - self._last_begun >= 60 * config.minutes
+        return by_steps or by_time or (last and config.at_end and step != self._last_step)
 
-    def after_step(self, step: int, state: Callable[[], dict]) -> None:
-        """Complete what the ranks have written meanwhile, and save if it is time. state: makes what `save` takes."""
+    def note_trained(self, step: int, prompts: list[int]) -> None:
+        """prompts: uid of each that the step has used up, those that a filter dropped too."""
+        with open(self.folder.parent / TRAINED, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "prompts": prompts}) + "\n")
+
+    def after_step(self, state: dict | None) -> None:
+        """Complete what the ranks have written meanwhile, and begin a checkpoint of `state`; None: none is due."""
         if self._writing and self._trainer.checkpoint_written():
-            self.finish()
-        if self.is_due(step):
-            self.save(step, state())
+            self._complete()
+        if state is not None:
+            self.save(state)
 
-    def save(self, step: int, state: dict) -> None:
+    def save(self, state: dict) -> None:
         """Begin a checkpoint, which is there after `finish`. state: JSON-serialisable, with its "step"."""
-        self.finish()
+        self._complete()
+        step = state["step"]
+        self._last_step, self._last_begun = step, self._clock()
         final = self.folder / f"step_{step:08d}"
-        aside = _aside(final, "partial")
-        aside.mkdir(parents=True)
-        (aside / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        self._trainer.begin_checkpoint(str((aside / "actor").absolute()))
+        try:
+            partial = aside(final, "partial")
+            partial.mkdir(parents=True)
+            (partial / STATE).write_text(json.dumps(self._about | state), encoding="utf-8")
+        except OSError as error:
+            self._give_up(final, NotWritten(f"{final} could not be written: {error}"))
+            return
+        self._trainer.begin_checkpoint(str((partial / ACTOR).absolute()))
         self._writing = final
-        if not self._background:
-            self.finish()
+        if not self._config.async_save:
+            self._complete()
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait for the checkpoint that is being written, if any, and put it in place. Raises UserError if it failed.
+        """Wait for the checkpoint that is being written, if any, and put it in place.
 
-        timeout: in seconds, if not that of all calls.
+        timeout: in seconds, if not that of all calls. Raises NotWritten if the last one that was due failed.
         """
+        self._complete(timeout)
+        if self._failure:
+            raise self._failure
+
+    def _complete(self, timeout: float | None = None) -> None:
         if self._writing is None:
             return
         final, self._writing = self._writing, None
-        report = self._trainer.finish_checkpoint(timeout)
+        try:
+            report = self._trainer.finish_checkpoint(timeout)
+            self._put_in_place(final, report)
+        except NotWritten as error:
+            self._give_up(final, error)
+        except OSError as error:
+            self._give_up(final, NotWritten(f"{final} could not be written: {error}"))
+        else:
+            self._failure = None
+            self._say(
+                f"checkpoint {final.name}: {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s, "
+                f"of which training waited {report.waited:.1f} s"
+            )
+            self._remove_old()
+
+    def _put_in_place(self, final: Path, report: SaveReport) -> None:
         whole = final.with_name(f"{final.name}.partial")
-        sync_to_disk(whole / "state.json")
+        sync_to_disk(whole / STATE)
+        files = {f"{ACTOR}/{name}": record for name, record in report.files.items()}
+        write_manifest(whole, files | {STATE: record_of(whole / STATE)})
         sync_to_disk(whole)
-        replaced = _aside(final, "replaced")
+        replaced = aside(final, "replaced")
         if final.exists():
             final.rename(replaced)
         whole.rename(final)
         sync_to_disk(self.folder)
         if replaced.exists():
             shutil.rmtree(replaced)
-        self._say(
-            f"checkpoint {final.name}: {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s, "
-            f"of which training waited {report.waited:.1f} s"
-        )
+
+    def _give_up(self, final: Path, error: NotWritten) -> None:
+        """What was written of it would keep the disk full."""
+        shutil.rmtree(final.with_name(f"{final.name}.partial"), ignore_errors=True)
+        whole = folders(self.folder)
+        kept = f"the newest checkpoint is {whole[-1].name}" if whole else "there is no checkpoint yet"
+        self._failure = NotWritten(f"{error}; {kept}, make room for the next one")
+        self._say(f"training goes on, but {self._failure}")
+
+    def _remove_old(self) -> None:
+        for path in folders(self.folder)[: -self._config.keep]:
+            lasting = self._config.keep_every and step_of(path) % self._config.keep_every == 0
+            if not lasting and not is_in_use(path):
+                removed = aside(path, "replaced")
+                path.rename(removed)
+                shutil.rmtree(removed)
 
 
-def _aside(final: Path, suffix: str) -> Path:
+def aside(final: Path, suffix: str) -> Path:
     """The folder beside `final` for what is not, or no longer, in place; without what a killed run left there."""
-    aside = final.with_name(f"{final.name}.{suffix}")
-    if aside.exists():
-        shutil.rmtree(aside)
-    return aside
+    found = final.with_name(f"{final.name}.{suffix}")
+    if found.exists():
+        shutil.rmtree(found)
+    return found
 
 
-# What the driver of each command keeps beside the weights.
-_STATE = {"train": ("step", "totals", "rollouts", "prompts", "algorithm"), "sft": ("step", "order")}
+def folders(root: Path) -> list[Path]:
+    """Those of complete checkpoints, in the order of their steps."""
+    found = [path for path in root.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
+    return sorted(found, key=step_of)
 
 
-def read_state(folder: str | None, command: str) -> dict[str, Any] | None:
-    """The driver's state in a checkpoint; None without one. command: train or sft, which is to continue from it.
-
-    Raises UserError for an incomplete or damaged folder, and for a checkpoint of the other command.
-    """
-    if folder is None:
-        return None
-    root = Path(folder)
-    state = root / "state.json"
-    if folder_problem(root):
-        raise UserError(f"run.resume={folder} {folder_problem(root)}; it must be a checkpoint's folder")
-    if is_absent(state) or folder_problem(root / "actor") or root.name.endswith(".partial"):
-        raise UserError(f"run.resume={folder} is not a whole checkpoint (it needs state.json and actor/)")
-    values = read_object(state)
-    absent = [key for key in _STATE[command] if key not in values]
-    if absent:
-        raise UserError(f"{state} has no {', '.join(absent)}: this is no checkpoint of `{command}`, or a damaged one")
-    step = values["step"]
-    if type(step) is not int or step < 0:
-        raise UserError(f"{state}: step must be the number of a step, is {shortened(repr(step))}; the checkpoint is damaged")
-    return values
-
-
-def newest_checkpoint(folder: str) -> str | None:
-    """The whole checkpoint of the latest step under a run's folder of them; None without one."""
-    whole = [path for path in Path(folder).glob("step_*") if path.suffix == ""]
-    return str(max(whole)) if whole else None
-
-
-def actor_folder(folder: str) -> str:
-    return str((Path(folder) / "actor").absolute())
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))

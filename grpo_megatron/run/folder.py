@@ -1,6 +1,9 @@
 """The folder of a run: one run in it, and nothing of another."""
 
 import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -8,45 +11,96 @@ from omegaconf import OmegaConf
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import parse_object
-from grpo_megatron.paths import file_problem, is_absent
+from grpo_megatron.paths import file_problem, is_absent, replace_text
+from grpo_megatron.run.checkpoints import TRAINED, aside, folders, step_of
+from grpo_megatron.run.lock import Ownership, in_use
+from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 
 METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 _BEGUN_ROW = re.compile(rb'\{"step": (\d{1,18}),')  # as run.monitor writes it
 
 
-def open_run_folder(config: Config, resumed: int) -> str:
-    """Make the run's folder and note its configuration there; returns its absolute path.
+def run_folder(config: Config) -> Path:
+    return Path(config.run.root, config.run.name).absolute()
 
-    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ...; a resumed
-    run (resumed: the step it continues after) takes back what was logged for later steps.
-    Raises UserError if the model to start from would be moved, and for a folder that cannot be made or is damaged.
+
+@contextmanager
+def open_run_folder(config: Config, command: str, say: Callable[[str], None]) -> Iterator[tuple[str, Checkpoint | None]]:
+    """Within this context the run owns its folder. Gives the absolute path, and the checkpoint to begin from, None for a new run.
+
+    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ... say: shows a line. Raises UserError for a
+    folder that another run writes to, that cannot be made or is damaged, and for a checkpoint that does not fit.
     """
-    folder = _folder(config)
+    folder = run_folder(config)
     try:
-        if not config.run.resume and (folder / METRICS).exists():
-            _move_aside(config, folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        take_back(config, resumed)
-        OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
+        ownership = Ownership(folder)
+        try:
+            checkpoint = beginning(config, command, say)
+            if checkpoint is None and _has_remains(folder):
+                _move_aside(config, folder, say)
+                ownership.release()
+                ownership = Ownership(folder)
+            if ownership.note:
+                say(ownership.note)
+            replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+        except BaseException:
+            ownership.release()
+            raise
     except OSError as error:
         raise UserError(f"the run's folder {folder} cannot be made: {error}") from error
-    return str(folder)
+    try:
+        if checkpoint is None:
+            yield str(folder), None
+        else:
+            with in_use(Path(checkpoint.folder)):
+                yield str(folder), checkpoint
+    finally:
+        ownership.release()
 
 
-def take_back(config: Config, resumed: int) -> None:
-    """Drop what was logged for steps after the one that the run continues after. Raises UserError as `read_metrics` does."""
-    kept = read_metrics(config, resumed)
-    if kept is not None:
-        (_folder(config) / METRICS).write_text("".join(kept), encoding="utf-8")
+def beginning(config: Config, command: str, say: Callable[[str], None]) -> Checkpoint | None:
+    """What run.resume says to begin from, which the rows of the run's folder fit; None for a new run. Changes nothing.
+
+    Raises UserError where either is damaged or does not fit.
+    """
+    folder, resume = run_folder(config), config.run.resume
+    if resume in ANEW:
+        return None
+    checkpoint = newest_checkpoint(folder / CHECKPOINTS, command, say) if resume == AUTO else open_checkpoint(resume, command)
+    if checkpoint:
+        for name in (METRICS, TRAINED):
+            kept_rows(folder / name, checkpoint.step)
+    return checkpoint
 
 
-def read_metrics(config: Config, resumed: int) -> list[str] | None:
-    """The rows of the run's metrics.jsonl up to the step it continues after; None if there is none.
+def take_back(directory: str, step: int) -> None:
+    """Before a run goes on after `step`: what the folder has of later steps, and what a killed run left half-written, goes.
+
+    Checkpoints of later steps, which are damaged or of a course that was abandoned, are kept as `step_XXXXXXXX.aside`.
+    Raises UserError for a damaged row that would be kept.
+    """
+    folder = Path(directory)
+    for name in (METRICS, TRAINED):
+        kept = kept_rows(folder / name, step)
+        if kept is not None:
+            replace_text(folder / name, "".join(kept))
+    (folder / RESULT).unlink(missing_ok=True)
+    checkpoints = folder / CHECKPOINTS
+    for suffix in ("partial", "replaced"):
+        for left in checkpoints.glob(f"step_*.{suffix}"):
+            shutil.rmtree(left)
+    for later in folders(checkpoints):
+        if step_of(later) > step:
+            later.rename(aside(later, "aside"))
+
+
+def kept_rows(path: Path, step: int) -> list[str] | None:
+    """The rows of a file of one JSON object a line, up to this step; None if there is none.
 
     A killed run may leave half a row at the end: it goes if it is of a later step. Raises UserError, naming the row, for any other
     damage.
     """
-    path = _folder(config) / METRICS
     if is_absent(path):
         return None
     if file_problem(path):
@@ -54,25 +108,26 @@ def read_metrics(config: Config, resumed: int) -> list[str] | None:
     kept = []
     for number, row in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         begun = _BEGUN_ROW.match(row)
-        if begun and int(begun[1]) > resumed and not row.endswith(b"\n"):
+        if begun and int(begun[1]) > step and not row.endswith(b"\n"):
             continue
-        step = parse_object(row, f"{path}:{number}").get("step")
-        if type(step) is not int:
-            raise UserError(f"{path}:{number}: step must be the number of a step, is {shortened(repr(step))}")
-        if step <= resumed:
+        of_step = parse_object(row, f"{path}:{number}").get("step")
+        if type(of_step) is not int:
+            raise UserError(f"{path}:{number}: step must be the number of a step, is {shortened(repr(of_step))}")
+        if of_step <= step:
             kept.append(row.decode("utf-8"))
     return kept
 
 
-def _folder(config: Config) -> Path:
-    return Path(config.run.root, config.run.name).absolute()
+def _has_remains(folder: Path) -> bool:
+    """Whether there is something worth keeping."""
+    return (folder / METRICS).exists() or bool(folders(folder / CHECKPOINTS))
 
 
-def _move_aside(config: Config, folder: Path) -> None:
+def _move_aside(config: Config, folder: Path, say: Callable[[str], None]) -> None:
     for path in (config.model.path, config.ref.path):
         if path and folder in Path(path).absolute().parents:
             raise UserError(f"{path} lies in the folder of this run, {folder}; choose another run.name")
     number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
-    aside = folder.with_name(f"{folder.name}.{number}")
-    folder.rename(aside)
-    print(f"moved the earlier run of this name to {aside}", flush=True)
+    moved = folder.with_name(f"{folder.name}.{number}")
+    folder.rename(moved)
+    say(f"moved the earlier run of this name to {moved}")

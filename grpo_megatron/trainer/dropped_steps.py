@@ -14,6 +14,12 @@ class DroppedSteps:
         self._in_a_row: list[tuple[float, float]] = []
         self._beyond: tuple[str, ...] = ()
 
+    def state_dict(self) -> dict:
+        return {"in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._in_a_row = [tuple(pair) for pair in state["in_a_row"]]
+
     def note(self, dropped: bool, grad_norm: float, loss: float, step: int | None, beyond: tuple[str, ...] = ()) -> None:
         """After every optimizer step; step: of the run, if known; beyond: see spec.TrainResult.
 

@@ -21,6 +21,7 @@ from grpo_megatron.megatron.start import start_actor
 from grpo_megatron.metrics import Mean, Metrics, Sum, merge
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.run.checkpoints import SaveReport
+from grpo_megatron.run.manifest import FileRecord
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.weights.sync.order import Order
 
@@ -224,15 +225,27 @@ class PolicyTrainer:
         return all(self.group.call("checkpoint_written"))
 
     def finish_checkpoint(self, timeout: float | None = None) -> SaveReport:
-        """The checkpoint is whole afterwards. Returns the longest times of any rank, and the bytes of all. Lets the ranks sleep.
+        """The ranks' files are whole afterwards. Returns the longest times of any rank, and the bytes and files of all. Lets the
+        ranks sleep. Raises NotWritten if one could not be written.
 
         timeout: in seconds, if not that of all calls.
         """
         reports = self.group.call("finish_checkpoint", timeout=timeout)
-        return SaveReport(max(r.seconds for r in reports), max(r.waited for r in reports), sum(r.bytes for r in reports))
+        files = {name: record for report in reports for name, record in report.files.items()}
+        seconds, waited = max(r.seconds for r in reports), max(r.waited for r in reports)
+        return SaveReport(seconds, waited, sum(r.bytes for r in reports), files)
 
-    def load_checkpoint(self, folder: str) -> None:
+    def load_checkpoint(self, folder: str, files: dict[str, FileRecord]) -> None:
+        """files: what must be in the folder, which is read only if it is. Raises DamagedCheckpoint, naming the file, if it is not."""
+        self._call_alike("verify_checkpoint", folder, files)
         self._call_alike("load_checkpoint", folder)
+
+    def state_dict(self) -> dict:
+        """What the driver knows beside the ranks' state."""
+        return {"dropped_steps": self._dropped_steps.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._dropped_steps.load_state_dict(state["dropped_steps"])
 
     def close(self) -> None:
         self.group.close()

@@ -86,18 +86,33 @@ def read_metadata(folder: str | Path) -> dict[str, Stored]:
     backend = "torch_dist" if is_absent(root / _SETTINGS) else read_object(root / _SETTINGS).get("sharded_backend")
     if backend != "torch_dist":
         raise UserError(f"{root} is a checkpoint of the format {shortened(repr(backend))}; only torch_dist can be read")
+    metadata = load_metadata(root)
     try:
-        with open(root / _METADATA, "rb") as file:
-            metadata = _Unpickler(file).load()
         tensors = {
             key: _stored(key, value, metadata.storage_data)
             for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
-    except Exception as error:  # bytes that are no such pickle raise whatever they happen to mean
-        raise UserError(f"{root / _METADATA} cannot be read ({shortened(error, 200)}); the checkpoint is damaged") from error
+    except Exception as error:  # what is in it may be anything
+        raise _damaged(root, error) from error
     _check_files(root, tensors)
     return tensors
+
+
+def load_metadata(folder: str | Path) -> Metadata:
+    """What `.metadata` says, which can run no code here. Raises UserError where it cannot be read."""
+    try:
+        with open(Path(folder, _METADATA), "rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it is no metadata, but {type(metadata).__name__}")
+        return metadata
+    except Exception as error:  # bytes that are no such pickle raise whatever they happen to mean
+        raise _damaged(Path(folder), error) from error
+
+
+def _damaged(root: Path, error: Exception) -> UserError:
+    return UserError(f"{root / _METADATA} cannot be read ({shortened(error, 200)}); the checkpoint is damaged")
 
 
 def _stored(key: str, value: TensorStorageMetadata, where: dict) -> Stored:
@@ -262,8 +277,11 @@ def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
     return offset, file.tell() - offset
 
 
-def write_metadata(folder: str | Path, tensors: dict[str, Stored], objects: dict[str, tuple[str, int, int]]) -> None:
-    """`.metadata` and `metadata.json`, which make the files of a folder a checkpoint. objects: {key: (file, offset, length)}."""
+def write_metadata(folder: str | Path, tensors: dict[str, Stored], objects: dict[str, tuple[str, int, int]]) -> list[str]:
+    """`.metadata` and `metadata.json`, which make the files of a folder a checkpoint; their names.
+
+    objects: {key: (file, offset, length)}.
+    """
     root = Path(folder)
     state: dict = {key: BytesStorageMetadata() for key in objects}
     where = {MetadataIndex(key): _StorageInfo(*place) for key, place in objects.items()}
@@ -284,5 +302,6 @@ def write_metadata(folder: str | Path, tensors: dict[str, Stored], objects: dict
         "common_backend_version": 1,
     }
     (root / _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
-    for path in (root / _METADATA, root / _SETTINGS):
-        sync_to_disk(path)
+    for name in (_METADATA, _SETTINGS):
+        sync_to_disk(root / name)
+    return [_METADATA, _SETTINGS]

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from grpo_megatron.cli import main
-from tests.integration.test_train import arguments, metrics
+from grpo_megatron.data import EpochOrder
+from tests.integration.test_train import arguments, metrics, trained
 
 STEPS = 4
 
@@ -74,6 +75,8 @@ def test_a_run_outlives_the_death_of_a_process(ray_here, arithmetic, tmp_path, c
     assert f"{name} " in said
     assert "restart 1 of at most 3, from " in said
     assert [row["step"] for row in metrics(tmp_path, "run")] == list(range(1, STEPS + 1))
+    prompts = len((arithmetic / "data" / "train.jsonl").read_text().splitlines())
+    assert trained(tmp_path, "run") == EpochOrder(prompts, 1234, True).take(6 * STEPS)
     assert len(watcher.seen) == engines
 
 

@@ -23,7 +23,8 @@ from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.preflight.load import load_config
 from grpo_megatron.rollout.record import Replay
-from grpo_megatron.run.checkpoints import Checkpoints, read_state
+from grpo_megatron.run.checkpoints import Checkpoints
+from grpo_megatron.run.resume import open_checkpoint
 from grpo_megatron.trainer.policy import PolicyTrainer
 from tests.integration.helpers import digits
 from tests.sockets import SocketWatch
@@ -34,6 +35,7 @@ STEPS = 3
 def arguments(arithmetic, root, *changes) -> list[str]:
     return [
         f"run.root={root}",
+        "run.resume=none",
         f"run.total_steps={STEPS}",
         f"model.path={arithmetic}/model",
         f"data.train={arithmetic}/data/train.jsonl",
@@ -63,6 +65,12 @@ def arguments(arithmetic, root, *changes) -> list[str]:
 def metrics(root, name) -> list[dict]:
     lines = (Path(root) / name / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "actor/loss" in row]
+
+
+def trained(root, name) -> list[int]:
+    """uid of each prompt that a run has used up, in order."""
+    lines = (Path(root) / name / "trained.jsonl").read_text().splitlines()
+    return [uid for line in lines for uid in json.loads(line)["prompts"]]
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +239,9 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
 
     assert len(sync()) > 1
     before = actor.logprobs(batch, schedule(batch.lengths, 128))
-    saver = Checkpoints(str(tmp_path / "checkpoints"), 1, actor, print)
-    saver.after_step(1, lambda: {"step": 1, "order": {}})
-    saver.after_step(2, lambda: {"step": 2, "order": {}})  # completes the first
+    saver = Checkpoints(str(tmp_path / "checkpoints"), config.checkpoint, actor, print)
+    saver.save({"step": 1, "order": {}, "tokens": 0})
+    saver.save({"step": 2, "order": {}, "tokens": 0})  # completes the first
     os.kill(actor.group.ranks[1].pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(ProcessDied, match=rf"trainer rank 1 of 2 died in `{call}`; its log is .*rank1.log"):
@@ -243,7 +251,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
     with pytest.raises(ProcessDied, match="trainer rank 1 of 2 died in `finish_checkpoint`"):
         saver.finish(timeout=30)
     assert sorted(folder.name for folder in saver.folder.iterdir()) == ["step_00000001", "step_00000002.partial"]
-    assert read_state(str(saver.folder / "step_00000001"), "sft")["step"] == 1
+    assert open_checkpoint(saver.folder / "step_00000001", "sft").step == 1
     if call == "logprobs":
         actor.group.restart()
         assert np.array_equal(actor.logprobs(batch, schedule(batch.lengths, 128)), before)

@@ -1,21 +1,37 @@
 """What the checkpoint tests run on each rank, and the reading of what they wrote."""
 
-import os
+import contextlib
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from grpo_megatron.config.schema import CheckpointConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron import checkpoint_files, sharded_state, shards
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import TrainResult
+from grpo_megatron.run.checkpoints import Checkpoints, SaveReport
+from grpo_megatron.run.manifest import DamagedCheckpoint
 from tests.parallel.actors import micro_batches, reference_logprobs
 from tests.parallel.optimizers import State, state_of, step
+
+
+class Kept:
+    """As the actor's trainer of a run, for run.checkpoints.Checkpoints: one rank."""
+
+    def __init__(self, actor: Actor):
+        self._actor = actor
+        self.begin_checkpoint, self.checkpoint_written = actor.begin_checkpoint, actor.checkpoint_written
+
+    def finish_checkpoint(self, timeout: float | None = None) -> SaveReport:
+        return self._actor.finish_checkpoint()
 
 
 class Outcome(NamedTuple):
@@ -127,19 +143,16 @@ def fail(spec, batches, loss, folder) -> str:
 
 
 def refusals(spec, other, folder) -> list[str]:
-    """What loading says of a checkpoint of another model, one of weights alone, a cut file, one without .metadata."""
+    """What loading says of a checkpoint of another model, one of weights alone, one without .metadata."""
     actor = Actor(spec)
-    folders = [f"{folder}/{name}" for name in ("other", "weights", "cut", "begun")]
+    folders = [f"{folder}/{name}" for name in ("other", "weights", "begun")]
     another = Actor(other)
     another.begin_checkpoint(folders[0])
     another.finish_checkpoint()
     sharded_state.save_weights(folders[1], actor.chunks)
-    for name in folders[2:]:
-        actor.begin_checkpoint(name)
-        actor.finish_checkpoint()
-    shard = Path(folders[2], "__0_0.distcp")
-    os.truncate(shard, shard.stat().st_size - 1000)
-    Path(folders[3], ".metadata").unlink()
+    actor.begin_checkpoint(folders[2])
+    actor.finish_checkpoint()
+    Path(folders[2], ".metadata").unlink()
     said = []
     for name in folders:
         try:
@@ -147,6 +160,106 @@ def refusals(spec, other, folder) -> list[str]:
         except UserError as error:
             said.append(str(error))
     return said
+
+
+def save_as_a_run(spec, batches, loss, folder) -> list[State]:
+    """A checkpoint before each step, as a run keeps them; the states."""
+    actor, states = Actor(spec), []
+    saver = Checkpoints(folder, CheckpointConfig(every=1, async_save=False, keep=9), Kept(actor), print)
+    for number, batch in enumerate(batches):
+        states.append(_state(actor))
+        saver.save({"step": number, "order": {}, "tokens": 0, "config": {}})
+        step(actor, batch, loss)
+    return states
+
+
+def save_to_a_full_disk(spec, batches, loss, folder) -> tuple[list[str], State]:
+    """What a run says that saves before each step, while a file beside its checkpoints takes the room until the third; the last state."""
+    actor, said, state = Actor(spec), [], None
+    root = Path(folder)
+    saver = Checkpoints(f"{folder}/checkpoints", CheckpointConfig(every=1, async_save=False, keep=1), Kept(actor), said.append)
+    for number, batch in enumerate(batches):
+        if number == 1:
+            with contextlib.suppress(OSError), open(root / "filler", "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        if number == 2:
+            (root / "filler").unlink()
+        state = _state(actor)
+        saver.save({"step": number, "order": {}, "tokens": 0, "config": {}})
+        step(actor, batch, loss)
+    saver.finish()
+    return said, state
+
+
+def damages(folders: list[tuple[str, dict]]) -> list[str]:
+    """What verifying says of each (actor's folder, its files); empty where nothing is wrong."""
+    found = []
+    for folder, files in folders:
+        try:
+            checkpoint_files.verify(folder, files)
+            found.append("")
+        except DamagedCheckpoint as error:
+            found.append(str(error))
+    return found
+
+
+class ResetOutcome(NamedTuple):
+    """Of one rank: log-probs of the policy and of the reference, which had been reset before the last step."""
+
+    policy: np.ndarray | None
+    reference: np.ndarray | None
+
+
+def _logprobs(actor, spec, batch) -> ResetOutcome:
+    parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)[1]
+    return ResetOutcome(actor.logprobs(parts), reference_logprobs(actor, parts))
+
+
+def save_after_reset(spec, batches, loss, folder) -> ResetOutcome:
+    """The reference is that of between two steps, and is reset again while the checkpoint is slowly written."""
+    actor = Actor(spec)
+    step(actor, batches[0], loss)
+    actor.reset_reference()
+    step(actor, batches[1], loss)
+    expected = _logprobs(actor, spec, batches[2])
+    write = torch.save
+
+    def slowly(value, file):
+        time.sleep(0.02)
+        write(value, file)
+
+    checkpoint_files.torch.save = slowly
+    try:
+        with _small_pieces():
+            actor.begin_checkpoint(folder)
+        actor.reset_reference()
+    finally:
+        checkpoint_files.torch.save = write
+    actor.finish_checkpoint()
+    return expected
+
+
+def resume_after_reset(spec, batch, folder) -> ResetOutcome:
+    actor = Actor(spec)
+    actor.load_checkpoint(folder)
+    return _logprobs(actor, spec, batch)
+
+
+def random_numbers(spec, folder, resumed: bool) -> list[float]:
+    """The numbers that a rank draws after a checkpoint; resumed: from the checkpoint, else in the process that saves it."""
+    actor = Actor(spec)
+    if resumed:
+        actor.load_checkpoint(folder)
+    else:
+        torch.rand(3)
+        with get_cuda_rng_tracker().fork():
+            torch.rand(5)
+        actor.begin_checkpoint(folder)
+        actor.finish_checkpoint()
+    with get_cuda_rng_tracker().fork():
+        within = torch.rand(2)
+    return [*torch.rand(2).tolist(), *within.tolist()]
 
 
 def global_tensors(folder: str) -> dict[str, torch.Tensor]:

@@ -1,12 +1,16 @@
-"""The driver's side of checkpoints: what has a final name is whole, at any moment."""
+"""The driver's side of checkpoints: what has a final name is whole, at any moment, and the right ones are kept."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from grpo_megatron.config.schema import CheckpointConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.run.checkpoints import Checkpoints, SaveReport, read_state
+from grpo_megatron.run.checkpoints import Checkpoints, NotWritten, SaveReport
+from grpo_megatron.run.lock import in_use
+from grpo_megatron.run.manifest import record_of
+from grpo_megatron.run.resume import open_checkpoint
 
 
 class SlowTrainer:
@@ -24,9 +28,16 @@ class SlowTrainer:
 
     def finish_checkpoint(self, timeout: float | None = None) -> SaveReport:
         if self.full:
-            raise UserError("no space left")
+            raise NotWritten("no space left")
         self._file.write_text(self._value)
-        return SaveReport(1.0, 0.1, 1)
+        return SaveReport(1.0, 0.1, 1, {"value": record_of(self._file)})
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
 
 
 @pytest.fixture
@@ -35,8 +46,24 @@ def trainer():
 
 
 @pytest.fixture
-def saver(trainer, tmp_path):
-    return Checkpoints(str(tmp_path / "checkpoints"), 2, trainer, print)
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def made(trainer, clock, tmp_path):
+    """Makes a saver with these values of the configuration."""
+
+    def make(**config) -> Checkpoints:
+        settings = CheckpointConfig(**{"minutes": 0, "keep": 9, **config})
+        return Checkpoints(str(tmp_path / "checkpoints"), settings, trainer, print, clock=clock)
+
+    return make
+
+
+@pytest.fixture
+def saver(made):
+    return made(every=2)
 
 
 def contents(saver) -> dict[str, str]:
@@ -45,16 +72,20 @@ def contents(saver) -> dict[str, str]:
     for folder in saver.folder.iterdir():
         if folder.name.endswith(".partial"):
             with pytest.raises(UserError, match="not a whole checkpoint"):
-                read_state(str(folder), "sft")
+                open_checkpoint(folder, "sft")
         else:
-            assert read_state(str(folder), "sft")["step"] == int(folder.name.split("_")[1])
+            assert open_checkpoint(folder, "sft").step == int(folder.name.split("_")[1])
             found[folder.name] = (folder / "actor" / "value").read_text()
     return found
 
 
-def run_step(saver, trainer, step):
+def state_of(step: int) -> dict:
+    return {"step": step, "order": {}, "tokens": 0}
+
+
+def run_step(saver, trainer, step, last=False):
     trainer.steps = step
-    saver.after_step(step, lambda: {"step": step, "order": {}})
+    saver.after_step(state_of(step) if saver.is_due(step, last) else None)
 
 
 def test_a_checkpoint_appears_when_the_ranks_have_written_it(saver, trainer, capsys):
@@ -75,41 +106,115 @@ def test_a_checkpoint_appears_when_the_ranks_have_written_it(saver, trainer, cap
     assert [folder.name for folder in sorted(saver.folder.iterdir())] == [f"step_0000000{step}" for step in (2, 4, 6)]
 
 
+def test_one_is_due_after_its_minutes_and_at_the_end(made, clock):
+    saver = made(minutes=15)
+    assert not saver.is_due(1)
+    clock.seconds = 899.0
+    assert not saver.is_due(2)
+    clock.seconds = 900.0
+    assert saver.is_due(3)
+    saver.after_step(state_of(3))
+    clock.seconds = 1799.0
+    assert not saver.is_due(4)
+    assert saver.is_due(4, last=True)
+    assert not saver.is_due(3, last=True)  # which has just been saved
+    assert not made(at_end=False).is_due(4, last=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        ({"keep": 2}, [5, 6]),
+        ({"keep": 1}, [6]),
+        ({"keep": 1, "keep_every": 3}, [3, 6]),
+        ({"keep": 2, "keep_every": 2}, [2, 4, 5, 6]),
+    ],
+)
+def test_the_last_ones_are_kept_and_those_of_every_so_many_steps(made, trainer, config, kept):
+    saver = made(every=1, **config)
+    for step in range(1, 7):
+        run_step(saver, trainer, step)
+        # The one before goes when this one is whole, not when it is begun.
+        assert len(contents(saver)) >= min(step - 1, 1)
+    saver.finish()
+    assert sorted(contents(saver)) == [f"step_{step:08d}" for step in kept]
+    assert len(list(saver.folder.iterdir())) == len(kept)
+
+
+def test_one_that_a_run_begins_from_is_not_deleted(made, trainer):
+    saver = made(every=1, keep=1)
+    run_step(saver, trainer, 1)
+    saver.finish()
+    with in_use(saver.folder / "step_00000001"):
+        run_step(saver, trainer, 2)
+        saver.finish()
+        assert sorted(contents(saver)) == ["step_00000001", "step_00000002"]
+    run_step(saver, trainer, 3)
+    saver.finish()
+    assert sorted(contents(saver)) == ["step_00000003"]
+
+
 def test_one_that_is_saved_again_stays_until_its_successor_is_whole(saver, trainer):
-    saver.save(2, {"step": 2, "order": {}})
+    saver.save(state_of(2))
     saver.finish()
     trainer.steps = 22
-    saver.save(2, {"step": 2, "order": {}})
+    saver.save(state_of(2))
     assert contents(saver) == {"step_00000002": "0"}
     saver.finish()
     assert contents(saver) == {"step_00000002": "22"}
     assert len(list(saver.folder.iterdir())) == 1
 
 
-def test_one_that_failed_leaves_the_earlier_ones(saver, trainer):
+def test_after_one_that_failed_training_goes_on_and_the_next_one_is_tried(saver, trainer, capsys):
     run_step(saver, trainer, 2)
     saver.finish()
     trainer.full = True
-    saver.save(2, {"step": 2, "order": {}})
-    with pytest.raises(UserError, match="no space left"):
-        saver.finish()
+    run_step(saver, trainer, 4)
+    run_step(saver, trainer, 6)  # completes that of step 4
+    assert "training goes on, but no space left; the newest checkpoint is step_00000002" in capsys.readouterr().out
     assert contents(saver) == {"step_00000002": "2"}
+    with pytest.raises(NotWritten, match="no space left"):
+        saver.finish()  # of a run that ends without what was due it is an error
+    assert len(list(saver.folder.iterdir())) == 1  # what was written of it would keep the disk full
     trainer.full = False
-    trainer.steps = 5
-    saver.save(2, {"step": 2, "order": {}})  # what the failed one left is no hindrance
+    run_step(saver, trainer, 8)
     saver.finish()
-    assert contents(saver) == {"step_00000002": "5"}
+    assert contents(saver) == {"step_00000002": "2", "step_00000008": "8"}
+
+
+def test_a_disk_that_takes_no_state_is_the_same(saver, trainer, monkeypatch, capsys):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        run_step(saver, trainer, 2)
+    assert "No space left on device; there is no checkpoint yet" in capsys.readouterr().out
+    assert list(saver.folder.iterdir()) == []
+    with pytest.raises(NotWritten):
+        saver.finish()
+    run_step(saver, trainer, 4)
+    saver.finish()
+    assert contents(saver) == {"step_00000004": "4"}
 
 
 def test_the_state_is_that_of_the_moment(saver):
-    state = {"step": 2, "order": {"taken": 1}}
-    saver.save(2, state)
+    state = state_of(2) | {"order": {"taken": 1}}
+    saver.save(state)
     state["order"]["taken"] = 7
     saver.finish()
     assert json.loads((saver.folder / "step_00000002" / "state.json").read_text())["order"] == {"taken": 1}
 
 
-def test_without_background_it_is_there_at_once(trainer, tmp_path):
-    saver = Checkpoints(str(tmp_path), 1, trainer, print, background=False)
+def test_without_background_it_is_there_at_once(made, trainer):
+    saver = made(every=1, async_save=False)
     run_step(saver, trainer, 1)
     assert contents(saver) == {"step_00000001": "1"}
+
+
+def test_what_was_trained_is_noted(saver):
+    saver.folder.mkdir()
+    saver.note_trained(1, [4, 2])
+    saver.note_trained(2, [7])
+    rows = [json.loads(row) for row in (saver.folder.parent / "trained.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 1, "prompts": [4, 2]}, {"step": 2, "prompts": [7]}]

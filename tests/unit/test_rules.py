@@ -117,7 +117,6 @@ BROKEN = {
     "kl_in_reward_is_known_in_time": ["algorithm.use_kl_in_reward=true", "train.old_logprobs=current"],
     "adaptive_kl_has_its_kl": ["algorithm.kl_ctrl.type=adaptive"],
     "there_is_a_reference_to_reset": ["ref.reset_every=5"],
-    "checkpoints_fall_on_resets": ["ref.reset_every=5", "checkpoint.every=7", "algorithm.use_kl_loss=true"],
     "mismatch_is_weighted_once": ["mismatch.correction=tis", "train.old_logprobs=rollout"],
     "bounds_have_a_correction": ["mismatch.ratio_high=3"],
     "bounds_are_in_order": ["mismatch.correction=icepop", "mismatch.ratio_low=3", "mismatch.ratio_high=2"],

@@ -1,81 +1,38 @@
-"""What a killed run leaves: half a file is one message, or goes with the steps that are taken back."""
+"""What a killed run leaves: half a file is one message, or goes with the steps that are taken back. One run writes at a time."""
 
+import errno
+import fcntl
 import json
+import os
+import subprocess
+import sys
 
+import psutil
 import pytest
 
 from grpo_megatron.cli import main
-from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
-from grpo_megatron.run.checkpoints import read_state
-from grpo_megatron.run.folder import METRICS, open_run_folder, read_metrics
-
-STATE = {"step": 3, "totals": {}, "rollouts": {}, "prompts": None, "algorithm": {}}
-
-
-def checkpoint(folder, state: bytes):
-    (folder / "actor").mkdir(parents=True, exist_ok=True)
-    (folder / "state.json").write_bytes(state)
-    return folder
+from grpo_megatron.run.folder import METRICS, TRAINED, kept_rows, open_run_folder, take_back
+from grpo_megatron.run.lock import Ownership
+from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
 
 
-def test_a_whole_state_is_read(tmp_path):
-    assert read_state(str(checkpoint(tmp_path, json.dumps(STATE).encode())), "train") == STATE
-    assert read_state(None, "train") is None
-
-
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        (b"", "is not valid JSON"),
-        (json.dumps(STATE).encode()[:-9], "is not valid JSON"),
-        (b"[1]", "expected a JSON object"),
-        (b"\xff", "is not valid JSON"),
-        (b"{}", "has no step, totals"),
-        (json.dumps({**STATE, "step": "3"}).encode(), "step must be the number of a step"),
-        (json.dumps({**STATE, "step": -1}).encode(), "step must be the number of a step"),
-        (json.dumps({"step": 3, "order": {}}).encode(), "this is no checkpoint of `train`"),
-    ],
-)
-def test_a_damaged_state_is_one_message(state, said, capsys, tmp_path):
-    checkpoint(tmp_path, state)
-    with pytest.raises(UserError, match=r"state\.json") as caught:
-        read_state(str(tmp_path), "train")
-    assert said in str(caught.value)
-    assert main(["config", "check", "model.path=/nowhere", "data.train=/nowhere", f"run.resume={tmp_path}"]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_folder_that_is_no_checkpoint(tmp_path):
-    for folder, said in ((tmp_path, "not a whole checkpoint"), (tmp_path / "none", "does not exist")):
-        with pytest.raises(UserError, match=said):
-            read_state(str(folder), "train")
-    partial = checkpoint(tmp_path / "step_00000003.partial", json.dumps(STATE).encode())
-    with pytest.raises(UserError, match="not a whole checkpoint"):
-        read_state(str(partial), "train")
-
-
-def run_with(tmp_path, metrics: str | bytes) -> Config:
-    config = Config()
-    config.run.root, config.run.name, config.run.resume = str(tmp_path), "r", "a checkpoint"
-    config.model.path = "m"
-    (tmp_path / "r").mkdir(exist_ok=True)
-    (tmp_path / "r" / METRICS).write_bytes(metrics if isinstance(metrics, bytes) else metrics.encode())
-    return config
-
-
-def rows(*steps: int) -> str:
-    return "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in steps)
-
-
-def test_a_resumed_run_keeps_the_rows_up_to_its_step(tmp_path):
-    open_run_folder(run_with(tmp_path, rows(1, 2, 3, 4)), 2)
-    assert (tmp_path / "r" / METRICS).read_text() == rows(1, 2)
+def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
+    folder = run_with(tmp_path, 2, 4, metrics=rows(1, 2, 3, 4))
+    (folder / TRAINED).write_text(rows(1, 2, 3))
+    (folder / "result.json").write_text("{}")
+    for name in ("step_00000004.replaced", "step_00000006.partial"):
+        (folder / "checkpoints" / name).mkdir()
+    take_back(str(folder), 2)
+    assert (folder / METRICS).read_text() == (folder / TRAINED).read_text() == rows(1, 2)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000002", "step_00000004.aside"]
+    assert not (folder / "result.json").exists()
 
 
 def test_half_a_row_of_a_later_step_goes_with_it(tmp_path):
-    open_run_folder(run_with(tmp_path, rows(1, 2) + '{"step": 3, "los'), 2)
-    assert (tmp_path / "r" / METRICS).read_text() == rows(1, 2)
+    folder = run_with(tmp_path, metrics=rows(1, 2) + '{"step": 3, "los')
+    take_back(str(folder), 2)
+    assert (folder / METRICS).read_text() == rows(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -91,32 +48,142 @@ def test_half_a_row_of_a_later_step_goes_with_it(tmp_path):
     ],
 )
 def test_any_other_damage_names_the_row_and_changes_nothing(metrics, place, tmp_path):
-    config = run_with(tmp_path, metrics)
-    before = (tmp_path / "r" / METRICS).read_bytes()
-    with pytest.raises(UserError, match=f"{METRICS}:{place}"):
-        open_run_folder(config, 2)
-    assert (tmp_path / "r" / METRICS).read_bytes() == before
+    folder = run_with(tmp_path, 2, metrics=metrics)
+    before = (folder / METRICS).read_bytes()
+    with pytest.raises(UserError, match=f"{METRICS}:{place}"), open_run_folder(config_of(tmp_path), "train", print):
+        pass
+    assert (folder / METRICS).read_bytes() == before
+    Ownership(folder).release()  # nobody has it
 
 
 def test_check_reads_the_metrics_of_the_run_to_continue(capsys, tmp_path):
-    run_with(tmp_path, "damaged\n")
-    state = checkpoint(tmp_path / "r" / "checkpoints" / "step_00000003", json.dumps(STATE).encode())
-    arguments = ["model.path=/nowhere", "data.train=/nowhere", f"run.root={tmp_path}", f"run.resume={state}"]
-    assert main(["config", "check", *arguments, "run.name=r"]) == 2
+    run_with(tmp_path, 3, metrics="damaged\n")
+    arguments = ["config", "check", "model.path=/nowhere", "data.train=/nowhere", f"run.root={tmp_path}"]
+    assert main([*arguments, f"run.name={NAME}"]) == 2
     assert f"{METRICS}:1 is not valid JSON" in capsys.readouterr().err
-    assert main(["config", "check", *arguments, "run.name=other"]) == 0
+    assert main([*arguments, f"run.name={NAME}", "run.resume=none"]) == 0
+    state = checkpoint(tmp_path / "another", state_of(5))
+    assert main([*arguments, f"run.name={NAME}", f"run.resume={state}"]) == 2
+    assert main([*arguments, "run.name=other", f"run.resume={state}"]) == 0
 
 
-def test_a_run_without_metrics_has_none(tmp_path):
-    config = run_with(tmp_path, "")
-    (tmp_path / "r" / METRICS).unlink()
-    assert read_metrics(config, 2) is None
+def test_a_run_without_rows_has_none(tmp_path):
+    assert kept_rows(tmp_path / METRICS, 2) is None
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "file/below"])
 def test_a_folder_that_cannot_be_made(name, tmp_path):
     (tmp_path / "file").write_text("")
-    config = Config()
-    config.run.root, config.run.name = str(tmp_path), name
-    with pytest.raises(UserError, match="cannot be made"):
-        open_run_folder(config, 0)
+    config = config_of(tmp_path)
+    config.run.name = name
+    with pytest.raises(UserError, match="cannot be made"), open_run_folder(config, "train", print):
+        pass
+
+
+def test_a_new_run_moves_an_earlier_one_aside(tmp_path):
+    folder = run_with(tmp_path, 2, metrics=rows(1, 2))
+    for number, remains in ((1, rows(1, 2)), (2, rows(1))):
+        with open_run_folder(config_of(tmp_path, "none"), "train", print) as (directory, start):
+            assert (directory, start) == (str(folder), None)
+            assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "owner.json"]
+            (folder / METRICS).write_text(rows(1))
+        assert (tmp_path / f"{NAME}.{number}" / METRICS).read_text() == remains
+
+
+def test_the_model_is_not_moved_with_the_run_that_made_it(tmp_path):
+    folder = run_with(tmp_path, metrics=rows(1))
+    config = config_of(tmp_path, None)
+    config.model.path = f"{folder}/hf"
+    with pytest.raises(UserError, match=r"choose another run\.name"), open_run_folder(config, "train", print):
+        pass
+    assert (folder / METRICS).exists()
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from grpo_megatron.run.lock import Ownership
+ownership = Ownership(Path(sys.argv[1]))
+print("has it", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """Another process that owns the run's folder, as a subprocess.Popen."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / NAME)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, resume):
+    folder = run_with(tmp_path, 2, metrics=rows(1, 2, 3))
+    owned = (folder / "owner.json").read_bytes()
+    refusal = pytest.raises(UserError, match=f"another run writes to {folder} .*pid {owner.pid}")
+    with refusal, open_run_folder(config_of(tmp_path, resume), "train", print):
+        pass
+    assert (folder / METRICS).read_text() == rows(1, 2, 3)
+    assert (folder / "owner.json").read_bytes() == owned
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    owner.kill()  # as the kernel's, the lock goes with the process
+    owner.wait()
+    with open_run_folder(config_of(tmp_path, resume), "train", print) as (directory, _):
+        assert directory == str(folder)
+        with pytest.raises(UserError, match=f"pid {os.getpid()}"):
+            Ownership(folder)
+    Ownership(folder).release()
+
+
+def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(tmp_path, monkeypatch):
+    """Of two starts at the same time, the slower one must not end up as the owner of the folder that the other one moved."""
+    folder, lock, moved = tmp_path / NAME, fcntl.flock, []
+
+    def slow(file, kind):
+        if not moved:
+            moved.append(folder.rename(tmp_path / "moved"))
+        lock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    ownership = Ownership(folder)
+    assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
+    assert (tmp_path / "moved" / "owner.json").read_text() == ""
+    ownership.release()
+
+
+@pytest.mark.parametrize(
+    ("owner", "job", "refused"),
+    [
+        ({}, None, False),
+        ({"host": "here", "pid": os.getpid(), "started": psutil.Process().create_time()}, None, True),
+        ({"host": "here", "pid": os.getpid(), "started": 1.0}, None, False),  # the number was given to another process since
+        ({"host": "here", "pid": "?"}, None, False),
+        ({"host": "there", "pid": 1}, None, True),
+        ({"host": "there", "pid": 1, "Slurm job": "7"}, "7", False),  # started again elsewhere
+        ({"host": "there", "pid": 1, "Slurm job": "7"}, "8", True),
+    ],
+)
+def test_without_locks_the_owner_is_asked_for(owner, job, refused, tmp_path, monkeypatch, capsys):
+    def none(file, kind):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    folder = run_with(tmp_path)
+    (folder / "owner.json").write_text(json.dumps(owner) if owner else '{"half')
+    if refused:
+        with pytest.raises(UserError, match=r"another run writes .*; if that run has ended, delete .*owner\.json"):
+            Ownership(folder)
+        return
+    with open_run_folder(config_of(tmp_path), "train", print):
+        assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
+    assert "this file system has no locks" in capsys.readouterr().out
+    assert (folder / "owner.json").read_text() == ""

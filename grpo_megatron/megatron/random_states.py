@@ -1,0 +1,27 @@
+"""The states of a rank's random number generators, which are a checkpoint's in its own layout.
+
+Training draws no numbers as long as there is no dropout; a loss of a plugin may.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+
+def name() -> str:
+    """By which a checkpoint has those of this rank; another layout has other names."""
+    tp, pp = mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
+    return f"random_states.tp{tp}.pp{pp}.{dist.get_rank()}_{dist.get_world_size()}"
+
+
+def take() -> dict:
+    states = {"torch": torch.get_rng_state(), "megatron": dict(get_cuda_rng_tracker().get_states())}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def restore(states: dict) -> None:
+    torch.set_rng_state(states["torch"])
+    get_cuda_rng_tracker().set_states(states["megatron"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

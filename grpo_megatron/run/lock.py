@@ -1,0 +1,123 @@
+"""Who may write: one run at a time owns a run's folder, and a checkpoint that a run begins from is not deleted by another.
+
+The locks are the kernel's (flock): they go with the process that holds them, however it ends, and are not inherited by processes
+that it starts, because Python opens files so.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.run.manifest import MANIFEST
+
+_OWNER = "owner.json"
+
+
+class Ownership:
+    """Of a folder, which is made where it is not there, until `release`.
+
+    Raises UserError, with the owner, where another run has it, and OSError where the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path):
+        self.note = ""  # what is to be said of it
+        self._file = self._take(folder)
+        self._file.seek(0)
+        self._file.truncate()
+        json.dump(_self_description(), self._file)
+        self._file.flush()
+
+    def _take(self, folder: Path) -> IO[str]:
+        path = folder / _OWNER
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held for the run
+            except FileNotFoundError:
+                continue  # the folder was moved aside meanwhile
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _refuse(folder, _record(file))
+            except OSError as error:
+                record = _record(file)
+                if _may_live(record):
+                    _refuse(folder, record, f"; if that run has ended, delete {path}")
+                self.note = (
+                    f"{folder}: this file system has no locks ({error.strerror}), so a second run is known by {_OWNER} alone"
+                )
+            # Whoever else was about to begin may have moved the folder aside before the lock was had.
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+            file.close()
+
+    def release(self) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.close()
+
+
+def _refuse(folder: Path, record: dict[str, Any], advice: str = "") -> None:
+    known = ", ".join(f"{name} {value}" for name, value in record.items() if name != "started")
+    raise UserError(
+        f"another run writes to {folder} ({known or 'it is just starting'}): wait for its end, or choose another run.name{advice}"
+    )
+
+
+def _self_description() -> dict[str, Any]:
+    own = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    job = os.environ.get("SLURM_JOB_ID")
+    return own | {"started": psutil.Process().create_time()} | ({"Slurm job": job} if job else {})
+
+
+def _record(file: IO[str]) -> dict[str, Any]:
+    """Empty where the owner left none, or is just writing it."""
+    file.seek(0)
+    try:
+        found = json.load(file)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _may_live(record: dict[str, Any]) -> bool:
+    """Without locks: whether the owner may still be there. Of another host nothing is known, except that a job's processes have ended
+    when the job starts again."""
+    if not record:
+        return False
+    if record.get("host") == socket.gethostname():
+        try:
+            return psutil.Process(record.get("pid")).create_time() == record.get("started")
+        except (psutil.NoSuchProcess, TypeError, ValueError):
+            return False
+    job = os.environ.get("SLURM_JOB_ID")
+    return job is None or job != record.get("Slurm job")
+
+
+@contextmanager
+def in_use(checkpoint: Path) -> Iterator[None]:
+    """Within this context no run deletes the checkpoint to keep its number of them."""
+    with open(checkpoint / MANIFEST, "rb") as file:
+        with suppress(OSError):  # no locks here
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def is_in_use(checkpoint: Path) -> bool:
+    try:
+        with open(checkpoint / MANIFEST, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # no locks here, or no manifest: not a checkpoint that a run begins from
+    return False

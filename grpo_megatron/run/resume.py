@@ -1,0 +1,142 @@
+"""Where a run begins: which checkpoint, whether it is sound, and what is configured otherwise than it was."""
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from grpo_megatron.config.origins import leaves
+from grpo_megatron.config.schema import Config
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.json_files import read_object
+from grpo_megatron.paths import folder_problem, is_absent
+from grpo_megatron.run.checkpoints import ACTOR, STATE, folders, step_of
+from grpo_megatron.run.manifest import MANIFEST, DamagedCheckpoint, FileRecord, damage, read_manifest
+
+AUTO, ANEW = "auto", (None, "none")
+RESULT = "result.json"
+
+# What the driver of each command keeps beside the weights.
+_STATE = {
+    "train": ("step", "totals", "rollouts", "prompts", "algorithm", "trainer", "evaluations"),
+    "sft": ("step", "order", "tokens"),
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """state: the driver's. files: the ranks', by the path in `actor`. Sizes and the driver's state are known to be right; the
+    ranks' files are read by the ranks."""
+
+    folder: str
+    state: dict[str, Any]
+    files: dict[str, FileRecord]
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+    @property
+    def actor(self) -> str:
+        return str(Path(self.folder, ACTOR).absolute())
+
+    def __str__(self) -> str:
+        return self.folder
+
+
+def open_checkpoint(folder: str | Path, command: str) -> Checkpoint:
+    """command: train or sft, which is to continue from it.
+
+    Raises UserError for what is no checkpoint, or one of the other command, and DamagedCheckpoint for a damaged one.
+    """
+    root = Path(folder)
+    if folder_problem(root):
+        raise UserError(f"run.resume={folder} {folder_problem(root)}; it must be a checkpoint's folder")
+    if is_absent(root / MANIFEST) or root.name.endswith(".partial"):
+        raise DamagedCheckpoint(
+            f"run.resume={folder} is not a whole checkpoint (it needs {MANIFEST}), or one of an earlier version, which had none"
+        )
+    files = read_manifest(root)
+    actor = {name.removeprefix(f"{ACTOR}/"): record for name, record in files.items() if name.startswith(f"{ACTOR}/")}
+    if not actor or STATE not in files:
+        raise UserError(f"run.resume={folder} is no checkpoint of a run: {MANIFEST} names no {STATE} or nothing in {ACTOR}/")
+    if found := damage(root, files, [STATE]):
+        raise DamagedCheckpoint(f"{found[0]}; the checkpoint is damaged")
+    return Checkpoint(str(folder), _read_state(root / STATE, command), actor)
+
+
+def _read_state(path: Path, command: str) -> dict[str, Any]:
+    values = read_object(path)
+    absent = [key for key in _STATE[command] if key not in values]
+    if absent:
+        raise UserError(
+            f"{path} has no {', '.join(absent)}: this is no checkpoint of `{command}`, or of another version; run.resume=none "
+            "starts anew, another run.name leaves it alone"
+        )
+    step = values["step"]
+    if type(step) is not int or step < 0:
+        raise UserError(f"{path}: step must be the number of a step, is {shortened(repr(step))}; the checkpoint is damaged")
+    return values
+
+
+def newest_checkpoint(
+    root: Path,
+    command: str,
+    say: Callable[[str], None],
+    above: int = 0,
+    passed_over: Collection[str] = (),
+    instead: Checkpoint | None = None,
+) -> Checkpoint | None:
+    """The newest sound checkpoint under a run's folder of them, of a step `above` this; without any, what is given `instead`.
+
+    say: shows a line for each damaged one, which is passed over as those of `passed_over` are, which are known to be damaged.
+    Raises UserError for one of the other command, and where all are damaged and there is nothing instead: to begin anew without
+    a word would throw away what the run has learned.
+    """
+    damaged = 0
+    for folder in reversed(folders(root)):
+        if step_of(folder) <= above:
+            break
+        if str(folder) not in passed_over:
+            try:
+                return open_checkpoint(folder, command)
+            except DamagedCheckpoint as error:
+                say(f"passed over: {error}")
+        damaged += 1
+    if damaged and instead is None:
+        raise DamagedCheckpoint(
+            f"none of the {damaged} checkpoints in {root} is sound; run.resume=none starts anew, and keeps them"
+        )
+    return instead
+
+
+def finished_result(config: Config, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """What an earlier start of this command came out with, if it is to be continued and there is nothing left to do, which is said."""
+    path = Path(config.run.root, config.run.name, RESULT).absolute()
+    if config.run.resume != AUTO or is_absent(path):
+        return None
+    result = read_object(path)
+    step, wanted = result.get("step"), config.run.total_steps
+    if type(step) is not int or step < wanted:
+        return None
+    say(
+        f"{path.parent} is finished: it has made {step} steps of {wanted}; raise run.total_steps to go on, or run.resume=none starts anew"
+    )
+    return result
+
+
+def as_saved(config: Config) -> dict[str, Any]:
+    """The configuration as state.json has it."""
+    return json.loads(json.dumps(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)))
+
+
+def differences(checkpoint: Checkpoint, config: Config) -> list[str]:
+    """One line for each key that is configured otherwise than the run was that wrote the checkpoint."""
+    saved, now = (
+        {".".join(names): value for names, value in leaves(values)} for values in (checkpoint.state["config"], as_saved(config))
+    )
+    changed = [key for key in now if key != "run.resume" and key in saved and saved[key] != now[key]]
+    return [f"{key} is {now[key]}, was {saved[key]} in {checkpoint}" for key in changed]

@@ -1,0 +1,181 @@
+"""Which checkpoint a run begins from; a damaged one is never it."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from grpo_megatron.cli import main
+from grpo_megatron.commands import assemble
+from grpo_megatron.errors import UserError
+from grpo_megatron.run.checkpoints import NotWritten
+from grpo_megatron.run.folder import beginning, take_back
+from grpo_megatron.run.manifest import DamagedCheckpoint
+from grpo_megatron.run.resume import as_saved, differences, finished_result, open_checkpoint
+from tests.unit.run_folders import NAME, STATE, checkpoint, config_of, rows, run_with, state_of
+
+
+def test_a_whole_checkpoint_is_opened(tmp_path):
+    found = open_checkpoint(checkpoint(tmp_path / "c", state_of(3)), "train")
+    assert (found.step, found.state, list(found.files)) == (3, state_of(3), ["weights"])
+    assert found.actor == str(tmp_path / "c" / "actor")
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (b"", "is not valid JSON"),
+        (b"[1]", "expected a JSON object"),
+        (b"{}", "has no step, totals"),
+        ({**STATE, "step": "3"}, "step must be the number of a step"),
+        ({**STATE, "step": -1}, "step must be the number of a step"),
+        ({"step": 3, "order": {}, "tokens": 0}, "this is no checkpoint of `train`"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_one_message(state, said, capsys, tmp_path):
+    folder = checkpoint(tmp_path / "c", state)
+    with pytest.raises(UserError, match=r"state\.json") as caught:
+        open_checkpoint(folder, "train")
+    assert said in str(caught.value)
+    assert main(["config", "check", "model.path=/nowhere", "data.train=/nowhere", f"run.resume={folder}"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path):
+    for folder, said in ((tmp_path, "not a whole checkpoint"), (tmp_path / "none", "does not exist")):
+        with pytest.raises(UserError, match=said):
+            open_checkpoint(folder, "train")
+    with pytest.raises(UserError, match="not a whole checkpoint"):
+        open_checkpoint(checkpoint(tmp_path / "step_00000003.partial", state_of(3)), "train")
+
+
+def _half(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *((name, damage) for name in ("manifest.json", "state.json") for damage in (_half, _flip, os.unlink)),
+        ("actor/weights", _half),
+        ("actor/weights", os.unlink),
+        ("actor", shutil.rmtree),
+    ],
+)
+def test_a_damaged_one_is_passed_over_or_refused_by_name(name, damage, tmp_path):
+    folder, said = run_with(tmp_path, 2, 4), []
+    newest = folder / "checkpoints" / "step_00000004"
+    damage(newest / name)
+    assert beginning(config_of(tmp_path), "train", said.append).step == 2
+    assert len(said) == 1
+    assert str(newest) in said[0]
+    assert said[0].startswith("passed over: ")
+    with pytest.raises(DamagedCheckpoint, match=str(newest)):
+        beginning(config_of(tmp_path, str(newest)), "train", print)
+
+
+def test_where_all_are_damaged_nothing_begins(tmp_path):
+    folder = run_with(tmp_path, 2, 4)
+    for step in (2, 4):
+        _flip(folder / "checkpoints" / f"step_0000000{step}" / "state.json")
+    with pytest.raises(UserError, match=r"none of the 2 checkpoints .* is sound; run\.resume=none starts anew"):
+        beginning(config_of(tmp_path), "train", print)
+    assert beginning(config_of(tmp_path, "none"), "train", print) is None
+
+
+def test_without_checkpoints_it_is_a_new_run(tmp_path):
+    folder = run_with(tmp_path, metrics=rows(1))
+    (folder / "checkpoints" / "step_00000002.partial").mkdir(parents=True)
+    assert beginning(config_of(tmp_path), "train", print) is None
+
+
+def test_the_step_is_a_number_not_a_text(tmp_path):
+    run_with(tmp_path, 99_999_999, 100_000_000)
+    assert beginning(config_of(tmp_path), "train", print).step == 100_000_000
+
+
+class _Cluster:
+    def must_be_whole(self) -> None:
+        pass
+
+
+def attempts(tmp_path, resume, outcomes) -> list[int]:
+    """The steps that a run begins from, one attempt after the other. outcomes: of each, an exception or a result."""
+    config, begun = config_of(tmp_path, resume), []
+    start = beginning(config, "train", print)
+    place = assemble.Site(config, "train", str(tmp_path / NAME), start, _Cluster(), None, 0.0)
+
+    def attempt(site, checkpoint):
+        take_back(site.directory, checkpoint.step if checkpoint else 0)
+        begun.append(checkpoint.step if checkpoint else 0)
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        if callable(outcome):
+            outcome()
+            raise assemble.ProcessLost("a rank died")
+        return outcome
+
+    assemble.persist(place, attempt)
+    return begun
+
+
+def test_what_ranks_find_to_be_damaged_is_passed_over(tmp_path):
+    folder = run_with(tmp_path, 2, 4, 6)
+    assert attempts(tmp_path, "auto", [DamagedCheckpoint("6"), DamagedCheckpoint("4"), {}]) == [6, 4, 2]
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["step_00000002", "step_00000004.aside", "step_00000006.aside"]
+
+
+def test_a_restart_begins_from_what_was_saved_meanwhile(tmp_path):
+    folder = run_with(tmp_path, 2)
+
+    def save(step):
+        return lambda: checkpoint(folder / "checkpoints" / f"step_{step:08d}", state_of(step))
+
+    assert attempts(tmp_path, "auto", [save(4), assemble.ProcessLost("again"), {}]) == [2, 4, 4]
+
+
+def test_a_run_from_another_folder_does_not_take_its_own_earlier_course(tmp_path):
+    """It begins at step 5 of another run; its own folder has 2, and 8, of a course that this start leaves."""
+    folder = run_with(tmp_path, 2, 8)
+    other = checkpoint(tmp_path / "other", state_of(5))
+    assert attempts(tmp_path, str(other), [assemble.ProcessLost("before the first one"), {}]) == [5, 5]
+    assert (folder / "checkpoints" / "step_00000008.aside").is_dir()
+    with pytest.raises(DamagedCheckpoint):  # named by the user, so nothing else takes its place
+        attempts(tmp_path, str(other), [DamagedCheckpoint("other")])
+
+
+def test_a_failed_save_is_not_tried_again_by_a_restart(tmp_path):
+    with pytest.raises(NotWritten):
+        attempts(tmp_path, "auto", [NotWritten("full")])
+
+
+def test_what_is_configured_otherwise_is_said(tmp_path):
+    config = config_of(tmp_path)
+    start = open_checkpoint(checkpoint(tmp_path / "c", state_of(3) | {"config": as_saved(config)}), "train")
+    assert differences(start, config) == []
+    config.optimizer.lr, config.data.train, config.run.resume = 0.5, ["a", "b"], "none"
+    assert differences(start, config) == [
+        f"data.train is ['a', 'b'], was None in {tmp_path}/c",
+        f"optimizer.lr is 0.5, was {config_of(tmp_path).optimizer.lr} in {tmp_path}/c",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("result", "resume", "finished"),
+    [({"step": 100}, "auto", True), ({"step": 99}, "auto", False), ({"step": 100}, "none", False), ({}, "auto", False)],
+)
+def test_a_finished_run_ends_at_once(result, resume, finished, tmp_path, capsys):
+    folder = run_with(tmp_path)
+    (folder / "result.json").write_text(json.dumps(result))
+    config = config_of(tmp_path, resume)
+    assert (finished_result(config, print) == result) is finished
+    assert ("is finished" in capsys.readouterr().out) is finished
