@@ -4,9 +4,11 @@
 class UserError(Exception):
     """Wrong input, configuration or environment: one message that says what to do.
 
-    The command line prints the message without a traceback and exits with status 2. Anything that
+    The command line prints the message without a traceback and exits with `exit_status`. Anything that
     is not a UserError is a defect of ours and keeps its traceback.
     """
+
+    exit_status = 2
 
 
 def shortened(text: object, length: int = 80) -> str:

@@ -19,6 +19,8 @@ _GRACE_SECONDS = 5.0
 class ProcessLost(UserError):
     """A trainer rank or an engine that the run needs is dead, or does not answer; another in its place could go on."""
 
+    exit_status = 3
+
 
 class ProcessDied(ProcessLost):
     """A trainer rank or an engine is gone; says which one, in what it was asked to do, and where its log is."""

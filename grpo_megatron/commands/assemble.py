@@ -15,6 +15,7 @@ from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.run.checkpoints import Checkpoints, actor_folder, newest_checkpoint, read_state
 from grpo_megatron.run.folder import open_run_folder, take_back
+from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.monitor import Monitor, say
 from grpo_megatron.run.turns import Turns
 from grpo_megatron.sglang.pool import EnginePool
@@ -76,6 +77,7 @@ class Site:
     checkpoint: str | None
     cluster: Cluster
     engines: EnginePool | None
+    guard: Guard
     started: float
 
     @property
@@ -102,7 +104,7 @@ class Site:
 
 
 @contextmanager
-def open_site(config: Config, command: str) -> Iterator[Site]:
+def open_site(config: Config, command: str, guard: Guard) -> Iterator[Site]:
     """Within this context Ray is up, and engines start, if `command` (train or sft) generates.
 
     The configuration has passed preflight.start.check_start. Raises UserError for a checkpoint or a folder that is not
@@ -115,10 +117,11 @@ def open_site(config: Config, command: str) -> Iterator[Site]:
     num_ranks = ParallelSizes.from_config(config.megatron).world_size
     with ExitStack() as cleanup:
         directory = open_run_folder(config, state["step"] if state else 0)
+        guard.entered(directory, config.run.grace, config.run.grace_usr1)
         say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
         if note := HFCheckpoint(config.model.path).note:
             say(note)
-        cluster = allocate(config, num_ranks, num_engines)
+        cluster = allocate(config, num_ranks, num_engines, guard=guard)
         cleanup.callback(cluster.close)
         engines = None
         if generates:
@@ -135,7 +138,7 @@ def open_site(config: Config, command: str) -> Iterator[Site]:
                 shared=config.cluster.placement == Placement.colocated,
             )
             cleanup.callback(engines.close)
-        yield Site(config, command, directory, config.run.resume, cluster, engines, started)
+        yield Site(config, command, directory, config.run.resume, cluster, engines, guard, started)
 
 
 @contextmanager
