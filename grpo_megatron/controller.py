@@ -75,7 +75,7 @@ class Controller:
             self.step += 1
             self.stop.step = self.step
             self.train_step()
-            if self.stop:
+            if self.stop.is_made:
                 self.ranks_turn()
                 self.stop.leave(self.saver, self.state_dict)
             last = self.step == self.config.run.total_steps

@@ -11,6 +11,12 @@ class UserError(Exception):
     exit_status = 2
 
 
+class ProcessLost(UserError):
+    """A process that the run needs is dead, or does not answer; another in its place could go on."""
+
+    exit_status = 3
+
+
 def shortened(text: object, length: int = 80) -> str:
     """What a user gave, as a message can quote it: at most `length` characters, the rest as `…`."""
     text = str(text)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_megatron.cluster.placement import Cluster, allocate
-from grpo_megatron.cluster.processes import ProcessLost
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
+from grpo_megatron.errors import ProcessLost
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.run.checkpoints import Checkpoints, actor_folder, newest_checkpoint, read_state

@@ -116,9 +116,9 @@ class DriverGuard(Guard):
                 self.leave(INTERRUPTED, f"interrupted; {outlook(self._folder)}")
             self._first_interrupt = self._first_interrupt or now
         grace = self._grace_usr1 if by == signal.SIGUSR1 else self._grace
-        if not self.stop or now + grace < self._deadline:
+        if not self.stop.is_made or now + grace < self._deadline:
             self._deadline = now + grace
-        if not self.stop:
+        if not self.stop.is_made:
             self.stop.signal = by
             if self.stop.step is None:
                 self.leave(

@@ -56,7 +56,7 @@ def _run(run: Run, examples: Sequence[Sample], stop: StopRequest) -> dict[str, A
         if step in (1, last) or step % _SHOWN_EVERY == 0:
             run.monitor.line(step, scalars, {"sft/loss_per_token": "loss", "actor/grad_norm": "grad norm"})
         state = partial(_state, step, order)
-        if stop:
+        if stop.is_made:
             stop.leave(run.saver, state)
         run.saver.after_step(step, state)
     return {"loss": metrics.get("sft/loss_per_token"), "tokens": tokens}

@@ -253,6 +253,12 @@ class Actor:
                     chosen = factor if share == 1.0 else torch.where(torch.rand_like(parameter) < share, factor, 1.0)
                     parameter.mul_(chosen)
 
+    def broken_weights(self) -> list[str]:
+        """Names of this rank's parameters that are not finite throughout. Collective."""
+        with self._settled_weights():
+            named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
+            return [name for name, parameter in named if not parameter.isfinite().all()]
+
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
         """Whose routing the policy follows in this pass; recording: it is the pass for the old log-probs."""
         replay = self.spec.moe.routing_replay

@@ -33,7 +33,8 @@ class StopRequest:
         self.signal: Signals | None = None
         self.step: int | None = None
 
-    def __bool__(self) -> bool:
+    @property
+    def is_made(self) -> bool:
         return self.signal is not None
 
     def leave(self, saver: Saver, state: Callable[[], dict[str, Any]]) -> None:

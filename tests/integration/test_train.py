@@ -235,7 +235,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
     saver.after_step(2, lambda: {"step": 2, "order": {}})  # completes the first
     os.kill(actor.group.ranks[1].pid, signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(ProcessDied, match=rf"trainer rank 1 of 2 died in `{call}`; its log is .*rank1.log"):
+    with pytest.raises(ProcessDied, match=rf"trainer rank 1 of 2 died in `{call}`.*; its log is .*rank1.log"):
         sync() if call == "weight_buckets" else actor.logprobs(batch, schedule(batch.lengths, 128))
     assert time.monotonic() - start < 30
     # The checkpoint that was being written meanwhile does not come to look complete; the one before it is.
