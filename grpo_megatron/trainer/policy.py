@@ -17,6 +17,7 @@ from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.config.schema import MegatronConfig
+from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.start import start_actor
 from grpo_megatron.metrics import Mean, Metrics, Sum, merge
