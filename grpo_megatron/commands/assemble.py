@@ -189,6 +189,7 @@ def persist(site: Site, attempt: Callable[[Site, str | None], Result]) -> Result
         try:
             return attempt(site, checkpoint)
         except ProcessLost as error:
+            site.guard.stop.must_not_be_made(site.directory)
             if restarts == site.config.run.max_restarts:
                 raise
             restarts += 1

@@ -19,11 +19,11 @@ from typing import Any
 
 import psutil
 
-from grpo_megatron.commands.keeper import INTERRUPTED, LOST, STOP_SIGNALS, outlook
+from grpo_megatron.commands.keeper import INTERRUPTED, LOST, STOP_SIGNALS
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.process_tree import adopt_orphans, kill_descendants
 from grpo_megatron.run.guard import Guard
-from grpo_megatron.run.stop import Stopped
+from grpo_megatron.run.stop import Stopped, outlook
 
 UNEXPECTED = 1
 # A signal to every process of a job reaches the driver twice, by the keeper too.
@@ -139,6 +139,7 @@ class DriverGuard(Guard):
         """End this process and all that descends from it, now. Returns only if it is ending already."""
         if self._ending.acquire(blocking=False):
             self._end(message)
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what other threads say to what follows is no news
             kill_descendants()
             os._exit(status)
 

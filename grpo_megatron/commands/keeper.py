@@ -14,8 +14,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from grpo_megatron.process_tree import adopt_orphans, kill_descendants, killed_for_memory
-from grpo_megatron.run.checkpoints import newest_checkpoint
-from grpo_megatron.run.stop import CONTINUES
+from grpo_megatron.run.stop import outlook
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPTED = 130
@@ -62,15 +61,17 @@ class _Keeper:
         if left:
             _say(f"error: these processes of the run do not end: {', '.join(left)}")
         if wait_status is None:
-            _say(f"interrupted; {self._outlook()}")
+            _say(f"interrupted; {outlook(self._folder)}")
             return INTERRUPTED
         if os.WIFSIGNALED(wait_status):
             number = os.WTERMSIG(wait_status)
-            _say(f"error: the driver (process {self._driver}) was killed by {self._named(number)}; {self._outlook()}")
+            _say(f"error: the driver (process {self._driver}) was killed by {self._named(number)}; {outlook(self._folder)}")
             return 128 + number
         status = os.WEXITSTATUS(wait_status)
         if status and not self._has_spoken:
-            _say(f"error: the driver (process {self._driver}) ended with status {status} and no message; {self._outlook()}")
+            _say(
+                f"error: the driver (process {self._driver}) ended with status {status} and no message; {outlook(self._folder)}"
+            )
             return LOST
         return status
 
@@ -118,15 +119,6 @@ class _Keeper:
         if killed_for_memory() > self._killed_for_memory:
             return f"{name}, as the kernel does when memory is short, and did meanwhile"
         return f"{name}, by hand or by a scheduler"
-
-    def _outlook(self) -> str:
-        return outlook(self._folder)
-
-
-def outlook(folder: str | None) -> str:
-    """What a run with this folder has reached: the end of a sentence."""
-    checkpoint = newest_checkpoint(f"{folder}/checkpoints") if folder else None
-    return f"its newest checkpoint is {checkpoint}, {CONTINUES}" if checkpoint else "it had no checkpoint yet"
 
 
 def _say(text: str) -> None:

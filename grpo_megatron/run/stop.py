@@ -5,7 +5,15 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, Protocol
 
-CONTINUES = "the same command continues"
+from grpo_megatron.run.checkpoints import newest_checkpoint
+
+_CONTINUES = "the same command continues"
+
+
+def outlook(folder: str | None) -> str:
+    """What the run with this folder has reached: the end of a sentence. None: it has no folder yet."""
+    checkpoint = newest_checkpoint(f"{folder}/checkpoints") if folder else None
+    return f"its newest checkpoint is {checkpoint}, {_CONTINUES}" if checkpoint else "it had no checkpoint yet"
 
 
 class Stopped(Exception):
@@ -42,5 +50,12 @@ class StopRequest:
         saver.save(self.step, state())
         saver.finish()
         raise Stopped(
-            f"stopped on request ({self.signal.name}) after step {self.step}, with a checkpoint in {saver.folder}; {CONTINUES}"
+            f"stopped on request ({self.signal.name}) after step {self.step}, with a checkpoint in {saver.folder}; {_CONTINUES}"
         )
+
+    def must_not_be_made(self, folder: str) -> None:
+        """Where a process was lost, which would be replaced: a scheduler may have ended it together with asking. Raises Stopped."""
+        if self.is_made:
+            raise Stopped(
+                f"stopped on request ({self.signal.name}) in step {self.step}, of which a process has ended too; {outlook(folder)}"
+            )
