@@ -21,6 +21,7 @@ import psutil
 
 from grpo_megatron.commands.keeper import INTERRUPTED, LOST, STOP_SIGNALS
 from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.paths import disk_is_full
 from grpo_megatron.process_tree import adopt_orphans, kill_descendants
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.stop import Stopped, outlook
@@ -38,8 +39,11 @@ def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
     except (UserError, Stopped) as error:
         status, message = error.exit_status, describe(error)
     except BaseException as error:
-        status, message = UNEXPECTED, guard.log.unexpected(error)
-    guard.finish(status, message)
+        if disk_is_full(error):
+            status, message = UserError.exit_status, guard.disk_is_full(error)
+        else:
+            status, message = UNEXPECTED, guard.log.unexpected(error)
+    guard.finish(message)
     return status
 
 
@@ -79,7 +83,12 @@ class DriverGuard(Guard):
         for descriptor in before:
             os.close(descriptor)
 
-    def finish(self, status: int, message: str | None) -> None:
+    def disk_is_full(self, error: BaseException) -> str:
+        """The message for a write that failed for it, wherever in a library. Not every such error knows the file."""
+        path = getattr(error, "filename", None) or self._folder
+        return f"error: no space left on the disk of {path}, or of a temporary folder; make room. {outlook(self._folder)}"
+
+    def finish(self, message: str | None) -> None:
         """The run has ended by itself. Does not return where the thread is ending it already: its message explains what failed here."""
         self._ending.acquire()
         self._end(message)

@@ -37,6 +37,7 @@ from grpo_megatron.metrics import Metrics, concrete, merge
 from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.entries import engine_stacks
 from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.paths import writing
 from grpo_megatron.run.checkpoints import SaveReport
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.buckets import Bucket, make_buckets
@@ -357,8 +358,11 @@ class Actor:
             yield from make_buckets(tensors, max_bytes, engine_stacks(self.entries.values()))
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
-        """Write an HF checkpoint, see `export.save_hf`. dtype: of the tensors; None keeps the training precision. Collective."""
-        with self._settled_weights():
+        """Write an HF checkpoint, see `export.save_hf`. dtype: of the tensors; None keeps the training precision. Collective.
+
+        Raises UserError for a disk that is full.
+        """
+        with writing(folder), self._settled_weights():
             dtype = dtype or self.model_spec.params_dtype
             export.save_hf(self.chunks, self.entries, self.spec.model_path, folder, dtype, self.adapters, self.spec.lora)
 
