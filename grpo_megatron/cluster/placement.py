@@ -93,9 +93,16 @@ def connect(address: str | None, num_slots: int) -> bool:
         common["num_cpus"] = max(num_slots, os.cpu_count() or 1)
     else:
         del common["include_dashboard"]
+    ray._private.worker.print_to_stdstream = _into_the_log  # there is no setting for it
     with _handlers_stay():
         ray.init(address=address or "local", **common)
     return not address
+
+
+def _into_the_log(data: dict, ignore_prefix: bool) -> None:
+    """What Ray prints on stdout of deaths, in paragraphs: we say it ourselves. Python's stderr may be a terminal, descriptor 2 is a log
+    where the run has a keeper."""
+    os.write(2, "".join(f"(ray) {line}\n" for line in data["lines"]).encode("utf-8", "backslashreplace"))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -106,8 +105,9 @@ class LiveRun:
             time.sleep(0.05)
         return value
 
-    def trains(self) -> bool:
-        return "\nstep " in self.output()
+    def steps(self) -> int:
+        """How many it has shown."""
+        return self.output().count("\nstep ")
 
     def output(self) -> str:
         return self._out.read_text(encoding="utf-8", errors="replace")
@@ -129,10 +129,3 @@ class LiveRun:
             with contextlib.suppress(psutil.Error):
                 names.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
         return names
-
-
-def expected(role: str, number: int) -> set[int]:
-    """Exit statuses, as cli.py documents them, for a signal to this process of a run with run.max_restarts=0."""
-    if role == "driver":
-        return {75} if number != signal.SIGKILL else {128 + signal.SIGKILL}
-    return {3}
