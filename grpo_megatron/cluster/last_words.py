@@ -9,6 +9,7 @@ from grpo_megatron.process_tree import killed_for_memory
 
 _LINES = 3
 _TAIL_BYTES = 20_000
+_BAR = re.compile(r"\d+%.*\d+/\d+ \[")  # of tqdm
 # Python's faulthandler, which Ray turns on in its workers, names the signal of a crash so; the stack comes behind it.
 _CRASH = "Fatal Python error: "
 _killed_before = killed_for_memory()
@@ -16,26 +17,26 @@ _killed_before = killed_for_memory()
 
 def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]:
     """(how it ended, at most three lines). error: as Ray reported the death. The lines are those from a crash on, or else the log's last
-    ones; without warnings, which every import writes."""
+    ones; without what every start writes."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return _how(error, ""), ["(the log cannot be read from here)"]
-    lines = without_warnings(text.splitlines())
+    lines = worth_showing(text.splitlines())
     crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
     chosen = lines[-_LINES:] if crash is None else lines[crash : crash + _LINES]
     return _how(error, "" if crash is None else lines[crash]), [shortened(line, 300) for line in chosen]
 
 
-def without_warnings(lines: list[str]) -> list[str]:
-    """Neither empty lines, nor warnings with the line of source that Python prints below each."""
+def worth_showing(lines: list[str]) -> list[str]:
+    """Neither empty lines, nor progress bars, nor warnings with the line of source that Python prints below each."""
     kept, below_warning = [], False
     for line in lines:
         if "warn" in line.lower():
             below_warning = True
-        elif line.strip() and not (below_warning and line.startswith(" ")):
+        elif line.strip() and not _BAR.search(line) and not (below_warning and line.startswith(" ")):
             kept.append(line)
             below_warning = False
     return kept

@@ -6,9 +6,10 @@ from ray.exceptions import ActorDiedError, RayError
 from grpo_megatron.cluster import last_words
 from grpo_megatron.cluster.processes import Process
 
-WARNINGS = """\
+NOISE = """\
 /site-packages/torchvision/io/image.py:13: UserWarning: Failed to load image Python extension
   warn(
+Multi-thread loading shards: 100% Completed | 1/1 [00:00<00:00, 840.04it/s]
 W1122 21:34:11 torch/utils: warning: something is old
 
 """
@@ -29,10 +30,10 @@ BROKEN = (
 @pytest.mark.parametrize(
     ("log", "report", "how", "lines"),
     [
-        (WARNINGS, BROKEN, "by SIGKILL, as it seems: by hand", []),
-        (WARNINGS + "one\ntwo\nthree\nfour\n" + WARNINGS, BROKEN, "by SIGKILL", ["two", "three", "four"]),
+        (NOISE, BROKEN, "by SIGKILL, as it seems: by hand", []),
+        (NOISE + "one\ntwo\nthree\nfour\n" + NOISE, BROKEN, "by SIGKILL", ["two", "three", "four"]),
         (
-            WARNINGS + CRASH + WARNINGS,
+            WARNINGS + CRASH + NOISE,
             BROKEN,
             "(Segmentation fault)",
             [
