@@ -33,7 +33,7 @@ BROKEN = (
         (NOISE, BROKEN, "by SIGKILL, as it seems: by hand", []),
         (NOISE + "one\ntwo\nthree\nfour\n" + NOISE, BROKEN, "by SIGKILL", ["two", "three", "four"]),
         (
-            WARNINGS + CRASH + NOISE,
+            NOISE + CRASH + NOISE,
             BROKEN,
             "(Segmentation fault)",
             [
