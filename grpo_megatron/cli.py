@@ -1,26 +1,68 @@
-"""The command line: grpo-megatron train | sft | selftest | config | plan | doctor."""
+"""The command line: grpo-megatron train | sft | selftest | config | plan | doctor.
+
+Exit status:
+    0        done
+    1        an unexpected error, whose traceback is in the log that the message names; also: `config diff` found a difference,
+             `selftest` or `doctor` a fault
+    2        wrong input, configuration or environment (UserError): the message says what to do, the same command would fail again
+    3        a process that the run needs is lost (a rank, an engine, Ray's daemons), and could not be replaced
+    75       stopped on request (SIGINT, SIGTERM, SIGHUP, SIGUSR1): the same command continues
+    130      interrupted twice, and left at once
+    128 + N  the driver was killed by signal N
+"""
 
 import argparse
 import io
 import json
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 from grpo_megatron.commands import config as config_commands
 from grpo_megatron.commands import plan as plan_command
 from grpo_megatron.errors import UserError
+from grpo_megatron.run.guard import Guard
+from grpo_megatron.run.stop import Stopped
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 for a UserError (one message on stderr); 1 if `config diff` finds a difference, or selftest a fault."""
+    """arguments: None for those of this process. Only then a run gets a keeper (commands.keeper), and leaves nothing of it behind.
+
+    Returns the exit status.
+    """
+    options = _parse(arguments)
+    # Optional accelerator packages announce their absence at import, many times over.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
+    command = _command(options)
+    if arguments is None and options.command in _RUNS and sys.platform == "linux":
+        from grpo_megatron.commands.keeper import keep
+
+        return keep(partial(_drive, command))
+    try:
+        return command(Guard())
+    except (UserError, Stopped) as error:
+        print(error if isinstance(error, Stopped) else f"error: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def _drive(command, keeper) -> int:
+    from grpo_megatron.commands.driver import drive
+
+    return drive(command, keeper)
+
+
+_RUNS = {
+    "train": "GRPO training",
+    "sft": "supervised warm start",
+    "selftest": "do engine and trainer of a training run agree, and if not, why",
+}
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="grpo-megatron", description="GRPO post-training on Megatron-core and SGLang.")
     commands = parser.add_subparsers(dest="command", required=True)
-    runs = {
-        "train": "GRPO training",
-        "sft": "supervised warm start",
-        "selftest": "do engine and trainer of a training run agree, and if not, why",
-    }
-    for name, text in runs.items():
+    for name, text in _RUNS.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("--config", metavar="FILE", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
@@ -30,48 +72,46 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file's name need not be text that a terminal can show
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
+    """What the command does; of a guard, which runs need. Returns the exit status, or raises UserError or Stopped."""
     if options.command == "doctor":
-        from grpo_megatron.commands.doctor import doctor
-
-        return doctor()
-    # Optional accelerator packages announce their absence at import, many times over.
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
-    try:
-        if options.command == "config":
-            return config_commands.run(options)
-        if options.command == "plan":
-            return plan_command.run(options)
-        if options.command == "selftest":
-            return _selftest(options)
-        print(json.dumps(_run(options)))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return lambda guard: _doctor()
+    if options.command == "config":
+        return lambda guard: config_commands.run(options)
+    if options.command == "plan":
+        return lambda guard: plan_command.run(options)
+    return partial(_selftest if options.command == "selftest" else _train, options)
 
 
-def _selftest(options) -> int:
+def _doctor() -> int:
+    from grpo_megatron.commands.doctor import doctor
+
+    return doctor()
+
+
+def _selftest(options: argparse.Namespace, guard: Guard) -> int:
     from grpo_megatron.commands.selftest import as_json, selftest
     from grpo_megatron.preflight.load import load_config
 
-    verdict = selftest(load_config(options.config, options.overrides))
+    verdict = selftest(load_config(options.config, options.overrides), guard=guard)
     print(verdict.text())
     print(json.dumps(as_json(verdict)))
     return 0 if verdict.passed else 1
 
 
-def _run(options) -> dict:
+def _train(options: argparse.Namespace, guard: Guard) -> int:
     from grpo_megatron.preflight.load import load_config
 
     config = load_config(options.config, options.overrides, options.command)
     if options.command == "sft":
-        from grpo_megatron.commands.sft import sft
-
-        return sft(config)
-    from grpo_megatron.commands.train import train
-
-    return train(config)
+        from grpo_megatron.commands.sft import sft as run
+    else:
+        from grpo_megatron.commands.train import train as run
+    print(json.dumps(run(config, guard)))
+    return 0
 
 
 if __name__ == "__main__":

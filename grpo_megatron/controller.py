@@ -24,6 +24,7 @@ from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
 from grpo_megatron.run.checkpoints import Checkpoints
 from grpo_megatron.run.monitor import Monitor
+from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.run.turns import State, Turns
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
@@ -47,11 +48,12 @@ class Controller:
         monitor: Monitor,
         turns: Turns | None = None,
         decode: Callable[[np.ndarray], str] | None = None,
+        stop: StopRequest | None = None,
     ):
         """prompts, weight_sync: None where recorded rollouts are replayed, which need neither.
 
         turns: where engines are on the ranks' devices; None: each have their own.
-        decode: token ids -> text, to show the tokens engine and trainer disagree about most.
+        decode: token ids -> text, to show the tokens engine and trainer disagree about most. stop: asked after each step.
         """
         self.config = config
         self.trainer, self.rollouts, self.prompts, self.weight_sync = trainer, rollouts, prompts, weight_sync
@@ -60,19 +62,24 @@ class Controller:
         self.loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=recomputed)
         self.correction = Correction.from_config(config.mismatch) if recomputed else None
         self.kl_controller = KLController.from_config(config.algorithm.kl_ctrl)
+        self.stop = stop or StopRequest()
         self.step = 0
         self.entropy: float | None = None  # mean over the last step's trained tokens
         self.totals = {"tokens": 0, "seconds": 0.0, "mismatch_max": 0.0}
         self.evaluations: dict[str, dict[str, float]] = {}  # before and after training
 
     def run(self) -> dict:
-        """Train to run.total_steps; returns evaluation before and after, and totals."""
+        """Train to run.total_steps; returns evaluation before and after, and totals. Raises Stopped after a step, if asked to stop."""
         self.sync_weights()
         if not self.evaluations:
             self.evaluations = dict.fromkeys(("before", "after"), self.evaluate())
         while self.step < self.config.run.total_steps:
             self.step += 1
+            self.stop.step = self.step
             self.train_step()
+            if self.stop.is_made:
+                self.ranks_turn()
+                self.stop.leave(self.saver, self.state_dict)
             last = self.step == self.config.run.total_steps
             if last or (self.config.eval.every and self.step % self.config.eval.every == 0):
                 self.evaluations["after"] = self.evaluate()

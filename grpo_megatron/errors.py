@@ -4,9 +4,17 @@
 class UserError(Exception):
     """Wrong input, configuration or environment: one message that says what to do.
 
-    The command line prints the message without a traceback and exits with status 2. Anything that
+    The command line prints the message without a traceback and exits with `exit_status`. Anything that
     is not a UserError is a defect of ours and keeps its traceback.
     """
+
+    exit_status = 2
+
+
+class ProcessLost(UserError):
+    """A process that the run needs is dead, or does not answer; another in its place could go on."""
+
+    exit_status = 3
 
 
 def shortened(text: object, length: int = 80) -> str:

@@ -1,8 +1,13 @@
 """Is there, at a path that a user gave, what it was given for; and making what was written there last."""
 
+import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from grpo_megatron.errors import UserError
 
 
 def file_problem(path: str | Path) -> str | None:
@@ -63,3 +68,27 @@ def replace_text(path: Path, text: str) -> None:
     new.write_text(text, encoding="utf-8")
     sync_to_disk(new)
     new.replace(path)
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turns what the disk says into a UserError that names `path`; what else is raised goes through."""
+    try:
+        yield
+    except Exception as error:
+        full = disk_is_full(error)
+        if not (full or isinstance(error, OSError)):
+            raise
+        reason = os.strerror(errno.ENOSPC) if full else getattr(error, "strerror", None) or error
+        what = "make room and call the same command again, which continues" if full else "is the disk writable, and in order?"
+        raise UserError(f"{path} cannot be written: {reason}; {what}") from error
+
+
+def disk_is_full(error: BaseException | None) -> bool:
+    """Whether this, or what was being handled when it was raised, is about a disk without space."""
+    while error is not None:
+        # safetensors writes in Rust, whose errors are texts.
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -25,8 +25,9 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.paths import is_absent
+from grpo_megatron.planner.advice import checked_plan
+from grpo_megatron.planner.time import Lengths
 from grpo_megatron.preflight.check import check
-from grpo_megatron.preflight.memory_estimate import estimate
 
 # Where Dockerfile and apptainer.def install.
 IN_IMAGE = "/opt/grpo_megatron/.venv/bin"
@@ -180,19 +181,11 @@ def memory_problems(config: Config, architecture: str | None, command: str) -> t
         return [], ["memory: the arithmetic is of training the whole model, not of adapters"]
     if is_absent(folder):
         return [], [f"memory: {folder} is not a folder here; --architecture names one with the model's config.json"]
-    found, card = estimate(config, read_architecture(folder)), GPUS[cluster.gpu].memory
-    if found.peak <= card:
-        return [], []
-    moments = {
-        "training": found.training,
-        "optimizer step": found.stepping,
-        "weight sync": found.syncing,
-        "generation": found.serving,
-    }
-    larger = ", ".join(f"{moment} {size / 1e9:.0f} GB" for moment, size in moments.items() if size > card)
-    return [
-        f"the memory of cluster.gpu={cluster.gpu} is {card / 1e9:.0f} GB, and this needs more ({larger}); see docs/recipes.md"
-    ], []
+    try:
+        checked_plan(config, read_architecture(folder), Lengths.given(config), with_sync=False)
+    except UserError as error:  # it says what would fit
+        return [str(error)], []
+    return [], []
 
 
 def cpu_slots(config: Config, command: str) -> int:

@@ -15,6 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from grpo_megatron.errors import UserError
+from grpo_megatron.preflight.load import load_config
+
 TOOLS = Path(__file__).resolve().parent
 CONFIGS = TOOLS.parent / "configs"
 CLI = ("-m", "grpo_megatron.cli")
@@ -27,15 +30,23 @@ def call(title: str, *command: str) -> None:
         sys.exit(f"quickstart: {title} failed with exit status {status}")
 
 
-def prepare(root: str, seed: str) -> list[str]:
-    """Make task and model under `root` and warm the model up; the arguments of a GRPO run on them."""
+def prepare(root: str, seed: str) -> None:
+    """Make task and model under `root`, and warm the model up."""
     data, model = f"{root}/quickstart_data", f"{root}/quickstart_model"
     call("task: two-digit sums", str(TOOLS / "make_arithmetic.py"), data, "--seed", seed)
     call("a tiny Qwen3", str(TOOLS / "make_tiny_model.py"), model, "--seed", seed)
-    common = [f"run.root={root}", f"run.seed={seed}", "run.resume=none"]
-    paths = [f"model.path={model}", f"data.train={data}/sft.jsonl"]
-    call("warm start on a noisy teacher", *CLI, "sft", "--config", str(CONFIGS / "quickstart_sft.yaml"), *common, *paths)
-    return [*common, f"model.path={root}/quickstart_sft/hf", f"data.train={data}/train.jsonl", f"data.eval={data}/eval.jsonl"]
+    paths = [*_common(root, seed), f"model.path={model}", f"data.train={data}/sft.jsonl"]
+    call("warm start on a noisy teacher", *CLI, "sft", "--config", str(CONFIGS / "quickstart_sft.yaml"), *paths)
+
+
+def _common(root: str, seed: str) -> list[str]:
+    return [f"run.root={root}", f"run.seed={seed}", "run.resume=none"]
+
+
+def grpo_arguments(root: str, seed: str) -> list[str]:
+    """Of a GRPO run on what `prepare` makes."""
+    data = [f"data.{name}={root}/quickstart_data/{name}.jsonl" for name in ("train", "eval")]
+    return [*_common(root, seed), f"model.path={root}/quickstart_sft/hf", *data]
 
 
 def show(warm: dict, run: dict) -> None:
@@ -65,9 +76,14 @@ def main() -> None:
     moved = [text for text in options.overrides if text.startswith(("run.name", "run.root", "run.seed"))]
     if moved:
         parser.error(f"{', '.join(moved)}: use --root and --seed")
-    root = options.root
-    arguments = prepare(root, str(options.seed))
-    call("GRPO", *CLI, "train", "--config", str(CONFIGS / f"{options.config}.yaml"), *arguments, *options.overrides)
+    root, seed, file = options.root, str(options.seed), str(CONFIGS / f"{options.config}.yaml")
+    arguments = [*grpo_arguments(root, seed), *options.overrides]
+    try:
+        load_config(file, arguments)  # what is wrong is said now, not after the warm start
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+    prepare(root, seed)
+    call("GRPO", *CLI, "train", "--config", file, *arguments)
     warm, run = (
         json.loads(Path(root, name, "result.json").read_text(encoding="utf-8")) for name in ("quickstart_sft", options.config)
     )

@@ -7,6 +7,7 @@ starts; libraries that must be preloaded can be.
 """
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from itertools import groupby
@@ -22,6 +23,7 @@ from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.run.guard import Guard
 
 # A label of Ray's nodes: a node's place in the network, among the others'. slurm/train.sbatch sets it.
 NODE_ORDER = "node-order"
@@ -44,7 +46,7 @@ class Cluster:
     rank_slots: list[Slot]
     engine_slots: list[list[Slot]]  # one list per engine, a slot per TP rank in it
     gpu_share: float = 0.0
-    _started: bool = field(default=False, repr=False)
+    _guard: Guard | None = field(default=None, repr=False)  # who watches the Ray that this run has started
 
     def options(self, slot: Slot, env: dict[str, str], devices: list[int | None] | None = None) -> dict:
         """Ray actor options that bind a process to `slot`.
@@ -83,8 +85,8 @@ class Cluster:
 
     def close(self) -> None:
         remove_placement_group(self.group)
-        if self._started:
-            ray.shutdown()
+        if self._guard:
+            _end_ray(self._guard)
 
 
 def _loopback_alone() -> dict[str, str]:
@@ -98,24 +100,54 @@ def _loopback_alone() -> dict[str, str]:
 
 
 def connect(address: str | None, num_slots: int) -> bool:
-    """Join the Ray cluster at `address`, or start one here; True if this call started it."""
+    """Join the Ray cluster at `address`, or start one here; True if this call started it. Leaves all signal handlers as they are."""
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     common = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
-    if address:
+    if not address:
+        # Processes share the machine's cores, so slots, not cores, are what is counted here.
+        common["num_cpus"] = max(num_slots, os.cpu_count() or 1)
+        # Ray's name for listening on loopback alone; what it starts here, nobody else needs to reach.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    else:
         del common["include_dashboard"]
-        ray.init(address=address, **common)
-        return False
-    # Ray's name for listening on loopback alone; what it starts here, nobody else needs to reach.
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    # Processes share the machine's cores, so slots, not cores, are what is counted here.
-    ray.init(address="local", num_cpus=max(num_slots, os.cpu_count() or 1), **common)
-    return True
+    ray._private.worker.print_to_stdstream = _into_the_log  # there is no setting for it
+    with _handlers_stay():
+        ray.init(address=address or "local", **common)
+    return not address
 
 
-def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0) -> Cluster:
-    """Reserve slots for trainer ranks and engines.
+def _into_the_log(data: dict, ignore_prefix: bool) -> None:
+    """What Ray prints on stdout of deaths, in paragraphs: we say it ourselves. Python's stderr may be a terminal, descriptor 2 is a log
+    where the run has a keeper."""
+    os.write(2, "".join(f"(ray) {line}\n" for line in data["lines"]).encode("utf-8", "backslashreplace"))
+
+
+@contextmanager
+def _handlers_stay():
+    """ray.init takes SIGTERM for itself, at several moments; a request to stop that came later was lost."""
+    utils = ray._private.utils
+    setting = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = setting
+
+
+def _end_ray(guard: Guard) -> None:
+    guard.needs([])
+    ray.shutdown()
+
+
+def _daemons() -> list[psutil.Process]:
+    """Of the Ray that this process has started."""
+    return [child for child in psutil.Process().children() if child.name() in ("raylet", "gcs_server")]
+
+
+def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0, guard: Guard | None = None) -> Cluster:
+    """Reserve slots for trainer ranks and engines. guard: told what to watch, if this starts Ray.
 
     Colocated engines use the first ranks' slots; separate ones get their own. A tensor-parallel group of ranks is on one node, and
     so is an engine, unless it is larger than a node: then it has several to itself. Raises UserError if the cluster is too small,
@@ -124,7 +156,10 @@ def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 
     engine_tp = config.rollout.engine.tensor_parallel
     colocated = config.cluster.placement == Placement.colocated
     total = max(num_ranks, num_engines * engine_tp) if colocated else num_ranks + num_engines * engine_tp
+    guard = guard or Guard()
     started = connect(config.cluster.ray_address, total)
+    if started:
+        guard.needs(_daemons())
     kind = "GPU" if ray.cluster_resources().get("GPU", 0) else "CPU"
     group = None
     try:
@@ -144,13 +179,13 @@ def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 
         if group is not None:
             remove_placement_group(group)
         if started:
-            ray.shutdown()
+            _end_ray(guard)
         raise
     rank_part, engine_part = _sorted(slots[: len(wanted.ranks)]), _sorted(slots[len(wanted.ranks) :])
     of_engines = engine_part or rank_part
     engines = [of_engines[number * engine_tp : (number + 1) * engine_tp] for number in range(num_engines)]
     rank_slots = neighbouring_stages(rank_part[:num_ranks], ParallelSizes.from_config(config.megatron), per_node)
-    return Cluster(group, rank_slots, engines, gpu_share=0.45 if colocated else 1.0, _started=started)
+    return Cluster(group, rank_slots, engines, gpu_share=0.45 if colocated else 1.0, _guard=guard if started else None)
 
 
 def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:

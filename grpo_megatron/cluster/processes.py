@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from grpo_megatron.errors import UserError
+from grpo_megatron.cluster.last_words import last_words
+from grpo_megatron.errors import ProcessLost, UserError
 
 logger = logging.getLogger(__name__)
 # How long a failure may wait for the news that another process died, which is then its cause.
 _GRACE_SECONDS = 5.0
-
-
-class ProcessLost(UserError):
-    """A trainer rank or an engine that the run needs is dead, or does not answer; another in its place could go on."""
 
 
 class ProcessDied(ProcessLost):
@@ -30,16 +27,10 @@ class Process(NamedTuple):
     name: str
     log: str
 
-    def died(self, call: str) -> ProcessDied:
-        """The error for this process's death in `call`, with the end of its log."""
-        return ProcessDied(f"{self.name} died in `{call}`; its log is {self.log}\n{self._end_of_log()}")
-
-    def _end_of_log(self, lines: int = 15) -> str:
-        try:
-            with open(self.log, encoding="utf-8", errors="replace") as file:
-                return "".join(f"  | {line}" for line in file.readlines()[-lines:])
-        except OSError:
-            return "  (the log cannot be read from here)"
+    def died(self, call: str, error: RayActorError | None = None) -> ProcessDied:
+        """The error for this process's death in `call`, which Ray reported so; with the end of its log: at most five lines."""
+        how, lines = last_words(self.log, error)
+        return ProcessDied("\n  | ".join([f"{self.name} died in `{call}`{how}; its log is {self.log}", *lines]))
 
 
 def redirect_output(path: str) -> None:
@@ -97,7 +88,7 @@ def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
     try:
         return ray.get(reference)
     except RayActorError as error:
-        raise process.died(call) from error
+        raise process.died(call, error) from error
     except RayTaskError as error:
         if isinstance(error.cause, UserError):
             raise error.cause from None

@@ -9,7 +9,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import ProcessLost, UserError
+from grpo_megatron.process_tree import end_with_parent
 
 # What a worker may take to start: a spawned interpreter and the imports of what it runs.
 _START_SECONDS = 120.0
@@ -56,7 +57,7 @@ class WorkerPool:
         try:
             yield
         except BrokenProcessPool as error:
-            raise UserError(self._died) from error
+            raise ProcessLost(self._died) from error
         except asyncio.TimeoutError as error:
             self._kill()
             raise UserError(
@@ -66,7 +67,7 @@ class WorkerPool:
     async def finished(self, future: Future):
         """The result of a future of `submit`, waited for at most the time limits of everything queued.
 
-        Raises UserError as the work does, or if it cannot be interrupted, or if its process died.
+        Raises UserError as the work does, or if it cannot be interrupted, or ProcessLost if its process died.
         """
         with self._clear_errors():
             return await asyncio.wait_for(asyncio.wrap_future(future), self._longest())
@@ -82,4 +83,5 @@ class WorkerPool:
 
 def _start(initializer: Callable, *arguments) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which closes the pool
+    end_with_parent()  # a pool's processes wait for work for ever otherwise
     initializer(*arguments)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_megatron.cluster.placement import Cluster, allocate
-from grpo_megatron.cluster.processes import ProcessLost
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
+from grpo_megatron.errors import ProcessLost
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.paths import replace_text
-from grpo_megatron.run.checkpoints import Checkpoints
-from grpo_megatron.run.folder import CHECKPOINTS, open_run_folder, take_back
+from grpo_megatron.run.checkpoints import CHECKPOINTS, Checkpoints
+from grpo_megatron.run.folder import open_run_folder, take_back
+from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint
 from grpo_megatron.run.monitor import Monitor, say
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, as_saved, differences, newest_checkpoint
@@ -81,6 +82,7 @@ class Site:
     checkpoint: Checkpoint | None
     cluster: Cluster
     engines: EnginePool | None
+    guard: Guard
     started: float
     damaged: set[str] = field(default_factory=set)
 
@@ -111,7 +113,7 @@ class Site:
 
 
 @contextmanager
-def open_site(config: Config, command: str) -> Iterator[Site]:
+def open_site(config: Config, command: str, guard: Guard) -> Iterator[Site]:
     """Within this context Ray is up, and engines start, if `command` (train or sft) generates.
 
     The configuration has passed preflight.start.check_start. Raises UserError for a checkpoint or a folder that is not
@@ -123,12 +125,13 @@ def open_site(config: Config, command: str) -> Iterator[Site]:
     num_ranks = ParallelSizes.from_config(config.megatron).world_size
     with ExitStack() as cleanup:
         directory, checkpoint = cleanup.enter_context(open_run_folder(config, command, say))
+        guard.entered(directory, config.run.grace, config.run.grace_usr1)
         for line in [f"continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []:
             say(line)
         say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
         if note := HFCheckpoint(config.model.path).note:
             say(note)
-        cluster = allocate(config, num_ranks, num_engines)
+        cluster = allocate(config, num_ranks, num_engines, guard=guard)
         cleanup.callback(cluster.close)
         engines = None
         if generates:
@@ -145,7 +148,7 @@ def open_site(config: Config, command: str) -> Iterator[Site]:
                 shared=config.cluster.placement == Placement.colocated,
             )
             cleanup.callback(engines.close)
-        yield Site(config, command, directory, checkpoint, cluster, engines, started)
+        yield Site(config, command, directory, checkpoint, cluster, engines, guard, started)
 
 
 @contextmanager
@@ -208,6 +211,7 @@ def persist(site: Site, attempt: Callable[[Site, Checkpoint | None], Result]) ->
             say(f"continues from {checkpoint}")
             site.recover()
         except ProcessLost as error:
+            site.guard.stop.must_not_be_made(site.directory)
             if restarts == site.config.run.max_restarts:
                 raise
             restarts += 1

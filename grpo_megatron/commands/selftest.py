@@ -20,6 +20,7 @@ from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, Lr
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.manager import StaleWeights
+from grpo_megatron.run.guard import Guard
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.weight_probe import TRAINER_DTYPES, served_dtype, tolerance
@@ -350,9 +351,9 @@ def investigate(controller: SelftestController, engines: EnginePool) -> Verdict:
         return Verdict(explanations=[f"weight version: {error}"])
 
 
-def selftest(config: Config, steps: int = 3) -> Verdict:
+def selftest(config: Config, steps: int = 3, guard: Guard | None = None) -> Verdict:
     """config: of a training run; steps: of the loop. Writes selftest.json into the run's folder."""
-    with assembled_loop(selftest_config(config, steps), SelftestController) as (controller, run):
+    with assembled_loop(selftest_config(config, steps), SelftestController, guard) as (controller, run):
         verdict = investigate(controller, run.engines)
         Path(f"{run.directory}/selftest.json").write_text(json.dumps(as_json(verdict), indent=2), encoding="utf-8")
     return verdict

@@ -1,6 +1,7 @@
 """`grpo-megatron sft`: supervised warm start. The same trainer, with another loss."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from grpo_megatron.algorithm.losses import CrossEntropyLoss
@@ -14,16 +15,18 @@ from grpo_megatron.data import EpochOrder, PromptTokenizer
 from grpo_megatron.data.examples import load_examples
 from grpo_megatron.metrics import to_floats
 from grpo_megatron.preflight.start import check_start
+from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.monitor import say
 from grpo_megatron.run.resume import Checkpoint, finished_result
+from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.trainer.mini_batch import partition
 
 # Steps between two lines on the terminal.
 _SHOWN_EVERY = 50
 
 
-def sft(config: Config) -> dict[str, Any]:
-    """Fine-tune on prompt/response pairs and export the model; returns what came out."""
+def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
+    """Fine-tune on prompt/response pairs and export the model; returns what came out. Raises Stopped if asked to stop."""
     if result := finished_result(config, say):
         return result
     check_start(config, "sft")
@@ -31,13 +34,13 @@ def sft(config: Config) -> dict[str, Any]:
 
     def attempt(site: Site, checkpoint: Checkpoint | None) -> dict[str, Any]:
         with assemble(site, checkpoint) as run:
-            return run.finish(_run(run, examples))
+            return run.finish(_run(run, examples, site.guard.stop))
 
-    with open_site(config, "sft") as site:
+    with open_site(config, "sft", guard or Guard()) as site:
         return persist(site, attempt)
 
 
-def _run(run: Run, examples: Sequence[Sample]) -> dict[str, Any]:
+def _run(run: Run, examples: Sequence[Sample], stop: StopRequest) -> dict[str, Any]:
     """Train to run.total_steps; returns the last loss and the tokens of all steps."""
     config = run.config
     order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
@@ -46,6 +49,7 @@ def _run(run: Run, examples: Sequence[Sample]) -> dict[str, Any]:
     metrics: dict[str, float] = {}
     tokens, last = run.state["tokens"] if run.state else 0, config.run.total_steps
     for step in range(run.resumed + 1, last + 1):
+        stop.step = step
         run.monitor.start_step()
         with run.monitor.phases("prepare"):
             batch, plan = next_batch(config, examples, order, run.trainer.cost_model)
@@ -55,9 +59,15 @@ def _run(run: Run, examples: Sequence[Sample]) -> dict[str, Any]:
         scalars = run.monitor.finish_step(step, metrics, batch.num_tokens)
         if step in (1, last) or step % _SHOWN_EVERY == 0:
             run.monitor.line(step, scalars, {"sft/loss_per_token": "loss", "actor/grad_norm": "grad norm"})
-        state = {"step": step, "order": order.state_dict(), "tokens": tokens}
-        run.saver.after_step(state if run.saver.is_due(step, last=step == last) else None)
+        state = partial(_state, step, order, tokens)
+        if stop.is_made:
+            stop.leave(run.saver, state)
+        run.saver.after_step(state() if run.saver.is_due(step, last=step == last) else None)
     return {"step": max(run.resumed, last), "loss": metrics.get("sft/loss_per_token"), "tokens": tokens}
+
+
+def _state(step: int, order: EpochOrder, tokens: int) -> dict[str, Any]:
+    return {"step": step, "order": order.state_dict(), "tokens": tokens}
 
 
 def next_batch(

@@ -19,8 +19,10 @@ from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
+from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.monitor import say
 from grpo_megatron.run.resume import Checkpoint, finished_result
+from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.trainer.weight_probe import WeightProbe
 from grpo_megatron.weights.sync.interface import Transport
 from grpo_megatron.weights.sync.plan import Layouts
@@ -71,7 +73,11 @@ class _Data:
 
 @contextmanager
 def _loop(
-    site: Site, data: _Data, checkpoint: Checkpoint | None, controller_class: type[Controller] = Controller
+    site: Site,
+    data: _Data,
+    checkpoint: Checkpoint | None,
+    controller_class: type[Controller] = Controller,
+    stop: StopRequest | None = None,
 ) -> Iterator[tuple[Controller, Run]]:
     """One attempt, which begins at the checkpoint."""
     config, prompts = site.config, data.prompts()
@@ -102,6 +108,7 @@ def _loop(
             run.monitor,
             run.turns,
             data.tokenizer.decode_all,
+            stop,
         )
         if run.state:
             controller.load_state_dict(run.state)
@@ -109,24 +116,26 @@ def _loop(
 
 
 @contextmanager
-def assembled_loop(config: Config, controller_class: type[Controller] = Controller) -> Iterator[tuple[Controller, Run]]:
-    """The whole GRPO loop, ready to run: a controller with all that it calls."""
+def assembled_loop(
+    config: Config, controller_class: type[Controller] = Controller, guard: Guard | None = None
+) -> Iterator[tuple[Controller, Run]]:
+    """The whole GRPO loop, ready to run: a controller with all that it calls. It saves nothing when it is asked to stop."""
     check_start(config, "train")
     data = _Data(config)
-    with open_site(config, "train") as site, _loop(site, data, site.checkpoint, controller_class) as loop:
+    with open_site(config, "train", guard or Guard()) as site, _loop(site, data, site.checkpoint, controller_class) as loop:
         yield loop
 
 
-def train(config: Config) -> dict[str, Any]:
-    """Run GRPO; returns (and writes to result.json in the run's folder) what came out."""
+def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
+    """Run GRPO; returns (and writes to result.json in the run's folder) what came out. Raises Stopped if asked to stop."""
     if result := finished_result(config, say):
         return result
     check_start(config, "train")
     data = _Data(config)
 
     def attempt(site: Site, checkpoint: Checkpoint | None) -> dict[str, Any]:
-        with _loop(site, data, checkpoint) as (controller, run):
+        with _loop(site, data, checkpoint, stop=site.guard.stop) as (controller, run):
             return run.finish(controller.run())
 
-    with open_site(config, "train") as site:
+    with open_site(config, "train", guard or Guard()) as site:
         return persist(site, attempt)

@@ -95,6 +95,21 @@ class RunConfig:
     max_restarts: int = option(
         3, "how often a run whose rank or engine died or hangs goes on from its newest checkpoint before it ends", at_least=0
     )
+    grace: float = option(
+        60.0,
+        "on SIGINT, SIGTERM or SIGHUP: how long the step that is being done, and a checkpoint, may still take before the run leaves "
+        "without them",
+        "seconds",
+        at_least=0,
+        at_most=LONGEST_WAIT,
+    )
+    grace_usr1: float = option(
+        540.0,
+        "as run.grace, on SIGUSR1, which a scheduler can send well before it ends a job",
+        "seconds",
+        at_least=0,
+        at_most=LONGEST_WAIT,
+    )
 
 
 @dataclass

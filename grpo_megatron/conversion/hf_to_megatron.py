@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, new_file, refuse_existing, writing
+from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, new_file, refuse_existing
 from grpo_megatron.conversion.pool import Progress, run
 from grpo_megatron.conversion.sources import COMPANIONS, WEIGHTS, Buffer
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
@@ -21,6 +21,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Piece, Shape
+from grpo_megatron.paths import writing
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.saved_model import SavedModel, clipped, rows_within
 from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, write_metadata

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, new_file, refuse_existing, writing
+from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, new_file, refuse_existing
 from grpo_megatron.conversion.pool import Progress, run
 from grpo_megatron.conversion.sources import COMPANIONS, Buffer, MegatronTensors, buckets, megatron_tensors, weights_folder
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
@@ -20,6 +20,7 @@ from grpo_megatron.json_files import read_object
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Shape
+from grpo_megatron.paths import writing
 from grpo_megatron.weights import fp8_blocks, hf_checkpoint
 from grpo_megatron.weights.file_bytes import write
 from grpo_megatron.weights.safetensors_file import Header

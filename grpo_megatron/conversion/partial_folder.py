@@ -1,6 +1,5 @@
 """A folder that is written aside, continued where an earlier attempt stopped, and put in place when it is whole."""
 
-import errno
 import fcntl
 import json
 import os
@@ -12,7 +11,7 @@ from typing import Any
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import read_object
-from grpo_megatron.paths import sync_to_disk
+from grpo_megatron.paths import sync_to_disk, writing
 
 _PLAN, _LOCK, _NOTES, _RESULT = "plan.json", "lock", "notes", "result"
 
@@ -106,17 +105,6 @@ def new_file(path: Path) -> Iterator[Any]:
             file.flush()
             os.fsync(file.fileno())
         aside.rename(path)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns what the disk says into a message."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "make room and call the same command again, which continues" if full else "is the disk writable, and in order?"
-        raise UserError(f"{path} cannot be written: {error.strerror or error}; {what}") from error
 
 
 def files_of(folder: str | Path, suffixes: tuple[str, ...]) -> list[list]:

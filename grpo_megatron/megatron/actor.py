@@ -37,6 +37,7 @@ from grpo_megatron.metrics import Metrics, concrete, merge
 from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.entries import engine_stacks
 from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.paths import writing
 from grpo_megatron.run.checkpoints import SaveReport
 from grpo_megatron.run.manifest import FileRecord
 from grpo_megatron.weights import hf_checkpoint
@@ -254,6 +255,12 @@ class Actor:
                     chosen = factor if share == 1.0 else torch.where(torch.rand_like(parameter) < share, factor, 1.0)
                     parameter.mul_(chosen)
 
+    def broken_weights(self) -> list[str]:
+        """Names of this rank's parameters that are not finite throughout. Collective."""
+        with self._settled_weights():
+            named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
+            return [name for name, parameter in named if not parameter.isfinite().all()]
+
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
         """Whose routing the policy follows in this pass; recording: it is the pass for the old log-probs."""
         replay = self.spec.moe.routing_replay
@@ -353,8 +360,11 @@ class Actor:
             yield from make_buckets(tensors, max_bytes, engine_stacks(self.entries.values()))
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
-        """Write an HF checkpoint, see `export.save_hf`. dtype: of the tensors; None keeps the training precision. Collective."""
-        with self._settled_weights():
+        """Write an HF checkpoint, see `export.save_hf`. dtype: of the tensors; None keeps the training precision. Collective.
+
+        Raises UserError for a disk that is full.
+        """
+        with writing(folder), self._settled_weights():
             dtype = dtype or self.model_spec.params_dtype
             export.save_hf(self.chunks, self.entries, self.spec.model_path, folder, dtype, self.adapters, self.spec.lora)
 

@@ -14,6 +14,7 @@ from grpo_megatron.paths import sync_to_disk
 from grpo_megatron.run.lock import is_in_use
 from grpo_megatron.run.manifest import FileRecord, record_of, write_manifest
 
+CHECKPOINTS = "checkpoints"  # of a run's folder
 ACTOR, STATE = "actor", "state.json"
 # Beside the folder of checkpoints: the prompts that each step has used up, by which it can be seen that none is skipped or trained
 # twice, however often the run was killed.

@@ -12,12 +12,12 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import parse_object
 from grpo_megatron.paths import file_problem, is_absent, replace_text
-from grpo_megatron.run.checkpoints import TRAINED, aside, folders, step_of
+from grpo_megatron.run.checkpoints import CHECKPOINTS, TRAINED, aside, folders, step_of
 from grpo_megatron.run.lock import Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 
 METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
+
 _BEGUN_ROW = re.compile(rb'\{"step": (\d{1,18}),')  # as run.monitor writes it
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.config.schema import MegatronConfig
+from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.start import start_actor
 from grpo_megatron.metrics import Mean, Metrics, Sum, merge
@@ -71,6 +73,7 @@ class PolicyTrainer:
         self.nodes = tuple(slot.node for slot in cluster.rank_slots)
         self.cost_model = read_architecture(spec.model_path).cost_model
         self._dropped_steps = DroppedSteps(spec.optimizer)
+        self._last_step: int | None = None  # of the run, in which an optimizer step changed the weights
         self.group = WorkerGroup(
             "trainer rank",
             [cluster.options(slot, _environment(slot, config)) for slot in cluster.rank_slots],
@@ -152,12 +155,32 @@ class PolicyTrainer:
         keep_hidden: the reference's hidden states stay on the ranks, for the exact KL.
         """
         arguments = [(micro_batches, reference, key, keep_hidden) for micro_batches in self._split(batch, plan)]
-        return _in_order(batch, plan, self._call("logprobs", arguments))
+        return self._checked(_in_order(batch, plan, self._call("logprobs", arguments)))
 
     def probe(self, batch: TrainBatch, plan: Schedule, temperature: float, rounding: torch.dtype | None = None) -> np.ndarray:
         """float32 [2, T]: log-prob of every target and entropy, see `Actor.probe`."""
         arguments = [(micro_batches, temperature, rounding) for micro_batches in self._split(batch, plan)]
-        return _in_order(batch, plan, self._call("probe", arguments))
+        return self._checked(_in_order(batch, plan, self._call("probe", arguments)))
+
+    def _checked(self, values: np.ndarray) -> np.ndarray:
+        """What the ranks computed, unless it is not a number because the weights are not."""
+        if np.isnan(values).any():
+            self.must_be_finite()
+        return values
+
+    def must_be_finite(self) -> None:
+        """Raises UserError if weights are NaN or infinite, from which training does not come back."""
+        self._must_be_awake()
+        found = dict(zip(self.processes, self.group.call("broken_weights"), strict=True))
+        broken = [(process.name, name) for process, names in found.items() for name in names]
+        if broken:
+            since = (
+                "since they were loaded" if self._last_step is None else f"since the optimizer step of step {self._last_step}"
+            )
+            raise UserError(
+                f"{len(broken)} parameters hold NaN or infinity {since}, such as {broken[0][1]} on {broken[0][0]}; continue from a "
+                "checkpoint before it, with a lower optimizer.lr or a lower optimizer.clip_grad, or begin with a model that is whole"
+            )
 
     def scale_weights(self, factor: float, share: float = 1.0) -> None:
         """See `Actor.scale_weights`."""
@@ -173,7 +196,7 @@ class PolicyTrainer:
     ) -> Metrics:
         """One optimizer step on a mini-batch whose token weights are set; its metrics.
 
-        Raises UserError where it is one dropped step too many, see DroppedSteps.
+        Raises UserError where it is one dropped step too many, see DroppedSteps, or where the weights are not finite any more.
         """
         parts = self._split(batch, plan)
         # Adam would move the weights without a gradient too.
@@ -184,6 +207,9 @@ class PolicyTrainer:
         metrics["actor/loss"] = Mean(metrics["actor/loss"].value, 1)
         first = results[0]
         step = key[0] if key else None
+        if not (isfinite(first.grad_norm) and isfinite(metrics["actor/loss"].result())):
+            self.must_be_finite()
+        self._last_step = self._last_step if first.dropped else step
         self._dropped_steps.note(
             first.dropped, first.grad_norm, metrics["actor/loss"].result(), step, first.beyond or untrained
         )
@@ -214,10 +240,13 @@ class PolicyTrainer:
         self._call_alike("reset_reference")
 
     def save_hf(self, folder: str) -> None:
+        """Raises UserError for weights that are not finite, as begin_checkpoint does."""
+        self.must_be_finite()
         self._call_alike("save_hf", folder)
 
     def begin_checkpoint(self, folder: str) -> None:
         """See Actor.begin_checkpoint; `finish_checkpoint` must follow."""
+        self.must_be_finite()  # else it would take the place of one that is whole
         self._call_alike("begin_checkpoint", folder)
 
     def checkpoint_written(self) -> bool:

@@ -83,5 +83,5 @@ def test_a_run_outlives_the_death_of_a_process(ray_here, arithmetic, tmp_path, c
 def test_without_restarts_the_run_ends(ray_here, arithmetic, tmp_path, capsys):
     killer = Killer("ray::_Worker", tmp_path / "run" / "metrics.jsonl", 1)
     killer.start()
-    assert main(["train", *arguments(arithmetic, tmp_path, "run.max_restarts=0", "run.total_steps=50")]) == 2
+    assert main(["train", *arguments(arithmetic, tmp_path, "run.max_restarts=0", "run.total_steps=50")]) == 3
     assert "trainer rank 0 of 1 died in" in capsys.readouterr().err

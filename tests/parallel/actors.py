@@ -97,3 +97,14 @@ def train_with_reference(spec: ActorSpec, batches: list[TrainBatch], loss):
         after = reference_logprobs(actor, parts)
         assert np.array_equal(before, after), "training moved the reference"
     return results if actor.rank.reports else None
+
+
+def broken_weights(spec, batch):
+    """What Actor.broken_weights says of sound weights, and after one element of the last rank's last parameter was lost."""
+    actor = Actor(spec)
+    sound = actor.broken_weights()
+    name, parameter = list(actor.chunks[-1].named_parameters())[-1]
+    if actor.rank.rank == spec.sizes.world_size - 1:
+        with torch.no_grad():
+            parameter.view(-1)[-1] = torch.nan
+    return sound, actor.broken_weights(), name

@@ -71,3 +71,11 @@ def test_the_distributed_optimizers_gathering_does_not_undo_a_change(probes):
     found = probes(ParallelSizes(dp=2), distributed_optimizer=True, overlap=True)
     assert np.abs(found["doubled"] - found["probe"]).max() > 0.01
     np.testing.assert_array_equal(found["undone"], found["probe"])
+
+
+def test_a_weight_that_is_no_number_is_found_on_its_rank(ranks, batch, tmp_path):
+    sizes = LAYOUTS["pp2vpp2"]
+    spec = ActorSpec(tiny_qwen3(tmp_path), sizes, OptimizerConfig())
+    first, last = ranks.run(actors.broken_weights, sizes, spec, batch)
+    assert first[:2] == ([], [])
+    assert last[:2] == ([], [last[2]])

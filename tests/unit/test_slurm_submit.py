@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plan_recipes import RECIPES
 from render import Job, apptainer, directive, pyxis, render
 from submit import cpu_slots, main, task_numbers, time_limit
 
 from grpo_megatron.config.load import read_config
 from grpo_megatron.errors import UserError
-from tools.estimate_memory import RECIPES
 
 HOSTILE = """it's "$HOME" \\ `id` #1 * ; $(false) %j {task}"""
 JOB = Job("run", 2, "/runs/run", "/here", "/env/bin", ["--config", "a.yaml", f"model.path={HOSTILE}"], cpus_per_node=3)

@@ -1,0 +1,79 @@
+"""Processes as Linux sees them: whose orphans come to whom, what ends with its parent, and ending all that descends from this one."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """From now on a process whose parent dies becomes a child of this one, if it descends from it: none can get away."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def kill_descendants(seconds: float = 30.0) -> list[str]:
+    """SIGKILL to everything below this process, until nothing is left. Returns what still was there after `seconds`: `name (pid)`.
+
+    Only for a process that is about to end: it takes the exit statuses of its children from whoever else waits for them.
+    """
+    deadline = time.monotonic() + seconds
+    while left := _living_descendants():
+        if time.monotonic() > deadline:
+            return [f"{process.name()} ({process.pid})" for process in left if process.is_running()]
+        for process in left:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(0.02)  # what they had started meanwhile is found in the next round
+    return []
+
+
+def _living_descendants() -> list[psutil.Process]:
+    _reap()
+    living = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return living
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
+
+
+def end_with_parent() -> None:
+    """For a process that multiprocessing has started: it ends as soon as its parent is gone, however that ended.
+
+    By a thread: the kernel's PR_SET_PDEATHSIG comes already when the thread that started this process ends.
+    """
+
+    def watch() -> None:
+        wait([parent_process().sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def killed_for_memory() -> int:
+    """How many processes of this machine the kernel has killed since its start because there was no memory; 0 if it does not say."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except OSError:
+        return 0

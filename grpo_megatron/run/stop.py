@@ -1,0 +1,61 @@
+"""A run that is asked to stop finishes its step, saves, and leaves."""
+
+from collections.abc import Callable
+from pathlib import Path
+from signal import Signals
+from typing import Any, Protocol
+
+from grpo_megatron.run.checkpoints import CHECKPOINTS, folders
+
+_CONTINUES = "the same command continues"
+
+
+def outlook(folder: str | None) -> str:
+    """What the run with this folder has reached: the end of a sentence. None: it has no folder yet."""
+    found = folders(Path(folder, CHECKPOINTS)) if folder else []
+    return f"its newest checkpoint is {found[-1]}, {_CONTINUES}" if found else "it had no checkpoint yet"
+
+
+class Stopped(Exception):
+    """The run has left on request, and can go on."""
+
+    exit_status = 75  # EX_TEMPFAIL: a scheduler should put the job into its queue again
+
+
+class Saver(Protocol):
+    folder: Path
+
+    def save(self, state: dict) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class StopRequest:
+    """Whether the run has been asked to stop; asked after each step.
+
+    signal: by which, None if it has not. step: what is being done, set by the loop; None before the first one, when there is nothing
+    to finish.
+    """
+
+    def __init__(self) -> None:
+        self.signal: Signals | None = None
+        self.step: int | None = None
+
+    @property
+    def is_made(self) -> bool:
+        return self.signal is not None
+
+    def leave(self, saver: Saver, state: Callable[[], dict[str, Any]]) -> None:
+        """After a step: save, and raise Stopped."""
+        saver.save(state())
+        saver.finish()
+        raise Stopped(
+            f"stopped on request ({self.signal.name}) after step {self.step}, with a checkpoint in {saver.folder}; {_CONTINUES}"
+        )
+
+    def must_not_be_made(self, folder: str) -> None:
+        """Where a process was lost, which would be replaced: a scheduler may have ended it together with asking. Raises Stopped."""
+        if self.is_made:
+            raise Stopped(
+                f"stopped on request ({self.signal.name}) in step {self.step}, of which a process has ended too; {outlook(folder)}"
+            )

@@ -1,0 +1,92 @@
+"""Real runs that are ended from outside at random moments: a message, the documented status, and nothing left.
+
+GRPO_MEGATRON_ENDS=20 tries every kind of end that often (a default of once takes ten minutes); GRPO_MEGATRON_ENDS_SEED chooses the
+moments. What needs no ranks and engines to be seen is in tests/unit/test_keeper.py.
+"""
+
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+
+from tests.integration.ends import ROLES, LiveRun, arguments
+
+SEED = int(os.environ.get("GRPO_MEGATRON_ENDS_SEED", "0"))
+REPEATS = int(os.environ.get("GRPO_MEGATRON_ENDS", "1"))
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
+SECONDS_UNTIL_GONE = 10.0
+
+
+def check_gone(run: LiveRun) -> None:
+    assert run.left_after(SECONDS_UNTIL_GONE) == []
+
+
+def check_message(run: LiveRun, pattern: str) -> None:
+    errors = run.errors()
+    assert 1 <= len(errors.splitlines()) <= 5, errors
+    assert re.search(pattern, errors), errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("repeat", range(REPEATS))
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("role", ROLES)
+def test_a_signal_at_any_moment(arithmetic, tmp_path, role, number, repeat):
+    moment = random.Random(f"{SEED} {role} {number} {repeat}")
+    changes = ["run.max_restarts=0", "checkpoint.every=5"]
+    with LiveRun("train", arguments(arithmetic, tmp_path, *changes), tmp_path) as run:
+        if moment.random() < 0.7:
+            run.wait_for(run.steps)
+        target = run.wait_for(lambda: run.role(role))
+        time.sleep(moment.uniform(0, 5))
+        if not target.is_running():
+            pytest.skip(f"this {role} had ended when its moment came")
+        target.send_signal(number)
+        seen, deadline = run.steps(), time.monotonic() + 60
+        while run.keeper.poll() is None and time.monotonic() < deadline and run.steps() < seen + 20:
+            time.sleep(0.1)
+        if run.keeper.poll() is None and run.steps() >= seen + 20:
+            assert number != signal.SIGKILL
+            run.keeper.terminate()  # the process does not answer this signal, and the run has gone on
+            role, number = "driver", signal.SIGTERM
+        status = run.ended()
+        if role != "driver":
+            assert status == 3
+            check_message(run, "error: ")
+        elif number == signal.SIGKILL:
+            assert status == 128 + signal.SIGKILL
+            check_message(run, r"error: the driver \(process \d+\) was killed by SIGKILL")
+        else:
+            assert status == 75
+            check_message(run, rf"stopped on request \({number.name}\)")
+        check_gone(run)
+
+
+def test_a_request_reaches_a_driver_that_has_started_ray(arithmetic, tmp_path):
+    """Ray takes SIGTERM for itself when it starts."""
+    data = [f"data.train={arithmetic}/data/sft.jsonl", "rollout.max_response_length=32", "checkpoint.export_hf=false"]
+    with LiveRun("sft", arguments(arithmetic, tmp_path, *data), tmp_path) as run:
+        run.wait_for(run.steps)
+        run.role("driver").terminate()
+        assert run.ended() == 75
+        check_message(
+            run, r"stopped on request \(SIGTERM\) after step \d+, with a checkpoint in .*; the same command continues$"
+        )
+        check_gone(run)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert (checkpoint / "state.json").is_file()
+
+
+def test_when_nobody_is_left_to_end_it_all_a_run_ends_all_the_same(arithmetic, tmp_path):
+    """Keeper and driver are killed at once: ranks, engines, reward workers and Ray's processes see to it themselves."""
+    with LiveRun("train", arguments(arithmetic, tmp_path), tmp_path) as run:
+        run.wait_for(run.steps)
+        driver = run.role("driver")
+        run.keeper.kill()
+        driver.kill()
+        run.ended()
+        check_gone(run)

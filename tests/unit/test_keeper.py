@@ -1,0 +1,242 @@
+"""The keeper and its driver around commands that do nothing else than to start processes and wait: every end, for real."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+# The command becomes the driver's: it starts a process that no parent watches, in a session of its own, and a child of that.
+PROGRAM = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+from grpo_megatron.commands.driver import drive
+from grpo_megatron.commands.keeper import keep
+from grpo_megatron.errors import UserError
+from grpo_megatron.run.stop import Stopped
+
+folder, what = Path(sys.argv[1]), sys.argv[2]
+
+class Saver:
+    folder = folder / "checkpoints"
+    def save(self, step, state): (self.folder / f"step_{step:08d}").mkdir(parents=True)
+    def finish(self): pass
+
+def command(guard):
+    if what == "refuse": raise UserError("planted refusal")
+    if what == "fail": {}["planted defect"]
+    guard.entered(str(folder), 3.0, 600.0)
+    nested = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
+    daemon = subprocess.Popen([sys.executable, "-c", nested], start_new_session=True, stdin=subprocess.PIPE)
+    orphan = subprocess.run(["sh", "-c", "sleep 1000 > /dev/null & echo $!"], stdout=subprocess.PIPE, text=True).stdout
+    import psutil
+    if what == "needs": guard.needs([psutil.Process(daemon.pid)])
+    while len(psutil.Process().children(recursive=True)) < 3: time.sleep(0.01)
+    os.write(2, b"raw output of a library\\n")
+    (folder / "pids").write_text(json.dumps([os.getpid(), daemon.pid, int(orphan)]))
+    (folder / "up").touch()
+    if what == "quit": os._exit(1)
+    if what == "done": return 0
+    if what == "fail later": raise RuntimeError("first line\\nsecond line")
+    if what == "steps":
+        for step in range(1, 10**6):
+            guard.stop.step = step
+            time.sleep(0.05)
+            if guard.stop.is_made: guard.stop.leave(Saver(), dict)
+    if what == "long step": guard.stop.step = 7
+    while True: time.sleep(0.01)
+
+sys.exit(keep(lambda connection: drive(command, connection)))
+"""
+
+
+class Kept:
+    def __init__(self, folder: Path, what: str, **options):
+        self.folder = folder
+        self.keeper = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(folder), what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "KEPT": str(folder)},
+            **options,
+        )
+
+    def up(self) -> "Kept":
+        deadline = time.monotonic() + 120
+        while not (self.folder / "up").exists():
+            assert self.keeper.poll() is None, self.keeper.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return self
+
+    @property
+    def driver(self) -> int:
+        return psutil.Process(self.keeper.pid).children()[0].pid
+
+    def end(self) -> tuple[int, str]:
+        """(exit status, what it said on stderr), when nothing is left."""
+        _, errors = self.keeper.communicate(timeout=60)
+        deadline = time.monotonic() + 10
+        while (left := self.living()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == []
+        assert len(errors.splitlines()) <= 5
+        return self.keeper.returncode, errors
+
+    def living(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("KEPT") == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.fixture
+def kept(tmp_path):
+    started = []
+
+    def start(what: str, **options) -> Kept:
+        started.append(Kept(tmp_path, what, **options))
+        return started[-1]
+
+    yield start
+    for run in started:
+        for process in run.living():
+            process.kill()
+        run.keeper.wait()
+
+
+def test_a_run_that_is_done_leaves_nothing(kept):
+    assert kept("done").end() == (0, "")
+
+
+def test_a_refusal_is_its_message(kept):
+    assert kept("refuse").end() == (2, "error: planted refusal\n")
+
+
+def test_a_defect_is_one_message_that_names_its_traceback(kept, tmp_path):
+    status, errors = kept("fail later").end()
+    assert (status, errors) == (
+        1,
+        f"error: unexpected RuntimeError: first line\nwhere it came from is in {tmp_path}/logs/driver.log\n",
+    )
+    log = (tmp_path / "logs" / "driver.log").read_text()
+    assert log.startswith("raw output of a library\nTraceback")
+    assert log.endswith("RuntimeError: first line\nsecond line\n")
+
+
+def test_a_defect_before_there_is_a_folder_keeps_its_traceback_too(kept):
+    status, errors = kept("fail").end()
+    assert status == 1
+    log = Path(re.search(r"where it came from is in (\S+)", errors)[1])
+    assert "planted defect" in log.read_text()
+    log.unlink()
+
+
+@pytest.mark.parametrize("who", ["keeper", "driver"])
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_request_to_stop_is_answered_after_the_step(kept, tmp_path, who, by):
+    run = kept("steps").up()
+    os.kill(run.keeper.pid if who == "keeper" else run.driver, by)
+    status, errors = run.end()
+    assert status == 75
+    said = rf"{by.name}: stopping after step (\d+) .*\nstopped on request \({by.name}\) after step \1, .*; the same command continues\n"
+    assert re.fullmatch(said, errors)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+def test_a_step_that_takes_too_long_is_not_waited_for(kept, tmp_path):
+    (tmp_path / "checkpoints" / "step_00000006").mkdir(parents=True)
+    run = kept("long step").up()
+    start = time.monotonic()
+    run.keeper.send_signal(signal.SIGUSR1)
+    run.keeper.send_signal(signal.SIGTERM)  # leaves less time
+    status, errors = run.end()
+    assert status == 75
+    assert 3 <= time.monotonic() - start < 30
+    assert errors.endswith(f"newest checkpoint is {tmp_path}/checkpoints/step_00000006, the same command continues\n")
+
+
+def test_before_the_first_step_nothing_is_waited_for(kept):
+    run = kept("wait").up()
+    run.keeper.send_signal(signal.SIGTERM)
+    status, errors = run.end()
+    assert (status, errors) == (75, "stopped on request (SIGTERM) with no step to finish; it had no checkpoint yet\n")
+
+
+def test_a_second_interrupt_leaves_at_once(kept):
+    run = kept("long step").up()
+    run.keeper.send_signal(signal.SIGINT)
+    time.sleep(1)
+    run.keeper.send_signal(signal.SIGINT)
+    status, errors = run.end()
+    assert status == 130
+    assert errors.splitlines()[1:] == ["interrupted; it had no checkpoint yet"]
+
+
+def test_a_driver_that_does_not_react_is_ended_by_the_keeper(kept):
+    run = kept("long step").up()
+    os.kill(run.driver, signal.SIGSTOP)
+    for _ in range(2):
+        run.keeper.send_signal(signal.SIGINT)
+        time.sleep(1)
+    assert run.end() == (130, "interrupted; it had no checkpoint yet\n")
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_driver_that_is_killed_has_its_end_told_by_the_keeper(kept, by):
+    run = kept("wait").up()
+    driver = run.driver
+    os.kill(driver, by)
+    status, errors = run.end()
+    assert status == 128 + by
+    assert re.fullmatch(
+        rf"error: the driver \(process {driver}\) was killed by {by.name}.*; it had no checkpoint yet\n", errors
+    )
+
+
+def test_a_driver_that_a_library_ends_is_noticed(kept):
+    status, errors = kept("quit").end()
+    assert status == 3
+    assert re.fullmatch(r"error: the driver \(process \d+\) ended with status 1 and no message; .*\n", errors)
+
+
+def test_a_driver_whose_keeper_is_killed_ends_what_it_started(kept):
+    run = kept("wait").up()
+    run.keeper.kill()
+    status, errors = run.end()
+    assert status == -signal.SIGKILL
+    assert errors == "error: the process that started the driver was killed; it had no checkpoint yet\n"
+
+
+def test_the_end_of_a_process_that_the_run_needs_is_told(kept):
+    run = kept("needs").up()
+    daemon = psutil.Process(run.driver).children()
+    needed = next(process for process in daemon if "python" in process.name())
+    needed.kill()
+    status, errors = run.end()
+    assert status == 3
+    assert re.fullmatch(
+        rf"error: python\S* \(process {needed.pid}\) was killed by SIGKILL, and the run with it; it had no checkpoint yet\n",
+        errors,
+    )
+
+
+def test_what_is_ignored_stays_ignored(kept):
+    """As nohup starts it."""
+    run = kept("steps", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)).up()
+    for process in (run.keeper.pid, run.driver):
+        os.kill(process, signal.SIGHUP)
+    time.sleep(1)
+    assert run.keeper.poll() is None
+    run.keeper.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 75
