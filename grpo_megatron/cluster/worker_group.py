@@ -11,12 +11,14 @@ from typing import Any
 
 import ray
 
+from grpo_megatron.cluster.heart import Heart
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.cluster.ports import free_address
 from grpo_megatron.cluster.processes import Process, fetch, gather, redirect_output
+from grpo_megatron.cluster.watch import Watch
 
-# (rank, host:port on which rank 0 listens) -> (the object that calls go to, what the group keeps of this rank)
-Build = Callable[[int, str], tuple[Any, Any]]
+# (rank, host:port on which rank 0 listens, the process's heart) -> (the object that calls go to, what the group keeps of this rank)
+Build = Callable[[int, str, Heart], tuple[Any, Any]]
 
 
 @ray.remote
@@ -25,24 +27,34 @@ class _Worker:
 
     def __init__(self, log: str):
         redirect_output(log)
+        self._heart = Heart()
+        self._heart.start()
 
     def address(self) -> str:
         """host:port on which rank 0 will listen for the others."""
         return free_address()
 
     def build(self, build: Build, rank: int, address: str) -> Any:
-        self._target, info = build(rank, address)
-        gc.freeze()  # what was imported stays; no collection need walk through it
+        with self._heart.phase("start"):
+            self._target, info = build(rank, address, self._heart)
+            gc.freeze()  # what was imported stays; no collection need walk through it
+        self._heart.role = str(info)
         return info
 
     def call(self, method: str, *arguments) -> Any:
-        return getattr(self._target, method)(*arguments)
+        with self._heart.phase(method):
+            return getattr(self._target, method)(*arguments)
+
+    def beat(self) -> None:
+        """Tell the driver's watch what was done until now."""
+        self._heart.beat()
 
     def occupied(self) -> int:
         return occupied()
 
     def stream(self, method: str, *arguments) -> Iterator[Any]:
-        yield from getattr(self._target, method)(*arguments)
+        with self._heart.phase(method):
+            yield from getattr(self._target, method)(*arguments)
 
 
 class WorkerGroup:
@@ -51,12 +63,12 @@ class WorkerGroup:
     ranks: what each rank's `build` said of itself.
     """
 
-    def __init__(self, name: str, options: list[dict], log_dir: str, build: Build, timeout: float):
+    def __init__(self, name: str, options: list[dict], log_dir: str, build: Build, timeout: float, watch: Watch):
         """name: of one process in messages, such as `trainer rank`. options: Ray's for each process, see
-        placement.Cluster.options. build: runs in every process. timeout: most seconds of any one call."""
+        placement.Cluster.options. build: runs in every process. timeout: most seconds of any one call. watch: is told of all processes."""
         world = len(options)
         self.processes = [Process(f"{name} {rank} of {world}", f"{log_dir}/rank{rank}.log") for rank in range(world)]
-        self._options, self._build, self._timeout = options, build, timeout
+        self._options, self._build, self._timeout, self._watch = options, build, timeout, watch
         self._workers: list = []
         self.ranks: list[Any] = []
         self.start()
@@ -65,11 +77,16 @@ class WorkerGroup:
         """Start all processes and build their objects. Raises RuntimeError if they run already."""
         if self._workers:
             raise RuntimeError("the processes of this group run already")
-        for options, process in zip(self._options, self.processes, strict=True):
-            self._workers.append(_Worker.options(**options).remote(process.log))
-        address = self._gather({0: self._workers[0].address.remote()}, "start")[0]
-        started = {rank: worker.build.remote(self._build, rank, address) for rank, worker in enumerate(self._workers)}
-        self.ranks = list(self._gather(started, "start").values())
+        try:
+            for options, process in zip(self._options, self.processes, strict=True):
+                self._workers.append(_Worker.options(**options).remote(process.log))
+                self._watch.add(process, self._workers[-1])
+            address = self._gather({0: self._workers[0].address.remote()}, "start")[0]
+            started = {rank: worker.build.remote(self._build, rank, address) for rank, worker in enumerate(self._workers)}
+            self.ranks = list(self._gather(started, "start").values())
+        except BaseException:
+            self.close()  # nobody else knows of them
+            raise
 
     def restart(self) -> None:
         """End what is left of the processes, and start the group anew; nothing of its state survives."""
@@ -122,5 +139,6 @@ class WorkerGroup:
     def close(self) -> None:
         """End all processes; nothing is waited for."""
         for worker in self._workers:
+            self._watch.remove(worker)
             ray.kill(worker)
         self._workers = []

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from grpo_megatron.cluster.placement import Cluster, allocate
 from grpo_megatron.cluster.processes import ProcessLost
+from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -67,14 +68,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Site:
-    """What of a run outlives the loss of its trainer. directory: the run's folder. engines: None where the command or a replay needs
-    none. checkpoint: the folder to begin from, None for a new run. started: by time.perf_counter."""
+    """What of a run outlives the loss of its trainer. directory: the run's folder. watch: of all processes. engines: None where the command
+    or a replay needs none. checkpoint: the folder to begin from, None for a new run. started: by time.perf_counter."""
 
     config: Config
     command: str
     directory: str
     checkpoint: str | None
     cluster: Cluster
+    watch: Watch
     engines: EnginePool | None
     started: float
 
@@ -120,7 +122,7 @@ def open_site(config: Config, command: str) -> Iterator[Site]:
             say(note)
         cluster = allocate(config, num_ranks, num_engines)
         cleanup.callback(cluster.close)
-        engines = None
+        watch, engines = Watch(f"{directory}/logs", config.cluster.hang_timeout), None
         if generates:
             # Engines are slow to start: on devices of their own they do so while the ranks build the model.
             engines = EnginePool(
@@ -130,12 +132,13 @@ def open_site(config: Config, command: str) -> Iterator[Site]:
                 # A resumed run must not draw the random numbers of its first steps again.
                 seed=config.run.seed + 1000 * (state["step"] if state else 0),
                 log_dir=f"{directory}/logs",
+                watch=watch,
                 routing=config.moe.routing_replay == RoutingReplay.engine,
                 pause=config.weight_sync.pause,
                 shared=config.cluster.placement == Placement.colocated,
             )
             cleanup.callback(engines.close)
-        yield Site(config, command, directory, config.run.resume, cluster, engines, started)
+        yield Site(config, command, directory, config.run.resume, cluster, watch, engines, started)
 
 
 @contextmanager
@@ -156,7 +159,9 @@ def assemble(site: Site, checkpoint: str | None) -> Iterator[Run]:
             turns.release()
         spec = actor_spec(config, site.command)
         timeout = config.cluster.call_timeout
-        trainer = PolicyTrainer(site.cluster, spec, config.megatron, config.run.seed, site.logs, timeout, site.takes_turns)
+        trainer = PolicyTrainer(
+            site.cluster, spec, config.megatron, config.run.seed, site.logs, timeout, site.watch, site.takes_turns
+        )
         cleanup.callback(trainer.close)
         if turns:
             turns.started(trainer)
@@ -184,7 +189,8 @@ def persist(site: Site, attempt: Callable[[Site, str | None], Result]) -> Result
     checkpoint, restarts = site.checkpoint, 0
     while True:
         try:
-            return attempt(site, checkpoint)
+            with site.watch:
+                return attempt(site, checkpoint)
         except ProcessLost as error:
             if restarts == site.config.run.max_restarts:
                 raise

@@ -111,7 +111,7 @@ def assembled_loop(config: Config, controller_class: type[Controller] = Controll
     """The whole GRPO loop, ready to run: a controller with all that it calls."""
     check_start(config, "train")
     data = _Data(config)
-    with open_site(config, "train") as site, _loop(site, data, site.checkpoint, controller_class) as loop:
+    with open_site(config, "train") as site, site.watch, _loop(site, data, site.checkpoint, controller_class) as loop:
         yield loop
 
 

@@ -3,13 +3,27 @@
 import os
 import signal
 import time
+from typing import NamedTuple
 
 import pytest
 import ray
 
+from grpo_megatron.cluster.heart import Heart
 from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.errors import UserError
+
+
+HANG_SECONDS = 6.0
+
+
+class Info(NamedTuple):
+    rank: int
+    pid: int
+
+    def __str__(self):
+        return f"rank {self.rank} (place {self.rank})"
 
 
 class Member:
@@ -39,24 +53,24 @@ class Member:
             yield 10 * self.rank + number
 
 
-def build(rank: int, address: str):
+def build(rank: int, address: str, heart: Heart):
     host, port = address.rsplit(":", 1)
     assert host
     assert 0 < int(port) < 65536
-    return Member(rank), {"rank": rank, "pid": os.getpid()}
+    return Member(rank), Info(rank, os.getpid())
 
 
 @pytest.fixture
 def group(ray_here, tmp_path):
     options = [{"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.getcwd()}}} for _ in range(3)]
-    group = WorkerGroup("member", options, str(tmp_path), build, timeout=30)
+    group = WorkerGroup("member", options, str(tmp_path), build, 30, Watch(str(tmp_path), HANG_SECONDS))
     yield group
     group.close()
 
 
 def test_calls_answer_in_the_order_of_ranks(group):
-    assert [rank["rank"] for rank in group.ranks] == [0, 1, 2]
-    assert len({rank["pid"] for rank in group.ranks}) == 3
+    assert [info.rank for info in group.ranks] == [0, 1, 2]
+    assert len({info.pid for info in group.ranks}) == 3
     assert group.call("echo") == [(0, 1, ()), (1, 1, ()), (2, 1, ())]
     assert group.call("echo", [("a",), ("b", 1), ()]) == [(0, 2, ("a",)), (1, 2, ("b", 1)), (2, 2, ())]
     with group.stream("numbers", 2, -1) as references:
@@ -86,9 +100,9 @@ def test_a_death_is_noticed_and_the_group_starts_anew(group):
     with pytest.raises(ProcessDied, match=r"member 1 of 3 died in `die`; its log is .*rank1\.log"):
         group.call("die", [(1,)] * 3)
     assert time.monotonic() - start < 15
-    before = {rank["pid"] for rank in group.ranks}
+    before = {info.pid for info in group.ranks}
     with pytest.raises(RuntimeError, match="run already"):
         group.start()
     group.restart()
-    assert not before & {rank["pid"] for rank in group.ranks}
+    assert not before & {info.pid for info in group.ranks}
     assert group.call("echo") == [(0, 1, ()), (1, 1, ()), (2, 1, ())]

@@ -1,0 +1,210 @@
+"""The driver's eye on the processes of a run: what they do, and whether they still do it."""
+
+import logging
+import threading
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import ray
+from ray.experimental import internal_kv
+
+from grpo_megatron.cluster.heart import BEAT_SECONDS, NAMESPACE, Beat
+from grpo_megatron.cluster.processes import Process, ProcessLost
+
+logger = logging.getLogger(__name__)
+_SHOWN = 3
+_FLUSH_SECONDS = 5.0
+
+
+class ProcessHangs(ProcessLost):
+    """Something was asked of processes, and nothing has moved there for too long; they were ended."""
+
+
+class ProcessSpan(NamedTuple):
+    """A phase of a process, for the timeline. start: seconds since the epoch."""
+
+    process: str
+    phase: str
+    start: float
+    seconds: float
+
+
+@dataclass
+class Watched:
+    """A process and what it said last. silent: seconds since it did. spans: how many of them are taken."""
+
+    process: Process
+    actor: ray.actor.ActorHandle
+    beat: Beat | None = None
+    silent: float = 0.0
+    spans: int = 0
+
+    @property
+    def name(self) -> str:
+        return (self.beat and self.beat.role) or self.process.name
+
+
+@dataclass(frozen=True)
+class Hang:
+    """silent: processes that have said nothing for too long. still: those that say that they have not moved. others: at work."""
+
+    silent: list[Watched]
+    still: list[Watched]
+    others: list[Watched]
+
+    @property
+    def at_fault(self) -> list[Watched]:
+        """The silent ones; else those in a place where fewest are: the others wait for them. All, if they are in the same place."""
+        if self.silent:
+            return self.silent
+        by_place = defaultdict(list)
+        for watched in self.still:
+            by_place[watched.beat.place].append(watched)
+        fewest = min(len(group) for group in by_place.values())
+        groups = [group for group in by_place.values() if len(group) == fewest]
+        return groups[0] if len(groups) == 1 else [watched for group in groups for watched in group]
+
+    def message(self) -> str:
+        """At most five lines."""
+        at_fault = self.at_fault
+        lines = [self.line(watched) for watched in at_fault[:_SHOWN]]
+        if len(at_fault) > _SHOWN:
+            lines.append(f"and {len(at_fault) - _SHOWN} more")
+        places = Counter(
+            f"`{watched.beat.phase}`" + (f", at {watched.beat.place}" if watched.beat.place else "")
+            for watched in (*self.still, *self.others)
+            if watched not in at_fault
+        )
+        if places:
+            most = [f"{count} in {place}" for place, count in places.most_common(2)]
+            lines.append(f"of the others, {'; '.join(most)}")
+        return "\n".join(lines)
+
+    def line(self, watched: Watched) -> str:
+        beat = watched.beat
+        if watched in self.silent:
+            last = f", last in `{beat.phase}`" if beat.phase else ""
+            return f"{watched.name} has not been heard of for {watched.silent:.0f} s{last}"
+        where = f", at {beat.place}" if beat.place else ""
+        return f"{watched.name} in `{beat.phase}` for {beat.seconds:.0f} s{where}"
+
+
+def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
+    """Processes in the same call may wait for each other, so they hang if none of them moves; one that is alone, if it does not."""
+    heard = [watched for watched in all_watched if watched.beat]
+    silent = [watched for watched in heard if watched.silent > timeout]
+    asked = [watched for watched in heard if watched.beat.phase and watched not in silent]
+    calls = defaultdict(list)
+    for watched in asked:
+        calls[watched.process.name if watched.beat.alone else watched.beat.phase].append(watched)
+    still = [
+        watched for members in calls.values() if all(member.beat.still > timeout for member in members) for watched in members
+    ]
+    if not silent and not still:
+        return None
+    return Hang(silent, still, [watched for watched in asked if watched not in still])
+
+
+class Watch:
+    """Within its context, what hangs is reported and ended, and whoever waits for it gets ProcessHangs in the end.
+
+    Ended processes fail the calls to them, wherever the driver waits: so nothing that waits needs to know of hangs.
+    """
+
+    def __init__(self, folder: str, timeout: float):
+        """folder: for the stacks of processes that hang. timeout: seconds in which something must move."""
+        self._folder, self._timeout = Path(folder), timeout
+        self._lock = threading.Lock()
+        self._watched: dict[str, Watched] = {}
+        self._spans: list[ProcessSpan] = []
+        self._verdict: str | None = None
+        self._stop, self._thread = threading.Event(), None
+
+    def add(self, process: Process, actor: ray.actor.ActorHandle) -> None:
+        """Watch an actor that has a Heart, from its first beat on."""
+        with self._lock:
+            self._watched[_key(actor)] = Watched(process, actor)
+
+    def remove(self, actor: ray.actor.ActorHandle) -> None:
+        with self._lock:
+            self._watched.pop(_key(actor), None)
+        internal_kv._internal_kv_del(_key(actor), namespace=NAMESPACE)
+
+    def take_spans(self, all_of_them: bool = False) -> list[ProcessSpan]:
+        """What processes did since the last call, as far as it is known: a beat may be on its way.
+
+        all_of_them: asks every process, which must be well and idle.
+        """
+        if all_of_them:
+            with self._lock:
+                beats = [watched.actor.beat.remote() for watched in self._watched.values()]
+            ray.wait(beats, num_returns=len(beats), timeout=_FLUSH_SECONDS)
+            self._read(passed=0.0)
+        with self._lock:
+            taken, self._spans = self._spans, []
+        return taken
+
+    def __enter__(self) -> Self:
+        self._verdict = None
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._verdict and isinstance(error, Exception):
+            raise ProcessHangs(self._verdict) from error
+
+    def _run(self) -> None:
+        looked = time.monotonic()
+        while not self._stop.wait(BEAT_SECONDS):
+            now = time.monotonic()
+            # More has passed where this process itself stood still, such as in a suspended job.
+            passed, looked = min(now - looked, 2 * BEAT_SECONDS), now
+            try:
+                self._read(passed)
+            except Exception:
+                # Nobody can be judged while Ray's store does not answer.
+                logger.warning("the processes of the run cannot be watched", exc_info=True)
+                continue
+            with self._lock:
+                hang = find_hang(list(self._watched.values()), self._timeout)
+            if hang:
+                self._verdict = f"{hang.message()}\nPython stacks: {self._write_stacks(hang)}"
+                for watched in hang.at_fault:
+                    ray.kill(watched.actor)
+                return
+
+    def _read(self, passed: float) -> None:
+        """passed: seconds since the last time."""
+        with self._lock:
+            watched = {key.encode(): watched for key, watched in self._watched.items()}
+        values = internal_kv.internal_kv_get_gcs_client().internal_kv_multi_get(list(watched), NAMESPACE) if watched else {}
+        with self._lock:
+            for key, value in values.items():
+                self._hear(watched[key], Beat.decode(value), passed)
+
+    def _hear(self, watched: Watched, beat: Beat, passed: float) -> None:
+        if watched.beat and watched.beat.number == beat.number:
+            watched.silent += passed
+            return
+        new = [span for span in beat.spans if span.number > watched.spans]
+        self._spans += [ProcessSpan(watched.process.name, span.phase, span.start, span.seconds) for span in new]
+        watched.beat, watched.silent, watched.spans = beat, 0.0, new[-1].number if new else watched.spans
+
+    def _write_stacks(self, hang: Hang) -> Path:
+        path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        rest = [watched for watched in (*hang.silent, *hang.still, *hang.others) if watched not in hang.at_fault]
+        parts = [f"{hang.line(watched)}\n\n{watched.beat.stacks}" for watched in (*hang.at_fault, *rest)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n\n".join(parts), encoding="utf-8")
+        return path
+
+
+def _key(actor: ray.actor.ActorHandle) -> str:
+    return actor._actor_id.hex()
