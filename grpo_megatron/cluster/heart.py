@@ -7,8 +7,8 @@ Every two seconds the thread puts one small value into the key-value store of Ra
 - A socket. It is one more port to guard, and one more address to hand around.
 - A file in the run's folder. A thousand ranks would rewrite their files on the cluster's file system.
 
-The store needs no port, and serves threads of plain and of async actors alike. A beat of 3 kB costs its process 0.1 ms of CPU; the
-driver reads 1,000 of them with one call in 65 ms.
+The store needs no port, and serves threads of plain and of async actors alike. A beat costs its process less than 1 ms of CPU, which is
+0.05%; the driver reads 1,000 beats of 3 kB with one call in 65 ms.
 
 A process moves on if its threads are at other places in their Python code than at the last beat, or if its counter has changed.
 Places alone would not do: a loop that waits in one place nearly all the time, such as passes over micro-batches, could be found
@@ -33,8 +33,9 @@ from ray.experimental import internal_kv
 
 BEAT_SECONDS = 2.0
 NAMESPACE = b"grpo_megatron"
-# More than a process does between two beats.
-_SPANS = 256
+# A phase that has ended is told by several beats, because the driver may miss one.
+_TOLD_SECONDS = 5 * BEAT_SECONDS
+_MOST_SPANS = 256
 
 
 class Span(NamedTuple):
@@ -52,7 +53,7 @@ class Beat:
 
     phase: the call that it is in, None if nothing is asked of it. alone: it waits for no other process there. seconds: since the
     phase began. still: seconds since it moved on last. place: where it is, stacks: in full; only if it was there at the beat before.
-    spans: the last ones.
+    spans: those that ended lately.
     """
 
     number: int = 0
@@ -118,7 +119,7 @@ class Heart:
         self.role = ""
         self._lock = threading.Lock()
         self._open: dict[str, _Phase] = {}
-        self._spans: deque[Span] = deque(maxlen=_SPANS)
+        self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
         self._ended, self._moves = 0, 0
         self._beat, self._seen, self._looked = Beat(), None, time.monotonic()
 
@@ -181,6 +182,8 @@ class Heart:
     def beat(self) -> None:
         """Tell the driver now, with the spans up to now."""
         with self._lock:
+            while self._spans and self._spans[0].start + self._spans[0].seconds < time.time() - _TOLD_SECONDS:
+                self._spans.popleft()
             self._beat = replace(self._beat, number=self._beat.number + 1, spans=list(self._spans))
         internal_kv._internal_kv_put(self._key, self._beat.encode(), overwrite=True, namespace=NAMESPACE)
 

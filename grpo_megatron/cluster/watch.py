@@ -32,7 +32,7 @@ class ProcessSpan(NamedTuple):
     seconds: float
 
 
-@dataclass
+@dataclass(eq=False)
 class Watched:
     """A process and what it said last. silent: seconds since it did. spans: how many of them are taken."""
 
@@ -64,8 +64,7 @@ class Hang:
         for watched in self.still:
             by_place[watched.beat.place].append(watched)
         fewest = min(len(group) for group in by_place.values())
-        groups = [group for group in by_place.values() if len(group) == fewest]
-        return groups[0] if len(groups) == 1 else [watched for group in groups for watched in group]
+        return [watched for group in by_place.values() if len(group) == fewest for watched in group]
 
     def message(self) -> str:
         """At most five lines."""
@@ -129,9 +128,9 @@ class Watch:
             self._watched[_key(actor)] = Watched(process, actor)
 
     def remove(self, actor: ray.actor.ActorHandle) -> None:
+        """Its last beat stays in Ray's store: to ask for its removal would wait for a minute where Ray's head is what died."""
         with self._lock:
             self._watched.pop(_key(actor), None)
-        internal_kv._internal_kv_del(_key(actor), namespace=NAMESPACE)
 
     def take_spans(self, all_of_them: bool = False) -> list[ProcessSpan]:
         """What processes did since the last call, as far as it is known: a beat may be on its way.
@@ -175,7 +174,7 @@ class Watch:
             with self._lock:
                 hang = find_hang(list(self._watched.values()), self._timeout)
             if hang:
-                self._verdict = f"{hang.message()}\nPython stacks: {self._write_stacks(hang)}"
+                self._verdict = f"{hang.message()}\n{self._write_stacks(hang)}"
                 for watched in hang.at_fault:
                     ray.kill(watched.actor)
                 return
@@ -197,13 +196,17 @@ class Watch:
         self._spans += [ProcessSpan(watched.process.name, span.phase, span.start, span.seconds) for span in new]
         watched.beat, watched.silent, watched.spans = beat, 0.0, new[-1].number if new else watched.spans
 
-    def _write_stacks(self, hang: Hang) -> Path:
+    def _write_stacks(self, hang: Hang) -> str:
+        """A line that says where they are."""
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         rest = [watched for watched in (*hang.silent, *hang.still, *hang.others) if watched not in hang.at_fault]
         parts = [f"{hang.line(watched)}\n\n{watched.beat.stacks}" for watched in (*hang.at_fault, *rest)]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n\n".join(parts), encoding="utf-8")
-        return path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n\n".join(parts), encoding="utf-8")
+        except OSError as error:  # such as a full disk, which may be why they hang
+            return f"their Python stacks could not be written: {error}"
+        return f"Python stacks: {path}"
 
 
 def _key(actor: ray.actor.ActorHandle) -> str:
