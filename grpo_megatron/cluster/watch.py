@@ -4,9 +4,10 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import ray
 from ray.experimental import internal_kv
@@ -15,6 +16,8 @@ from grpo_megatron.cluster.heart import BEAT_SECONDS, NAMESPACE, Beat
 from grpo_megatron.cluster.processes import Process, ProcessLost
 
 logger = logging.getLogger(__name__)
+# What takes a phase that has ended: process, phase, its start in seconds since the epoch, seconds.
+TakeSpan = Callable[[str, str, float, float], None]
 _SHOWN = 3
 _FLUSH_SECONDS = 5.0
 
@@ -23,18 +26,9 @@ class ProcessHangs(ProcessLost):
     """Something was asked of processes, and nothing has moved there for too long; they were ended."""
 
 
-class ProcessSpan(NamedTuple):
-    """A phase of a process, for the timeline. start: seconds since the epoch."""
-
-    process: str
-    phase: str
-    start: float
-    seconds: float
-
-
 @dataclass(eq=False)
 class Watched:
-    """A process and what it said last. silent: seconds since it did. spans: how many of them are taken."""
+    """A process and what it said last. silent: seconds since it did. spans: how many of them are told."""
 
     process: Process
     actor: ray.actor.ActorHandle
@@ -118,7 +112,7 @@ class Watch:
         self._folder, self._timeout = Path(folder), timeout
         self._lock = threading.Lock()
         self._watched: dict[str, Watched] = {}
-        self._spans: list[ProcessSpan] = []
+        self._take_span: TakeSpan | None = None
         self._verdict: str | None = None
         self._stop, self._thread = threading.Event(), None
 
@@ -132,19 +126,16 @@ class Watch:
         with self._lock:
             self._watched.pop(_key(actor), None)
 
-    def take_spans(self, all_of_them: bool = False) -> list[ProcessSpan]:
-        """What processes did since the last call, as far as it is known: a beat may be on its way.
+    def tell_spans(self, take: TakeSpan) -> None:
+        """From now on, what processes did is told to `take`, by another thread and some seconds later."""
+        self._take_span = take
 
-        all_of_them: asks every process, which must be well and idle.
-        """
-        if all_of_them:
-            with self._lock:
-                beats = [watched.actor.beat.remote() for watched in self._watched.values()]
-            ray.wait(beats, num_returns=len(beats), timeout=_FLUSH_SECONDS)
-            self._read(passed=0.0)
+    def flush(self) -> None:
+        """Tell what has not been told yet. Asks every process; all must be well and idle."""
         with self._lock:
-            taken, self._spans = self._spans, []
-        return taken
+            beats = [watched.actor.beat.remote() for watched in self._watched.values()]
+        ray.wait(beats, num_returns=len(beats), timeout=_FLUSH_SECONDS)
+        self._read(passed=0.0)
 
     def __enter__(self) -> Self:
         self._verdict = None
@@ -189,12 +180,14 @@ class Watch:
                 self._hear(watched[key], Beat.decode(value), passed)
 
     def _hear(self, watched: Watched, beat: Beat, passed: float) -> None:
-        if watched.beat and watched.beat.number == beat.number:
+        if watched.beat and beat.number <= watched.beat.number:
             watched.silent += passed
             return
-        new = [span for span in beat.spans if span.number > watched.spans]
-        self._spans += [ProcessSpan(watched.process.name, span.phase, span.start, span.seconds) for span in new]
-        watched.beat, watched.silent, watched.spans = beat, 0.0, new[-1].number if new else watched.spans
+        for span in beat.spans:
+            if span.number > watched.spans and self._take_span:
+                self._take_span(watched.process.name, span.phase, span.start, span.seconds)
+        watched.spans = max([watched.spans, *(span.number for span in beat.spans)])
+        watched.beat, watched.silent = beat, 0.0
 
     def _write_stacks(self, hang: Hang) -> str:
         """A line that says where they are."""
