@@ -146,7 +146,7 @@ class Watch:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_FLUSH_SECONDS)  # it may wait for Ray's head, which may be dead
         if self._verdict and isinstance(error, Exception):
             raise ProcessHangs(self._verdict) from error
 

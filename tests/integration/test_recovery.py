@@ -171,6 +171,18 @@ def test_a_death_in_a_weight_sync_names_who_died(ray_here, arithmetic, tmp_path,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["groups", "disk", "object_store"])
+def test_an_engine_that_stays_takes_the_weights_of_new_ranks(ray_here, arithmetic, tmp_path, capsys, plant, transport):
+    """Over new connections: the old ones had a partner that died."""
+    plant(Fault(PolicyTrainer, "train_step", 4, RANK))
+    changes = [f"weight_sync.transport={transport}", "weight_sync.probe_every=1", TWO_RANKS]
+    changes += [f"weight_sync.folder={tmp_path}/weights"] if transport == "disk" else []
+    said, seen = train(arithmetic, tmp_path, capsys, *changes)
+    assert "restart 1 of at most 3, from " in said
+    assert seen == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
@@ -204,6 +216,14 @@ def test_without_restarts_the_run_ends(ray_here, arithmetic, tmp_path, capsys, p
     plant(Fault(PolicyTrainer, "train_step", 2, RANK))
     assert main(["train", *arguments(arithmetic, tmp_path, "run.max_restarts=0", "run.total_steps=50")]) == 2
     assert "trainer rank 0 of 1 died in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("two_nodes", [(1, 0)], indirect=True)
+def test_a_node_that_leaves_ends_the_run(two_nodes, arithmetic, tmp_path, capsys, plant):
+    plant(Fault(PolicyTrainer, "train_step", 2, "/raylet/raylet "))
+    assert main(["train", *arguments(arithmetic, tmp_path, "checkpoint.every=1")]) == 2
+    assert "1 of the 2 nodes of this run have left the Ray cluster; start it again on whole nodes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
