@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.config.schema import Config, Placement
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.run.guard import Guard
 
@@ -75,11 +75,11 @@ class Cluster:
         ]
 
     def must_be_whole(self) -> None:
-        """Raises UserError if a node of these slots is gone."""
+        """Raises ProcessLost if a node of these slots is gone."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         used = {slot.node for slots in (self.rank_slots, *self.engine_slots) for slot in slots}
         if used - alive:
-            raise UserError(
+            raise ProcessLost(
                 f"{len(used - alive)} of the {len(used)} nodes of this run have left the Ray cluster; start it again on whole nodes"
             )
 

@@ -63,8 +63,10 @@ def gather(references: dict[int, ray.ObjectRef], processes: list[Process], call:
         number = numbers[ready[0]]
         try:
             results[number] = fetch(ready[0], processes[number], call)
-        except RuntimeError:
-            # A rank whose partner died in a collective often fails before the death is known.
+        except ProcessDied:
+            raise
+        except Exception:
+            # A process whose partner died in a collective, or in a weight sync, often fails before the death is known.
             _raise_if_one_died(pending, numbers, processes, call)
             raise
     return {number: results[number] for number in references}

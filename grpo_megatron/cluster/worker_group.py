@@ -11,12 +11,15 @@ from typing import Any
 
 import ray
 
+from grpo_megatron.cluster.heart import Heart
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.cluster.processes import Process, fetch, gather, redirect_output
 from grpo_megatron.cluster.store import StoreAddress, StoreServer
+from grpo_megatron.cluster.watch import Watch
 
-# (rank, the store by which the ranks find each other) -> (the object that calls go to, what the group keeps of this rank)
-Build = Callable[[int, StoreAddress], tuple[Any, Any]]
+# (rank, the store by which the ranks find each other, the process's heart) -> (the object that calls go to, what the group keeps of
+# this rank)
+Build = Callable[[int, StoreAddress, Heart], tuple[Any, Any]]
 
 
 @ray.remote
@@ -25,6 +28,8 @@ class _Worker:
 
     def __init__(self, log: str):
         redirect_output(log)
+        self._heart = Heart()
+        self._heart.start()
 
     def serve_store(self, timeout: float) -> StoreAddress:
         """Where all ranks meet; on rank 0."""
@@ -32,18 +37,26 @@ class _Worker:
         return self._store.address
 
     def build(self, build: Build, rank: int, store: StoreAddress) -> Any:
-        self._target, info = build(rank, store)
-        gc.freeze()  # what was imported stays; no collection need walk through it
+        with self._heart.phase("start"):
+            self._target, info = build(rank, store, self._heart)
+            gc.freeze()  # what was imported stays; no collection need walk through it
+        self._heart.role = str(info)
         return info
 
     def call(self, method: str, *arguments) -> Any:
-        return getattr(self._target, method)(*arguments)
+        with self._heart.phase(method):
+            return getattr(self._target, method)(*arguments)
+
+    def beat(self) -> None:
+        """Tell the driver's watch what was done until now."""
+        self._heart.beat()
 
     def occupied(self) -> int:
         return occupied()
 
     def stream(self, method: str, *arguments) -> Iterator[Any]:
-        yield from getattr(self._target, method)(*arguments)
+        with self._heart.phase(method):
+            yield from getattr(self._target, method)(*arguments)
 
 
 class WorkerGroup:
@@ -52,12 +65,12 @@ class WorkerGroup:
     ranks: what each rank's `build` said of itself.
     """
 
-    def __init__(self, name: str, options: list[dict], log_dir: str, build: Build, timeout: float):
+    def __init__(self, name: str, options: list[dict], log_dir: str, build: Build, timeout: float, watch: Watch):
         """name: of one process in messages, such as `trainer rank`. options: Ray's for each process, see
-        placement.Cluster.options. build: runs in every process. timeout: most seconds of any one call."""
+        placement.Cluster.options. build: runs in every process. timeout: most seconds of any one call. watch: is told of all processes."""
         world = len(options)
         self.processes = [Process(f"{name} {rank} of {world}", f"{log_dir}/rank{rank}.log") for rank in range(world)]
-        self._options, self._build, self._timeout = options, build, timeout
+        self._options, self._build, self._timeout, self._watch = options, build, timeout, watch
         self._workers: list = []
         self.ranks: list[Any] = []
         self.start()
@@ -66,11 +79,16 @@ class WorkerGroup:
         """Start all processes and build their objects. Raises RuntimeError if they run already."""
         if self._workers:
             raise RuntimeError("the processes of this group run already")
-        for options, process in zip(self._options, self.processes, strict=True):
-            self._workers.append(_Worker.options(**options).remote(process.log))
-        store = self._gather({0: self._workers[0].serve_store.remote(self._timeout)}, "start")[0]
-        started = {rank: worker.build.remote(self._build, rank, store) for rank, worker in enumerate(self._workers)}
-        self.ranks = list(self._gather(started, "start").values())
+        try:
+            for options, process in zip(self._options, self.processes, strict=True):
+                self._workers.append(_Worker.options(**options).remote(process.log))
+                self._watch.add(process, self._workers[-1])
+            store = self._gather({0: self._workers[0].serve_store.remote(self._timeout)}, "start")[0]
+            started = {rank: worker.build.remote(self._build, rank, store) for rank, worker in enumerate(self._workers)}
+            self.ranks = list(self._gather(started, "start").values())
+        except BaseException:
+            self.close()  # nobody else knows of them
+            raise
 
     def restart(self) -> None:
         """End what is left of the processes, and start the group anew; nothing of its state survives."""
@@ -123,5 +141,6 @@ class WorkerGroup:
     def close(self) -> None:
         """End all processes; nothing is waited for."""
         for worker in self._workers:
+            self._watch.remove(worker)
             ray.kill(worker)
         self._workers = []

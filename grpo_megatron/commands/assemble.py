@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_megatron.cluster.placement import Cluster, allocate
+from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.megatron.spec import actor_spec
@@ -72,15 +73,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Site:
-    """What of a run outlives the loss of its trainer. directory: the run's folder. engines: None where the command or a replay needs
-    none. checkpoint: to begin from, None for a new run. started: by time.perf_counter. damaged: folders of checkpoints that ranks
-    found to be so."""
+    """What of a run outlives the loss of its trainer. directory: the run's folder. watch: of all processes. engines: None where the command
+    or a replay needs none. checkpoint: to begin from, None for a new run. started: by time.perf_counter. damaged: folders of
+    checkpoints that ranks found to be so."""
 
     config: Config
     command: str
     directory: str
     checkpoint: Checkpoint | None
     cluster: Cluster
+    watch: Watch
     engines: EnginePool | None
     guard: Guard
     started: float
@@ -105,7 +107,7 @@ class Site:
     def recover(self) -> None:
         """After the loss of a process, and of all ranks with it: free the slots of what is left, and have engines that can go on.
 
-        Raises UserError where a node is gone: no other one can take its place in this Ray cluster's placement.
+        Raises ProcessLost where a node is gone: no other one can take its place in this Ray cluster's placement.
         """
         self.cluster.must_be_whole()
         if self.engines:
@@ -133,7 +135,7 @@ def open_site(config: Config, command: str, guard: Guard) -> Iterator[Site]:
             say(note)
         cluster = allocate(config, num_ranks, num_engines, guard=guard)
         cleanup.callback(cluster.close)
-        engines = None
+        watch, engines = Watch(f"{directory}/logs", config.cluster.hang_timeout), None
         if generates:
             # Engines are slow to start: on devices of their own they do so while the ranks build the model.
             engines = EnginePool(
@@ -143,12 +145,13 @@ def open_site(config: Config, command: str, guard: Guard) -> Iterator[Site]:
                 # A resumed run must not draw the random numbers of its first steps again.
                 seed=config.run.seed + 1000 * (checkpoint.step if checkpoint else 0),
                 log_dir=f"{directory}/logs",
+                watch=watch,
                 routing=config.moe.routing_replay == RoutingReplay.engine,
                 pause=config.weight_sync.pause,
                 shared=config.cluster.placement == Placement.colocated,
             )
             cleanup.callback(engines.close)
-        yield Site(config, command, directory, checkpoint, cluster, engines, guard, started)
+        yield Site(config, command, directory, checkpoint, cluster, watch, engines, guard, started)
 
 
 @contextmanager
@@ -171,7 +174,9 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
             turns.release()
         spec = actor_spec(config, site.command)
         timeout = config.cluster.call_timeout
-        trainer = PolicyTrainer(site.cluster, spec, config.megatron, config.run.seed, site.logs, timeout, site.takes_turns)
+        trainer = PolicyTrainer(
+            site.cluster, spec, config.megatron, config.run.seed, site.logs, timeout, site.watch, site.takes_turns
+        )
         cleanup.callback(trainer.close)
         if turns:
             turns.started(trainer)
@@ -201,7 +206,8 @@ def persist(site: Site, attempt: Callable[[Site, Checkpoint | None], Result]) ->
     checkpoint, restarts = site.checkpoint, 0
     while True:
         try:
-            return attempt(site, checkpoint)
+            with site.watch:
+                return attempt(site, checkpoint)
         except DamagedCheckpoint as error:
             if checkpoint is site.checkpoint and site.config.run.resume != AUTO:
                 raise

@@ -122,7 +122,11 @@ def assembled_loop(
     """The whole GRPO loop, ready to run: a controller with all that it calls. It saves nothing when it is asked to stop."""
     check_start(config, "train")
     data = _Data(config)
-    with open_site(config, "train", guard or Guard()) as site, _loop(site, data, site.checkpoint, controller_class) as loop:
+    with (
+        open_site(config, "train", guard or Guard()) as site,
+        site.watch,
+        _loop(site, data, site.checkpoint, controller_class) as loop,
+    ):
         yield loop
 
 

@@ -282,7 +282,7 @@ class MegatronConfig:
     lora: LoraConfig = section(LoraConfig, "adapters, trained in place of the model")
     cpu_threads: int = option(1, "intra-op threads of a rank on a machine without a GPU", above=0)
     collective_timeout: float = option(
-        600.0, "how long a collective may wait for a missing rank", "seconds", above=0, at_most=LONGEST_WAIT
+        1800.0, "how long a collective may wait for a missing rank", "seconds", above=0, at_most=LONGEST_WAIT
     )
 
 
@@ -341,6 +341,13 @@ class ClusterConfig:
     )
     call_timeout: float = option(
         7200.0, "longest time one call to the trainer's ranks, such as a training step, may take", "seconds", above=0
+    )
+    hang_timeout: float = option(
+        600.0,
+        "how long nothing may move in a rank or an engine that was asked for something; it is then reported, and ended",
+        "seconds",
+        at_least=10,
+        at_most=LONGEST_WAIT,
     )
     gpu: str | None = option(
         None,

@@ -40,7 +40,7 @@ class WeightSyncConfig:
         "ones), abort (end them)",
     )
     timeout: float = option(
-        300.0,
+        1800.0,
         "how long a rank may wait for the next bucket; a sync that moves on may take longer",
         "seconds",
         above=0,

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.cluster.heart import Heart
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.config.schema import RoutingReplay
 from grpo_megatron.megatron import checkpoint_files, export, lora, sharded_state
@@ -52,8 +53,9 @@ Key = tuple[int, int]
 class Actor:
     """Needs `process_groups.initialize` to have run in this process."""
 
-    def __init__(self, spec: ActorSpec):
-        self.spec = spec
+    def __init__(self, spec: ActorSpec, heart: Heart | None = None):
+        """heart: of this process; it is told of micro-batches and parts of steps. None: nobody listens."""
+        self.spec, self._heart = spec, heart or Heart()
         self.rank = rank_info()
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self.arch = read_architecture(spec.model_path)
@@ -63,6 +65,8 @@ class Actor:
         self._sender = None
         self.entries = weight_map(self.arch, model_spec.transformer_engine)
         self.chunks = build_model(self.arch, model_spec)
+        for chunk in self.chunks:
+            chunk.register_forward_pre_hook(lambda *_: self._heart.tick())
         mark_parallel(self.chunks, self.entries)
         self.adapters = adapter_entries(self.entries.values(), spec.lora)
         if self.adapters:
@@ -292,7 +296,7 @@ class Actor:
         metrics = self.compute_gradients(micro_batches, loss, step_tokens, current_is_old, key)
         beyond = beyond_limits(loss.limits, metrics)
         self._until_saved()
-        with self._optimizer_at_hand():
+        with self._heart.phase("optimizer"), self._optimizer_at_hand():
             outcome = self.optimizer.step(drop=drop or bool(beyond))
         if not self.rank.reports:
             return None
@@ -323,7 +327,8 @@ class Actor:
             reference_weight = self.reference.value_of(output_weight(self.chunks[-1]))
             head = replace(head, reference_weight=lambda: reference_weight)
         routing = self._route(prepared, micro_batches, recording=False)
-        parts = forward_backward(self.ddp, prepared, head, loss, step_tokens, routing)
+        with self._heart.phase("forward_backward"):
+            parts = forward_backward(self.ddp, prepared, head, loss, step_tokens, routing)
         routers: Metrics = {}
         if self.arch.moe is not None:
             tokens = sum(batch.num_tokens for batch in micro_batches)
@@ -347,7 +352,7 @@ class Actor:
                 self._sender.close()
             self._sender = Sender(order.setup, self.rank.rank, self.device, self.model_spec.transformer_engine)
         with self._settled_weights(), torch.no_grad():
-            return self._sender.send(order, lora.MergedWeights(self.chunks))
+            return self._sender.send(order, lora.MergedWeights(self.chunks), self._heart.tick)
 
     def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """The current weights in HF names, each on one rank. Collective.

@@ -1,14 +1,15 @@
 """What a process does to become a rank of the trainer."""
 
+from grpo_megatron.cluster.heart import Heart
 from grpo_megatron.cluster.store import StoreAddress
 from grpo_megatron.megatron.spec import ActorSpec
 
 
-def start_actor(spec: ActorSpec, seed: int, threads: int, timeout: float, rank: int, store: StoreAddress):
+def start_actor(spec: ActorSpec, seed: int, threads: int, timeout: float, rank: int, store: StoreAddress, heart: Heart):
     """Join the process groups and build the model; returns (Actor, RankInfo). Collective over all ranks.
 
     threads: intra-op threads on a machine without a GPU. timeout: of a collective, in seconds. store: by which the
-    ranks find each other.
+    ranks find each other. heart: of this process.
     """
     # Here and not above: whoever sends this function to another process need not load Megatron.
     import torch
@@ -23,4 +24,4 @@ def start_actor(spec: ActorSpec, seed: int, threads: int, timeout: float, rank: 
     if not torch.cuda.is_available():
         torch.set_num_threads(threads)
     info = process_groups.initialize(spec.sizes, rank, store.connect(timeout), seed, timeout)
-    return Actor(spec), info
+    return Actor(spec, heart), info

@@ -162,3 +162,19 @@ def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
         yield f"optimizer.lr_warmup_steps={warmup} is more than {whole}"
     elif optimizer.lr_schedule == LrSchedule.wsd and decay is not None and decay + warmup > steps:
         yield f"optimizer.wsd_decay_steps={decay} after optimizer.lr_warmup_steps={warmup} is more than {whole}"
+
+
+@TRAINING.rule(
+    "A hang is found before those who wait for it give up, whose errors would not say for whom they waited.",
+    "cluster.hang_timeout",
+    "megatron.collective_timeout",
+    "weight_sync.timeout",
+)
+def hangs_are_found_first(config: Config) -> Iterator[str]:
+    waits = {
+        "megatron.collective_timeout": config.megatron.collective_timeout,
+        "weight_sync.timeout": config.weight_sync.timeout,
+    }
+    for name, longest in waits.items():
+        if longest <= config.cluster.hang_timeout:
+            yield f"cluster.hang_timeout={config.cluster.hang_timeout:g} must be less than {name}={longest:g}"

@@ -10,14 +10,16 @@ import base64
 import os
 import pickle
 import tempfile
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
 import ray
 
 from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.cluster.heart import Heart
 from grpo_megatron.cluster.processes import Process, redirect_output
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
@@ -54,6 +56,36 @@ class Completion:
     routing: np.ndarray | None = None
 
 
+class _Scheduling:
+    """SGLang's processes as the engine's heart sees them; see cluster.heart.View.
+
+    The threads of the actor tell nothing: its event loop goes round whatever the scheduler does.
+    """
+
+    def __init__(self, control: EngineControl, children: Children):
+        self._control, self._children = control, children
+
+    def progress(self) -> float:
+        return self._control.last_heard
+
+    def place(self) -> str:
+        return ", ".join(self._children.states())
+
+    def stacks(self) -> str:
+        return ""
+
+
+def _phase(method: Callable) -> Callable:
+    """While the method runs, the engine is in the phase of its name."""
+
+    @wraps(method)
+    async def within(engine, *arguments):
+        with engine._heart.phase(method.__name__):
+            return await method(engine, *arguments)
+
+    return within
+
+
 @ray.remote
 class SGLangEngine:
     """The engine's process; SGLang's scheduler and detokenizer are its children."""
@@ -87,6 +119,8 @@ class SGLangEngine:
         self._admitted, self._updating, self._paused = False, False, False
         self._finished: asyncio.Queue = asyncio.Queue()
         self._tasks: set[asyncio.Task] = set()
+        self._heart = Heart(_Scheduling(self._control, self._children))
+        self._heart.start()
 
     async def ready(self) -> int:
         """Returns the process id once the engine can serve."""
@@ -94,6 +128,10 @@ class SGLangEngine:
         # imported, which takes 0.1 to 0.3 s each in its three processes.
         await self._control.freeze_gc()
         return os.getpid()
+
+    async def beat(self) -> None:
+        """Tell the driver's watch what was done until now."""
+        self._heart.beat()
 
     def _dead(self) -> Process | None:
         """The node of this engine, if any, of which SGLang's processes are not all there any more."""
@@ -141,7 +179,8 @@ class SGLangEngine:
     async def _generate(self, request: Request) -> None:
         try:
             self._must_be_admitted()
-            answer = await self._control.sample(request.prompt_ids, request.sampling, routing=bool(self._routed_layers))
+            with self._heart.phase("generate", alone=True):
+                answer = await self._control.sample(request.prompt_ids, request.sampling, routing=bool(self._routed_layers))
             self._finished.put_nowait(_completion(request, answer, self._routed_layers))
         except Exception as error:  # handed to the caller by poll
             self._finished.put_nowait(error)
@@ -161,6 +200,7 @@ class SGLangEngine:
                 raise item
         return done
 
+    @_phase
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Log-prob of every token but the first under the engine's weights, at temperature 1; float32 [n - 1] each."""
         self._must_be_admitted()
@@ -173,6 +213,7 @@ class SGLangEngine:
                 raise RuntimeError("the engine scored other tokens than it was given")
         return [np.array([logprob for logprob, _, _ in entries[1:]], dtype=np.float32) for entries in scored]
 
+    @_phase
     async def begin_update(self, pause: PauseMode) -> None:
         """Stop serving, as `pause` says, and open an update session."""
         self._memory.must_have(Part.weights)
@@ -187,6 +228,7 @@ class SGLangEngine:
             self._paused = True
         await self._accepted("begin_weight_update", self._control.begin_weight_update())
 
+    @_phase
     async def sync_order(self, order: Order) -> list[Answer]:
         """Have every tensor-parallel rank carry out an order within the session; their answers. Raises UserError if one failed."""
         asking = self._control.call_loader(by_value(order), self._tp_size, DOOR)
@@ -199,12 +241,14 @@ class SGLangEngine:
                 raise UserError(f"rank {rank} of {self._process.name} failed in the weight sync:\n{answer.error}")
         return answers
 
+    @_phase
     async def load_bucket(self, bucket: Bucket) -> list[str]:
         """Load tensors by their HF names, which are returned. For an engine on one node: it opens files of this one."""
         loading = self._control.load_tensors(bucket.tensors(), self._tp_size)
         await self._accepted("update_weights_from_tensor", loading)
         return [item.name for item in bucket.contents]
 
+    @_phase
     async def end_update(self, version: int, keep_cache: bool) -> None:
         """Close the session, drop cached prefixes of the old weights, tag what comes now, and go on serving.
 
@@ -232,6 +276,7 @@ class SGLangEngine:
         self._finished = asyncio.Queue()
         return True
 
+    @_phase
     async def release_memory(self) -> None:
         """Give back the memory of weights and KV cache. Raises RuntimeError while requests run. What is served next, is synced first."""
         if self._tasks:
@@ -239,6 +284,7 @@ class SGLangEngine:
         self._admitted = False
         await self._memory.release()
 
+    @_phase
     async def resume_memory(self, part: Part) -> None:
         await self._memory.resume(part)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -21,6 +22,14 @@ class Children:
     @property
     def pids(self) -> list[int]:
         return [child.pid for child in self._processes]
+
+    def states(self) -> list[str]:
+        """One for each, such as `sglang::scheduler (pid 7) stopped`."""
+        found = []
+        for child in self._processes:
+            with suppress(psutil.NoSuchProcess):
+                found.append(f"{child.cmdline()[0].split('_TP')[0]} (pid {child.pid}) {child.status()}")
+        return found
 
     @property
     def alive(self) -> bool:

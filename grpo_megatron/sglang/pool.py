@@ -8,6 +8,7 @@ import ray
 from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.cluster.ports import free_address
 from grpo_megatron.cluster.processes import Process, fetch, gather
+from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.schema import ModelConfig, RolloutConfig
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.model.families import read_architecture
@@ -40,18 +41,19 @@ class EnginePool:
         model: ModelConfig,
         seed: int,
         log_dir: str,
+        watch: Watch,
         routing: bool = False,
         pause: PauseMode = PauseMode.retract,
         shared: bool = False,
     ):
-        """Start all engines and return at once; `wait_until_ready` waits for them.
+        """Start all engines and return at once; `wait_until_ready` waits for them. watch: is told of all engines.
 
         routing: completions carry the experts that their tokens went to. pause: what an update does to running requests.
         shared: others will have the engines' memory in turns, see run.turns.
         """
         self._config, self._pause = config, pause
         self.weight_version = 0
-        self._log_dir = log_dir
+        self._log_dir, self._watch = log_dir, watch
         self.nodes = tuple(slot.node for slots in cluster.engine_slots for slot in slots)
         self.processes = [
             Process(f"engine {number}", f"{log_dir}/engine{number}.log") for number in range(len(cluster.engine_nodes))
@@ -86,7 +88,9 @@ class EnginePool:
             others[process] = EngineNode.options(**of_node).remote(process, arguments | {"node_rank": node})
         # Many calls at a time: `poll` waits in the engine while requests and updates arrive.
         start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
-        return start(self.processes[number], arguments, self._routed_layers, others), others
+        engine = start(self.processes[number], arguments, self._routed_layers, others)
+        self._watch.add(self.processes[number], engine)
+        return engine, others
 
     def recover(self, anew: bool) -> None:
         """After a failure anywhere: engines that cannot go on start anew, the others drop their requests; see `wait_until_ready`.
@@ -169,6 +173,7 @@ class EnginePool:
             self._close(number)
 
     def _close(self, number: int) -> None:
+        self._watch.remove(self._engines[number])
         for engine in (self._engines[number], *self._others[number].values()):
             # Asked first, so that SGLang ends its children; one that is dead already ended them.
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):

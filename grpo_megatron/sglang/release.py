@@ -47,6 +47,11 @@ class EngineControl:
         self._manager.abort_request(abort_all=True)
 
     @property
+    def last_heard(self) -> float:
+        """When SGLang's scheduler last answered anything, such as the tokens of some decoding steps; seconds since the epoch."""
+        return self._manager.last_receive_tstamp
+
+    @property
     def knows_spans(self) -> bool:
         """Since 0.5.20: samples say which of their tokens which weights sampled; before, only under which weights they ended."""
         return "weight_versions" in self._requests.BatchTokenIDOutput.__struct_fields__

@@ -15,6 +15,7 @@ from grpo_megatron.batch.schedule import Schedule
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.processes import Process
+from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.config.schema import MegatronConfig
 from grpo_megatron.errors import UserError
@@ -63,9 +64,10 @@ class PolicyTrainer:
         seed: int,
         log_dir: str,
         timeout: float,
+        watch: Watch,
         takes_turns: bool = False,
     ):
-        """timeout: most seconds that one call to the ranks may take.
+        """timeout: most seconds that one call to the ranks may take. watch: is told of all ranks.
 
         takes_turns: engines are on the ranks' devices, so ranks that sleep are woken by run.turns, not by the next call.
         """
@@ -80,6 +82,7 @@ class PolicyTrainer:
             log_dir,
             partial(start_actor, spec, seed, config.cpu_threads, config.collective_timeout),
             timeout,
+            watch,
         )
         self._parks, self._takes_turns = config.sleep, takes_turns
         self._asleep = False

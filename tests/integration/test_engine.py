@@ -17,6 +17,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import Config, ModelConfig, RewardConfig
 from grpo_megatron.config.weight_sync import PauseMode
@@ -55,7 +56,7 @@ def running(arithmetic, tokenizer, logs, num_engines=1, **engine):
     config.rollout.stop = ["7"]  # the engine then has a tokenizer, which stop strings need
     rewards = RewardWorkers(RewardConfig(function="tests.integration.helpers:digits", workers=1))
     cluster = allocate(config, num_ranks=0, num_engines=num_engines)
-    engines = EnginePool(cluster, config.rollout, ModelConfig(str(arithmetic / "model")), 0, str(logs))
+    engines = EnginePool(cluster, config.rollout, ModelConfig(str(arithmetic / "model")), 0, str(logs), Watch(str(logs), 600))
     try:
         engines.wait_until_ready()
         engines.admit()

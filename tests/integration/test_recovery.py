@@ -1,34 +1,31 @@
-"""Processes that die under a live run: it goes on from its newest checkpoint, with the processes that still can."""
+"""Processes that die or hang under a live run: it goes on from its newest checkpoint, with the processes that still can."""
 
 import contextlib
+import itertools
 import os
+import re
 import signal
 import threading
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
+import ray
 
 from grpo_megatron.cli import main
 from grpo_megatron.data import EpochOrder
+from grpo_megatron.rollout.evaluation import Evaluation
+from grpo_megatron.sglang.client import EngineClient
+from grpo_megatron.sglang.pool import EnginePool
+from grpo_megatron.trainer.policy import PolicyTrainer
 from tests.integration.test_train import arguments, metrics, trained
 
-STEPS = 4
-
-
-class Killer(threading.Thread):
-    """Kills one process of those whose command line has `title`, as soon as the run has logged `step`."""
-
-    def __init__(self, title: str, rows, step: int):
-        super().__init__(daemon=True)
-        self._title, self._rows, self._step = title, rows, step
-        self.killed: int | None = None
-
-    def run(self) -> None:
-        while not (self._rows.is_file() and f'{{"step": {self._step},' in self._rows.read_text()):
-            time.sleep(0.01)
-        self.killed = find(self._title)[-1]
-        os.kill(self.killed, signal.SIGKILL)
+STEPS = 3
+RANK, SCHEDULER, ENGINE = "ray::_Worker", "sglang::scheduler", "ray::SGLangEngine"
+HANG = "cluster.hang_timeout=30"
+REPORT = r"Python stacks: (\S+hang-\S+\.txt)"
 
 
 def find(title: str) -> list[int]:
@@ -41,47 +38,235 @@ def find(title: str) -> list[int]:
     return found
 
 
-class EngineSeen(threading.Thread):
-    """Notes all processes of the engines' actors."""
+def gone(pid: int) -> bool:
+    """Or about to be, within what Ray needs for a stopped process."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def fall_asleep(worker) -> None:
+    """In a rank: its next optimizer step, within which the others wait for it in a collective."""
+    worker._target.optimizer.step = lambda **_: time.sleep(10_000)
+
+
+class Fault(NamedTuple):
+    """What happens to the last process with a title, before the driver makes a call of its own for the nth time.
+
+    title: of its command line. what: a signal, or None: it falls asleep in its next optimizer step.
+    """
+
+    owner: type
+    method: str
+    nth: int
+    title: str
+    what: signal.Signals | None = signal.SIGKILL
+    after: bool = False
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """plant(fault): the ids of the processes that it befell, of which there will be one."""
+
+    def plant(fault: Fault) -> list[int]:
+        befallen, calls, original = [], itertools.count(1), getattr(fault.owner, fault.method)
+
+        def strike(caller) -> None:
+            if fault.what is None:
+                ray.get(caller.group._workers[-1].__ray_call__.remote(fall_asleep))
+                befallen.append(caller.group.ranks[-1].pid)
+            else:
+                befallen.append(find(fault.title)[-1])
+                os.kill(befallen[0], fault.what)
+
+        def planted(caller, *arguments, **named):
+            now = next(calls) == fault.nth
+            if now and not fault.after:
+                strike(caller)
+            result = original(caller, *arguments, **named)
+            if now and fault.after:
+                strike(caller)
+            return result
+
+        monkeypatch.setattr(fault.owner, fault.method, planted)
+        return befallen
+
+    return plant
+
+
+class EnginesSeen(threading.Thread):
+    """Notes all processes of the engines' actors while the context lasts."""
 
     def __init__(self):
         super().__init__(daemon=True)
         self.seen: set[int] = set()
-        self.ended = False
+        self._ended = threading.Event()
 
     def run(self) -> None:
-        while not self.ended:
-            self.seen |= set(find("ray::SGLangEngine"))
-            time.sleep(0.2)
+        while not self._ended.wait(0.2):
+            self.seen |= set(find(ENGINE))
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self._ended.set()
+        self.join()
+
+
+def train(arithmetic, tmp_path, capsys, *changes) -> tuple[str, int]:
+    """A run to its end: what it said, and how many processes of engines there were."""
+    capsys.readouterr()
+    with EnginesSeen() as engines:
+        status = main(["train", *arguments(arithmetic, tmp_path, f"run.total_steps={STEPS}", "checkpoint.every=1", *changes)])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    assert [row["step"] for row in metrics(tmp_path, "run") if "time/step" in row] == list(range(1, STEPS + 1))
+    # No prompt was skipped, none trained twice.
+    prompts = len((arithmetic / "data" / "train.jsonl").read_text().splitlines())
+    assert trained(tmp_path, "run") == EpochOrder(prompts, 1234, True).take(6 * STEPS)
+    return captured.out, len(engines.seen)
+
+
+TWO_RANKS = "megatron.tensor_parallel=2"
 
 
 @pytest.mark.parametrize(
-    ("title", "name", "engines"),
+    ("fault", "engines"),
     [
-        ("ray::_Worker", "trainer rank", 1),
-        pytest.param("sglang::scheduler", "engine 0", 2, marks=pytest.mark.slow),
+        (Fault(PolicyTrainer, "train_step", 2, RANK), 1),
+        pytest.param(Fault(EngineClient, "_send", 2, SCHEDULER, after=True), 2, marks=pytest.mark.slow),
+        pytest.param(Fault(EngineClient, "_send", 2, ENGINE, after=True), 2, marks=pytest.mark.slow),
+        pytest.param(Fault(PolicyTrainer, "begin_checkpoint", 2, RANK, after=True), 1, marks=pytest.mark.slow),
+        pytest.param(Fault(PolicyTrainer, "logprobs", 1, RANK), 1, marks=pytest.mark.slow),
     ],
+    ids=["rank", "scheduler in generation", "engine in generation", "rank while saving", "rank before the first checkpoint"],
 )
-def test_a_run_outlives_the_death_of_a_process(ray_here, arithmetic, tmp_path, capsys, title, name, engines):
+def test_a_run_outlives_the_death_of_a_process(ray_here, arithmetic, tmp_path, capsys, plant, fault, engines):
     """engines: how many there are one after the other; a dead rank leaves the engine as it is."""
-    killer, watcher = Killer(title, tmp_path / "run" / "metrics.jsonl", 2), EngineSeen()
-    for thread in (killer, watcher):
-        thread.start()
-    changes = [f"run.total_steps={STEPS}", "checkpoint.every=1", "megatron.tensor_parallel=2"]
-    assert main(["train", *arguments(arithmetic, tmp_path, *changes)]) == 0
-    watcher.ended = True
-    assert killer.killed
-    said = capsys.readouterr().out
-    assert f"{name} " in said
+    befallen = plant(fault)
+    said, seen = train(arithmetic, tmp_path, capsys, TWO_RANKS, "megatron.data_parallel=1")
+    assert len(befallen) == 1
+    assert ("trainer rank" if fault.title == RANK else "engine 0 died in `generate`") in said
+    assert said.count("restart 1 of at most 3, from ") == 1
+    assert "restart 2" not in said
+    assert ("from the beginning" in said) == (fault.method == "logprobs")
+    assert seen == engines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", [RANK, SCHEDULER])
+@pytest.mark.parametrize("transport", ["shared_memory", "groups", "disk", "object_store"])
+def test_a_death_in_a_weight_sync_names_who_died(ray_here, arithmetic, tmp_path, capsys, plant, transport, title):
+    """Whatever the survivors make of it."""
+    method, nth = ("load_bucket", 3) if transport == "object_store" else ("sync_order", 3)
+    befallen = plant(Fault(EnginePool, method, nth, title))
+    changes = [f"weight_sync.transport={transport}", "weight_sync.bucket_bytes=20000", TWO_RANKS]
+    changes += [f"weight_sync.folder={tmp_path}/weights"] if transport == "disk" else []
+    said, _ = train(arithmetic, tmp_path, capsys, *changes)
+    assert befallen
+    assert re.search(rf"{'trainer rank 1 of 2' if title == RANK else 'engine 0'} died in `.*`", said), said
     assert "restart 1 of at most 3, from " in said
-    assert [row["step"] for row in metrics(tmp_path, "run")] == list(range(1, STEPS + 1))
-    prompts = len((arithmetic / "data" / "train.jsonl").read_text().splitlines())
-    assert trained(tmp_path, "run") == EpochOrder(prompts, 1234, True).take(6 * STEPS)
-    assert len(watcher.seen) == engines
+    assert "restart 2" not in said
 
 
-def test_without_restarts_the_run_ends(ray_here, arithmetic, tmp_path, capsys):
-    killer = Killer("ray::_Worker", tmp_path / "run" / "metrics.jsonl", 1)
-    killer.start()
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["groups", "disk", "object_store"])
+def test_an_engine_that_stays_takes_the_weights_of_new_ranks(ray_here, arithmetic, tmp_path, capsys, plant, transport):
+    """Over new connections: the old ones had a partner that died."""
+    plant(Fault(PolicyTrainer, "train_step", 4, RANK))
+    changes = [f"weight_sync.transport={transport}", "weight_sync.probe_every=1", TWO_RANKS]
+    changes += [f"weight_sync.folder={tmp_path}/weights"] if transport == "disk" else []
+    said, seen = train(arithmetic, tmp_path, capsys, *changes)
+    assert "restart 1 of at most 3, from " in said
+    assert seen == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(EnginePool, "resume_weights", 2, SCHEDULER),
+        Fault(PolicyTrainer, "wake", 3, RANK),
+        Fault(EngineClient, "_send", 2, SCHEDULER, after=True),
+    ],
+    ids=["engine takes back its weights", "rank wakes", "engine in generation"],
+)
+def test_colocated_processes_are_replaced_together(ray_here, arithmetic, tmp_path, capsys, plant, fault):
+    befallen = plant(fault)
+    changes = ["cluster.placement=colocated", "megatron.sleep=true", TWO_RANKS]
+    said, seen = train(arithmetic, tmp_path, capsys, *changes)
+    assert befallen
+    assert "restart 1 of at most 3, from " in said
+    assert "restart 2" not in said
+    assert seen == 2
+
+
+@pytest.mark.slow
+def test_a_death_in_the_first_evaluation_and_one_in_the_restart(ray_here, arithmetic, tmp_path, capsys, plant):
+    first, second = plant(Fault(Evaluation, "run", 2, SCHEDULER)), plant(Fault(PolicyTrainer, "load_checkpoint", 1, RANK))
+    changes = [f"data.eval={arithmetic}/data/eval.jsonl", "eval.every=1", "eval.n=1", TWO_RANKS]
+    said, _ = train(arithmetic, tmp_path, capsys, *changes)
+    assert len(first) == len(second) == 1
+    assert "restart 2 of at most 3, from " in said
+    assert "restart 3" not in said
+
+
+def test_without_restarts_the_run_ends(ray_here, arithmetic, tmp_path, capsys, plant):
+    plant(Fault(PolicyTrainer, "train_step", 2, RANK))
     assert main(["train", *arguments(arithmetic, tmp_path, "run.max_restarts=0", "run.total_steps=50")]) == 3
     assert "trainer rank 0 of 1 died in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("two_nodes", [(1, 0)], indirect=True)
+def test_a_node_that_leaves_ends_the_run(two_nodes, arithmetic, tmp_path, capsys, plant):
+    plant(Fault(PolicyTrainer, "train_step", 2, "/raylet/raylet "))
+    assert main(["train", *arguments(arithmetic, tmp_path, "checkpoint.every=1")]) == 3
+    assert "1 of the 2 nodes of this run have left the Ray cluster; start it again on whole nodes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (
+            Fault(PolicyTrainer, "train_step", 3, RANK, what=None),
+            r"rank 1 \(tp1 pp0 cp0 dp0 ep0\) in `optimizer` for \d+ s, at \S+test_recovery.py:\d+ <lambda>",
+        ),
+        pytest.param(
+            Fault(PolicyTrainer, "train_step", 3, RANK, signal.SIGSTOP),
+            r"rank \d \(tp\d pp0 cp0 dp0 ep0\) has not been heard of for \d+ s",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Fault(EngineClient, "_send", 2, SCHEDULER, signal.SIGSTOP),
+            r"engine 0 in `generate` for \d+ s, at sglang::scheduler \(pid \d+\) stopped",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Fault(EngineClient, "_send", 2, ENGINE, signal.SIGSTOP),
+            r"engine 0 has not been heard of for \d+ s",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Fault(EnginePool, "sync_order", 3, SCHEDULER, signal.SIGSTOP),
+            r"engine 0 in `sync_order` for \d+ s, at sglang::scheduler \(pid \d+\) stopped",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["rank asleep", "rank stopped", "scheduler stopped", "engine stopped", "scheduler stopped in a sync"],
+)
+def test_a_run_outlives_a_hang(ray_here, arithmetic, tmp_path, capsys, plant, fault, line):
+    befallen = plant(fault)
+    said, _ = train(arithmetic, tmp_path, capsys, HANG, TWO_RANKS)
+    assert re.search(line, said), said
+    path = re.search(REPORT, said).group(1)
+    assert "restart 1 of at most 3, from " in said
+    assert gone(befallen[0])
+    if fault.what is None:
+        assert re.search(r"of the others, 1 in `optimizer`, at \S+distributed_c10d.py:\d+ all_reduce", said), said
+        assert "time.sleep(10_000)" in Path(path).read_text()

@@ -21,6 +21,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cli import main
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.preflight.load import load_config
@@ -233,7 +234,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
     config = load_config(None, arguments(arithmetic, root, "megatron.tensor_parallel=2"))
     batch = TrainBatch.from_samples([s for group in Replay(f"{root}/rollouts.jsonl").read(1) for s in group.samples])
     cluster = allocate(config, num_ranks=2, num_engines=0)
-    actor = PolicyTrainer(cluster, actor_spec(config), config.megatron, 0, str(tmp_path), timeout=60)
+    actor = PolicyTrainer(cluster, actor_spec(config), config.megatron, 0, str(tmp_path), 60, Watch(str(tmp_path), 600))
 
     def sync():
         with actor.weight_stream(10_000) as buckets:

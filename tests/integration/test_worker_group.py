@@ -1,21 +1,40 @@
 """A pool of processes that knows nothing of training: what is called on it, what goes wrong in it, and starting it anew."""
 
 import os
+import re
 import signal
+import threading
 import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import pytest
 import ray
 
+from grpo_megatron.cluster.heart import Heart
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.cluster.store import StoreAddress
+from grpo_megatron.cluster.watch import ProcessHangs, Watch
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.errors import UserError
 
+# Beats of a loaded machine come late.
+HANG_SECONDS = 10.0
+
+
+class Info(NamedTuple):
+    rank: int
+    pid: int
+
+    def __str__(self):
+        return f"rank {self.rank} (place {self.rank})"
+
 
 class Member:
-    def __init__(self, rank: int):
-        self.rank, self.calls = rank, 0
+    def __init__(self, rank: int, heart: Heart):
+        self.rank, self.calls, self.heart = rank, 0, heart
 
     def echo(self, *words):
         self.calls += 1
@@ -23,6 +42,24 @@ class Member:
 
     def sleep(self, seconds):
         time.sleep(seconds)
+
+    def meet(self, absent):
+        """As in a collective: the others wait for the one that is asleep."""
+        if self.rank == absent:
+            time.sleep(1000)
+        threading.Event().wait()
+
+    def stop(self, rank):
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait()
+
+    def work(self, rank, times):
+        """One rank is found in one place at every beat, but its counter moves; the others wait for it."""
+        for _ in range(times):
+            time.sleep(1)
+            if self.rank == rank:
+                self.heart.tick()
 
     def fail_on(self, rank, kind):
         if rank == self.rank:
@@ -40,24 +77,24 @@ class Member:
             yield 10 * self.rank + number
 
 
-def build(rank: int, store: StoreAddress):
+def build(rank: int, store: StoreAddress, heart: Heart):
     meeting = store.connect(timeout=30)
     meeting.set(str(rank), "here")
     meeting.wait(["0", "1", "2"])
-    return Member(rank), {"rank": rank, "pid": os.getpid()}
+    return Member(rank, heart), Info(rank, os.getpid())
 
 
 @pytest.fixture
 def group(ray_here, tmp_path):
     options = [{"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.getcwd()}}} for _ in range(3)]
-    group = WorkerGroup("member", options, str(tmp_path), build, timeout=30)
+    group = WorkerGroup("member", options, str(tmp_path), build, 120, Watch(str(tmp_path), HANG_SECONDS))
     yield group
     group.close()
 
 
 def test_calls_answer_in_the_order_of_ranks(group):
-    assert [rank["rank"] for rank in group.ranks] == [0, 1, 2]
-    assert len({rank["pid"] for rank in group.ranks}) == 3
+    assert [info.rank for info in group.ranks] == [0, 1, 2]
+    assert len({info.pid for info in group.ranks}) == 3
     assert group.call("echo") == [(0, 1, ()), (1, 1, ()), (2, 1, ())]
     assert group.call("echo", [("a",), ("b", 1), ()]) == [(0, 2, ("a",)), (1, 2, ("b", 1)), (2, 2, ())]
     with group.stream("numbers", 2, -1) as references:
@@ -87,9 +124,64 @@ def test_a_death_is_noticed_and_the_group_starts_anew(group):
     with pytest.raises(ProcessDied, match=r"member 1 of 3 died in `die`.*; its log is .*rank1\.log"):
         group.call("die", [(1,)] * 3)
     assert time.monotonic() - start < 15
-    before = {rank["pid"] for rank in group.ranks}
+    before = {info.pid for info in group.ranks}
     with pytest.raises(RuntimeError, match="run already"):
         group.start()
     group.restart()
-    assert not before & {rank["pid"] for rank in group.ranks}
+    assert not before & {info.pid for info in group.ranks}
     assert group.call("echo") == [(0, 1, ()), (1, 1, ()), (2, 1, ())]
+
+
+@contextmanager
+def ended(pids):
+    """Within this context one of the processes is ended; at its end all are."""
+    yield
+    deadline = time.monotonic() + 60
+    while alive := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
+
+
+def test_a_rank_asleep_is_told_from_those_that_wait_for_it(group, tmp_path):
+    with pytest.raises(ProcessHangs) as raised, group._watch:
+        group.call("meet", [(1,)] * 3)
+    first, others, stacks = str(raised.value).splitlines()
+    assert re.fullmatch(r"rank 1 \(place 1\) in `meet` for \d+ s, at integration/test_worker_group.py:\d+ meet", first)
+    assert re.fullmatch(r"of the others, 2 in `meet`, at \S+/threading.py:\d+ wait", others)
+    text = Path(stacks.removeprefix("Python stacks: ")).read_text()
+    assert text.count("thread MainThread") == 3
+    assert text.index("time.sleep(1000)") < text.index("threading.Event().wait()")
+    with ended(info.pid for info in group.ranks):
+        group.restart()
+    assert [rank for rank, *_ in group.call("echo")] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_reported_and_ended(group):
+    with (
+        ended([group.ranks[2].pid]),
+        pytest.raises(ProcessHangs, match=r"^rank 2 \(place 2\) has not been heard of"),
+        group._watch,
+    ):
+        group.call("stop", [(2,)] * 3)
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_one_that_works_do_not_hang(group):
+    with group._watch:
+        group.call("work", [(0, 3 * int(HANG_SECONDS))] * 3)
+
+
+def test_what_ranks_did_is_known_in_their_own_time(group):
+    told, began = [], time.time()
+    group._watch.tell_spans(lambda *span: told.append(span))
+    group.call("sleep", [(0.0,), (0.3,), (0.0,)])
+    group._watch.flush()
+    spans = {process: span for process, phase, *span in told if phase == "sleep"}
+    assert len(spans) == 3
+    start, seconds = spans["member 1 of 3"]
+    assert 0.3 <= seconds < 60
+    assert began - 1 <= start <= time.time()
+    before = len(told)
+    group._watch.flush()
+    assert len(told) == before

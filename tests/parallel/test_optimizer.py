@@ -10,6 +10,7 @@ import torch
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.schedule import schedule
 from grpo_megatron.cluster.placement import allocate
+from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.schema import Config, LrSchedule, OptimizerConfig, Precision
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.spec import ActorSpec
@@ -223,7 +224,9 @@ def test_too_many_dropped_steps_stop_the_run(folder, tmp_path):
     cluster = allocate(config, num_ranks=2, num_engines=0)
     try:
         spec = ActorSpec(folder, sizes, OptimizerConfig(max_dropped_steps=2))
-        actor = PolicyTrainer(cluster, spec, config.megatron, seed=0, log_dir=str(tmp_path), timeout=120)
+        actor = PolicyTrainer(
+            cluster, spec, config.megatron, seed=0, log_dir=str(tmp_path), timeout=120, watch=Watch(str(tmp_path), 600)
+        )
         good, bad = make_batch(0), with_fault(make_batch(2), "advantage")
 
         def step(number: int, batch) -> float:

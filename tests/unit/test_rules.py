@@ -20,6 +20,7 @@ EIGHT = ["cluster.gpu=h100-80g", "cluster.nodes=1", "cluster.gpus_per_node=8"]
 # One configuration for each rule that breaks it.
 BROKEN = {
     "disk_has_a_folder": ["weight_sync.transport=disk"],
+    "hangs_are_found_first": ["cluster.hang_timeout=1800"],
     "delta_has_a_transport": ["weight_sync.transport=object_store", "weight_sync.delta=true"],
     "delta_has_engines_that_keep_weights": ["cluster.placement=colocated", "weight_sync.delta=true"],
     "mini_batch_divides": ["train.ppo_mini_batch_size=5"],

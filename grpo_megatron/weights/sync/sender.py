@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -30,8 +30,8 @@ class Sender:
         self._factors = odd_factors(self._parcels, device)
         self._encoder = Encoder() if setup.delta else None
 
-    def send(self, order: Order, parameters: Mapping[str, torch.Tensor]) -> Answer:
-        """parameters: of this rank by their Megatron names, whole and current."""
+    def send(self, order: Order, parameters: Mapping[str, torch.Tensor], advance: Callable[[], None] = lambda: None) -> Answer:
+        """parameters: of this rank by their Megatron names, whole and current. advance: called before each parcel."""
         seconds, seals, sent = defaultdict(float), defaultdict(int), 0
         started = time.perf_counter()
         parameters = Quantised(parameters, self._quantised) if self._quantised else parameters
@@ -39,6 +39,7 @@ class Sender:
         if self._encoder:
             self._encoder.begin(order.full)
         for parcel in self._parcels:
+            advance()
             if parcel.link.sender != self._rank:
                 self._channel.buffer(self.setup.size_of(parcel))
                 self._channel.send(parcel, self._relay.take(parcel, order.task))

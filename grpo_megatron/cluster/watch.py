@@ -1,0 +1,211 @@
+"""The driver's eye on the processes of a run: what they do, and whether they still do it."""
+
+import logging
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import ray
+from ray.experimental import internal_kv
+
+from grpo_megatron.cluster.heart import BEAT_SECONDS, NAMESPACE, Beat
+from grpo_megatron.cluster.processes import Process, ProcessLost
+
+logger = logging.getLogger(__name__)
+# What takes a phase that has ended: process, phase, its start in seconds since the epoch, seconds.
+TakeSpan = Callable[[str, str, float, float], None]
+_SHOWN = 3
+# The file with torch's collectives.
+_COLLECTIVE = "distributed_c10d.py"
+_FLUSH_SECONDS = 5.0
+
+
+class ProcessHangs(ProcessLost):
+    """Something was asked of processes, and nothing has moved there for too long; they were ended."""
+
+
+@dataclass(eq=False)
+class Watched:
+    """A process and what it said last. silent: seconds since it did. spans: how many of them are told."""
+
+    process: Process
+    actor: ray.actor.ActorHandle
+    beat: Beat | None = None
+    silent: float = 0.0
+    spans: int = 0
+
+    @property
+    def name(self) -> str:
+        return (self.beat and self.beat.role) or self.process.name
+
+
+@dataclass(frozen=True)
+class Hang:
+    """silent: processes that have said nothing for too long. still: those that say that they have not moved. others: at work."""
+
+    silent: list[Watched]
+    still: list[Watched]
+    others: list[Watched]
+
+    @property
+    def at_fault(self) -> list[Watched]:
+        """The silent ones; else those that are not in a collective, where one waits for others; of these, those in a place where fewest are.
+
+        All, if they are in the same place.
+        """
+        if self.silent:
+            return self.silent
+        by_place = defaultdict(list)
+        for watched in [watched for watched in self.still if _COLLECTIVE not in watched.beat.place] or self.still:
+            by_place[watched.beat.place].append(watched)
+        fewest = min(len(group) for group in by_place.values())
+        return [watched for group in by_place.values() if len(group) == fewest for watched in group]
+
+    def message(self) -> str:
+        """At most five lines."""
+        at_fault = self.at_fault
+        lines = [self.line(watched) for watched in at_fault[:_SHOWN]]
+        if len(at_fault) > _SHOWN:
+            lines.append(f"and {len(at_fault) - _SHOWN} more")
+        places = Counter(
+            f"`{watched.beat.phase}`" + (f", at {watched.beat.place}" if watched.beat.place else "")
+            for watched in (*self.still, *self.others)
+            if watched not in at_fault
+        )
+        if places:
+            most = [f"{count} in {place}" for place, count in places.most_common(2)]
+            lines.append(f"of the others, {'; '.join(most)}")
+        return "\n".join(lines)
+
+    def line(self, watched: Watched) -> str:
+        beat = watched.beat
+        if watched in self.silent:
+            last = f", last in `{beat.phase}`" if beat.phase else ""
+            return f"{watched.name} has not been heard of for {watched.silent:.0f} s{last}"
+        where = f", at {beat.place}" if beat.place else ""
+        return f"{watched.name} in `{beat.phase}` for {beat.seconds:.0f} s{where}"
+
+
+def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
+    """Processes in the same call may wait for each other, so they hang if none of them moves; one that is alone, if it does not."""
+    heard = [watched for watched in all_watched if watched.beat]
+    silent = [watched for watched in heard if watched.silent > timeout]
+    asked = [watched for watched in heard if watched.beat.phase and watched not in silent]
+    calls = defaultdict(list)
+    for watched in asked:
+        calls[watched.process.name if watched.beat.alone else watched.beat.phase].append(watched)
+    still = [
+        watched for members in calls.values() if all(member.beat.still > timeout for member in members) for watched in members
+    ]
+    if not silent and not still:
+        return None
+    return Hang(silent, still, [watched for watched in asked if watched not in still])
+
+
+class Watch:
+    """Within its context, what hangs is reported and ended, and whoever waits for it gets ProcessHangs in the end.
+
+    Ended processes fail the calls to them, wherever the driver waits: so nothing that waits needs to know of hangs.
+    """
+
+    def __init__(self, folder: str, timeout: float):
+        """folder: for the stacks of processes that hang. timeout: seconds in which something must move."""
+        self._folder, self._timeout = Path(folder), timeout
+        self._lock = threading.Lock()
+        self._watched: dict[str, Watched] = {}
+        self._take_span: TakeSpan | None = None
+        self._verdict: str | None = None
+        self._stop, self._thread = threading.Event(), None
+
+    def add(self, process: Process, actor: ray.actor.ActorHandle) -> None:
+        """Watch an actor that has a Heart, from its first beat on."""
+        with self._lock:
+            self._watched[_key(actor)] = Watched(process, actor)
+
+    def remove(self, actor: ray.actor.ActorHandle) -> None:
+        """Its last beat stays in Ray's store: to ask for its removal would wait for a minute where Ray's head is what died."""
+        with self._lock:
+            self._watched.pop(_key(actor), None)
+
+    def tell_spans(self, take: TakeSpan) -> None:
+        """From now on, what processes did is told to `take`, by another thread and some seconds later."""
+        self._take_span = take
+
+    def flush(self) -> None:
+        """Tell what has not been told yet. Asks every process; all must be well and idle."""
+        with self._lock:
+            beats = [watched.actor.beat.remote() for watched in self._watched.values()]
+        ray.wait(beats, num_returns=len(beats), timeout=_FLUSH_SECONDS)
+        self._read(passed=0.0)
+
+    def __enter__(self) -> Self:
+        self._verdict = None
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self._stop.set()
+        self._thread.join(_FLUSH_SECONDS)  # it may wait for Ray's head, which may be dead
+        if self._verdict and isinstance(error, Exception):
+            raise ProcessHangs(self._verdict) from error
+
+    def _run(self) -> None:
+        looked = time.monotonic()
+        while not self._stop.wait(BEAT_SECONDS):
+            now = time.monotonic()
+            # More has passed where this process itself stood still, such as in a suspended job.
+            passed, looked = min(now - looked, 2 * BEAT_SECONDS), now
+            try:
+                self._read(passed)
+            except Exception:
+                # Nobody can be judged while Ray's store does not answer.
+                logger.warning("the processes of the run cannot be watched", exc_info=True)
+                continue
+            with self._lock:
+                hang = find_hang(list(self._watched.values()), self._timeout)
+            if hang:
+                self._verdict = f"{hang.message()}\n{self._write_stacks(hang)}"
+                for watched in hang.at_fault:
+                    ray.kill(watched.actor)
+                return
+
+    def _read(self, passed: float) -> None:
+        """passed: seconds since the last time."""
+        with self._lock:
+            watched = {key.encode(): watched for key, watched in self._watched.items()}
+        values = internal_kv.internal_kv_get_gcs_client().internal_kv_multi_get(list(watched), NAMESPACE) if watched else {}
+        with self._lock:
+            for key, value in values.items():
+                self._hear(watched[key], Beat.decode(value), passed)
+
+    def _hear(self, watched: Watched, beat: Beat, passed: float) -> None:
+        if watched.beat and beat.number <= watched.beat.number:
+            watched.silent += passed
+            return
+        for span in beat.spans:
+            if span.number > watched.spans and self._take_span:
+                self._take_span(watched.process.name, span.phase, span.start, span.seconds)
+        watched.spans = max([watched.spans, *(span.number for span in beat.spans)])
+        watched.beat, watched.silent = beat, 0.0
+
+    def _write_stacks(self, hang: Hang) -> str:
+        """A line that says where they are."""
+        path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        rest = [watched for watched in (*hang.silent, *hang.still, *hang.others) if watched not in hang.at_fault]
+        parts = [f"{hang.line(watched)}\n\n{watched.beat.stacks}" for watched in (*hang.at_fault, *rest)]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n\n".join(parts), encoding="utf-8")
+        except OSError as error:  # such as a full disk, which may be why they hang
+            return f"their Python stacks could not be written: {error}"
+        return f"Python stacks: {path}"
+
+
+def _key(actor: ray.actor.ActorHandle) -> str:
+    return actor._actor_id.hex()

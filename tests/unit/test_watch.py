@@ -1,0 +1,125 @@
+"""Who hangs, by what processes say of themselves."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_megatron.cluster.heart import Beat, Heart, PythonThreads
+from grpo_megatron.cluster.processes import Process
+from grpo_megatron.cluster.watch import Watched, find_hang
+
+LIMIT = 600.0
+
+
+def watched(name: str, silent: float = 0.0, **beat) -> Watched:
+    return Watched(Process(name, "log"), SimpleNamespace(), Beat(number=1, role=name, **beat), silent)
+
+
+def ranks(*still: float, phase="train_step", **beat) -> list[Watched]:
+    """All in one call; rank 0 is elsewhere than the others."""
+    return [
+        watched(f"rank {rank}", phase=phase, seconds=still + 2, still=still, place="here" if rank else "there", **beat)
+        for rank, still in enumerate(still)
+    ]
+
+
+def test_nothing_hangs_while_anything_in_the_same_call_moves():
+    assert find_hang([], LIMIT) is None
+    assert find_hang([watched("idle", still=9000.0), *ranks(3.0, 700.0, 800.0)], LIMIT) is None
+    assert find_hang([*ranks(700.0, 800.0), watched("engine 0", phase="train_step", still=5.0)], LIMIT) is None
+    started = Watched(Process("rank 9", "log"), SimpleNamespace(), beat=None, silent=0.0)
+    assert find_hang([started], LIMIT) is None
+
+
+def test_the_one_elsewhere_is_at_fault():
+    others = [watched("engine 0", phase="generate", alone=True, still=2.0, place="")]
+    hang = find_hang([*ranks(700.0, 701.0, 701.0), *others], LIMIT)
+    assert [one.name for one in hang.at_fault] == ["rank 0"]
+    assert hang.message().splitlines() == [
+        "rank 0 in `train_step` for 702 s, at there",
+        "of the others, 2 in `train_step`, at here; 1 in `generate`",
+    ]
+
+
+def test_who_is_in_a_collective_waits():
+    places = [
+        "clock.py:1 sleep",
+        "distributed_c10d.py:9 all_reduce",
+        "distributed_c10d.py:7 recv",
+        "distributed_c10d.py:7 recv",
+    ]
+    pairs = enumerate(places)
+    still = [watched(f"rank {rank}", phase="train_step", still=700.0, place=f"here/{place}") for rank, place in pairs]
+    assert [one.name for one in find_hang(still, LIMIT).at_fault] == ["rank 0"]
+    assert [one.name for one in find_hang(still[1:], LIMIT).at_fault] == ["rank 1"]
+
+
+def test_all_are_at_fault_in_one_place_and_the_message_stays_short():
+    hang = find_hang([one for one in ranks(*[700.0] * 9) if one.name != "rank 0"], LIMIT)
+    assert len(hang.at_fault) == 8
+    assert hang.message().splitlines()[2:] == ["rank 3 in `train_step` for 702 s, at here", "and 5 more"]
+
+
+def test_an_engine_that_generates_waits_for_no_other():
+    working = watched("engine 0", phase="generate", alone=True, still=1.0)
+    stuck = watched("engine 1", phase="generate", alone=True, seconds=650.0, still=640.0, place="sglang::scheduler stopped")
+    hang = find_hang([working, stuck], LIMIT)
+    assert [one.name for one in hang.at_fault] == ["engine 1"]
+    assert "engine 1 in `generate` for 650 s, at sglang::scheduler stopped" in hang.message()
+
+
+def test_the_silent_one_is_at_fault_before_those_that_stand_still():
+    stopped = watched("rank 5", silent=610.0, phase="train_step")
+    hang = find_hang([*ranks(700.0, 700.0), stopped], LIMIT)
+    assert [one.name for one in hang.at_fault] == ["rank 5"]
+    assert hang.message().startswith("rank 5 has not been heard of for 610 s, last in `train_step`\nof the others, ")
+    idle = find_hang([watched("rank 6", silent=610.0)], LIMIT)
+    assert idle.message() == "rank 6 has not been heard of for 610 s"
+
+
+def test_phases_nest_and_those_of_one_name_are_one_span():
+    heart = Heart()
+    with heart.phase("train_step"):
+        heart._look()
+        assert (heart._beat.phase, heart._beat.alone) == ("train_step", False)
+        with heart.phase("generate", alone=True), heart.phase("generate", alone=True):
+            time.sleep(0.01)
+            heart._look()
+            assert (heart._beat.phase, heart._beat.alone) == ("generate", True)
+        with pytest.raises(ValueError, match="planted"), heart.phase("failed"):
+            raise ValueError("planted")
+    heart._look()
+    assert heart._beat.phase is None
+    assert [(span.number, span.phase) for span in heart._spans] == [(1, "generate"), (2, "failed"), (3, "train_step")]
+    assert heart._spans[2].seconds >= heart._spans[0].seconds >= 0.01
+    beat = Beat(number=3, role="rank 0", stacks="a\nb", spans=list(heart._spans))
+    assert Beat.decode(beat.encode()) == beat
+
+
+def test_a_process_stands_still_unless_its_place_or_its_counter_changes():
+    asleep, heart = threading.Event(), None
+
+    class ThisThread(PythonThreads):
+        """Others of the test's process may move."""
+
+        def progress(self):
+            return super().progress()[sleeper.ident]
+
+    sleeper = threading.Thread(target=asleep.wait, daemon=True)
+    sleeper.start()
+    time.sleep(0.2)
+    heart = Heart(ThisThread())
+    looker = threading.Thread(target=lambda: [heart._look() or time.sleep(0.05) for _ in range(3)])
+    with heart.phase("train_step"):
+        looker.start()
+        looker.join()
+        still = heart._beat.still
+        assert still >= 0.1
+        assert "thread MainThread" in heart._beat.stacks
+        heart.tick()
+        heart._look()
+        assert heart._beat.still == 0.0
+        asleep.set()
+        sleeper.join()
