@@ -1,5 +1,6 @@
 """What the machines of a run can do: found out on such a machine, or given as facts where another one checks."""
 
+import re
 import sys
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -57,6 +58,23 @@ GPUS = {
     "b200": GPU((10, 0), 180 * 10**9, Speed(2250e12, 4500e12, 7.7e12, 900e9, 64e9, 50e9)),
     "gb300": GPU((10, 3), 279 * 10**9, Speed(2500e12, 5000e12, 8.0e12, 900e9, 450e9, 100e9)),
 }
+
+
+def peak_flops(gpu: str | None) -> float | None:
+    """FLOP/s in bf16 of cluster.gpu; null: of this machine's GPU. None where that is not known."""
+    if gpu is None:
+        import torch
+
+        gpu = _name_in_gpus(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
+    known = GPUS.get(gpu)
+    return known.speed.bf16 if known and known.speed else None
+
+
+def _name_in_gpus(device: str) -> str | None:
+    """device: as CUDA calls it, such as `NVIDIA H100 80GB HBM3`. Those for PCIe are slower than what GPUS has, but for L40S."""
+    if "PCIe" in device or "NVL" in device:
+        return None
+    return next((name for name in GPUS if name.split("-")[0].upper() in re.split(r"[\s-]", device)), None)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""The command line: grpo-megatron train | sft | selftest | config | plan | doctor.
+"""The command line: grpo-megatron train | sft | selftest | status | report | config | plan | doctor.
 
 Exit status:
     0        done
     1        an unexpected error, whose traceback is in the log that the message names; also: `config diff` found a difference,
-             `selftest` or `doctor` a fault
+             `selftest` or `doctor` a fault, `status` a run that ended otherwise than well
     2        wrong input, configuration or environment (UserError): the message says what to do, the same command would fail again
     3        a process that the run needs is lost (a rank, an engine, Ray's daemons), and could not be replaced
     75       stopped on request (SIGINT, SIGTERM, SIGHUP, SIGUSR1): the same command continues
@@ -21,9 +21,8 @@ from functools import partial
 
 from grpo_megatron.commands import config as config_commands
 from grpo_megatron.commands import plan as plan_command
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import Stopped, UserError
 from grpo_megatron.run.guard import Guard
-from grpo_megatron.run.stop import Stopped
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,6 +65,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         command = commands.add_parser(name, help=text)
         command.add_argument("--config", metavar="FILE", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
+    _add_looks(commands)
     config_commands.add_parser(commands)
     plan_command.add_parser(commands)
     commands.add_parser("doctor", help="what this machine has, whether it works, and what that allows")
@@ -83,7 +83,32 @@ def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
         return lambda guard: config_commands.run(options)
     if options.command == "plan":
         return lambda guard: plan_command.run(options)
+    if options.command in ("status", "report"):
+        return lambda guard: _look(options)
     return partial(_selftest if options.command == "selftest" else _train, options)
+
+
+def _add_looks(commands) -> None:
+    """The commands that look at a run's folder. commands: what ArgumentParser.add_subparsers returns."""
+    status = commands.add_parser("status", help="what a run does now; exit status 1 if it failed, was interrupted or is gone")
+    status.add_argument(
+        "--json", action="store_true", help="for programs: all that is recorded, with every scalar of the last step"
+    )
+    report = commands.add_parser("report", help="one HTML page about a run: curves, phases, samples, configuration")
+    report.add_argument("--against", metavar="OTHER_RUN_DIR", help="a run to compare with, in curves and configuration")
+    report.add_argument("--out", metavar="FILE", help="where to write the page; report.html in RUN_DIR if not given")
+    for command in (status, report):
+        command.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
+
+
+def _look(options: argparse.Namespace) -> int:
+    if options.command == "status":
+        from grpo_megatron.commands.status import status
+
+        return status(options.folder, options.json)
+    from grpo_megatron.commands.report import report
+
+    return report(options.folder, options.against, options.out)
 
 
 def _doctor() -> int:

@@ -18,19 +18,18 @@ from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.data import PromptSource
 from grpo_megatron.errors import UserError
 from grpo_megatron.metrics import Metrics, merge, nan_max, to_floats
+from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.rewards.control import shuffle_rewards
 from grpo_megatron.rewards.shaping import shape_overlong
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
+from grpo_megatron.rollout.statistics import step_statistics
 from grpo_megatron.run.checkpoints import Checkpoints
-from grpo_megatron.run.monitor import Monitor
 from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.run.turns import State, Turns
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.weights.sync.sync import WeightSync
-
-SHOWN = {"reward/mean": "reward", "actor/kl_to_reference": "kl", "actor/entropy": "entropy", "mismatch/max": "mismatch"}
 
 
 class Controller:
@@ -86,19 +85,21 @@ class Controller:
             due = self.saver.is_due(self.step, last)
             if due:
                 self.ranks_turn()
-            self.saver.after_step(self.state_dict() if due else None)
+            with self.monitor.phases("checkpoint"):
+                self.saver.after_step(self.state_dict() if due else None)
         return {"step": self.step, **self.evaluations, **self.totals}
 
     def train_step(self) -> None:
         phases = self.monitor.phases
-        self.monitor.start_step()
+        self.monitor.start_step(self.step)
         memory = self.engines_turn()
         with phases("generate"):
-            groups = self.rollouts.groups(self.step, self.prompts)
-        prompts = [group.prompt.uid for group in groups]
+            generated = self.rollouts.groups(self.step, self.prompts)
         self.ranks_turn()
         with phases("prepare"):
-            groups = self.shape_and_filter(groups)
+            groups = self.shape_and_filter(generated)
+            version = self.weight_sync and self.weight_sync.version
+            sampled = step_statistics(groups, len(generated), self.config.eval.pass_reward, version)
             mini_batches = make_mini_batches(groups, self.config, self.trainer.cost_model, self.step)
         with phases("logprobs"):
             mismatch = self.old_and_reference_logprobs(mini_batches)
@@ -112,12 +113,13 @@ class Controller:
             mismatch = {name: value for name, value in trained[0].items() if name.startswith("mismatch/")}
             self.act_on_mismatch(mismatch, mini_batches)
         if self.config.ref.reset_every and self.step % self.config.ref.reset_every == 0:
-            self.trainer.reset_reference()
+            with phases("reference"):
+                self.trainer.reset_reference()
         if any(metrics["actor/dropped_steps"].result() == 0 for metrics in trained):
             self.sync_weights()
         metrics = {name: value for name, value in merge(trained).items() if not name.startswith("mismatch/")}
-        self.saver.note_trained(self.step, prompts)
-        self.report(groups, mini_batches, {**metrics, **mismatch, **measured}, memory)
+        self.saver.note_trained(self.step, [group.prompt.uid for group in generated])
+        self.report(groups, mini_batches, {**metrics, **mismatch, **measured}, sampled | memory)
 
     def shape_and_filter(self, groups: list[Group]) -> list[Group]:
         """The groups to train on, with the rewards to train on."""
@@ -211,7 +213,8 @@ class Controller:
         else:
             with self.monitor.phases("sync"):
                 run()
-        self.weight_sync.probe()
+        with self.monitor.phases("probe"):
+            self.weight_sync.probe()
 
     def evaluate(self) -> dict[str, float]:
         if self.evaluation is None:
@@ -222,14 +225,13 @@ class Controller:
         self.monitor.evaluated(self.step, scalars)
         return scalars
 
-    def report(self, groups, mini_batches, metrics: Metrics, memory: dict[str, float]) -> None:
-        scalars = to_floats(metrics) | memory | self.rollouts.statistics(groups)
-        scalars |= (self.weight_sync.metrics if self.weight_sync else {}) | (self.turns.metrics if self.turns else {})
-        tokens = sum(mini.batch.num_tokens for mini in mini_batches)
-        scalars = self.monitor.finish_step(self.step, scalars, tokens)
-        dropped = {"actor/dropped_steps": "DROPPED STEPS"} if scalars["actor/dropped_steps"] else {}
-        self.monitor.line(self.step, scalars, SHOWN | dropped)
-        self.totals["tokens"] += tokens
+    def report(self, groups, mini_batches: list[MiniBatch], metrics: Metrics, others: dict[str, float]) -> None:
+        scalars = to_floats(metrics) | others | (self.weight_sync.metrics if self.weight_sync else {})
+        scalars |= self.turns.metrics if self.turns else {}
+        batches = [mini.batch for mini in mini_batches]
+        scalars = self.monitor.finish_step(self.step, scalars, batches, groups, self.config.train.ppo_epochs)
+        self.monitor.line(self.step, scalars)
+        self.totals["tokens"] += sum(batch.num_tokens for batch in batches)
         self.totals["seconds"] += scalars["time/step"]
         self.totals["mismatch_max"] = nan_max(self.totals["mismatch_max"], scalars["mismatch/max"])
 

@@ -17,6 +17,12 @@ class ProcessLost(UserError):
     exit_status = 3
 
 
+class Stopped(Exception):
+    """The run has left on request, and can go on."""
+
+    exit_status = 75  # EX_TEMPFAIL: a scheduler should put the job into its queue again
+
+
 def shortened(text: object, length: int = 80) -> str:
     """What a user gave, as a message can quote it: at most `length` characters, the rest as `…`."""
     text = str(text)

@@ -53,7 +53,7 @@ class Hang:
 
     @property
     def at_fault(self) -> list[Watched]:
-        """The silent ones; else those that are not in a collective, where one waits for others; of these, those in a place where fewest are.
+        """The silent ones; else those that are not in a collective, in which one waits; of these, those in a place where fewest are.
 
         All, if they are in the same place.
         """

@@ -8,18 +8,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from grpo_megatron.capabilities import peak_flops
 from grpo_megatron.cluster.placement import Cluster, allocate
 from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.megatron.spec import actor_spec
+from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.monitoring.status import StatusFile
+from grpo_megatron.monitoring.terminal import say
+from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.paths import replace_text
 from grpo_megatron.run.checkpoints import CHECKPOINTS, Checkpoints
 from grpo_megatron.run.folder import open_run_folder, take_back
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint
-from grpo_megatron.run.monitor import Monitor, say
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, as_saved, differences, newest_checkpoint
 from grpo_megatron.run.turns import Turns
 from grpo_megatron.sglang.pool import EnginePool
@@ -63,7 +68,8 @@ class Run:
             result["model"] = f"{self.directory}/hf"
             if self.turns:
                 self.turns.to_ranks()
-            self.trainer.save_hf(result["model"])
+            with self.monitor.phases("export"):
+                self.trainer.save_hf(result["model"])
         result["phases"] = self.monitor.phases.total
         result["run_dir"], result["tensorboard"] = self.directory, self.monitor.tensorboard_dir
         result["wall_seconds"] = time.perf_counter() - self.started
@@ -73,13 +79,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Site:
-    """What of a run outlives the loss of its trainer. directory: the run's folder. watch: of all processes. engines: None where the command
-    or a replay needs none. checkpoint: to begin from, None for a new run. started: by time.perf_counter. damaged: folders of
-    checkpoints that ranks found to be so."""
+    """What of a run outlives the loss of its trainer. directory: the run's folder. status: of the run until its end. checkpoint: to
+    begin from, None for a new run. watch: of all processes. engines: None where the command or a replay needs none. started: by
+    time.perf_counter. damaged: folders of checkpoints that ranks found to be so."""
 
     config: Config
     command: str
     directory: str
+    status: StatusFile
     checkpoint: Checkpoint | None
     cluster: Cluster
     watch: Watch
@@ -128,6 +135,7 @@ def open_site(config: Config, command: str, guard: Guard) -> Iterator[Site]:
     with ExitStack() as cleanup:
         directory, checkpoint = cleanup.enter_context(open_run_folder(config, command, say))
         guard.entered(directory, config.run.grace, config.run.grace_usr1)
+        status = cleanup.enter_context(StatusFile(directory, config.run.name, config.run.total_steps))
         for line in [f"continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []:
             say(line)
         say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
@@ -151,7 +159,19 @@ def open_site(config: Config, command: str, guard: Guard) -> Iterator[Site]:
                 shared=config.cluster.placement == Placement.colocated,
             )
             cleanup.callback(engines.close)
-        yield Site(config, command, directory, checkpoint, cluster, watch, engines, guard, started)
+        yield Site(config, command, directory, status, checkpoint, cluster, watch, engines, guard, started)
+
+
+def _throughput(site: Site) -> Throughput:
+    """By which the monitor knows what the run's tokens cost, and on how many devices."""
+    cluster = site.cluster
+    return Throughput(
+        cost=read_architecture(site.config.model.path).cost_model,
+        ranks=len(cluster.rank_slots),
+        engine_devices=sum(map(len, cluster.engine_slots)),
+        shared=site.takes_turns,
+        peak=peak_flops(site.config.cluster.gpu),
+    )
 
 
 @contextmanager
@@ -164,7 +184,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
     resumed = checkpoint.step if checkpoint else 0
     take_back(site.directory, resumed)
     with ExitStack() as cleanup:
-        monitor = Monitor(site.directory, config.run.total_steps, resumed)
+        monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site))
         cleanup.callback(monitor.close)
         turns = None
         if site.takes_turns:
@@ -221,6 +241,8 @@ def persist(site: Site, attempt: Callable[[Site, Checkpoint | None], Result]) ->
             if restarts == site.config.run.max_restarts:
                 raise
             restarts += 1
+            site.status.note(restarts=restarts)
+            site.status.phase("restart")
             checkpoint = site.last_checkpoint()
             say(f"{error}\nrestart {restarts} of at most {site.config.run.max_restarts}, from {checkpoint or 'the beginning'}")
             site.recover()

@@ -20,11 +20,11 @@ from typing import Any
 import psutil
 
 from grpo_megatron.commands.keeper import INTERRUPTED, LOST, STOP_SIGNALS
-from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.errors import Stopped, UserError, shortened
 from grpo_megatron.paths import disk_is_full
 from grpo_megatron.process_tree import adopt_orphans, kill_descendants
 from grpo_megatron.run.guard import Guard
-from grpo_megatron.run.stop import Stopped, outlook
+from grpo_megatron.run.stop import outlook
 
 UNEXPECTED = 1
 # A signal to every process of a job reaches the driver twice, by the keeper too.

@@ -14,9 +14,9 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.data import EpochOrder, PromptTokenizer
 from grpo_megatron.data.examples import load_examples
 from grpo_megatron.metrics import to_floats
+from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.preflight.start import check_start
 from grpo_megatron.run.guard import Guard
-from grpo_megatron.run.monitor import say
 from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.trainer.mini_batch import partition
@@ -50,19 +50,20 @@ def _run(run: Run, examples: Sequence[Sample], stop: StopRequest) -> dict[str, A
     tokens, last = run.state["tokens"] if run.state else 0, config.run.total_steps
     for step in range(run.resumed + 1, last + 1):
         stop.step = step
-        run.monitor.start_step()
+        run.monitor.start_step(step)
         with run.monitor.phases("prepare"):
             batch, plan = next_batch(config, examples, order, run.trainer.cost_model)
         with run.monitor.phases("train"):
             metrics = to_floats(run.trainer.train_step(batch, plan, CrossEntropyLoss(), key=(step, 0)))
         tokens += batch.num_tokens
-        scalars = run.monitor.finish_step(step, metrics, batch.num_tokens)
+        scalars = run.monitor.finish_step(step, metrics, [batch])
         if step in (1, last) or step % _SHOWN_EVERY == 0:
-            run.monitor.line(step, scalars, {"sft/loss_per_token": "loss", "actor/grad_norm": "grad norm"})
+            run.monitor.line(step, scalars)
         state = partial(_state, step, order, tokens)
         if stop.is_made:
             stop.leave(run.saver, state)
-        run.saver.after_step(state() if run.saver.is_due(step, last=step == last) else None)
+        with run.monitor.phases("checkpoint"):
+            run.saver.after_step(state() if run.saver.is_due(step, last=step == last) else None)
     return {"step": max(run.resumed, last), "loss": metrics.get("sft/loss_per_token"), "tokens": tokens}
 
 

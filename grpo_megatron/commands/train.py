@@ -14,13 +14,13 @@ from grpo_megatron.data import PromptSource, PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts, training_prompts
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.preflight.start import check_start
 from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
 from grpo_megatron.run.guard import Guard
-from grpo_megatron.run.monitor import say
 from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.trainer.weight_probe import WeightProbe

@@ -5,6 +5,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, Protocol
 
+from grpo_megatron.errors import Stopped
 from grpo_megatron.run.checkpoints import CHECKPOINTS, folders
 
 _CONTINUES = "the same command continues"
@@ -14,12 +15,6 @@ def outlook(folder: str | None) -> str:
     """What the run with this folder has reached: the end of a sentence. None: it has no folder yet."""
     found = folders(Path(folder, CHECKPOINTS)) if folder else []
     return f"its newest checkpoint is {found[-1]}, {_CONTINUES}" if found else "it had no checkpoint yet"
-
-
-class Stopped(Exception):
-    """The run has left on request, and can go on."""
-
-    exit_status = 75  # EX_TEMPFAIL: a scheduler should put the job into its queue again
 
 
 class Saver(Protocol):

@@ -18,7 +18,7 @@ from pathlib import Path
 from grpo_megatron.commands.driver import drive
 from grpo_megatron.commands.keeper import keep
 from grpo_megatron.errors import UserError
-from grpo_megatron.run.stop import Stopped
+from grpo_megatron.errors import Stopped
 
 folder, what = Path(sys.argv[1]), sys.argv[2]
 
