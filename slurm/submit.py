@@ -103,7 +103,9 @@ def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
     config = with_facts(options, read_config(options.config, of_first, options.command))
     name = config.run.name
     if options.array:
-        # Each task is a run of its own.
+        # Each task is a run of its own, beside the others.
+        if any(argument.startswith("run.root=") and TASK in argument for argument in given):
+            raise UserError(f"--array: {TASK} goes into run.name, not into run.root")
         named = [argument.removeprefix("run.name=") for argument in given if argument.startswith("run.name=")]
         name = next((one for one in named[-1:] if TASK in one), f"{name}_{TASK}")
         given = [argument for argument in given if not argument.startswith("run.name=")] + [f"run.name={name}"]

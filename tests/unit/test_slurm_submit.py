@@ -130,6 +130,10 @@ def test_time_limits_are_read_as_slurm_does(text, seconds):
         (["--config", "configs/quickstart.yaml", "--nodes", 1, "megatron.precision=fp8"], "not possible with cluster.gpu=none"),
         (["--config", "configs/quickstart.yaml", "--nodes", 1, "--time", "1h"], "--time 1h: it must be MINUTES"),
         (["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "--time", "11"], "less than a minute after"),
+        (
+            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--array", "1", "run.root=a{task}"],
+            "{task} goes into run.name",
+        ),
         (["--config", "configs/quickstart.yaml", "--nodes", 1, "--env", "A-B=1"], "--env A-B=1: it must be NAME=VALUE"),
         (["--config", "configs/quickstart.yaml", "--nodes", 1, "--sbatch-arg", "gpu"], "an option of sbatch begins with -"),
         (
