@@ -70,7 +70,7 @@ class Controller:
     def run(self) -> dict:
         """Train to run.total_steps; returns evaluation before and after, and totals. Raises Stopped after a step, if asked to stop."""
         self.sync_weights()
-        if not self.evaluations:
+        if not self.evaluations.get("before"):
             self.evaluations = dict.fromkeys(("before", "after"), self.evaluate())
         while self.step < self.config.run.total_steps:
             self.step += 1

@@ -13,6 +13,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.paths import sync_to_disk
 from grpo_megatron.run.lock import is_in_use
 from grpo_megatron.run.manifest import FileRecord, record_of, write_manifest
+from grpo_megatron.run.rows import Rows
 
 CHECKPOINTS = "checkpoints"  # of a run's folder
 ACTOR, STATE = "actor", "state.json"
@@ -72,6 +73,7 @@ class Checkpoints:
         self._config, self._trainer, self._say, self._about, self._clock = config, trainer, say, about or {}, clock
         self._writing: Path | None = None  # final name of the checkpoint that the ranks are writing
         self._last_step, self._last_begun = resumed, clock()
+        self._trained = Rows(self.folder.parent / TRAINED, say)
         self._failure: NotWritten | None = None  # of the last attempt
 
     def is_due(self, step: int, last: bool = False) -> bool:
@@ -83,8 +85,7 @@ class Checkpoints:
 
     def note_trained(self, step: int, prompts: list[int]) -> None:
         """prompts: uid of each that the step has used up, those that a filter dropped too."""
-        with open(self.folder.parent / TRAINED, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "prompts": prompts}) + "\n")
+        self._trained.write({"step": step, "prompts": prompts})
 
     def after_step(self, state: dict | None) -> None:
         """Complete what the ranks have written meanwhile, and begin a checkpoint of `state`; None: none is due."""

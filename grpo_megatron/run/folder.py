@@ -119,7 +119,8 @@ def kept_rows(path: Path, step: int) -> list[str] | None:
 
 def _has_remains(folder: Path) -> bool:
     """Whether there is something worth keeping."""
-    return (folder / METRICS).exists() or bool(folders(folder / CHECKPOINTS))
+    metrics = folder / METRICS
+    return (metrics.exists() and metrics.stat().st_size > 0) or bool(folders(folder / CHECKPOINTS))
 
 
 def _move_aside(config: Config, folder: Path, say: Callable[[str], None]) -> None:

@@ -139,4 +139,4 @@ def differences(checkpoint: Checkpoint, config: Config) -> list[str]:
         {".".join(names): value for names, value in leaves(values)} for values in (checkpoint.state["config"], as_saved(config))
     )
     changed = [key for key in now if key != "run.resume" and key in saved and saved[key] != now[key]]
-    return [f"{key} is {now[key]}, was {saved[key]} in {checkpoint}" for key in changed]
+    return [f"{key} is {shortened(now[key])}, was {shortened(saved[key])} in {checkpoint}" for key in changed]

@@ -21,7 +21,7 @@ from grpo_megatron.rollout.record import Recorder
 from tests.integration.test_train import arguments, trained
 from tests.parallel.checkpoints import global_tensors
 
-STEPS = 40
+STEPS = 60
 GROUPS, N, LONGEST = 4, 3, 12
 SECONDS = 600  # that any part of a run may take on a busy machine
 
@@ -179,7 +179,8 @@ def strike(run: Started, who: str, when: str, draw: random.Random) -> bool:
     if when == "starting":
         reached = run.wait_for(lambda: bool(run.children("ray::_Worker")))
     else:
-        reached = run.wait_for_step(begun + draw.randrange(1, 4))
+        # Without a checkpoint, which there is after a few steps, the same command would begin a new run.
+        reached = run.wait_for_step(max(5, begun + draw.randrange(1, 4)))
     if when == "saving":
         reached = reached and run.wait_for(lambda: any(run.folder.glob("checkpoints/*.partial")))
     if not reached:

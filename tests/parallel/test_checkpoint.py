@@ -171,10 +171,10 @@ def test_a_disk_that_is_full_is_one_message(ranks, models, batches, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder that holds 4 MB."""
+    """A folder that holds 16 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], capture_output=True, text=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", folder], capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"no file system of a few MB can be mounted here: {mounted.stderr.strip()}")
     yield folder

@@ -1,6 +1,7 @@
 """The driver's side of checkpoints: what has a final name is whole, at any moment, and the right ones are kept."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -212,9 +213,19 @@ def test_without_background_it_is_there_at_once(made, trainer):
     assert contents(saver) == {"step_00000001": "1"}
 
 
-def test_what_was_trained_is_noted(saver):
-    saver.folder.mkdir()
+def test_what_was_trained_is_noted(saver, capsys):
+    """Also what a full disk did not take at once; half a row is taken back."""
+    path = saver.folder.parent / "trained.jsonl"
     saver.note_trained(1, [4, 2])
-    saver.note_trained(2, [7])
-    rows = [json.loads(row) for row in (saver.folder.parent / "trained.jsonl").read_text().splitlines()]
-    assert rows == [{"step": 1, "prompts": [4, 2]}, {"step": 2, "prompts": [7]}]
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, usual[1]))  # this file's disk is full
+    try:
+        saver.note_trained(2, [7])
+        saver.note_trained(3, [8])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert path.read_text() == '{"step": 1, "prompts": [4, 2]}\n'
+    assert capsys.readouterr().out.count("could not be written (File too large); its rows wait") == 1
+    saver.note_trained(4, [9])
+    rows = [json.loads(row) for row in path.read_text().splitlines()]
+    assert [(row["step"], row["prompts"]) for row in rows] == [(1, [4, 2]), (2, [7]), (3, [8]), (4, [9])]
