@@ -7,6 +7,8 @@ starts; libraries that must be preloaded can be.
 """
 
 import os
+import signal
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -126,23 +128,25 @@ def _into_the_log(data: dict, ignore_prefix: bool) -> None:
 
 @contextmanager
 def _handlers_stay():
-    """ray.init takes SIGTERM for itself, at several moments; a request to stop that came later was lost."""
-    utils = ray._private.utils
+    """ray.init takes SIGTERM for itself, in Python at several moments and in C++: a request to stop was lost, or ended in SIGABRT."""
+    utils, handler = ray._private.utils, signal.getsignal(signal.SIGTERM)
     setting = utils.set_sigterm_handler
     utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
         utils.set_sigterm_handler = setting
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _end_ray(guard: Guard) -> None:
-    guard.needs([])
+    guard.needs(None)
     ray.shutdown()
 
 
 def _daemons() -> list[psutil.Process]:
-    """Of the Ray that this process has started."""
+    """Of the Ray that this process has started, or is starting."""
     return [child for child in psutil.Process().children() if child.name() in ("raylet", "gcs_server")]
 
 
@@ -157,9 +161,9 @@ def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 
     colocated = config.cluster.placement == Placement.colocated
     total = max(num_ranks, num_engines * engine_tp) if colocated else num_ranks + num_engines * engine_tp
     guard = guard or Guard()
+    guard.needs(_daemons)  # from here on: ray.init waits for a minute for one that dies
     started = connect(config.cluster.ray_address, total)
-    if started:
-        guard.needs(_daemons())
+    guard.needs(_daemons if started else None, started=True)
     kind = "GPU" if ray.cluster_resources().get("GPU", 0) else "CPU"
     group = None
     try:

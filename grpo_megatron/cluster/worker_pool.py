@@ -73,12 +73,17 @@ class WorkerPool:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._longest())
 
     def _kill(self) -> None:
-        for process in list((self._pool._processes or {}).values()):
+        for process in self._processes():
             process.kill()
 
+    def _processes(self) -> list:
+        return list((self._pool._processes or {}).values())
+
     def close(self) -> None:
+        processes = self._processes()  # the pool forgets them
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._kill()  # nobody will wait for a result
+        for process in processes:
+            process.kill()  # nobody will wait for a result
 
 
 def _start(initializer: Callable, *arguments) -> None:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -61,7 +61,9 @@ class DriverGuard(Guard):
         self._keeper = keeper
         self._folder: str | None = None
         self._grace = self._grace_usr1 = 0.0  # there is no step yet
-        self._needed: dict[int, str] = {}  # name of each, by a descriptor that can be waited for
+        self._needed: dict[int, tuple[int, str]] = {}  # pid and name of each, by a descriptor that can be waited for
+        self._find: Callable[[], list[psutil.Process]] | None = None  # while they start
+        self._finding = threading.Lock()
         self._first_interrupt: float | None = None
         self._deadline: float | None = None
         self._ending = threading.Lock()  # whoever has it says the last word
@@ -77,11 +79,23 @@ class DriverGuard(Guard):
         self._tell(folder=folder)
         self.log.move(f"{folder}/logs/driver.log")
 
-    def needs(self, processes: list[psutil.Process]) -> None:
-        before = self._needed
-        self._needed = {os.pidfd_open(process.pid): f"{process.name()} (process {process.pid})" for process in processes}
-        for descriptor in before:
-            os.close(descriptor)
+    def needs(self, find: Callable[[], list[psutil.Process]] | None, started: bool = False) -> None:
+        with self._finding:
+            self._find = None if started else find
+            if find is None:
+                for descriptor in self._needed:
+                    os.close(descriptor)
+                self._needed = {}
+            else:
+                self._note(find())
+
+    def _note(self, processes: list[psutil.Process]) -> None:
+        known = {pid for pid, _ in self._needed.values()}
+        for process in processes:
+            if process.pid not in known:
+                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                    name = process.name()
+                    self._needed = self._needed | {os.pidfd_open(process.pid): (process.pid, name)}
 
     def disk_is_full(self, error: BaseException) -> str:
         """The message for a write that failed for it, wherever in a library. Not every such error knows the file."""
@@ -104,13 +118,20 @@ class DriverGuard(Guard):
             if self._signals in ready:
                 for number in os.read(self._signals, 64):
                     self._asked(signal.Signals(number))
-            for descriptor in set(self._needed) & set(ready):
-                self.leave(
-                    LOST,
-                    f"error: {self._needed[descriptor]} {_how_it_ended(descriptor)}, and the run with it; {outlook(self._folder)}",
-                )
+            self._look_at_needed()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._out_of_time()
+
+    def _look_at_needed(self) -> None:
+        with self._finding:
+            if self._find:
+                self._note(self._find())
+            for descriptor in wait(self._needed, timeout=0):
+                pid, name = self._needed[descriptor]
+                self.leave(
+                    LOST,
+                    f"error: {name} (process {pid}) {_how_it_ended(descriptor)}, and the run with it; {outlook(self._folder)}",
+                )
 
     def _hear_keeper(self) -> None:
         try:
@@ -144,13 +165,14 @@ class DriverGuard(Guard):
             + outlook(self._folder),
         )
 
-    def leave(self, status: int, message: str) -> None:
-        """End this process and all that descends from it, now. Returns only if it is ending already."""
-        if self._ending.acquire(blocking=False):
-            self._end(message)
-            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what other threads say to what follows is no news
-            kill_descendants()
-            os._exit(status)
+    def leave(self, status: int, message: str) -> NoReturn:
+        """End this process and all that descends from it, now. For the thread."""
+        if not self._ending.acquire(blocking=False):
+            sys.exit()  # of the thread: the run has ended by itself just now
+        self._end(message)
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what other threads say to what follows is no news
+        kill_descendants()
+        os._exit(status)
 
     def _end(self, message: str | None) -> None:
         self._tell(spoken=True)

@@ -1,5 +1,7 @@
 """What ends a run from outside, as the code of the run sees it."""
 
+from collections.abc import Callable
+
 import psutil
 
 from grpo_megatron.run.stop import StopRequest
@@ -14,5 +16,6 @@ class Guard:
     def entered(self, folder: str, grace: float, grace_usr1: float) -> None:
         """The run's folder is there. grace, grace_usr1: seconds, as the configuration has them."""
 
-    def needs(self, processes: list[psutil.Process]) -> None:
-        """The run is over when one of these ends, in place of those named before."""
+    def needs(self, find: Callable[[], list[psutil.Process]] | None, started: bool = False) -> None:
+        """From now on the run is over when a process ends that `find` returns; None: none is needed any more. started: it returns all of
+        them now, and else more of them later."""

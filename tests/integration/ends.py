@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 
 _MARK = "GRPO_MEGATRON_TEST_RUN"
-# What other processes than the keeper and the driver are called; a reward worker is known by what started it.
+# What other processes than the keeper and the driver are called; a reward worker is a child of the driver.
 _TITLES = {
     "rank": "ray::_Worker",
     "engine": "ray::SGLangEngine",
     "scheduler": "sglang::scheduler",
-    "reward worker": "multiprocessing.spawn",
+    "reward worker": "spawn_main",
     "raylet": "/raylet/raylet",
     "gcs": "/gcs/gcs_server",
 }
@@ -84,16 +84,12 @@ class LiveRun:
 
     def role(self, name: str) -> psutil.Process | None:
         """The process that has this role, if there is one now."""
-        if name == "driver":
-            with contextlib.suppress(psutil.Error):
-                return next(iter(psutil.Process(self.keeper.pid).children()), None)
-            return None
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                line = " ".join(process.cmdline())
-                of_driver = name != "reward worker" or "tracker" not in line
-                if _TITLES[name] in line and of_driver:
-                    return process
+        with contextlib.suppress(psutil.Error):
+            driver = next(iter(psutil.Process(self.keeper.pid).children()), None)
+            if name == "driver" or driver is None:
+                return driver
+            among = driver.children() if name == "reward worker" else self.processes()
+            return next((process for process in among if _TITLES[name] in " ".join(process.cmdline())), None)
         return None
 
     def wait_for(self, condition, seconds: float = 400.0):

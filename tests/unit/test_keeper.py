@@ -35,7 +35,9 @@ def command(guard):
     daemon = subprocess.Popen([sys.executable, "-c", nested], start_new_session=True, stdin=subprocess.PIPE)
     orphan = subprocess.run(["sh", "-c", "sleep 1000 > /dev/null & echo $!"], stdout=subprocess.PIPE, text=True).stdout
     import psutil
-    if what == "needs": guard.needs([psutil.Process(daemon.pid)])
+    if what == "needs": guard.needs(lambda: [psutil.Process(daemon.pid)], started=True)
+    if what == "needs later": guard.needs(lambda: [psutil.Process(daemon.pid)] if (folder / "up").exists() else [])
+    if what == "needed no more": guard.needs(lambda: [psutil.Process(daemon.pid)]); guard.needs(None)
     while len(psutil.Process().children(recursive=True)) < 3: time.sleep(0.01)
     os.write(2, b"raw output of a library\\n")
     (folder / "pids").write_text(json.dumps([os.getpid(), daemon.pid, int(orphan)]))
@@ -218,8 +220,10 @@ def test_a_driver_whose_keeper_is_killed_ends_what_it_started(kept):
     assert errors == "error: the process that started the driver was killed; it had no checkpoint yet\n"
 
 
-def test_the_end_of_a_process_that_the_run_needs_is_told(kept):
-    run = kept("needs").up()
+@pytest.mark.parametrize("what", ["needs", "needs later"])
+def test_the_end_of_a_process_that_the_run_needs_is_told(kept, what):
+    run = kept(what).up()
+    time.sleep(1)  # for the thread to find it
     daemon = psutil.Process(run.driver).children()
     needed = next(process for process in daemon if "python" in process.name())
     needed.kill()
@@ -229,6 +233,16 @@ def test_the_end_of_a_process_that_the_run_needs_is_told(kept):
         rf"error: python\S* \(process {needed.pid}\) was killed by SIGKILL, and the run with it; it had no checkpoint yet\n",
         errors,
     )
+
+
+def test_the_end_of_one_that_it_needs_no_more_is_its_own_affair(kept):
+    run = kept("needed no more").up()
+    for process in psutil.Process(run.driver).children():
+        process.kill()
+    time.sleep(1.5)
+    assert run.keeper.poll() is None
+    run.keeper.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 75
 
 
 def test_what_is_ignored_stays_ignored(kept):
