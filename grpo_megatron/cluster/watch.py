@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 # What takes a phase that has ended: process, phase, its start in seconds since the epoch, seconds.
 TakeSpan = Callable[[str, str, float, float], None]
 _SHOWN = 3
+# The file with torch's collectives.
+_COLLECTIVE = "distributed_c10d.py"
 _FLUSH_SECONDS = 5.0
 
 
@@ -51,11 +53,11 @@ class Hang:
 
     @property
     def at_fault(self) -> list[Watched]:
-        """The silent ones; else those in a place where fewest are: the others wait for them. All, if they are in the same place."""
+        """The silent ones; else, of those that do not wait for others in a collective, those in the place where fewest are."""
         if self.silent:
             return self.silent
         by_place = defaultdict(list)
-        for watched in self.still:
+        for watched in [watched for watched in self.still if _COLLECTIVE not in watched.beat.place] or self.still:
             by_place[watched.beat.place].append(watched)
         fewest = min(len(group) for group in by_place.values())
         return [watched for group in by_place.values() if len(group) == fewest for watched in group]

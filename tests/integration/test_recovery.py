@@ -264,4 +264,5 @@ def test_a_run_outlives_a_hang(ray_here, arithmetic, tmp_path, capsys, plant, fa
     assert "restart 1 of at most 3, from " in said
     assert gone(befallen[0])
     if fault.what is None:
+        assert re.search(r"of the others, 1 in `optimizer`, at \S+distributed_c10d.py:\d+ all_reduce", said), said
         assert "time.sleep(10_000)" in Path(path).read_text()

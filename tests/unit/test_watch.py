@@ -43,6 +43,19 @@ def test_the_one_elsewhere_is_at_fault():
     ]
 
 
+def test_who_is_in_a_collective_waits():
+    places = [
+        "clock.py:1 sleep",
+        "distributed_c10d.py:9 all_reduce",
+        "distributed_c10d.py:7 recv",
+        "distributed_c10d.py:7 recv",
+    ]
+    pairs = enumerate(places)
+    still = [watched(f"rank {rank}", phase="train_step", still=700.0, place=f"here/{place}") for rank, place in pairs]
+    assert [one.name for one in find_hang(still, LIMIT).at_fault] == ["rank 0"]
+    assert [one.name for one in find_hang(still[1:], LIMIT).at_fault] == ["rank 1"]
+
+
 def test_all_are_at_fault_in_one_place_and_the_message_stays_short():
     hang = find_hang([one for one in ranks(*[700.0] * 9) if one.name != "rank 0"], LIMIT)
     assert len(hang.at_fault) == 8
