@@ -53,10 +53,7 @@ class Hang:
 
     @property
     def at_fault(self) -> list[Watched]:
-        """The silent ones; else those that are not in a collective, in which one waits; of these, those in a place where fewest are.
-
-        All, if they are in the same place.
-        """
+        """The silent ones; else, of those that do not wait for others in a collective, those in the place where fewest are."""
         if self.silent:
             return self.silent
         by_place = defaultdict(list)
