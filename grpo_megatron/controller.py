@@ -18,12 +18,13 @@ from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.data import PromptSource
 from grpo_megatron.errors import UserError
 from grpo_megatron.metrics import Metrics, merge, nan_max, to_floats
+from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.rewards.control import shuffle_rewards
 from grpo_megatron.rewards.shaping import shape_overlong
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
+from grpo_megatron.rollout.statistics import step_statistics
 from grpo_megatron.run.checkpoints import Checkpoints
-from grpo_megatron.run.monitor import Monitor
 from grpo_megatron.run.turns import State, Turns
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
@@ -76,18 +77,21 @@ class Controller:
                 after = self.evaluate()
             if self.saver.is_due(self.step):
                 self.ranks_turn()
-            self.saver.after_step(self.step, self.state_dict)
+            with self.monitor.phases("checkpoint"):
+                self.saver.after_step(self.step, self.state_dict)
         return {"before": before, "after": after, **self.totals}
 
     def train_step(self) -> None:
         phases = self.monitor.phases
-        self.monitor.start_step()
+        self.monitor.start_step(self.step)
         memory = self.engines_turn()
         with phases("generate"):
-            groups = self.rollouts.groups(self.step, self.prompts)
+            generated = self.rollouts.groups(self.step, self.prompts)
         self.ranks_turn()
         with phases("prepare"):
-            groups = self.shape_and_filter(groups)
+            groups = self.shape_and_filter(generated)
+            version = self.weight_sync and self.weight_sync.version
+            sampled = step_statistics(groups, len(generated), self.config.eval.pass_reward, version)
             mini_batches = make_mini_batches(groups, self.config, self.trainer.cost_model, self.step)
         with phases("logprobs"):
             mismatch = self.old_and_reference_logprobs(mini_batches)
@@ -105,7 +109,7 @@ class Controller:
         if any(metrics["actor/dropped_steps"].result() == 0 for metrics in trained):
             self.sync_weights()
         metrics = {name: value for name, value in merge(trained).items() if not name.startswith("mismatch/")}
-        self.report(groups, mini_batches, {**metrics, **mismatch, **measured}, memory)
+        self.report(groups, mini_batches, {**metrics, **mismatch, **measured}, sampled | memory)
 
     def shape_and_filter(self, groups: list[Group]) -> list[Group]:
         """The groups to train on, with the rewards to train on."""
@@ -210,14 +214,14 @@ class Controller:
         self.monitor.evaluated(self.step, scalars)
         return scalars
 
-    def report(self, groups, mini_batches, metrics: Metrics, memory: dict[str, float]) -> None:
-        scalars = to_floats(metrics) | memory | self.rollouts.statistics(groups)
+    def report(self, groups, mini_batches: list[MiniBatch], metrics: Metrics, others: dict[str, float]) -> None:
+        scalars = to_floats(metrics) | others
         scalars |= (self.weight_sync.metrics if self.weight_sync else {}) | (self.turns.metrics if self.turns else {})
-        tokens = sum(mini.batch.num_tokens for mini in mini_batches)
-        scalars = self.monitor.finish_step(self.step, scalars, tokens)
+        batches = [mini.batch for mini in mini_batches]
+        scalars = self.monitor.finish_step(self.step, scalars, batches, groups, self.config.train.ppo_epochs)
         dropped = {"actor/dropped_steps": "DROPPED STEPS"} if scalars["actor/dropped_steps"] else {}
         self.monitor.line(self.step, scalars, SHOWN | dropped)
-        self.totals["tokens"] += tokens
+        self.totals["tokens"] += sum(batch.num_tokens for batch in batches)
         self.totals["seconds"] += scalars["time/step"]
         self.totals["mismatch_max"] = nan_max(self.totals["mismatch_max"], scalars["mismatch/max"])
 

@@ -114,6 +114,8 @@ class PolicyLoss:
         metrics: Metrics = {
             "actor/pg_loss": Mean(_masked_sum(loss, mask), count),
             "actor/clip_fraction": Mean(_masked_sum(clipped, mask), count),
+            "actor/clip_fraction_high": Mean(_masked_sum(clipped & (log_ratio > 0), mask), count),
+            "actor/clip_fraction_low": Mean(_masked_sum(clipped & (log_ratio < 0), mask), count),
             "actor/ratio": Mean(_masked_sum(terms.ratio, mask), count),
             "actor/ppo_kl": Mean(_masked_sum(-log_ratio, mask), count),
             "actor/entropy": Mean(_masked_sum(entropy, mask), count),

@@ -8,14 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from grpo_megatron.capabilities import peak_flops
 from grpo_megatron.cluster.placement import Cluster, allocate
 from grpo_megatron.cluster.processes import ProcessLost
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.megatron.spec import actor_spec
+from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.monitoring.status import StatusFile
+from grpo_megatron.monitoring.terminal import say
+from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.run.checkpoints import Checkpoints, actor_folder, newest_checkpoint, read_state
 from grpo_megatron.run.folder import open_run_folder, take_back
-from grpo_megatron.run.monitor import Monitor, say
 from grpo_megatron.run.turns import Turns
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.policy import PolicyTrainer
@@ -57,7 +62,8 @@ class Run:
             result["model"] = f"{self.directory}/hf"
             if self.turns:
                 self.turns.to_ranks()
-            self.trainer.save_hf(result["model"])
+            with self.monitor.phases("export"):
+                self.trainer.save_hf(result["model"])
         result["phases"] = self.monitor.phases.total
         result["run_dir"], result["tensorboard"] = self.directory, self.monitor.tensorboard_dir
         result["wall_seconds"] = time.perf_counter() - self.started
@@ -68,11 +74,12 @@ class Run:
 @dataclass(frozen=True)
 class Site:
     """What of a run outlives the loss of its trainer. directory: the run's folder. engines: None where the command or a replay needs
-    none. checkpoint: the folder to begin from, None for a new run. started: by time.perf_counter."""
+    none. status: of the run, whatever it takes to its end. checkpoint: the folder to begin from, None for a new run. started: by time.perf_counter."""
 
     config: Config
     command: str
     directory: str
+    status: StatusFile
     checkpoint: str | None
     cluster: Cluster
     engines: EnginePool | None
@@ -115,6 +122,7 @@ def open_site(config: Config, command: str) -> Iterator[Site]:
     num_ranks = ParallelSizes.from_config(config.megatron).world_size
     with ExitStack() as cleanup:
         directory = open_run_folder(config, state["step"] if state else 0)
+        status = cleanup.enter_context(StatusFile(directory, config.run.name, config.run.total_steps))
         say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
         if note := HFCheckpoint(config.model.path).note:
             say(note)
@@ -135,7 +143,19 @@ def open_site(config: Config, command: str) -> Iterator[Site]:
                 shared=config.cluster.placement == Placement.colocated,
             )
             cleanup.callback(engines.close)
-        yield Site(config, command, directory, config.run.resume, cluster, engines, started)
+        yield Site(config, command, directory, status, config.run.resume, cluster, engines, started)
+
+
+def _throughput(site: Site) -> Throughput:
+    """By which the monitor knows what the run's tokens cost, and on how many devices."""
+    cluster = site.cluster
+    return Throughput(
+        cost=read_architecture(site.config.model.path).cost_model,
+        ranks=len(cluster.rank_slots),
+        engine_devices=sum(map(len, cluster.engine_slots)),
+        shared=site.takes_turns,
+        peak=peak_flops(site.config.cluster.gpu),
+    )
 
 
 @contextmanager
@@ -146,7 +166,7 @@ def assemble(site: Site, checkpoint: str | None) -> Iterator[Run]:
     resumed = state["step"] if state else 0
     take_back(config, resumed)
     with ExitStack() as cleanup:
-        monitor = Monitor(site.directory, config.run.total_steps, resumed)
+        monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site))
         cleanup.callback(monitor.close)
         turns = None
         if site.takes_turns:
@@ -189,6 +209,7 @@ def persist(site: Site, attempt: Callable[[Site, str | None], Result]) -> Result
             if restarts == site.config.run.max_restarts:
                 raise
             restarts += 1
+            site.status.note(phase="restart", restarts=restarts)
             checkpoint = site.last_checkpoint()
             say(f"{error}\nrestart {restarts} of at most {site.config.run.max_restarts}, from {checkpoint or 'the beginning'}")
             site.recover()

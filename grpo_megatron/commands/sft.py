@@ -42,16 +42,17 @@ def _run(run: Run, examples: Sequence[Sample]) -> dict[str, Any]:
     metrics: dict[str, float] = {}
     tokens, last = 0, config.run.total_steps
     for step in range(run.resumed + 1, last + 1):
-        run.monitor.start_step()
+        run.monitor.start_step(step)
         with run.monitor.phases("prepare"):
             batch, plan = next_batch(config, examples, order, run.trainer.cost_model)
         with run.monitor.phases("train"):
             metrics = to_floats(run.trainer.train_step(batch, plan, CrossEntropyLoss(), key=(step, 0)))
         tokens += batch.num_tokens
-        scalars = run.monitor.finish_step(step, metrics, batch.num_tokens)
+        scalars = run.monitor.finish_step(step, metrics, [batch])
         if step in (1, last) or step % _SHOWN_EVERY == 0:
             run.monitor.line(step, scalars, {"sft/loss_per_token": "loss", "actor/grad_norm": "grad norm"})
-        run.saver.after_step(step, lambda step=step: {"step": step, "order": order.state_dict()})
+        with run.monitor.phases("checkpoint"):
+            run.saver.after_step(step, lambda step=step: {"step": step, "order": order.state_dict()})
     return {"loss": metrics.get("sft/loss_per_token"), "tokens": tokens}
 
 

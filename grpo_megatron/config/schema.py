@@ -16,6 +16,7 @@ from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.fp8 import FP8Config
 from grpo_megatron.config.limits import LONGEST_WAIT, Text
 from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.monitor import MonitorConfig
 from grpo_megatron.config.options import option, section
 from grpo_megatron.config.weight_sync import WeightSyncConfig
 
@@ -373,3 +374,4 @@ class Config:
     weight_sync: WeightSyncConfig = section(WeightSyncConfig, "from the trainer's weights to the engines'")
     eval: EvalConfig = section(EvalConfig, "evaluation on held-out prompts")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
+    monitor: MonitorConfig = section(MonitorConfig, "what is shown of a run, and where")

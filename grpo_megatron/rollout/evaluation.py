@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from math import comb
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +11,7 @@ from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.schema import Config
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import training_sampling
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that at least one of k samples is right, from `samples` of which `correct` were.
-
-    1 - C(n-c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
-    """
-    return 1.0 - comb(samples - correct, k) / comb(samples, k)
+from grpo_megatron.rollout.statistics import pass_rates
 
 
 class Evaluation:
@@ -57,13 +49,8 @@ class Evaluation:
 
     def _scores(self, groups: list[Group]) -> dict[str, float]:
         n = self._sampled.n
-        scores = {f"mean@{n}": float(np.mean([group.rewards for group in groups]))}
-        correct = [sum(reward >= self._config.pass_reward for reward in group.rewards) for group in groups]
-        k = 2
-        while k <= n:
-            scores[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for c in correct]))
-            k *= 2
-        return scores
+        mean = float(np.mean([group.rewards for group in groups]))
+        return {f"mean@{n}": mean} | pass_rates(groups, self._config.pass_reward)
 
     def _save(self, step: int, name: str, groups: list[Group]) -> None:
         """One line per prompt: eval/step_00000010_NAME.jsonl in the run's folder."""

@@ -1,7 +1,5 @@
 """Where a step's groups come from: engines, or a recording. The controller sees one interface."""
 
-import numpy as np
-
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.schema import Config, RolloutConfig
 from grpo_megatron.data import PromptSource
@@ -19,27 +17,6 @@ def training_sampling(config: RolloutConfig) -> Sampling:
     )
 
 
-def group_statistics(groups: list[Group]) -> dict[str, float]:
-    """Scalars of a step's samples: reward and its components, lengths, how they ended."""
-    samples = [sample for group in groups for sample in group.samples]
-    lengths = np.array([len(sample.response_ids) for sample in samples])
-    rewards = np.array([sample.reward for sample in samples])
-    scalars = {
-        "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(),
-        "reward/zero_variance_groups": np.mean([len(set(group.rewards)) == 1 for group in groups]),
-        "response/length_mean": lengths.mean(),
-        "response/length_max": lengths.max(),
-        "response/truncated": np.mean([sample.finish_reason == "length" for sample in samples]),
-        "response/turns_mean": np.mean([sample.turns for sample in samples]),
-        "response/out_of_turns": np.mean([sample.finish_reason == "max_turns" for sample in samples]),
-    }
-    for name in sorted({name for sample in samples for name in sample.reward_components}):
-        values = [sample.reward_components[name] for sample in samples if name in sample.reward_components]
-        scalars[f"reward/component/{name}"] = np.mean(values)
-    return {name: float(value) for name, value in scalars.items()}
-
-
 class EngineRollouts:
     """Groups sampled by the engines under the newest weights, optionally recorded."""
 
@@ -55,9 +32,6 @@ class EngineRollouts:
         if self._recorder:
             self._recorder.write(step, groups)
         return groups
-
-    def statistics(self, groups: list[Group]) -> dict[str, float]:
-        return group_statistics(groups)
 
     def state_dict(self) -> dict:
         return self._manager.state_dict()
@@ -79,9 +53,6 @@ class ReplayedRollouts:
 
     def groups(self, step: int, prompts: PromptSource | None) -> list[Group]:
         return self._replay.read(step)
-
-    def statistics(self, groups: list[Group]) -> dict[str, float]:
-        return group_statistics(groups)
 
     def state_dict(self) -> dict:
         return {}

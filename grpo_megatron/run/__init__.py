@@ -1,1 +1,1 @@
-"""What a run writes: its folder, checkpoints, metrics."""
+"""What a run writes: its folder and its checkpoints; and whose turn it is."""

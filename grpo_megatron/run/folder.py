@@ -8,10 +8,10 @@ from omegaconf import OmegaConf
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import parse_object
+from grpo_megatron.monitoring.run_files import METRICS
 from grpo_megatron.paths import file_problem, is_absent
 
-METRICS = "metrics.jsonl"
-_BEGUN_ROW = re.compile(rb'\{"step": (\d{1,18}),')  # as run.monitor writes it
+_BEGUN_ROW = re.compile(rb'\{"step": (\d{1,18}),')  # as monitoring.run_files writes it
 
 
 def open_run_folder(config: Config, resumed: int) -> str:

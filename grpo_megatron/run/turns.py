@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from grpo_megatron.run.monitor import Monitor
+from grpo_megatron.monitoring.monitor import Monitor
 
 _GIB = 2**30
 

@@ -14,7 +14,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.load import load_config
 from grpo_megatron.rollout.environments import Environments
 from grpo_megatron.rollout.episodes import Episode, MultiTurn
-from grpo_megatron.rollout.source import group_statistics
+from grpo_megatron.rollout.statistics import group_statistics
 from grpo_megatron.sglang.engine import Completion
 
 AB = 500  # one token for "ab", which can also be written as two
@@ -169,12 +169,12 @@ def test_many_episodes_at_once(counting):
     samples = asyncio.run(both())
     assert [sample.turns for sample in samples] == [1, 2, 3, 4, 5] * 4
     groups = [Group(i, prompt(), (sample,)) for i, sample in enumerate(samples)]
-    scalars = group_statistics(groups)
+    scalars = group_statistics(groups, pass_reward=1.0)
     assert scalars["response/turns_mean"] == 3
     assert scalars["response/out_of_turns"] == scalars["response/truncated"] == 0
     assert scalars["reward/component/one"] == 3
     capped = [Group(0, prompt(), (play(counting, Script("a", "b"), max_turns=2),))]
-    assert group_statistics(capped)["response/out_of_turns"] == 1
+    assert group_statistics(capped, pass_reward=1.0)["response/out_of_turns"] == 1
 
 
 STEP = r"environment tests.unit.toy_environments:Obedient: step\('{}'\) on record 7 "

@@ -2,7 +2,7 @@ from itertools import combinations
 
 import pytest
 
-from grpo_megatron.rollout.evaluation import pass_at_k
+from grpo_megatron.rollout.statistics import pass_at_k
 
 
 @pytest.mark.parametrize(("n", "c"), [(4, 0), (4, 1), (5, 2), (6, 6)])

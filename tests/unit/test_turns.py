@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from grpo_megatron.run.monitor import Monitor
+from grpo_megatron.config.schema import Config
+from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.run.turns import RING, State, Turns
 
 ORDER = ["release", "wake", "resume_weights", "sync", "sleep", "resume_kv_cache"]
@@ -53,9 +54,8 @@ class Ranks:
 
 @pytest.fixture
 def monitor(tmp_path):
-    monitor = Monitor(str(tmp_path), total_steps=1)
-    yield monitor
-    monitor.close()
+    with Monitor(str(tmp_path), Config()) as monitor:
+        yield monitor
 
 
 @pytest.fixture

@@ -1,0 +1,37 @@
+"""The section monitor of the schema."""
+
+from dataclasses import dataclass
+
+from grpo_megatron.config.limits import Text
+from grpo_megatron.config.options import option
+
+# Where scalars can go besides the run's folder; monitoring.optional knows how.
+LISTENERS = ("wandb", "prometheus")
+
+
+@dataclass
+class MonitorConfig:
+    samples_every: int = option(10, "show some of a step's groups as text every this many steps; 0: never", "steps", at_least=0)
+    sample_groups: int = option(2, "groups shown at a time", above=0)
+    sample_characters: int = option(
+        4000,
+        "most characters shown of a prompt or a response; the middle of a longer one is left out",
+        "characters",
+        at_least=100,
+    )
+    histograms_every: int = option(
+        1, "histograms of rewards, response lengths and advantages every this many steps; 0: never", "steps", at_least=0
+    )
+    timeline_mib: int = option(
+        64, "size at which timeline.json becomes timeline.previous.json and a new one begins", "MiB", above=0
+    )
+    listeners: list[str] = option(
+        [], "where scalars go besides the run's folder: wandb (Weights & Biases), prometheus", choices=LISTENERS
+    )
+    wandb_project: str = option("grpo-megatron", "project of the run in Weights & Biases, with monitor.listeners=[wandb]")
+    prometheus_address: str = option(
+        "127.0.0.1",
+        "address at which Prometheus may ask for the newest scalars, with monitor.listeners=[prometheus]; whoever reaches it can read them",
+        text=Text.filled,
+    )
+    prometheus_port: int = option(9400, "port of monitor.prometheus_address", above=0, at_most=65535)

@@ -1,0 +1,91 @@
+"""Which scalars are looked at together: the charts of TensorBoard's custom layout, and of the report."""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chart:
+    """names: regular expressions, each of which must match the whole name of a scalar."""
+
+    title: str
+    names: tuple[str, ...]
+
+    def shows(self, name: str) -> bool:
+        return any(re.fullmatch(pattern, name) for pattern in self.names)
+
+
+# A chart without a scalar in a run is not shown.
+SECTIONS: dict[str, tuple[Chart, ...]] = {
+    "Learning": (
+        Chart("Reward", ("reward/mean", "reward/std")),
+        Chart("Components of the reward, mean", ("reward/component/.*",)),
+        Chart("pass@k of training prompts", (r"reward/pass@\d+",)),
+        Chart("Held-out prompts", ("eval/.*",)),
+        Chart("Response length, tokens", ("response/length_(mean|max)",)),
+        Chart("Responses cut off, share", ("response/(truncated|out_of_turns)",)),
+        Chart("Turns of a response", ("response/turns_mean",)),
+        Chart("Entropy, nats", ("actor/entropy",)),
+        Chart("KL, nats", ("actor/(kl_to_reference|kl_in_reward|ppo_kl)",)),
+        Chart("Coefficient of the KL in the reward", ("actor/kl_coef",)),
+        Chart("Clip fractions", ("actor/clip_fraction.*",)),
+        Chart("Ratio to the old policy, mean", ("actor/ratio",)),
+        Chart("Loss", ("actor/(pg_)?loss", "sft/loss_per_token")),
+        Chart("Learning rate", ("actor/lr",)),
+    ),
+    "Health": (
+        Chart("Mismatch of engine and trainer: largest, nats", ("mismatch/max",)),
+        Chart("Mismatch of engine and trainer: mean, nats", ("mismatch/(mean|k3)",)),
+        Chart("Mismatch of engine and trainer: ratio", ("mismatch/ratio_.*", "mismatch/factor")),
+        Chart("Tokens masked for their mismatch, share", ("mismatch/masked",)),
+        Chart("Staleness of tokens, weight versions", ("staleness/.*",)),
+        Chart("Gradient norm", ("actor/grad_norm",)),
+        Chart("Optimizer steps, taken and dropped", ("actor/(dropped_steps|steps_beyond_limit|optimizer_steps)",)),
+        Chart("Groups without a signal, share", ("reward/(zero_variance|filtered)_groups",)),
+        Chart("Losses of the routers", ("moe/.*",)),
+        Chart("Weights of engine and trainer after a sync", ("sync/probe.*",)),
+    ),
+    "Speed": (
+        Chart("Tokens per second", ("throughput/tokens_per_second",)),
+        Chart("Tokens per second and device", ("throughput/tokens_per_second_per_device",)),
+        Chart("Model FLOPs utilisation", ("throughput/mfu.*",)),
+        Chart("Seconds of a step", ("time/step",)),
+        Chart("Seconds per phase", ("time/(?!step|monitor).*",)),
+        Chart("Idle share of the step, per role", ("idle/[^/]*",)),
+        Chart("Idle share within a phase, per role", ("idle/.*/.*",)),
+        Chart("Seconds of a weight sync", ("sync/.*seconds",)),
+        Chart("Weight sync, GB", ("sync/.*_gb",)),
+        Chart("Seconds in monitoring", ("time/monitor",)),
+    ),
+    "Memory": (
+        Chart("Processes, GiB", ("memory/[^/]*_gib",)),
+        Chart("Fullest engine after each transition, GiB", ("memory/.*/engine_gib",)),
+        Chart("Fullest rank after each transition, GiB", ("memory/.*/rank_gib",)),
+    ),
+}
+OTHERS = "Others"
+
+
+def charts_of(names: list[str]) -> dict[str, dict[str, list[str]]]:
+    """{section: {title: names}} of the scalars that there are; those of no chart each have one under OTHERS."""
+    found: dict[str, dict[str, list[str]]] = {}
+    left = dict.fromkeys(names)
+    for section, charts in SECTIONS.items():
+        for chart in charts:
+            shown = [name for name in names if chart.shows(name)]
+            if shown:
+                found.setdefault(section, {})[chart.title] = shown
+            for name in shown:
+                left.pop(name, None)
+    for name in left:
+        found.setdefault(OTHERS, {})[name] = [name]
+    return found
+
+
+def tensorboard_layout() -> dict[str, dict[str, list]]:
+    """As SummaryWriter.add_custom_scalars takes it."""
+    # TensorBoard lets an expression match any beginning of a name.
+    return {
+        section: {chart.title: ["Multiline", [f"{pattern}$" for pattern in chart.names]] for chart in charts}
+        for section, charts in SECTIONS.items()
+    }

@@ -1,0 +1,208 @@
+"""What a run tells of itself, in one place: the controller and its collaborators know no other."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+
+from grpo_megatron.batch.sample import Group
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.keys import default_of, nested_yaml
+from grpo_megatron.config.load import flat, known_keys
+from grpo_megatron.config.schema import Config
+from grpo_megatron.monitoring.listener import Listener
+from grpo_megatron.monitoring.optional import make_listeners
+from grpo_megatron.monitoring.phases import Phases
+from grpo_megatron.monitoring.run_files import RunFiles
+from grpo_megatron.monitoring.samples import chosen, distributions, group_text
+from grpo_megatron.monitoring.status import StatusFile, closing
+from grpo_megatron.monitoring.tensorboard import TensorBoard
+from grpo_megatron.monitoring.terminal import Terminal
+from grpo_megatron.monitoring.throughput import Throughput
+from grpo_megatron.monitoring.timeline import DRIVER, Timeline
+
+_MIB, _GIB = 2**20, 2**30
+
+
+class Monitor:
+    """Tells scalars, texts and distributions to TensorBoard, the run's files and other listeners; keeps status.json and timeline.json.
+
+    A context: how it is left is the state that `grpo-megatron status` shows afterwards. Whatever of this cannot be written, such as
+    to a disk that is full, is said once and left out; no step waits for it or fails with it.
+    """
+
+    def __init__(self, directory: str, config: Config, resumed: int = 0, throughput: Throughput | None = None):
+        """resumed: the step a resumed run continues after; later points of curves, texts and timeline are taken back.
+
+        throughput: None where it is not to be known. Raises UserError where a listener of monitor.listeners cannot start.
+        """
+        self.directory, self.tensorboard_dir = directory, f"{directory}/tensorboard"
+        self._options, self._throughput = config.monitor, throughput
+        self._clock = _Clock()
+        self._failed: set[str] = set()
+        self._step_started = (0.0, 0.0)
+        self._process = psutil.Process()
+        values = flat(config)
+        self._listeners: list[Listener] = [
+            RunFiles(directory, resumed),
+            TensorBoard(self.tensorboard_dir, resumed, _hyperparameters(values)),
+            *make_listeners(config, directory),
+        ]
+        self.terminal = Terminal(config.run.total_steps, resumed)
+        self.timeline = Timeline(directory, self._options.timeline_mib * _MIB, resumed)
+        self.status = StatusFile(
+            directory,
+            run=config.run.name,
+            step=resumed,
+            total_steps=config.run.total_steps,
+            phase="start",
+            phase_since=time.time(),
+        )
+        self.phases = Phases(self._phase_begun, self._phase_ended)
+        self._ending = ExitStack()
+        self._tell("text", 0, "configuration", nested_yaml(values, {}))
+
+    def __enter__(self) -> "Monitor":
+        self._ending.callback(self._close_all)
+        self._ending.enter_context(closing(self.status))
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._ending.__exit__(*error)
+
+    def start_step(self, step: int) -> None:
+        with self._clock:
+            self.phases.take()
+            self.terminal.start_step()
+            self.timeline.step = step
+        self._step_started = (time.time(), time.perf_counter())
+
+    def finish_step(
+        self, step: int, scalars: dict[str, float], batches: Sequence[TrainBatch], groups: Sequence[Group] = (), epochs: int = 1
+    ) -> dict[str, float]:
+        """Add times, throughput and memory to a step's scalars, and tell them all; returns them.
+
+        batches: what the step trained on, epochs times. groups: their samples, to be shown.
+        """
+        wall, start = self._step_started
+        seconds = time.perf_counter() - start
+        with self._clock:
+            phases = self.phases.take()
+            scalars = dict(scalars)
+            scalars.update({f"time/{name}": value for name, value in phases.items()})
+            scalars["time/step"] = seconds
+            scalars["time/other"] = seconds - sum(phases.values())
+            scalars["time/monitor"] = self._clock.take() + self.status.take_seconds()
+            if self._throughput:
+                scalars |= self._throughput.scalars(batches, epochs, seconds, phases)
+            scalars["memory/driver_gib"] = self._process.memory_info().rss / _GIB
+            scalars["memory/host_available_gib"] = psutil.virtual_memory().available / _GIB
+            self.timeline.add_step(wall, seconds)
+            self.terminal.finish_step(step)
+            self.status.note(step=step, metrics=scalars, metrics_step=step, eta=self.terminal.eta)
+            self._tell("scalars", step, scalars)
+            self._show(step, groups, batches)
+            self._flush()
+        return scalars
+
+    def _show(self, step: int, groups: Sequence[Group], batches: Sequence[TrainBatch]) -> None:
+        options = self._options
+        if options.samples_every and step % options.samples_every == 0:
+            for number, group in enumerate(chosen(groups, options.sample_groups)):
+                self._tell("text", step, f"samples/{number}", group_text(group, options.sample_characters))
+        if options.histograms_every and step % options.histograms_every == 0:
+            for name, values in distributions(groups, batches).items():
+                self._tell("histogram", step, name, values)
+
+    def line(self, step: int, scalars: dict[str, float], shown: dict[str, str]) -> None:
+        """One line: progress, the scalars in `shown` (name -> label), tokens/s, time per phase."""
+        with self._clock:
+            self.terminal.line(step, scalars, shown)
+
+    def evaluated(self, step: int, scalars: dict[str, float]) -> None:
+        """Tell the results of an evaluation after `step` steps, and show them."""
+        with self._clock:
+            self._tell("scalars", step, scalars)
+            self.status.note(evaluation=scalars, evaluation_step=step)
+            results = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in scalars.items())
+            self.terminal.say(f"evaluation after {step} steps: {results}")
+            self._flush()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        with self._clock:
+            self._tell("text", step, name, text)
+
+    def say(self, text: str) -> None:
+        with self._clock:
+            self.terminal.say(text)
+
+    def _close_all(self) -> None:
+        for listener in self._listeners:
+            with self._survived(listener):
+                listener.close()
+        with self._survived(self.timeline):
+            self.timeline.close()
+        self.terminal.close()
+
+    def _phase_begun(self, name: str) -> None:
+        with self._clock:
+            self.status.note(phase=name, phase_since=time.time())
+            self.terminal.phase(name)
+
+    def _phase_ended(self, name: str, start: float, seconds: float) -> None:
+        with self._clock:
+            self.timeline.add(DRIVER, name, start, seconds)
+            self.status.note(phase="between phases", phase_since=time.time())
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        for listener in self._listeners:
+            with self._survived(listener):
+                getattr(listener, what)(*arguments)
+
+    def _flush(self) -> None:
+        with self._survived(self.timeline):
+            self.timeline.flush()
+
+    @contextmanager
+    def _survived(self, told: object) -> Iterator[None]:
+        """What is measured is worth less than the run: whatever a listener raises is said the first time, and the run goes on."""
+        try:
+            yield
+        except Exception as error:
+            name = type(told).__name__
+            if name not in self._failed:
+                self._failed.add(name)
+                self.terminal.say(
+                    f"{name} misses some of what this run shows: {type(error).__name__}: {error}; the run goes on"
+                )
+
+
+def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | str]:
+    """The values that are not the default, of types that TensorBoard takes."""
+    known = known_keys()
+    changed = {key: value for key, value in values.items() if value != default_of(known[key])}
+    return {key: value if type(value) in (bool, int, float, str) else str(value) for key, value in changed.items()}
+
+
+class _Clock:
+    """Seconds within `with`; one inside another counts once."""
+
+    def __init__(self) -> None:
+        self._depth, self._start, self._seconds = 0, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._start = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *error) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._seconds += time.perf_counter() - self._start
+
+    def take(self) -> float:
+        """Since the last call, without a `with` that is still open."""
+        taken, self._seconds = self._seconds, 0.0
+        return taken

@@ -1,0 +1,112 @@
+"""Weights & Biases and Prometheus: told the same as TensorBoard, where monitor.listeners names them."""
+
+import secrets
+from dataclasses import asdict
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.config.schema import Config
+from grpo_megatron.errors import UserError
+from grpo_megatron.monitoring.listener import Listener
+
+_PACKAGES = {"wandb": "wandb", "prometheus": "prometheus_client"}
+
+
+def check_listeners(config: Config) -> None:
+    """Raises UserError where a package that monitor.listeners needs is missing."""
+    for name in config.monitor.listeners:
+        if find_spec(_PACKAGES[name]) is None:
+            raise UserError(
+                f"monitor.listeners has {name}, which needs the package {_PACKAGES[name]}, and that is not installed: "
+                f"install it (pip install {_PACKAGES[name]}) or take {name} out of monitor.listeners"
+            )
+
+
+def make_listeners(config: Config, directory: str) -> list[Listener]:
+    """Raises UserError for one that cannot start."""
+    makers = {"wandb": WeightsAndBiases, "prometheus": Prometheus}
+    return [makers[name](config, directory) for name in dict.fromkeys(config.monitor.listeners)]
+
+
+class Prometheus:
+    """A Listener that answers Prometheus's requests with the newest scalars.
+
+    They are grpo_megatron_scalar{run="...", name="reward/mean"}: names of ours are not legal as names of Prometheus's metrics, and
+    making them so would give two of them one name.
+    """
+
+    def __init__(self, config: Config, directory: str):
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        monitor, self._run = config.monitor, config.run.name
+        registry = CollectorRegistry()
+        self._scalars = Gauge("grpo_megatron_scalar", "newest value of a scalar", ["run", "name"], registry=registry)
+        self._step = Gauge("grpo_megatron_step", "newest step", ["run"], registry=registry)
+        try:
+            self._server, self._thread = start_http_server(monitor.prometheus_port, monitor.prometheus_address, registry)
+        except OSError as error:
+            raise UserError(
+                f"Prometheus cannot be answered at monitor.prometheus_address={monitor.prometheus_address}, "
+                f"monitor.prometheus_port={monitor.prometheus_port}: {error}; choose others"
+            ) from error
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self._step.labels(self._run).set(step)
+        for name, value in values.items():
+            self._scalars.labels(self._run, name).set(value)
+
+    def histogram(self, step: int, name: str, values: np.ndarray) -> None:
+        """Nothing: Prometheus asks for the newest numbers only."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Nothing: Prometheus has no texts."""
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class WeightsAndBiases:
+    """A Listener. Account, server and mode (such as offline) are as wandb finds them: `wandb login`, or its WANDB_ variables."""
+
+    def __init__(self, config: Config, directory: str):
+        import wandb
+
+        self._wandb = wandb
+        kept = Path(directory, "wandb_id")  # a resumed run continues the run there, too
+        if not kept.exists():
+            kept.write_text(secrets.token_hex(8), encoding="utf-8")
+        try:
+            self._run = wandb.init(
+                project=config.monitor.wandb_project,
+                name=config.run.name,
+                id=kept.read_text(encoding="utf-8"),
+                resume="allow",
+                dir=directory,
+                config=asdict(config),
+            )
+        except (wandb.Error, OSError) as error:
+            raise UserError(f"Weights & Biases (monitor.listeners) cannot start: {error}") from error
+        # Their own step may only grow; a resumed run takes some back.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self._log(step, values)
+
+    def histogram(self, step: int, name: str, values: np.ndarray) -> None:
+        self._log(step, {name: self._wandb.Histogram(values)})
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._log(step, {name: self._wandb.Html(f"<pre>{escape(text)}</pre>", inject=False)})
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()

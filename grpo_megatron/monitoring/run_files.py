@@ -1,0 +1,54 @@
+"""metrics.jsonl and texts.jsonl in the run's folder, a row each time."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from grpo_megatron.monitoring.row_file import RowFile, rewrite
+
+METRICS = "metrics.jsonl"
+TEXTS = "texts.jsonl"
+
+
+class RunFiles:
+    """A Listener. Rows of metrics.jsonl are {"step": 3, NAME: number, ..}, of texts.jsonl {"step": 3, "name": .., "text": ..}."""
+
+    def __init__(self, directory: str, resumed: int = 0):
+        """resumed: the step a resumed run continues after; texts of later ones go, as run.folder has it for metrics.jsonl."""
+        texts = Path(directory, TEXTS)
+        if texts.exists():
+            rewrite(texts, _rows_until(texts, resumed))
+        self._metrics, self._texts = RowFile(Path(directory, METRICS)), RowFile(texts)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self._metrics.append(json.dumps({"step": step, **values}) + "\n")
+
+    def histogram(self, step: int, name: str, values: np.ndarray) -> None:
+        """Not kept here."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._texts.append(json.dumps({"step": step, "name": name, "text": text}) + "\n")
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._texts.close()
+
+
+def read_texts(path: Path) -> list[dict]:
+    """The rows of texts.jsonl, without those that a killed run left unfinished."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and {"step": int, "name": str, "text": str} == {
+            key: type(value) for key, value in row.items()
+        }:
+            rows.append(row)
+    return rows
+
+
+def _rows_until(path: Path, step: int) -> list[str]:
+    return [json.dumps(row) + "\n" for row in read_texts(path) if row["step"] <= step]

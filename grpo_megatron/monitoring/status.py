@@ -1,0 +1,151 @@
+"""status.json in the run's folder: what a run does now, for `grpo-megatron status` in another shell.
+
+The file is rewritten in one step, by a thread: at most once a second where something changed, and now and then where nothing did,
+so that its age tells from any machine whether the run is there.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import read_object
+from grpo_megatron.paths import folder_problem, is_absent
+
+STATUS = "status.json"
+# Seconds between two writes: where something changed, and where nothing did.
+_CHANGED, _UNCHANGED = 1.0, 10.0
+# Seconds after which a file that nobody rewrote is taken to be of a run that is gone, where its process cannot be looked for.
+_OLD = 60.0
+
+
+class State(str, Enum):
+    running = "running"
+    finished = "finished"
+    failed = "failed"
+    interrupted = "interrupted"
+    gone = "gone"  # never written: what a reader finds where the writer was killed
+
+
+class StatusFile:
+    """Keeps status.json up to date until `close`."""
+
+    def __init__(self, directory: str, **values: Any):
+        """values: the first ones to note."""
+        self._path = Path(directory, STATUS)
+        now = time.time()
+        self._values: dict[str, Any] = {
+            "state": State.running.value,
+            "started": now,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "pid_started": psutil.Process().create_time(),
+            **values,
+        }
+        self._seconds = 0.0
+        self._lock, self._changed, self._end = threading.Lock(), True, threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
+        self._write()
+        self._thread.start()
+
+    def note(self, **values: Any) -> None:
+        """Values that JSON has, by name. "processes": a list of {"name", "phase", "since", "heard"}, times in seconds since the epoch."""
+        with self._lock:
+            self._values |= values
+            self._changed = True
+
+    def take_seconds(self) -> float:
+        """Spent writing since the last call."""
+        taken, self._seconds = self._seconds, 0.0
+        return taken
+
+    def close(self, state: State, error: str = "") -> None:
+        """The last word of the run."""
+        if self._end.is_set():
+            return
+        self.note(state=state.value, error=error, phase=None, ended=time.time())
+        self._end.set()
+        self._thread.join()
+        self._write()
+
+    def _keep(self) -> None:
+        written = time.monotonic()
+        while not self._end.wait(_CHANGED):
+            if self._changed or time.monotonic() - written >= _UNCHANGED:
+                self._write()
+                written = time.monotonic()
+
+    def _write(self) -> None:
+        start = time.perf_counter()
+        with self._lock:
+            self._values["written"] = time.time()
+            text, self._changed = json.dumps(self._values), False
+        aside = self._path.with_name(f"{STATUS}.partial")
+        try:
+            aside.write_text(text, encoding="utf-8", errors="backslashreplace")
+            aside.replace(self._path)
+        except OSError:
+            self._changed = True  # a full disk may have room again; what matters more says that it is full
+        self._seconds += time.perf_counter() - start
+
+
+# What a status has at least, and of which type.
+_NEEDED = {"state": str, "written": float, "started": float, "host": str, "pid": int, "pid_started": float, "step": int}
+
+
+def read_status(folder: str) -> dict[str, Any]:
+    """status.json of a run's folder, its state `gone` where whoever wrote it is.
+
+    Raises UserError for another folder, and for a file that is damaged.
+    """
+    problem = folder_problem(folder)
+    if problem:
+        raise UserError(f"{folder} {problem}; it must be the folder of a run")
+    path = Path(folder, STATUS)
+    if is_absent(path):
+        raise UserError(f"{folder} has no {STATUS}: no run has been in this folder")
+    found = read_object(path)
+    wrong = [name for name, kind in _NEEDED.items() if type(found.get(name)) is not kind]
+    if wrong or found["state"] not in State.__members__:
+        raise UserError(
+            f"{path} is damaged: {', '.join(wrong) or 'state'} is not what a run writes; a run that goes on rewrites it"
+        )
+    if found["state"] == State.running and not _writes(found):
+        found["state"] = State.gone.value
+    return found
+
+
+def _writes(found: dict[str, Any]) -> bool:
+    """Whether the process that wrote the file is there, as far as can be seen from this machine."""
+    if found["host"] != socket.gethostname():
+        return time.time() - found["written"] < _OLD
+    try:
+        return abs(psutil.Process(found["pid"]).create_time() - found["pid_started"]) < 2
+    except psutil.Error:
+        return False
+
+
+@contextmanager
+def closing(status: StatusFile) -> Iterator[None]:
+    """Closes it with the state that the end of this context means."""
+    try:
+        yield
+    except UserError as error:
+        status.close(State.failed, str(error))
+        raise
+    except Exception as error:
+        status.close(State.failed, f"{type(error).__name__}: {error}")
+        raise
+    except BaseException as error:
+        status.close(State.interrupted, type(error).__name__)
+        raise
+    status.close(State.finished)

@@ -1,0 +1,43 @@
+"""Scalars, histograms and texts as TensorBoard's event files, with a layout of charts."""
+
+import numpy as np
+
+from grpo_megatron.monitoring.charts import tensorboard_layout
+
+
+class TensorBoard:
+    """A Listener."""
+
+    def __init__(self, directory: str, resumed: int, hyperparameters: dict[str, bool | int | float | str]):
+        """directory: of the event files. resumed: the step a resumed run continues after; later points of the curves are taken back.
+
+        hyperparameters: by which TensorBoard can compare this run with others.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._writer = SummaryWriter(directory, purge_step=resumed + 1 if resumed else None)
+        self._writer.add_custom_scalars(tensorboard_layout())
+        # SummaryWriter.add_hparams would write them as a run of its own below this one.
+        for summary in hparams(hyperparameters, {"reward/mean": 0.0, "eval/greedy": 0.0, "throughput/tokens_per_second": 0.0}):
+            self._writer.file_writer.add_summary(summary)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def histogram(self, step: int, name: str, values: np.ndarray) -> None:
+        self._writer.add_histogram(name, values, step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(name, verbatim(text), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def verbatim(text: str) -> str:
+    """Markdown, which is what TensorBoard takes texts for, that shows `text` as it is: one block of code."""
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    # Markdown has its own ideas of what ends a line, after which the indent would be missing.
+    return "".join(f"    {line}\n" for line in text.splitlines())

@@ -1,0 +1,63 @@
+"""A line for each step; on a terminal, a bar with the time that is left below them."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+# What is not shown of `time/`, because it is no phase.
+_NO_PHASES = ("time/step", "time/other", "time/monitor")
+
+
+class Terminal:
+    """Lines go to stdout. The bar is on stderr, only where that is a terminal."""
+
+    def __init__(self, total_steps: int, resumed: int):
+        """resumed: the step a resumed run continues after."""
+        self._total, self._first = total_steps, resumed
+        self._bar: tqdm | None = None
+        self._started = self._done = 0.0
+
+    def start_step(self) -> None:
+        """The first call is the beginning, from which the time that is left is estimated."""
+        if self._bar is None:
+            self._started = time.monotonic()
+            # smoothing=0: the mean over the whole run, as `eta` has it.
+            self._bar = tqdm(
+                total=self._total, initial=self._first, desc="steps", unit="step", smoothing=0, disable=None, dynamic_ncols=True
+            )
+
+    def finish_step(self, step: int) -> None:
+        self._done = step
+        self._bar.update(step - self._bar.n)
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds until the last step is done, with what lies between steps as it was so far; None before the first is done."""
+        if self._done <= self._first:
+            return None
+        return (time.monotonic() - self._started) / (self._done - self._first) * (self._total - self._done)
+
+    def phase(self, name: str) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(name, refresh=False)
+
+    def line(self, step: int, scalars: dict[str, float], shown: dict[str, str]) -> None:
+        """Progress, the scalars in `shown` (name -> label), tokens/s, time per phase, time left."""
+        parts = [f"step {step:>4}/{self._total}"]
+        parts += [f"{label} {scalars[name]:.4g}" for name, label in shown.items() if name in scalars]
+        parts.append(f"{scalars['throughput/tokens_per_second']:.0f} tok/s")
+        phases = [(n.removeprefix("time/"), v) for n, v in scalars.items() if n.startswith("time/") and n not in _NO_PHASES]
+        parts.append(f"{scalars['time/step']:.2f} s (" + " ".join(f"{name} {value:.2f}" for name, value in phases) + ")")
+        if self.eta is not None:
+            parts.append(f"ETA {tqdm.format_interval(self.eta)}")
+        self.say(" | ".join(parts))
+
+    def say(self, text: str) -> None:
+        # The bar steps aside for the line and comes back below it.
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,116 @@
+"""timeline.json: what every process of a run did when, for chrome://tracing and https://ui.perfetto.dev.
+
+The file is a JSON array of complete events ("ph": "X", times in microseconds) as the Trace Event Format has it, an event a line.
+That format lets the closing bracket be absent, so the file of a run that was killed can be opened too.
+"""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.monitoring.row_file import RowFile, rewrite
+
+TIMELINE = "timeline.json"
+PREVIOUS = "timeline.previous.json"
+DRIVER = "driver"
+# Lines of a process in the viewers: its phases, and above them the steps that they belong to.
+_PHASES, _STEPS = 0, 1
+
+
+class Timeline:
+    """Collects spans from any thread; they are written by `flush`.
+
+    step: the one that spans are of from now on; by it, a resumed run takes back what comes after its checkpoint.
+    """
+
+    def __init__(self, directory: str, limit: int, resumed: int = 0):
+        """limit: bytes after which the file becomes timeline.previous.json. resumed: the step a resumed run continues after."""
+        self._folder, self._limit, self.step = Path(directory), limit, resumed
+        self._lock = threading.Lock()
+        self._waiting: list[str] = []
+        self._numbers: dict[str, int] = {}
+        if resumed:
+            for name in (TIMELINE, PREVIOUS):
+                _take_back(self._folder / name, resumed)
+        else:
+            (self._folder / TIMELINE).unlink(missing_ok=True)
+        self._open()
+
+    def add(self, process: str, name: str, start: float, seconds: float) -> None:
+        """A phase of a process, such as "driver", "trainer rank 3" or "engine 0". start: in seconds since the epoch."""
+        self._add(process, name, start, seconds, _PHASES)
+
+    def add_step(self, start: float, seconds: float) -> None:
+        """The step as a whole, as the driver saw it; its phases lie within."""
+        self._add(DRIVER, f"step {self.step}", start, seconds, _STEPS)
+
+    def _add(self, process: str, name: str, start: float, seconds: float, line: int) -> None:
+        with self._lock:
+            number = self._number(process)
+            times = {"ts": round(start * 1e6, 1), "dur": round(seconds * 1e6, 1)}
+            self._waiting.append(
+                _row({"name": name, "ph": "X", **times, "pid": number, "tid": line, "args": {"step": self.step}})
+            )
+
+    def _number(self, process: str) -> int:
+        """The viewers know processes by number; each is named once in a file."""
+        if process not in self._numbers:
+            self._numbers[process] = len(self._numbers)
+            self._waiting.append(_named(process, self._numbers[process]))
+        return self._numbers[process]
+
+    def flush(self) -> None:
+        """Write what has been added. Raises OSError where it cannot be; then it is lost."""
+        with self._lock:
+            rows, self._waiting = self._waiting, []
+        if rows:
+            self._file.append("".join(rows))
+        if self._file.size > self._limit:
+            self._file.close()
+            (self._folder / TIMELINE).replace(self._folder / PREVIOUS)
+            self._open()
+            with self._lock:
+                self._waiting += [_named(process, number) for process, number in self._numbers.items()]
+
+    def _open(self) -> None:
+        self._file = RowFile(self._folder / TIMELINE)
+        if not self._file.size:
+            # A comma stands before each row but the first, so that none is at the end of an unfinished file.
+            self._file.append('[\n{"name": "grpo_megatron", "ph": "M", "pid": 0, "args": {}}')
+        else:
+            for event in read_timeline(self._folder / TIMELINE):
+                if event["name"] == "process_name":
+                    self._numbers[event["args"]["name"]] = event["pid"]
+
+    def close(self) -> None:
+        self.flush()
+        self._file.append("\n]\n")
+        self._file.close()
+
+
+def _row(event: dict[str, Any]) -> str:
+    return ",\n" + json.dumps(event)
+
+
+def _named(process: str, number: int) -> str:
+    return _row({"name": "process_name", "ph": "M", "pid": number, "args": {"name": process}})
+
+
+def read_timeline(path: Path) -> list[dict[str, Any]]:
+    """The events of a file that may have been cut off anywhere; what is no event is left out."""
+    events = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line.strip().rstrip(","))
+        except ValueError:
+            continue  # a bracket, or half a row
+        if isinstance(event, dict) and {"name", "ph", "args"} <= event.keys():
+            events.append(event)
+    return events
+
+
+def _take_back(path: Path, resumed: int) -> None:
+    if path.exists():
+        kept = [event for event in read_timeline(path) if event["args"].get("step", 0) <= resumed]
+        rewrite(path, ["[\n", ",\n".join(json.dumps(event) for event in kept)])

@@ -1,0 +1,66 @@
+"""Numbers of a step's samples."""
+
+from math import comb
+
+import numpy as np
+
+from grpo_megatron.batch.sample import Group
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Chance that at least one of k samples is right, from `samples` of which `correct` were.
+
+    1 - C(n-c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
+    """
+    return 1.0 - comb(samples - correct, k) / comb(samples, k)
+
+
+def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
+    """{"pass@k": mean over groups} for k = 2, 4, .. up to the size of the smallest group.
+
+    pass_reward: a sample is right if its reward is at least this.
+    """
+    counts = [(len(group.samples), sum(reward >= pass_reward for reward in group.rewards)) for group in groups]
+    rates, k = {}, 2
+    while k <= min(n for n, _ in counts):
+        rates[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in counts]))
+        k *= 2
+    return rates
+
+
+def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float]:
+    """Scalars of a step's samples: reward and its components, pass@k, lengths, how they ended."""
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = np.array([len(sample.response_ids) for sample in samples])
+    rewards = np.array([sample.reward for sample in samples])
+    scalars = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "reward/zero_variance_groups": np.mean([len(set(group.rewards)) == 1 for group in groups]),
+        "response/length_mean": lengths.mean(),
+        "response/length_max": lengths.max(),
+        "response/truncated": np.mean([sample.finish_reason == "length" for sample in samples]),
+        "response/turns_mean": np.mean([sample.turns for sample in samples]),
+        "response/out_of_turns": np.mean([sample.finish_reason == "max_turns" for sample in samples]),
+    }
+    scalars |= {f"reward/{name}": rate for name, rate in pass_rates(groups, pass_reward).items()}
+    for name in sorted({name for sample in samples for name in sample.reward_components}):
+        values = [sample.reward_components[name] for sample in samples if name in sample.reward_components]
+        scalars[f"reward/component/{name}"] = np.mean(values)
+    return {name: float(value) for name, value in scalars.items()}
+
+
+def step_statistics(groups: list[Group], generated: int, pass_reward: float, version: int | None) -> dict[str, float]:
+    """All scalars of the groups that a step trains on. generated: how many there were before filters. version: see staleness."""
+    scalars = group_statistics(groups, pass_reward) | {"reward/filtered_groups": 1 - len(groups) / generated}
+    return scalars | (staleness(groups, version) if version is not None else {})
+
+
+def staleness(groups: list[Group], version: int) -> dict[str, float]:
+    """How many weight versions before `version`, the one that is trained, the response tokens were written; none of no tokens."""
+    spans = [span for group in groups for sample in group.samples for span in sample.weight_spans]
+    tokens = np.array([span.end - span.start for span in spans])
+    if not tokens.sum():
+        return {}
+    behind = np.array([version - span.version for span in spans])
+    return {"staleness/mean": float(np.average(behind, weights=tokens)), "staleness/max": float(behind.max())}
