@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -27,13 +28,16 @@ def add_parser(commands) -> None:
         "status", help="what a run does now; exit status 1 if it has failed, was interrupted, or is gone without a word"
     )
     parser.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
-    parser.add_argument("--json", action="store_true", help="for programs: all that is recorded, with every scalar of the last step")
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: all that is recorded, with every scalar of the last step"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Exit status: 0 for a run that goes on or has finished, 1 for one that ended in another way. Raises UserError."""
     found = read_status(options.folder)
-    newest = newest_checkpoint(options.folder)
+    checkpoint = newest_checkpoint(f"{options.folder}/checkpoints")
+    newest = Path(checkpoint) if checkpoint else None
     if options.json:
         print(json.dumps(found | {"checkpoint": newest.name if newest else None}, indent=2))
     else:
@@ -43,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if found["state"] in (State.running, State.finished) else 1
 
 
-def _rows(found: dict[str, Any], newest, now: float) -> list[tuple[str, str]]:
+def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[str, str]]:
     def ago(then: float) -> str:
         return tqdm.format_interval(max(0, now - then))
 
@@ -55,11 +59,11 @@ def _rows(found: dict[str, Any], newest, now: float) -> list[tuple[str, str]]:
         State.finished: f"finished {ago(found['written'])} ago",
         State.running: f"running for {ago(found['started'])}: {where}, heard {ago(found['written'])} ago",
     }
-    rows = [("run", str(found.get("run"))), ("state", words[State(state)])]
+    rows = [("run", found["run"]), ("state", words[State(state)])]
     eta = found.get("eta")
     left = f", ETA {tqdm.format_interval(eta)}" if state == State.running and eta is not None else ""
-    rows.append(("step", f"{found['step']} of {found.get('total_steps')} done{left}"))
-    if state in (State.running, State.gone) and found.get("phase"):
+    rows.append(("step", f"{found['step']} of {found['total_steps']} done{left}"))
+    if state in (State.running, State.gone):
         rows.append(("phase", f"{found['phase']}, for {ago(found['phase_since'])}"))
     metrics = found.get("metrics") or {}
     if metrics:
@@ -69,7 +73,7 @@ def _rows(found: dict[str, Any], newest, now: float) -> list[tuple[str, str]]:
     if found.get("evaluation"):
         rows.append(("evaluation", f"{_scalars(found['evaluation'])} after {found['evaluation_step']} steps"))
     rows.append(("checkpoint", f"{newest.name}, {ago(newest.stat().st_mtime)} ago" if newest else "none yet"))
-    rows.append(("restarts", str(found.get("restarts", 0))))
+    rows.append(("restarts", str(found["restarts"])))
     for process in found.get("processes", []):
         rows.append((process["name"], f"{process['phase']} for {ago(process['since'])}, heard {ago(process['heard'])} ago"))
     return rows
