@@ -15,11 +15,11 @@ class RunFiles:
     """A Listener. Rows of metrics.jsonl are {"step": 3, NAME: number, ..}, of texts.jsonl {"step": 3, "name": .., "text": ..}."""
 
     def __init__(self, directory: str, resumed: int = 0):
-        """resumed: the step a resumed run continues after; texts of later ones go, with what a killed run left half-written. Rows of
-        metrics.jsonl go before, by run.folder.take_back."""
-        texts = Path(directory, TEXTS)
-        if texts.exists():
-            rewrite(texts, [json.dumps(row) + "\n" for row in _read_rows(texts) if row["step"] <= resumed])
+        """resumed: the step a resumed run continues after; rows of later ones go, with what a killed run left half-written."""
+        for name in (METRICS, TEXTS):
+            path = Path(directory, name)
+            if path.exists():
+                rewrite(path, [json.dumps(row) + "\n" for row in _read_rows(path) if row["step"] <= resumed])
         self._metrics, self._texts = RowFile(Path(directory, METRICS)), RowFile(Path(directory, TEXTS))
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
