@@ -186,6 +186,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
     with ExitStack() as cleanup:
         monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site))
         cleanup.callback(monitor.close)
+        site.watch.tell_spans(monitor.timeline.add)
         turns = None
         if site.takes_turns:
             # Their KV caches are as large as what they find free.
@@ -210,6 +211,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
         state = checkpoint.state if checkpoint else None
         try:
             yield Run(config, site.directory, monitor, saver, trainer, engines, turns, state, site.started)
+            site.watch.flush()
         except BaseException:
             # Whatever failed, the state that ranks are still writing was sound; those that cannot are not waited for.
             with suppress(Exception):

@@ -26,6 +26,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.sglang.memory import EngineMemory, Part, engine_bytes
 from grpo_megatron.sglang.node import Children
 from grpo_megatron.sglang.release import Accepted, EngineControl, weight_spans
+from grpo_megatron.sglang.start import start_engine
 from grpo_megatron.sglang.weight_door import DOOR, answer_key, by_value
 from grpo_megatron.weights.buckets import Bucket
 from grpo_megatron.weights.sync.order import Answer, Order
@@ -100,18 +101,12 @@ class SGLangEngine:
         """routed_layers: for each layer of the model whether it has experts, if their routing is wanted. others: EngineNode of each
         of its nodes but this one."""
         redirect_output(process.log)
-        import sglang
-
         self._process, self._routed_layers = process, routed_layers
         if "dist_init_addr" not in arguments:
             # SGLang's ranks would find each other through a port that is open on every interface.
             self._meeting = tempfile.TemporaryDirectory(prefix="grpo-engine-")
             os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self._meeting.name}/store"
-        if arguments.get("device") == "cpu":
-            from grpo_megatron.sglang import cpu_memory
-
-            cpu_memory.register()  # also asked for here, where schedulers are started
-        self._control = EngineControl(sglang.Engine(**arguments))
+        self._control = EngineControl(start_engine(arguments))
         self._children = Children()
         self._ends = {other: node.end.remote().future() for other, node in others.items()}
         self._memory = EngineMemory(process.name, self._control, self._while_alive)

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import psutil
@@ -20,10 +20,12 @@ from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import Config, ModelConfig, RewardConfig
-from grpo_megatron.config.weight_sync import PauseMode
+from grpo_megatron.config.weight_sync import PauseMode, WeightSyncConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
+from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import RolloutManager, Sampling
@@ -31,6 +33,8 @@ from grpo_megatron.sglang.engine import Request
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.weights.buckets import make_buckets
 from grpo_megatron.weights.sync.object_store import ObjectStore
+from grpo_megatron.weights.sync.plan import Layouts
+from grpo_megatron.weights.sync.resharding import make_transport
 from grpo_megatron.weights.sync.sync import WeightSync
 from tests.models import transformers_logprobs
 
@@ -246,13 +250,30 @@ def test_an_update_the_engine_refuses_is_an_error(engines):
         engines.load_bucket(ray.put(bucket))  # outside a session
 
 
-def test_an_engine_that_dies_is_named(manager, engines, tokenizer):
+def test_an_engine_that_is_not_in_fp8_as_planned_is_refused(engines, tmp_path):
+    from make_tiny_model import make
+
+    make(tmp_path, hidden=256, ffn=512, heads=8, kv_heads=8)  # of whole blocks, as the engine's model is not
+    layouts = Layouts(read_architecture(str(tmp_path)), ParallelSizes(), EngineLayout(1, fp8=True), 1)
+    transport = make_transport(WeightSyncConfig(), layouts, "", 60.0, print)
+    engines.begin_update()
+    with pytest.raises(UserError, match=r"parameters are not those of the weight map .*; an engine in FP8 takes no others"):
+        transport.transfer(Weights(None), engines, 1)
+    engines.end_update(engines.weight_version + 1)
+    transport.close()
+
+
+def test_an_engine_that_dies_is_named_and_leaves_nothing(manager, engines, tokenizer):
     """Last in this file: the engine is gone afterwards."""
     process = psutil.Process(ray.get(engines._engines[0].ready.remote()))
-    scheduler = next(child for child in process.children(recursive=True) if "scheduler" in " ".join(child.cmdline()))
+    children = process.children(recursive=True)
+    scheduler = next(child for child in children if "scheduler" in " ".join(child.cmdline()))
     threading.Timer(1.0, os.kill, (scheduler.pid, signal.SIGKILL)).start()
     start = time.monotonic()
     asked = prompts(tokenizer) * 60  # more than an engine finishes in a second
     with pytest.raises(ProcessDied, match=r"engine 0 died in `generate`.*; its log is .*engine0.log"):
         manager.generate(asked, Sampling(n=8, temperature=1.0, max_response_length=200))
     assert time.monotonic() - start < 45
+    with suppress(psutil.NoSuchProcess):  # SGLang may have ended it already
+        process.kill()
+    assert psutil.wait_procs(children, timeout=20)[1] == []

@@ -205,6 +205,7 @@ def test_the_probe_sees_a_layer_that_computes_something_else(synced):
     print(raised.value)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_not_in_fp8_is_refused(ray_here, blocks, tmp_path, monkeypatch):
     made = pool.engine_arguments
     monkeypatch.setattr(pool, "engine_arguments", lambda *args: made(*args) | {"json_model_override_args": "{}"})
