@@ -10,13 +10,13 @@ from tqdm import tqdm
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.status import STATUS, State, read_status
 from grpo_megatron.monitoring.terminal import SHOWN
-from grpo_megatron.run.checkpoints import newest_checkpoint
+from grpo_megatron.run.checkpoints import newest_folder
 
 
 def status(folder: str, as_json: bool) -> int:
     """Print it. Exit status: 0 for a run that goes on or has finished, 1 for one that ended in another way. Raises UserError."""
     found = read_status(folder)
-    checkpoint = newest_checkpoint(f"{folder}/checkpoints")
+    checkpoint = newest_folder(folder)
     newest = Path(checkpoint) if checkpoint else None
     if as_json:
         print(json.dumps(found | {"checkpoint": newest.name if newest else None}, indent=2))

@@ -185,5 +185,11 @@ def folders(root: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def newest_folder(directory: str) -> Path | None:
+    """Of the complete checkpoints in a run's folder, that of the latest step; nobody has looked whether it is sound."""
+    found = folders(Path(directory, CHECKPOINTS))
+    return found[-1] if found else None
+
+
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))

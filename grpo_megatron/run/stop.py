@@ -6,15 +6,15 @@ from signal import Signals
 from typing import Any, Protocol
 
 from grpo_megatron.errors import Stopped
-from grpo_megatron.run.checkpoints import CHECKPOINTS, folders
+from grpo_megatron.run.checkpoints import newest_folder
 
 _CONTINUES = "the same command continues"
 
 
 def outlook(folder: str | None) -> str:
     """What the run with this folder has reached: the end of a sentence. None: it has no folder yet."""
-    found = folders(Path(folder, CHECKPOINTS)) if folder else []
-    return f"its newest checkpoint is {found[-1]}, {_CONTINUES}" if found else "it had no checkpoint yet"
+    checkpoint = newest_folder(folder) if folder else None
+    return f"its newest checkpoint is {checkpoint}, {_CONTINUES}" if checkpoint else "it had no checkpoint yet"
 
 
 class Saver(Protocol):
