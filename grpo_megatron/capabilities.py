@@ -19,21 +19,43 @@ BLACKWELL = (10, 0)
 
 
 @dataclass(frozen=True)
+class Speed:
+    """What the maker promises, without sparsity. bf16, fp8: FLOP/s of matrix products; fp8 is None where there are none.
+
+    memory: bytes/s of the device's memory. fabric: bytes/s to other GPUs of the node, and host: to the host's memory, in each
+    direction. network: bytes/s of one GPU between nodes, in the maker's own machine of such GPUs.
+    """
+
+    bf16: float
+    fp8: float | None
+    memory: float
+    fabric: float
+    host: float
+    network: float
+
+
+@dataclass(frozen=True)
 class GPU:
-    """compute_capability: CUDA's (major, minor). memory: bytes."""
+    """compute_capability: CUDA's (major, minor). memory: bytes. speed: None where it is not known."""
 
     compute_capability: tuple[int, int]
     memory: int
+    speed: Speed | None = None
 
 
-# By the names that configurations use; memory as NVIDIA's data sheets give it, in units of 10**9 bytes.
+# By the names that configurations use; memory as NVIDIA's data sheets give it, in units of 10**9 bytes. Speeds are those of the data
+# sheets "A100 Tensor Core GPU", "L40S", "H100 Tensor Core GPU" and "H200 Tensor Core GPU" (SXM; half of the figures with sparsity),
+# "DGX B200" and "GB300 NVL72" (a share of the machine's); half of NVLink's, or of PCIe's, sum of both directions. Networks are
+# those of DGX A100 (200 Gb/s for each GPU), DGX H100, H200 and B200 (400), and GB300 NVL72 (800). L40S has neither NVLink nor a
+# machine of its own: PCIe, and 200 Gb/s.
 GPUS = {
-    "a100-40g": GPU((8, 0), 40 * 10**9),
-    "a100-80g": GPU((8, 0), 80 * 10**9),
-    "l40s": GPU((8, 9), 48 * 10**9),
-    "h100-80g": GPU((9, 0), 80 * 10**9),
-    "h200": GPU((9, 0), 141 * 10**9),
-    "b200": GPU((10, 0), 180 * 10**9),
+    "a100-40g": GPU((8, 0), 40 * 10**9, Speed(312e12, None, 1.555e12, 300e9, 32e9, 25e9)),
+    "a100-80g": GPU((8, 0), 80 * 10**9, Speed(312e12, None, 2.039e12, 300e9, 32e9, 25e9)),
+    "l40s": GPU((8, 9), 48 * 10**9, Speed(362e12, 733e12, 0.864e12, 32e9, 32e9, 25e9)),
+    "h100-80g": GPU((9, 0), 80 * 10**9, Speed(989e12, 1979e12, 3.35e12, 450e9, 64e9, 50e9)),
+    "h200": GPU((9, 0), 141 * 10**9, Speed(989e12, 1979e12, 4.8e12, 450e9, 64e9, 50e9)),
+    "b200": GPU((10, 0), 180 * 10**9, Speed(2250e12, 4500e12, 7.7e12, 900e9, 64e9, 50e9)),
+    "gb300": GPU((10, 3), 279 * 10**9, Speed(2500e12, 5000e12, 8.0e12, 900e9, 450e9, 100e9)),
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: grpo-megatron train | sft | selftest | config | doctor."""
+"""The command line: grpo-megatron train | sft | selftest | config | plan | doctor."""
 
 import argparse
 import io
@@ -7,6 +7,7 @@ import sys
 import warnings
 
 from grpo_megatron.commands import config as config_commands
+from grpo_megatron.commands import plan as plan_command
 from grpo_megatron.errors import UserError
 
 
@@ -24,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--config", metavar="FILE", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
     config_commands.add_parser(commands)
+    plan_command.add_parser(commands)
     commands.add_parser("doctor", help="what this machine has, whether it works, and what that allows")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -38,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "config":
             return config_commands.run(options)
+        if options.command == "plan":
+            return plan_command.run(options)
         if options.command == "selftest":
             return _selftest(options)
         print(json.dumps(_run(options)))

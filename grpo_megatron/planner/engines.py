@@ -1,0 +1,60 @@
+"""What an engine's weights and KV cache take of each of its ranks."""
+
+from functools import cache
+from math import prod
+
+import torch
+
+from grpo_megatron.config.engine import EngineConfig, KVCacheDtype
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.block_scaled import engine_entries
+from grpo_megatron.model.entries import EngineLayout, engine_shapes
+from grpo_megatron.model.families import weight_map
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def engine_dtype(arch: Architecture, engine: EngineConfig) -> torch.dtype:
+    return _DTYPES.get(engine.dtype, arch.dtype)
+
+
+def engine_weight_bytes(arch: Architecture, engine: EngineConfig) -> int:
+    """Of one rank of an engine."""
+    return sum(_weight_bytes(arch, EngineLayout.from_config(engine), engine_dtype(arch, engine).itemsize))
+
+
+def engine_expert_bytes(arch: Architecture, engine: EngineConfig) -> int:
+    """Those of them that are of experts; shared ones are not counted."""
+    return _weight_bytes(arch, EngineLayout.from_config(engine), engine_dtype(arch, engine).itemsize)[1]
+
+
+@cache
+def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tuple[int, int]:
+    """(of experts none, of experts)"""
+    entries = engine_entries((entry for entry in weight_map(arch).values() if entry.exported), layout)
+    itemsizes = {entry.engine: entry.engine_dtype.itemsize for entry in entries if entry.engine_dtype}
+    experts = {entry.engine for entry in entries if entry.expert}
+    found = [0, 0]
+    for name, shape in engine_shapes(entries, layout).items():
+        found[name in experts] += itemsizes.get(name, itemsize) * prod(shape)
+    return found[0], found[1]
+
+
+def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:
+    """Of one engine rank that has the token: a key and a value of each of its heads in each layer; latents are on every rank whole."""
+    size = engine_dtype(arch, engine).itemsize if engine.kv_cache_dtype == KVCacheDtype.auto else 1
+    if arch.latent:
+        return size * arch.num_layers * (arch.latent.kv_rank + arch.latent.rotated_dim)
+    attention_tp = EngineLayout.from_config(engine).attention_tp
+    return size * arch.num_layers * 2 * max(1, arch.num_kv_heads // attention_tp) * arch.head_dim
+
+
+def kv_tokens(arch: Architecture, engine: EngineConfig, pool: int) -> int:
+    """Those that one engine's KV cache holds. pool: bytes of a GPU for weights and cache. 0: the weights alone do not fit.
+
+    Attention groups each have tokens of their own.
+    """
+    of_a_group = max(0, pool - engine_weight_bytes(arch, engine)) // kv_bytes_per_token(arch, engine)
+    if engine.max_total_tokens is not None:
+        of_a_group = min(of_a_group, engine.max_total_tokens)
+    return of_a_group * engine.data_parallel_attention

@@ -1,0 +1,183 @@
+"""How much memory a run takes: of the fullest GPU at each moment of a step, item by item, and of a node's host.
+
+Parameters, gradients and optimizer states are counted. Activations are those of layers with flash attention, if the router spreads
+tokens evenly. What processes take besides is assumed: the constants below.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grpo_megatron.capabilities import GPUS
+from grpo_megatron.config.schema import Config, Placement
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.planner.activations import head_bytes, kept_activations, working_activations
+from grpo_megatron.planner.engines import engine_weight_bytes, kv_tokens
+from grpo_megatron.planner.states import TrainingState, itemsize, training_states
+
+# Assumed. Of a trainer's rank: CUDA's context, code and workspaces of libraries. Of an engine's: the same with CUDA graphs.
+RANK_CONTEXT, ENGINE_CONTEXT = 2 * 10**9, 4 * 10**9
+# Assumed of NCCL: channels of 4 MiB (NCCL_BUFFSIZE) of one communicator, some two dozen of them.
+COMMUNICATOR = 10**8
+# Of a GPU's memory, not planned with: fragments, and what this arithmetic does not know.
+RESERVE = 0.05
+
+CONTEXT, COMMUNICATION = "context, libraries", "communication buffers"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What the fullest GPU holds at a moment of a step. items: {what: bytes}. stage: whose rank it is; None: an engine's alone."""
+
+    name: str
+    stage: int | None
+    items: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+    @property
+    def largest_item(self) -> str:
+        return max(self.items, key=self.items.__getitem__)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. state: of the fullest stage's rank. moments: training, optimizer step, weight sync, generation.
+
+    capacity: of a GPU; usable: of that, what may be planned with. rank_asleep, engine_asleep: what stays while the other has its turn.
+    engine_weights: of one engine rank. kv_tokens: those that one engine's KV cache holds. host: {what: bytes of one node's memory}.
+    """
+
+    state: TrainingState
+    moments: tuple[Moment, ...]
+    capacity: int
+    rank_asleep: int
+    engine_asleep: int
+    engine_weights: int
+    kv_tokens: int
+    host: dict[str, int]
+
+    @property
+    def usable(self) -> int:
+        return int((1 - RESERVE) * self.capacity)
+
+    @property
+    def fullest(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def memory(config: Config, arch: Architecture) -> Memory:
+    """Of a run of `train` that trains the whole model on the cluster that the configuration describes (cluster.gpu, gpus_per_node)."""
+    return _Account(config, arch).memory()
+
+
+def takes_turns(config: Config) -> bool:
+    """Whether ranks and engines give their memory to each other."""
+    return config.cluster.placement == Placement.colocated and config.megatron.sleep
+
+
+class _Account:
+    def __init__(self, config: Config, arch: Architecture):
+        self.config, self.arch = config, arch
+        self.states = training_states(arch, config.megatron)
+        self.capacity = GPUS[config.cluster.gpu].memory
+        self.weights = engine_weight_bytes(arch, config.rollout.engine)
+        self.pool = int(config.rollout.engine.mem_fraction * self.capacity)
+        self.residue = {CONTEXT: RANK_CONTEXT, COMMUNICATION: COMMUNICATOR * num_communicators(config)}
+
+    def memory(self) -> Memory:
+        colocated, turns = self.config.cluster.placement == Placement.colocated, takes_turns(self.config)
+        context, weights = {"engine: context, graphs": ENGINE_CONTEXT}, {"engine: weights": self.weights}
+        serving = weights | {"engine: KV cache": max(0, self.pool - self.weights)} | context
+        # Of engines on the same GPUs: all, or what they cannot give back.
+        beside = context if turns else serving if colocated else {}
+        generation = Moment("generation", None, (self.residue if turns else {}) | serving)
+        if colocated and not turns:
+            generation = self._fullest("generation", self._resident, serving)
+        moments = (
+            self._fullest("training", self._training, beside),
+            self._fullest("optimizer step", self._stepping, beside),
+            self._fullest("weight sync", self._syncing, beside | weights if turns else beside),
+            generation,
+        )
+        return Memory(
+            state=max(self.states, key=lambda state: state.parameters + state.gradients + state.optimizer),
+            moments=moments,
+            capacity=self.capacity,
+            rank_asleep=sum(self.residue.values()) if turns else 0,
+            engine_asleep=ENGINE_CONTEXT if turns else 0,
+            engine_weights=self.weights,
+            kv_tokens=kv_tokens(self.arch, self.config.rollout.engine, self.pool),
+            host=self._host(),
+        )
+
+    def _fullest(self, name: str, items: Callable[[int], dict[str, int]], beside: dict[str, int]) -> Moment:
+        """items: of a rank of a stage."""
+        moments = [Moment(name, stage, items(stage) | beside) for stage in range(len(self.states))]
+        return max(moments, key=lambda moment: moment.total)
+
+    def _resident(self, stage: int) -> dict[str, int]:
+        state, config = self.states[stage], self.config
+        found = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
+        if config.optimizer.offload:
+            found["optimizer"] = 0
+        if config.algorithm.needs_reference and not config.ref.offload:
+            found["reference"] = state.parameters
+        return found | self.residue
+
+    def _training(self, stage: int) -> dict[str, int]:
+        config, arch = self.config, self.arch
+        found = self._resident(stage) | {
+            "activations kept": kept_activations(arch, config, stage),
+            "layer being computed": working_activations(arch, config, stage),
+        }
+        if self.states[stage].workspaces:
+            found["FP8 copies"] = self.states[stage].workspaces
+        if stage == len(self.states) - 1:
+            found["output layer"] = head_bytes(arch, config) + self._reference_hidden()
+        return found
+
+    def _stepping(self, stage: int) -> dict[str, int]:
+        return self._resident(stage) | {"optimizer": self.states[stage].optimizer}
+
+    def _syncing(self, stage: int) -> dict[str, int]:
+        found = self._resident(stage)
+        # One is packed while two travel.
+        return found | {COMMUNICATION: found[COMMUNICATION] + 3 * self.config.weight_sync.bucket_bytes}
+
+    def _reference_hidden(self) -> int:
+        """Of the exact KL: the reference's hidden states of a replica's samples, as far as they may stay on the device."""
+        config, megatron = self.config, self.config.megatron
+        if not config.algorithm.needs_reference or config.algorithm.kl_loss_type != "full":
+            return 0
+        sequence = config.data.max_prompt_length + config.rollout.max_response_length
+        tokens = config.data.train_batch_size * config.rollout.n * sequence
+        parts = megatron.data_parallel * megatron.context_parallel
+        parts *= megatron.tensor_parallel if megatron.sequence_parallel else 1
+        return min(int(config.ref.hidden_gib * 2**30), tokens * self.arch.hidden_size * itemsize(megatron) // parts)
+
+    def _host(self) -> dict[str, int]:
+        config = self.config
+        parked, per_node = config.megatron.sleep, config.cluster.gpus_per_node
+        found = {
+            "sleeping parameters": parked,
+            "optimizer": parked or config.optimizer.offload,
+            "reference": config.algorithm.needs_reference and config.ref.offload,
+            "what was synced last": config.weight_sync.delta,
+        }
+        sizes = {"optimizer": max(state.optimizer for state in self.states)}
+        parameters = max(state.parameters for state in self.states)
+        return {what: per_node * sizes.get(what, parameters) for what, waits in found.items() if waits}
+
+
+def num_communicators(config: Config) -> int:
+    """Process groups of several ranks that a rank of the trainer is in, as Megatron makes them."""
+    sizes = ParallelSizes.from_config(config.megatron)
+    replicas = sizes.tp * sizes.cp * sizes.dp // (sizes.ep * sizes.etp)
+    groups = [sizes.world_size, sizes.tp, sizes.pp, sizes.dp, sizes.cp, sizes.tp * sizes.pp, sizes.tp * sizes.cp]
+    groups += [sizes.pp] * 2  # the first stage with the last, for the embedding and for positions
+    groups += [sizes.dp * sizes.cp] if sizes.cp > 1 else []
+    groups += [sizes.ep, sizes.etp, sizes.ep * sizes.etp, replicas] if sizes.ep * sizes.etp > 1 else []
+    return sum(size > 1 for size in groups)

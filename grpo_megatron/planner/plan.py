@@ -1,0 +1,69 @@
+"""A plan: what a configuration takes, and why it would not fit."""
+
+from dataclasses import dataclass, replace
+
+from grpo_megatron.capabilities import GPUS
+from grpo_megatron.config.schema import Config
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.planner.memory import Memory, memory
+from grpo_megatron.planner.resharding import sync_seconds
+from grpo_megatron.planner.states import training_states
+from grpo_megatron.planner.time import Lengths, Times, times
+
+
+@dataclass(frozen=True)
+class Plan:
+    """problems: why it does not fit, a sentence each. times: None where it does not."""
+
+    config: Config
+    memory: Memory
+    problems: tuple[str, ...]
+    times: Times | None
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+def plan(config: Config, arch: Architecture, lengths: Lengths | None = None, with_sync: bool = True) -> Plan:
+    """config: legal, with cluster.gpu one of GPUS, cluster.nodes and cluster.gpus_per_node; the whole model is trained.
+
+    with_sync: weight syncs are planned too, which for large models takes seconds.
+    """
+    found = memory(config, arch)
+    problems = tuple(_problems(config, found))
+    if problems:
+        return Plan(config, found, problems, None)
+    lengths = lengths or Lengths.assumed(config)
+    taken = times(config, arch, training_states(arch, config.megatron), found.kv_tokens, lengths)
+    if with_sync:
+        taken = replace(taken, seconds=taken.seconds | {"weight sync": sync_seconds(config, arch)})
+    return Plan(config, found, problems, taken)
+
+
+def _problems(config: Config, found: Memory) -> list[str]:
+    card = f"{gb(found.usable)} of the {gb(found.capacity)} GB of {config.cluster.gpu}"
+    sentences = []
+    for moment in found.moments:
+        if moment.total > found.usable:
+            largest = sorted(moment.items.items(), key=lambda item: -item[1])[:4]
+            what = ", ".join(f"{name} {gb(size)}" for name, size in largest)
+            sentences.append(f"{moment.name} takes {gb(moment.total)} GB of a GPU, more than {card}: {what}")
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    if found.kv_tokens < longest:
+        sentences.append(
+            f"an engine has room for {found.kv_tokens:,} tokens of keys and values beside {gb(found.engine_weights)} GB of weights "
+            f"(rollout.engine.mem_fraction={config.rollout.engine.mem_fraction:g}), and one sequence may have {longest:,}"
+        )
+    return sentences
+
+
+def gb(size: float) -> str:
+    """In units of 10**9 bytes."""
+    return f"{size / 1e9:.1f}"
+
+
+def knows(config: Config) -> bool:
+    """Whether the cluster is described as far as a plan needs it."""
+    cluster = config.cluster
+    return cluster.gpu in GPUS and cluster.nodes is not None and cluster.gpus_per_node is not None

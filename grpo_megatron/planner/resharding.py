@@ -1,0 +1,45 @@
+"""What a weight sync takes, by the plan and the cost model of weights.sync."""
+
+from dataclasses import replace
+from math import lcm
+
+from grpo_megatron.capabilities import GPUS
+from grpo_megatron.config.schema import Config, Placement
+from grpo_megatron.config.weight_sync import SyncTransport
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.planner.engines import engine_dtype
+from grpo_megatron.planner.time import LINKS, NETWORK_SECONDS
+from grpo_megatron.weights.sync.cost import Machine, cost, full_tensors_seconds, on_nodes
+from grpo_megatron.weights.sync.plan import Layouts
+from grpo_megatron.weights.sync.resharding import chosen_way
+
+
+def sync_seconds(config: Config, arch: Architecture) -> float:
+    """Of one weight sync over the network and within nodes, in the way that the program would choose.
+
+    Raises UserError for a transport that does not reach the engines.
+    """
+    engine, sizes = config.rollout.engine, ParallelSizes.from_config(config.megatron)
+    layout, speed = EngineLayout.from_config(engine), GPUS[config.cluster.gpu].speed
+    machine = Machine(speed.network / 1e9, LINKS * speed.fabric / 1e9, NETWORK_SECONDS)
+    layouts = Layouts(_with_few_experts(arch, sizes, layout), sizes, layout, engine.num_engines)
+    layouts = on_nodes(layouts, config.cluster.gpus_per_node, config.cluster.placement == Placement.colocated)
+    itemsize = engine_dtype(arch, engine).itemsize
+    if config.weight_sync.transport == SyncTransport.object_store:
+        return full_tensors_seconds(layouts, machine, itemsize)
+    _, layouts = chosen_way(config.weight_sync, layouts)
+    return cost(layouts, machine, config.weight_sync.bucket_bytes, itemsize).seconds
+
+
+def _with_few_experts(arch: Architecture, sizes: ParallelSizes, engine: EngineLayout) -> Architecture:
+    """As many bytes in as few experts as the layouts allow: a plan lists every one, which for some thousands takes a minute.
+
+    Neighbouring experts have the same ranks on both sides; one that is wider stands for several.
+    """
+    if arch.moe is None:
+        return arch
+    few = lcm(sizes.ep, engine.ep)
+    width = arch.moe.ffn_hidden_size * arch.moe.num_experts // few
+    return replace(arch, moe=replace(arch.moe, num_experts=few, ffn_hidden_size=width))

@@ -1,0 +1,81 @@
+"""Bytes of a rank that last from step to step: counted from the weight map and the layout, exactly but for the padding of buffers."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from grpo_megatron.config.schema import MegatronConfig, Precision
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.families import weight_map
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.weights.sync.ranks import TrainerRanks
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Bytes of one rank that last from step to step. workspaces: FP8 copies of the weights, as they are and transposed."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    workspaces: int = 0
+
+
+def itemsize(megatron: MegatronConfig) -> int:
+    """Bytes of a parameter, and of an element of an activation."""
+    return 4 if megatron.precision == Precision.fp32 else 2
+
+
+def training_states(arch: Architecture, megatron: MegatronConfig) -> list[TrainingState]:
+    """Of a rank of each pipeline stage, all of whose ranks are alike; the whole model is trained.
+
+    Mixed precision as in arXiv:1710.03740 with Adam: parameters in bf16, gradients in float32, two moments in float32 and a master
+    copy in float32, the latter three split over the replicas by the distributed optimizer (ZeRO stage 1, arXiv:1910.02054 section 5).
+    """
+    sizes = ParallelSizes.from_config(megatron)
+    size, fp8 = itemsize(megatron), megatron.precision == Precision.fp8
+    # A master copy only where the parameters are not in float32 themselves.
+    per_element = 8 if size == 4 else 12
+    replicas, expert_replicas = sizes.dp * sizes.cp, sizes.tp * sizes.cp * sizes.dp // (sizes.ep * sizes.etp)
+    if not megatron.distributed_optimizer:
+        replicas = expert_replicas = 1
+    found = []
+    for dense, experts in stage_elements(arch, sizes):
+        elements, owned = dense + experts, dense // replicas + experts // expert_replicas
+        found.append(TrainingState(size * elements, 4 * elements, per_element * owned, 2 * elements if fp8 else 0))
+    return found
+
+
+def stage_elements(arch: Architecture, sizes: ParallelSizes) -> list[tuple[int, int]]:
+    """Parameters of a rank of each pipeline stage: (of experts none, of its experts)."""
+    dense, experts = [0] * sizes.pp, [0] * sizes.pp
+    stage_of_layer = [
+        chunk % sizes.pp for chunk, layers in enumerate(sizes.chunk_layers(arch.num_layers)) for _ in range(layers)
+    ]
+    for (place, of_expert), elements in _elements(arch, sizes.tp, sizes.etp, sizes.pp == 1).items():
+        stage = {"first": 0, "last": sizes.pp - 1}[place] if isinstance(place, str) else stage_of_layer[place]
+        (experts if of_expert else dense)[stage] += elements
+    return [(plain, expert // sizes.ep) for plain, expert in zip(dense, experts, strict=True)]
+
+
+@cache
+def _elements(arch: Architecture, tp: int, etp: int, one_stage: bool) -> Counter:
+    """{(layer, or first or last stage, whether of experts): elements of one shard, of all experts of the layer}.
+
+    Kept, because a search asks for it again with every number of stages, replicas and expert-parallel ranks.
+    """
+    ranks, found = TrainerRanks(ParallelSizes(tp=tp, etp=etp), arch.num_layers), Counter()
+    for entry in _map(arch).values():
+        if not entry.exported and one_stage:
+            continue  # the tied output layer is the embedding itself
+        place: str | int = "last"
+        if entry.megatron.startswith("embedding."):
+            place = "first"
+        elif entry.megatron.startswith("decoder.layers."):
+            place = int(entry.megatron.split(".", 3)[2])
+        found[place, entry.expert is not None] += prod(entry.megatron_shape(ranks.shards(entry)))
+    return found
+
+
+_map = cache(weight_map)

@@ -1,0 +1,166 @@
+"""Plans as text, for people."""
+
+from grpo_megatron.config.load import flat
+from grpo_megatron.config.schema import Config, Recompute
+from grpo_megatron.planner.memory import Memory
+from grpo_megatron.planner.plan import Plan, gb
+from grpo_megatron.planner.time import Lengths
+
+MODEL_OF_TIME = "Times are those of a model (docs/planner.md), which has not been compared with this program on a GPU."
+
+
+def trainer_text(config: Config) -> str:
+    """TP8 PP2 DP8"""
+    megatron = config.megatron
+    sizes = {
+        "TP": megatron.tensor_parallel,
+        "PP": megatron.pipeline_parallel,
+        "VPP": megatron.virtual_pipeline,
+        "CP": megatron.context_parallel,
+        "EP": megatron.expert_parallel,
+        "ETP": megatron.expert_tensor_parallel,
+        "DP": megatron.data_parallel,
+    }
+    return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank"
+
+
+def engines_text(config: Config) -> str:
+    """16 x TP8, colocated"""
+    engine = config.rollout.engine
+    return f"{engine.num_engines} x TP{engine.tensor_parallel}, {config.cluster.placement.value}"
+
+
+def cluster_text(config: Config) -> str:
+    nodes = config.cluster.nodes
+    return f"{nodes} node{'s' if nodes > 1 else ''} of {config.cluster.gpus_per_node} {config.cluster.gpu}"
+
+
+def recomputation_text(config: Config) -> str:
+    megatron = config.megatron
+    if megatron.recompute != Recompute.selective:
+        return megatron.recompute.value
+    return f"selective ({', '.join(megatron.recompute_modules)})"
+
+
+def changes_text(before: Config, after: Config) -> str:
+    """key=value of all that is different, as a command line takes it."""
+    old = flat(before)
+    return " ".join(f"{key}={_value(value)}" for key, value in flat(after).items() if value != old[key])
+
+
+def _value(value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"'[{','.join(map(_value, value))}]'"
+    return str(getattr(value, "value", value))
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    """The first column to the left, all others to the right."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    lines = []
+    for row in [head, *rows]:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def plan_text(found: Plan, lengths: Lengths, gpus: int) -> str:
+    """Of one that fits. gpus: of the cluster."""
+    config = found.config
+    idle = gpus - found.times.gpus
+    lines = [
+        f"{config.model.path} on {cluster_text(config)}" + (f"; {idle} of {gpus} GPUs are idle" if idle else ""),
+        f"trainer: {trainer_text(config)}, {config.megatron.precision.value}, recomputation: {recomputation_text(config)}",
+        f"engines: {engines_text(config)}",
+        "",
+        memory_text(found.memory),
+        *capacity_lines(found, lengths),
+        "",
+        times_text(found, lengths),
+    ]
+    return "\n".join(lines)
+
+
+def memory_text(found: Memory) -> str:
+    items = dict.fromkeys(item for moment in found.moments for item in moment.items)
+    rows = [
+        [item, *(gb(moment.items[item]) if moment.items.get(item) else "" for moment in found.moments)]
+        for item in items
+        if any(moment.items.get(item) for moment in found.moments)
+    ]
+    rows.append(["total", *(gb(moment.total) for moment in found.moments)])
+    head = ["GB of the fullest GPU", *(moment.name for moment in found.moments)]
+    return _table(head, rows) + f"\nof which {gb(found.usable)} of {gb(found.capacity)} GB may be planned with"
+
+
+def capacity_lines(found: Plan, lengths: Lengths) -> list[str]:
+    config, memory = found.config, found.memory
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    lines = []
+    if memory.rank_asleep:
+        lines.append(f"asleep: a rank still holds {gb(memory.rank_asleep)} GB, an engine {gb(memory.engine_asleep)} GB")
+    host = ", ".join(f"{what} {size / 1e9:.0f}" for what, size in memory.host.items())
+    lines.append(f"host memory of a node: {sum(memory.host.values()) / 1e9:.0f} GB" + (f" ({host})" if host else ""))
+    lines.append(
+        f"KV cache of an engine: {memory.kv_tokens:,} tokens, {memory.kv_tokens // longest:,} sequences of {longest:,} tokens, "
+        f"{int(memory.kv_tokens / lengths.sequence):,} of {lengths.sequence:,.0f}"
+    )
+    return lines
+
+
+def times_text(found: Plan, lengths: Lengths) -> str:
+    taken = found.times
+    rows = [[phase, f"{seconds:.1f}", f"{seconds / taken.step:.0%}"] for phase, seconds in taken.seconds.items()]
+    rows.append(["step", f"{taken.step:.1f}", ""])
+    return "\n".join(
+        [
+            _table(["seconds", "", "share"], rows),
+            f"{taken.tokens_per_second_per_gpu:,.0f} tokens/s/GPU with prompts of {lengths.prompt:,.0f} and responses of "
+            f"{lengths.response:,.0f} tokens in the mean; MFU of the training pass {taken.mfu:.0%}",
+            bottleneck_text(found),
+            MODEL_OF_TIME,
+        ]
+    )
+
+
+def bottleneck_text(found: Plan) -> str:
+    taken, fullest = found.times, found.memory.fullest
+    return (
+        f"bottleneck: {taken.bottleneck} ({taken.seconds[taken.bottleneck] / taken.step:.0%} of the step); memory: {fullest.name} "
+        f"({fullest.total / found.memory.usable:.0%}, most of it {fullest.largest_item})"
+    )
+
+
+def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
+    """config: that which was asked for."""
+    head = ["trainer", "engines", "recomputation", "optimizer", "GB", "step, s", "tokens/s/GPU", "bottleneck"]
+    rows = [
+        [
+            trainer_text(each.config),
+            engines_text(each.config),
+            recomputation_text(each.config),
+            "offloaded" if each.config.optimizer.offload else "on the device",
+            gb(each.memory.fullest.total),
+            f"{each.times.step:.1f}",
+            f"{each.times.tokens_per_second_per_gpu:,.0f}",
+            f"{each.times.bottleneck}; {each.memory.fullest.largest_item} ({each.memory.fullest.name})",
+        ]
+        for each in found
+    ]
+    return "\n".join(
+        [
+            f"{config.model.path} on {cluster_text(config)}: the quickest layouts that are legal and fit, prompts of "
+            f"{lengths.prompt:,.0f} and responses of {lengths.response:,.0f} tokens in the mean",
+            "",
+            _table(head, rows),
+            "",
+            f"GB: of the fullest GPU, of {gb(found[0].memory.usable)}. bottleneck: the longest phase; the largest item of the fullest "
+            "moment. Weight syncs are left out.",
+            MODEL_OF_TIME,
+            "",
+            "The first is this configuration with:",
+            changes_text(config, found[0].config) or "no change",
+        ]
+    )

@@ -1,0 +1,303 @@
+"""How long the phases of a step take: a model, which has not been compared with this program on a GPU.
+
+Work is divided by the data sheet's speed (capabilities.GPUS) times the assumed share of it that kernels and links reach:
+
+- training and log-prob passes: FLOPs, 6 or 2 for each weight that a token meets and those of attention (PaLM, arXiv:2204.02311,
+  appendix B), with what is computed again, divided evenly over the ranks; the busiest pipeline stage and the pipeline's bubble
+  (p - 1) / (v m) (Narayanan et al., arXiv:2104.04473, section 2.2); then what tensor, expert and context parallelism send, as if
+  nothing of it were hidden.
+- decoding: in each step the weights and the KV cache are read once, or the products take longer (the roofline model, Williams et al. 2009,
+  doi:10.1145/1498765.1498785, as Pope et al., arXiv:2211.05102, apply it).
+- weight sync: the plan of weights.sync.cost.
+
+Not in it: the exchange of activations between stages, rewards, data, checkpoints, evaluation, and stragglers.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from grpo_megatron.capabilities import GPUS
+from grpo_megatron.config.engine import Quantization
+from grpo_megatron.config.schema import Config, OldLogprobs, Placement, Precision, Recompute
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.planner.activations import layers_of, recomputed_modules
+from grpo_megatron.planner.engines import engine_expert_bytes, engine_weight_bytes, kv_bytes_per_token
+from grpo_megatron.planner.memory import takes_turns
+from grpo_megatron.planner.states import TrainingState, itemsize, stage_elements
+
+# Assumed shares of the data sheet's speeds. Matrix products of dense layers, with the norms and activations between them; those of
+# experts, which are smaller, with the sorting of tokens; attention's kernel.
+PRODUCTS, EXPERT_PRODUCTS, ATTENTION = 0.6, 0.35, 0.45
+# The device's memory; links to other GPUs and to the host.
+BANDWIDTH, LINKS = 0.75, 0.8
+# Assumed seconds: what a layer of a decoding step takes besides, with CUDA graphs, and a collective within a node and between nodes.
+LAYER_SECONDS, FABRIC_SECONDS, NETWORK_SECONDS = 20e-6, 10e-6, 30e-6
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens of a prompt and of a response. Nobody knows them before a run: by default half of the longest."""
+
+    prompt: float
+    response: float
+
+    @classmethod
+    def assumed(cls, config: Config) -> "Lengths":
+        return cls(config.data.max_prompt_length / 2, config.rollout.max_response_length / 2)
+
+    @property
+    def sequence(self) -> float:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Times:
+    """seconds: {phase: seconds}, of a whole step. tokens: prompts and responses of a step. gpus: of trainer and engines.
+
+    model_flops: of the training pass of a step, without what is computed twice, as a share of what the trainer's GPUs promise in that
+    time (MFU, arXiv:2204.02311 appendix B).
+    """
+
+    seconds: dict[str, float]
+    tokens: float
+    gpus: int
+    mfu: float
+
+    @property
+    def step(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens / self.step / self.gpus
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.seconds, key=self.seconds.__getitem__)
+
+
+def num_gpus(config: Config) -> int:
+    """That trainer and engines use."""
+    ranks = ParallelSizes.from_config(config.megatron).world_size
+    engines = config.rollout.engine.num_engines * config.rollout.engine.tensor_parallel
+    return max(ranks, engines) if config.cluster.placement == Placement.colocated else ranks + engines
+
+
+def times(config: Config, arch: Architecture, states: list[TrainingState], kv_tokens: int, lengths: Lengths) -> Times:
+    """Without the weight sync. states: as planner.states gives them. kv_tokens: of an engine's cache, above 0."""
+    passes = _Passes(config, arch, lengths)
+    seconds = {"generation": generation_seconds(config, arch, kv_tokens, lengths)}
+    seconds |= passes.logprob_seconds(states)
+    seconds["training"] = config.train.ppo_epochs * passes.seconds(training=True)
+    seconds["gradients, optimizer"] = passes.optimizer_seconds(states)
+    if takes_turns(config):
+        held = max(s.parameters + (0 if config.optimizer.offload else s.optimizer) for s in states)
+        seconds["sleep, wake"] = 2 * held / (LINKS * passes.speed.host)
+    samples = config.data.train_batch_size * config.rollout.n
+    return Times(seconds, samples * lengths.sequence, num_gpus(config), passes.mfu())
+
+
+def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengths: Lengths) -> float:
+    """Of one engine's share of the responses.
+
+    As many are decoded at once as slots and KV cache allow. A step of the engine gives each of them a token; there are at least as many
+    steps as the longest response has tokens, which one is taken to have, so that towards the end fewer are decoded at once.
+    """
+    engine, prompts = config.rollout.engine, config.data.train_batch_size
+    responses = ceil(prompts * config.rollout.n / engine.num_engines)
+    context = lengths.prompt + lengths.response / 2
+    slots = min(responses, engine.max_running_requests, config.rollout.max_concurrency, kv_tokens / context)
+    steps = max(responses * lengths.response / slots, config.rollout.max_response_length)
+    prefill = (prompts if engine.prefix_cache else prompts * config.rollout.n) / engine.num_engines
+    flops = prefill * float(arch.cost_model.flops([lengths.prompt])[0])
+    rate = _engine_rate(config) * engine.tensor_parallel
+    return steps * _decode_step(config, arch, responses * lengths.response / steps, context) + flops / rate
+
+
+def _engine_rate(config: Config) -> float:
+    """FLOP/s of products on one GPU of an engine."""
+    speed = GPUS[config.cluster.gpu].speed
+    fp8 = config.rollout.engine.quantization == Quantization.fp8
+    return PRODUCTS * (speed.fp8 if fp8 and speed.fp8 else speed.bf16)
+
+
+def _decode_step(config: Config, arch: Architecture, batch: float, context: float) -> float:
+    """Seconds for one token of each of `batch` requests, whose sequences have `context` tokens."""
+    engine, speed = config.rollout.engine, GPUS[config.cluster.gpu].speed
+    weights = engine_weight_bytes(arch, engine)
+    if arch.moe:
+        # An expert is read if any token of the batch goes to it.
+        untouched = (1 - arch.moe.top_k / arch.moe.num_experts) ** batch
+        weights -= engine_expert_bytes(arch, engine) * untouched
+    cache = batch / engine.data_parallel_attention * context * kv_bytes_per_token(arch, engine)
+    flops = batch * (arch.cost_model.per_token + arch.cost_model.per_pair * context)
+    step = max((weights + cache) / (BANDWIDTH * speed.memory), flops / engine.tensor_parallel / _engine_rate(config))
+    layer = LAYER_SECONDS
+    if engine.tensor_parallel > 1:
+        # Two all-reduces of hidden states, each of which sends and receives them about twice.
+        within = engine.tensor_parallel <= config.cluster.gpus_per_node
+        link, latency = (speed.fabric, FABRIC_SECONDS) if within else (speed.network, NETWORK_SECONDS)
+        layer += 2 * (latency + 2 * batch * arch.hidden_size * 2 / (LINKS * link))
+    return step + arch.num_layers * layer
+
+
+@dataclass(frozen=True)
+class _Flops:
+    """Of one sequence's forward pass, by the kernels that compute it."""
+
+    projections: float
+    mlp: float
+    experts: float
+    head: float
+    attention: float
+
+    @classmethod
+    def of(cls, arch: Architecture, length: float) -> "_Flops":
+        """length: tokens."""
+        cost, moe = arch.cost_model, arch.moe
+        with_experts = sum(moe.layers) if moe else 0
+        mlp = 6.0 * (arch.num_layers - with_experts) * arch.hidden_size * arch.ffn_hidden_size
+        experts = 0.0
+        if moe:
+            ffn = moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size
+            experts = 2.0 * with_experts * arch.hidden_size * (moe.num_experts + 3 * ffn)
+        head = 2.0 * arch.hidden_size * arch.vocab_size
+        attention = float(cost.flops([length])[0]) - cost.per_token * length
+        return cls((cost.per_token - mlp - experts - head) * length, mlp * length, experts * length, head * length, attention)
+
+    @property
+    def total(self) -> float:
+        return self.projections + self.mlp + self.experts + self.head + self.attention
+
+
+class _Passes:
+    """Passes of the trainer over the samples of a step."""
+
+    def __init__(self, config: Config, arch: Architecture, lengths: Lengths):
+        self.config, self.arch, self.lengths = config, arch, lengths
+        self.sizes = ParallelSizes.from_config(config.megatron)
+        self.speed = GPUS[config.cluster.gpu].speed
+        self.samples = config.data.train_batch_size * config.rollout.n
+        self.flops = _Flops.of(arch, lengths.sequence)
+        self.stages = layers_of(arch, self.sizes)
+
+    def seconds(self, training: bool) -> float:
+        """Of one pass over all samples of a step. training: forward and backward, in optimizer steps, else a log-prob pass."""
+        sizes, full = self.sizes, self.config.megatron.recompute == Recompute.full
+        computed = 3 * self._forward() + self._recomputed() if training else self._forward()
+        sent = self._sent() * ((3 if full else 2) if training else 1)
+        batch = self.samples
+        if training:
+            batch = self.config.train.ppo_mini_batch_size * self.config.rollout.n
+        of_a_pack = self.config.train.max_tokens_per_micro_batch * sizes.cp
+        micro_batches = max(1, ceil(batch * self.lengths.sequence / sizes.dp / of_a_pack))
+        bubble = (sizes.pp - 1) / (sizes.vpp * micro_batches)
+        return (computed * self._imbalance() + sent) * (1 + bubble)
+
+    def logprob_seconds(self, states: list[TrainingState]) -> dict[str, float]:
+        config, found = self.config, {}
+        if config.train.old_logprobs == OldLogprobs.recompute:
+            found["old log-probs"] = self.seconds(training=False)
+        if config.algorithm.needs_reference:
+            link = LINKS * self.speed.host if config.ref.offload else BANDWIDTH * self.speed.memory
+            exchanges = 2 * max(state.parameters for state in states) / link
+            found["reference log-probs"] = self.seconds(training=False) + exchanges
+        return found
+
+    def optimizer_seconds(self, states: list[TrainingState]) -> float:
+        """Of all optimizer steps of a step: gradients summed over replicas, parameters gathered, states updated.
+
+        Summing and gathering is hidden behind the backward pass with megatron.overlap, as far as that lasts.
+        """
+        config = self.config
+        steps = config.train.ppo_epochs * config.data.train_batch_size // config.train.ppo_mini_batch_size
+        state = max(states, key=lambda state: state.optimizer)
+        moved = 2 * state.optimizer + state.optimizer // 2  # moments and masters there and back; gradients and parameters
+        updating = moved / (BANDWIDTH * self.speed.memory)
+        if config.optimizer.offload:
+            updating += 2 * state.optimizer / (LINKS * self.speed.host)
+        reducing = self._reducing()
+        if config.megatron.overlap:
+            backward = config.train.ppo_epochs * self.seconds(training=True) / steps * 2 / 3
+            reducing = max(0.0, reducing - backward)
+        return steps * (updating + reducing)
+
+    def mfu(self) -> float:
+        promised = self.seconds(training=True) * self.sizes.world_size * self.speed.bf16
+        return 3 * self.samples * self.flops.total / promised
+
+    def _rate(self) -> float:
+        fp8 = self.config.megatron.precision == Precision.fp8 and self.speed.fp8
+        return self.speed.fp8 if fp8 else self.speed.bf16
+
+    def _forward(self) -> float:
+        """Seconds of a forward pass of all samples, spread over all ranks."""
+        flops, rate = self.flops, self._rate()
+        dense = (flops.projections + flops.mlp) / (PRODUCTS * rate) + flops.head / (PRODUCTS * self.speed.bf16)
+        rest = flops.experts / (EXPERT_PRODUCTS * rate) + flops.attention / (ATTENTION * self.speed.bf16)
+        return self.samples * (dense + rest) / self.sizes.world_size
+
+    def _recomputed(self) -> float:
+        """Seconds of what a backward pass computes again."""
+        flops, rate, modules = self.flops, self._rate(), recomputed_modules(self.config.megatron)
+        if self.config.megatron.recompute == Recompute.full:
+            return self._forward()
+        seconds = flops.attention / (ATTENTION * self.speed.bf16) if "core_attn" in modules else 0.0
+        seconds += flops.mlp / (PRODUCTS * rate) if "mlp" in modules else 0.0
+        seconds += flops.experts / (EXPERT_PRODUCTS * rate) if "moe" in modules else 0.0
+        return self.samples * seconds / self.sizes.world_size
+
+    def _imbalance(self) -> float:
+        """Work of the busiest stage over that of the mean one; the last has the output layer, and layers are taken to be alike."""
+        layer = (self.flops.total - self.flops.head) / self.arch.num_layers
+        work = [layer * sum(layers) for layers in self.stages]
+        work[-1] += self.flops.head
+        return max(work) * self.sizes.pp / sum(work)
+
+    def _link(self, ranks: int) -> float:
+        """Bytes/s from a rank to those of its group; ranks: how many neighbouring ones the group spans.
+
+        Beyond a node, the part for other nodes goes through the rank's network card, and is what is waited for.
+        """
+        per_node = self.config.cluster.gpus_per_node
+        if ranks <= per_node:
+            return LINKS * self.speed.fabric
+        return LINKS * self.speed.network / (1 - per_node / ranks)
+
+    def _sent(self) -> float:
+        """Seconds of what the busiest stage's ranks send each other in a forward pass, layer by layer.
+
+        Tensor parallel: hidden states gathered and scattered again around attention and around the MLP (arXiv:2205.05198 section 4.2).
+        Expert parallel: a token's copies there and back. Context parallel: keys and values around the ring.
+        """
+        sizes, arch = self.sizes, self.arch
+        tokens = self.samples * self.lengths.sequence / (sizes.dp * sizes.cp)
+        hidden, width = arch.hidden_size * itemsize(self.config.megatron), itemsize(self.config.megatron)
+        dense, experts = max(self.stages, key=sum)
+        around = 4 * dense + (4 if arch.moe and arch.moe.shared_ffn_hidden_size else 2) * experts
+        seconds = around * hidden * (sizes.tp - 1) / sizes.tp / self._link(sizes.tp)
+        if sizes.ep * sizes.etp > 1:
+            parts = sizes.ep * sizes.etp
+            copies = 2 * arch.moe.top_k * sizes.etp / (sizes.tp if sizes.sequence_parallel else 1)
+            seconds += experts * copies * hidden * (parts - 1) / parts / self._link(parts)
+        if sizes.cp > 1:
+            values = arch.latent.value_dim if arch.latent else arch.head_dim
+            heads = arch.num_heads if arch.latent else max(arch.num_kv_heads, sizes.tp)
+            keys = heads * (arch.head_dim + values) / sizes.tp * width
+            seconds += (dense + experts) * keys * (sizes.cp - 1) / self._link(sizes.tp * sizes.cp)
+        return tokens * seconds
+
+    def _reducing(self) -> float:
+        """Seconds of one optimizer step's collectives: with the distributed optimizer gradients are scattered and parameters
+        gathered, each element once; else gradients are summed on every replica, which is both of gradients."""
+        sizes, megatron = self.sizes, self.config.megatron
+        size = 4 + (itemsize(megatron) if megatron.distributed_optimizer else 4)
+        replicas, span = sizes.dp * sizes.cp, sizes.tp * sizes.cp * sizes.dp
+        expert_replicas = span // (sizes.ep * sizes.etp)
+
+        def of(stage: tuple[int, int]) -> float:
+            plain, experts = stage
+            return plain * (replicas - 1) / replicas + experts * (expert_replicas - 1) / expert_replicas
+
+        return size * max(map(of, stage_elements(self.arch, sizes))) / self._link(span)
