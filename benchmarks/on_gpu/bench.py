@@ -16,7 +16,9 @@ from grpo_megatron.config.weight_sync import WeightSyncConfig
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.preflight.memory_estimate import RANK_OVERHEAD, activations, training_states
+from grpo_megatron.planner.activations import head_bytes, kept_activations, working_activations
+from grpo_megatron.planner.memory import RANK_CONTEXT, RESERVE
+from grpo_megatron.planner.states import training_states
 from on_gpu.device import Cpu, Cuda, Device
 
 _MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -115,7 +117,8 @@ class Bench:
         for layers in range(whole.num_layers, 1, -1):
             arch = replace(whole, num_layers=layers)
             (state,) = training_states(arch, config.megatron)
-            if sum(astuple(state)) + activations(arch, config, stage=0) + RANK_OVERHEAD <= 0.95 * self.device.capacity:
+            active = kept_activations(arch, config, 0) + working_activations(arch, config, 0) + head_bytes(arch, config)
+            if sum(astuple(state)) + active + RANK_CONTEXT <= (1 - RESERVE) * self.device.capacity:
                 return layers
         return 1
 

@@ -71,9 +71,7 @@ def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
     if sizes.vpp > 1:
         micro_batches = (2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1) / sizes.vpp
     dense, experts = layers_of(arch, sizes)[stage]
-    per_token = sum(
-        count * kept_by_layer(arch, megatron, kind) for count, kind in ((dense, False), (experts, True)) if count
-    )
+    per_token = sum(count * kept_by_layer(arch, megatron, kind) for count, kind in ((dense, False), (experts, True)) if count)
     return int(config.train.max_tokens_per_micro_batch * micro_batches * per_token)
 
 

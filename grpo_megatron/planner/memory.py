@@ -91,15 +91,17 @@ class _Account:
         colocated, turns = self.config.cluster.placement == Placement.colocated, takes_turns(self.config)
         context, weights = {"engine: context, graphs": ENGINE_CONTEXT}, {"engine: weights": self.weights}
         serving = weights | {"engine: KV cache": max(0, self.pool - self.weights)} | context
-        # Of engines on the same GPUs: all, or what they cannot give back.
-        beside = context if turns else serving if colocated else {}
+        # What ranks and engines on the same GPUs cannot give back: nothing without turns.
+        beside = self.residue | (context if turns else serving if colocated else {})
+        # Of the parcels of a sync one is packed while two travel.
+        parcels = {COMMUNICATION: self.residue[COMMUNICATION] + 3 * self.config.weight_sync.bucket_bytes}
         generation = Moment("generation", None, (self.residue if turns else {}) | serving)
         if colocated and not turns:
-            generation = self._fullest("generation", self._resident, serving)
+            generation = self._fullest("generation", self._resident, beside)
         moments = (
             self._fullest("training", self._training, beside),
             self._fullest("optimizer step", self._stepping, beside),
-            self._fullest("weight sync", self._syncing, beside | weights if turns else beside),
+            self._fullest("weight sync", self._resident, beside | parcels | (weights if turns else {})),
             generation,
         )
         return Memory(
@@ -125,7 +127,7 @@ class _Account:
             found["optimizer"] = 0
         if config.algorithm.needs_reference and not config.ref.offload:
             found["reference"] = state.parameters
-        return found | self.residue
+        return found
 
     def _training(self, stage: int) -> dict[str, int]:
         config, arch = self.config, self.arch
@@ -141,11 +143,6 @@ class _Account:
 
     def _stepping(self, stage: int) -> dict[str, int]:
         return self._resident(stage) | {"optimizer": self.states[stage].optimizer}
-
-    def _syncing(self, stage: int) -> dict[str, int]:
-        found = self._resident(stage)
-        # One is packed while two travel.
-        return found | {COMMUNICATION: found[COMMUNICATION] + 3 * self.config.weight_sync.bucket_bytes}
 
     def _reference_hidden(self) -> int:
         """Of the exact KL: the reference's hidden states of a replica's samples, as far as they may stay on the device."""

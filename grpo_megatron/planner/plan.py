@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.schema import Config
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.planner.memory import Memory, memory
@@ -34,7 +33,7 @@ def plan(config: Config, arch: Architecture, lengths: Lengths | None = None, wit
     problems = tuple(_problems(config, found))
     if problems:
         return Plan(config, found, problems, None)
-    lengths = lengths or Lengths.assumed(config)
+    lengths = lengths or Lengths.given(config)
     taken = times(config, arch, training_states(arch, config.megatron), found.kv_tokens, lengths)
     if with_sync:
         taken = replace(taken, seconds=taken.seconds | {"weight sync": sync_seconds(config, arch)})
@@ -61,9 +60,3 @@ def _problems(config: Config, found: Memory) -> list[str]:
 def gb(size: float) -> str:
     """In units of 10**9 bytes."""
     return f"{size / 1e9:.1f}"
-
-
-def knows(config: Config) -> bool:
-    """Whether the cluster is described as far as a plan needs it."""
-    cluster = config.cluster
-    return cluster.gpu in GPUS and cluster.nodes is not None and cluster.gpus_per_node is not None

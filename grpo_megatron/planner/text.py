@@ -66,9 +66,10 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def plan_text(found: Plan, lengths: Lengths, gpus: int) -> str:
-    """Of one that fits. gpus: of the cluster."""
+def plan_text(found: Plan, lengths: Lengths) -> str:
+    """Of one that fits."""
     config = found.config
+    gpus = config.cluster.nodes * config.cluster.gpus_per_node
     idle = gpus - found.times.gpus
     lines = [
         f"{config.model.path} on {cluster_text(config)}" + (f"; {idle} of {gpus} GPUs are idle" if idle else ""),

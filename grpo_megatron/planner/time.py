@@ -4,13 +4,13 @@ Work is divided by the data sheet's speed (capabilities.GPUS) times the assumed 
 
 - training and log-prob passes: FLOPs, 6 or 2 for each weight that a token meets and those of attention (PaLM, arXiv:2204.02311,
   appendix B), with what is computed again, divided evenly over the ranks; the busiest pipeline stage and the pipeline's bubble
-  (p - 1) / (v m) (Narayanan et al., arXiv:2104.04473, section 2.2); then what tensor, expert and context parallelism send, as if
-  nothing of it were hidden.
+  (p - 1) / (v m) (Narayanan et al., arXiv:2104.04473, section 2.2); then what tensor, expert, context and pipeline parallelism send, as
+  if nothing of it were hidden, each message with its latency.
 - decoding: in each step the weights and the KV cache are read once, or the products take longer (the roofline model, Williams et al. 2009,
   doi:10.1145/1498765.1498785, as Pope et al., arXiv:2211.05102, apply it).
 - weight sync: the plan of weights.sync.cost.
 
-Not in it: the exchange of activations between stages, rewards, data, checkpoints, evaluation, and stragglers.
+Not in it: rewards, data, checkpoints, evaluation, and stragglers.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from math import ceil
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.engine import Quantization
 from grpo_megatron.config.schema import Config, OldLogprobs, Placement, Precision, Recompute
+from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.activations import layers_of, recomputed_modules
@@ -43,8 +44,16 @@ class Lengths:
     response: float
 
     @classmethod
-    def assumed(cls, config: Config) -> "Lengths":
-        return cls(config.data.max_prompt_length / 2, config.rollout.max_response_length / 2)
+    def given(cls, config: Config, prompt: float | None = None, response: float | None = None) -> "Lengths":
+        """None: not known. Raises UserError for a mean that the configured limits do not allow."""
+        most = {"prompt": config.data.max_prompt_length, "response": config.rollout.max_response_length}
+        means = {"prompt": prompt, "response": response}
+        for name, mean in means.items():
+            if mean is not None and not 0 < mean <= most[name]:
+                raise UserError(
+                    f"a mean of {mean:g} tokens must be above 0 and at most the longest {name}, {most[name]} tokens"
+                )
+        return cls(*(most[name] / 2 if mean is None else mean for name, mean in means.items()))
 
     @property
     def sequence(self) -> float:
@@ -184,16 +193,17 @@ class _Passes:
 
     def seconds(self, training: bool) -> float:
         """Of one pass over all samples of a step. training: forward and backward, in optimizer steps, else a log-prob pass."""
-        sizes, full = self.sizes, self.config.megatron.recompute == Recompute.full
-        computed = 3 * self._forward() + self._recomputed() if training else self._forward()
-        sent = self._sent() * ((3 if full else 2) if training else 1)
-        batch = self.samples
-        if training:
-            batch = self.config.train.ppo_mini_batch_size * self.config.rollout.n
-        of_a_pack = self.config.train.max_tokens_per_micro_batch * sizes.cp
-        micro_batches = max(1, ceil(batch * self.lengths.sequence / sizes.dp / of_a_pack))
+        config, sizes = self.config, self.sizes
+        prompts = config.train.ppo_mini_batch_size if training else config.data.train_batch_size
+        tokens = prompts * config.rollout.n * self.lengths.sequence / (sizes.dp * sizes.cp)  # of a rank, in an optimizer step
+        micro_batches = max(1, ceil(tokens / config.train.max_tokens_per_micro_batch))
         bubble = (sizes.pp - 1) / (sizes.vpp * micro_batches)
-        return (computed * self._imbalance() + sent) * (1 + bubble)
+        computed, times_sent = self._forward(), 1
+        if training:
+            computed = 3 * computed + self._recomputed()
+            times_sent = 3 if config.megatron.recompute == Recompute.full else 2
+        sent = config.data.train_batch_size / prompts * micro_batches * self._sent(tokens / micro_batches)
+        return (computed * self._imbalance() + times_sent * sent) * (1 + bubble)
 
     def logprob_seconds(self, states: list[TrainingState]) -> dict[str, float]:
         config, found = self.config, {}
@@ -255,38 +265,43 @@ class _Passes:
         work[-1] += self.flops.head
         return max(work) * self.sizes.pp / sum(work)
 
-    def _link(self, ranks: int) -> float:
-        """Bytes/s from a rank to those of its group; ranks: how many neighbouring ones the group spans.
+    def _message(self, size: float, ranks: int) -> float:
+        """Seconds in which a rank sends this many bytes to those of its group; ranks: how many neighbouring ones the group spans.
 
         Beyond a node, the part for other nodes goes through the rank's network card, and is what is waited for.
         """
         per_node = self.config.cluster.gpus_per_node
         if ranks <= per_node:
-            return LINKS * self.speed.fabric
-        return LINKS * self.speed.network / (1 - per_node / ranks)
+            return FABRIC_SECONDS + size / (LINKS * self.speed.fabric)
+        return NETWORK_SECONDS + size * (1 - per_node / ranks) / (LINKS * self.speed.network)
 
-    def _sent(self) -> float:
-        """Seconds of what the busiest stage's ranks send each other in a forward pass, layer by layer.
+    def _sent(self, tokens: float) -> float:
+        """Seconds of what the ranks of the busiest stage send in the forward pass of a micro-batch; tokens: of a rank's part of it.
 
         Tensor parallel: hidden states gathered and scattered again around attention and around the MLP (arXiv:2205.05198 section 4.2).
-        Expert parallel: a token's copies there and back. Context parallel: keys and values around the ring.
+        Expert parallel: a token's copies there and back. Context parallel: keys and values around the ring. Pipeline: hidden states,
+        from chunk to chunk.
         """
-        sizes, arch = self.sizes, self.arch
-        tokens = self.samples * self.lengths.sequence / (sizes.dp * sizes.cp)
-        hidden, width = arch.hidden_size * itemsize(self.config.megatron), itemsize(self.config.megatron)
+        sizes, arch, width = self.sizes, self.arch, itemsize(self.config.megatron)
+        share = 1 / sizes.tp if sizes.sequence_parallel else 1
+        hidden = tokens * arch.hidden_size * width
         dense, experts = max(self.stages, key=sum)
-        around = 4 * dense + (4 if arch.moe and arch.moe.shared_ffn_hidden_size else 2) * experts
-        seconds = around * hidden * (sizes.tp - 1) / sizes.tp / self._link(sizes.tp)
-        if sizes.ep * sizes.etp > 1:
-            parts = sizes.ep * sizes.etp
-            copies = 2 * arch.moe.top_k * sizes.etp / (sizes.tp if sizes.sequence_parallel else 1)
-            seconds += experts * copies * hidden * (parts - 1) / parts / self._link(parts)
+        seconds = 0.0
+        if sizes.tp > 1:
+            around = 4 * dense + (4 if arch.moe and arch.moe.shared_ffn_hidden_size else 2) * experts
+            seconds += around * self._message(hidden * (sizes.tp - 1) / sizes.tp, sizes.tp)
+        parts = sizes.ep * sizes.etp
+        if parts > 1:
+            copies = arch.moe.top_k * sizes.etp * share * (parts - 1) / parts
+            seconds += 2 * experts * self._message(copies * hidden, parts)
         if sizes.cp > 1:
             values = arch.latent.value_dim if arch.latent else arch.head_dim
             heads = arch.num_heads if arch.latent else max(arch.num_kv_heads, sizes.tp)
-            keys = heads * (arch.head_dim + values) / sizes.tp * width
-            seconds += (dense + experts) * keys * (sizes.cp - 1) / self._link(sizes.tp * sizes.cp)
-        return tokens * seconds
+            keys = tokens * width * heads * (arch.head_dim + values) / sizes.tp
+            seconds += (dense + experts) * (sizes.cp - 1) * self._message(keys, sizes.tp * sizes.cp)
+        if sizes.pp > 1:
+            seconds += sizes.vpp * self._message(hidden * share, 2 * sizes.world_size // sizes.pp)
+        return seconds
 
     def _reducing(self) -> float:
         """Seconds of one optimizer step's collectives: with the distributed optimizer gradients are scattered and parameters
@@ -300,4 +315,4 @@ class _Passes:
             plain, experts = stage
             return plain * (replicas - 1) / replicas + experts * (expert_replicas - 1) / expert_replicas
 
-        return size * max(map(of, stage_elements(self.arch, sizes))) / self._link(span)
+        return self._message(size * max(map(of, stage_elements(self.arch, sizes))), span)

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.load import read_config
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.planner.plan import plan
 from grpo_megatron.preflight.check import check
-from grpo_megatron.preflight.memory_estimate import estimate
 from grpo_megatron.preflight.model import architecture_violations
 from tests.tools import run_tool
-from tools.estimate_memory import RECIPES
+from tools.plan_recipes import RECIPES
 
 
 @pytest.fixture(params=RECIPES)
@@ -50,12 +49,12 @@ def test_it_uses_the_whole_cluster(recipe):
 
 
 def test_it_fits(recipe):
-    """With 4 GB to spare, and a KV cache for at least 16 of the longest sequences."""
+    """With the planner's reserve, and a KV cache for at least 16 of the longest sequences."""
     _, config, arch = recipe
-    found = estimate(config, arch)
-    assert found.peak <= GPUS[config.cluster.gpu].memory - 4 * 10**9
-    assert found.kv_tokens >= 16 * (config.data.max_prompt_length + config.rollout.max_response_length)
-    assert found.host <= 10**12
+    found = plan(config, arch, with_sync=False)
+    assert found.problems == ()
+    assert found.memory.kv_tokens >= 16 * (config.data.max_prompt_length + config.rollout.max_response_length)
+    assert sum(found.memory.host.values()) <= 10**12
 
 
 def test_pipelines_need_not_exchange_shapes(recipe):
@@ -70,5 +69,5 @@ def test_it_says_why_in_two_lines(recipe):
 
 
 def test_the_documented_table_is_that_of_the_configurations():
-    table, _ = run_tool("estimate_memory", "--table")
+    table, _ = run_tool("plan_recipes")
     assert table in Path("docs/recipes.md").read_text()

@@ -1,0 +1,80 @@
+"""Whether a configuration can be run, and if not, why, and what could be."""
+
+from grpo_megatron.capabilities import GPUS
+from grpo_megatron.config.schema import Config
+from grpo_megatron.errors import UserError
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.planner.plan import Plan, plan
+from grpo_megatron.planner.search import least_changes, search, with_values
+from grpo_megatron.planner.text import changes_text, cluster_text
+from grpo_megatron.planner.time import Lengths
+from grpo_megatron.preflight.model import architecture_violations
+from grpo_megatron.preflight.rules import violations
+
+# A cluster this many times as large is the last one that is asked about, if a model fits none of the smaller ones.
+_MOST_GROWTH = 64
+
+
+def planned_architecture(config: Config) -> Architecture:
+    """Of model.path. Raises UserError for what there are no plans for, and for a config.json that cannot be read."""
+    cluster = config.cluster
+    if cluster.gpu not in GPUS or cluster.nodes is None or cluster.gpus_per_node is None:
+        raise UserError(
+            "the cluster is not known: set cluster.gpu (or --gpu), cluster.nodes (or --nodes) and cluster.gpus_per_node; "
+            "there are no plans for machines without a GPU"
+        )
+    if config.megatron.lora.rank:
+        raise UserError("a plan is of the whole model's training; it cannot be made with megatron.lora.rank")
+    if config.rollout.replay:
+        raise UserError("a plan is of a run with engines; leave rollout.replay out")
+    return read_architecture(config.model.path)
+
+
+def checked_plan(config: Config, arch: Architecture, lengths: Lengths) -> Plan:
+    """Raises UserError, which says what would fit, for a configuration that is not legal or does not fit."""
+    broken = violations(config) + architecture_violations(config, arch)
+    if broken:
+        raise UserError("the configuration is not legal:\n" + "\n".join(f"  - {rule}" for rule in dict.fromkeys(broken)))
+    found = plan(config, arch, lengths)
+    if found.fits:
+        return found
+    problems = "\n".join(f"  - {problem}" for problem in found.problems)
+    raise UserError(
+        f"{config.model.path} does not fit {cluster_text(config)}:\n{problems}\nwhat would fit:{_what_would(config, arch, lengths)}"
+    )
+
+
+def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list[Plan]:
+    """The quickest that are legal and fit. Raises UserError, which says what would fit, if none does."""
+    found = search(config, arch, lengths)
+    if not found:
+        raise UserError(
+            f"no layout of {config.model.path} fits {cluster_text(config)}; what would fit:{_larger(config, arch, lengths)}"
+        )
+    return found
+
+
+def _what_would(config: Config, arch: Architecture, lengths: Lengths) -> str:
+    found = []
+    changed = least_changes(config, arch)
+    if changed:
+        found.append(f"the same layout with {changes_text(config, changed.config)}")
+    best = search(config, arch, lengths, count=1)
+    if best:
+        found.append(f"the quickest layout (--search has more) with {changes_text(config, best[0].config)}")
+    if not found:
+        return _larger(config, arch, lengths)
+    return "".join(f"\n  - {each}" for each in found)
+
+
+def _larger(config: Config, arch: Architecture, lengths: Lengths) -> str:
+    """What would fit on more nodes."""
+    growth = 2
+    while growth <= _MOST_GROWTH:
+        larger = with_values(config, "cluster", nodes=growth * config.cluster.nodes)
+        best = search(larger, arch, lengths, count=1)
+        if best:
+            return f"\n  - {cluster_text(larger)}, with {changes_text(config, best[0].config)}"
+        growth *= 2
+    return f"\n  - no layout on up to {_MOST_GROWTH} times as many nodes; choose a GPU with more memory"
