@@ -31,12 +31,12 @@ def planned_architecture(config: Config) -> Architecture:
     return read_architecture(config.model.path)
 
 
-def checked_plan(config: Config, arch: Architecture, lengths: Lengths) -> Plan:
+def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync: bool = True) -> Plan:
     """Raises UserError, which says what would fit, for a configuration that is not legal or does not fit."""
     broken = violations(config) + architecture_violations(config, arch)
     if broken:
         raise UserError("the configuration is not legal:\n" + "\n".join(f"  - {rule}" for rule in dict.fromkeys(broken)))
-    found = plan(config, arch, lengths)
+    found = plan(config, arch, lengths, with_sync)
     if found.fits:
         return found
     problems = "\n".join(f"  - {problem}" for problem in found.problems)

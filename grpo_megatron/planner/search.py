@@ -38,12 +38,20 @@ def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5)
         if len(found) >= count and bound >= sorted(each.times.step for each in found.values())[count - 1]:
             break
         key = (candidate.cluster.placement, ParallelSizes.from_config(candidate.megatron))
-        plans = [plan(each, arch, lengths, with_sync=False) for each in _variants(candidate, arch)]
-        fitting = sorted((each for each in plans if each.fits), key=lambda each: each.times.step)
-        best = next((each for each in fitting if _is_legal(each.config, arch)), None)
+        best = _quickest(candidate, arch, lengths)
         if best and (key not in found or best.times.step < found[key].times.step):
             found[key] = best
     return sorted(found.values(), key=lambda each: each.times.step)[:count]
+
+
+def _quickest(candidate: Config, arch: Architecture, lengths: Lengths) -> Plan | None:
+    """Of what can be computed again or offloaded with this layout."""
+    variants = list(_variants(candidate, arch))
+    if not plan(variants[-1], arch, lengths, with_sync=False).fits:
+        return None  # the last of them takes least
+    plans = [plan(each, arch, lengths, with_sync=False) for each in variants]
+    fitting = sorted((each for each in plans if each.fits), key=lambda each: each.times.step)
+    return next((each for each in fitting if _is_legal(each.config, arch)), None)
 
 
 def least_changes(config: Config, arch: Architecture) -> Plan | None:

@@ -47,7 +47,8 @@ def training_states(arch: Architecture, megatron: MegatronConfig) -> list[Traini
     return found
 
 
-def stage_elements(arch: Architecture, sizes: ParallelSizes) -> list[tuple[int, int]]:
+@cache
+def stage_elements(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
     """Parameters of a rank of each pipeline stage: (of experts none, of its experts)."""
     dense, experts = [0] * sizes.pp, [0] * sizes.pp
     stage_of_layer = [
@@ -56,7 +57,7 @@ def stage_elements(arch: Architecture, sizes: ParallelSizes) -> list[tuple[int, 
     for (place, of_expert), elements in _elements(arch, sizes.tp, sizes.etp, sizes.pp == 1).items():
         stage = {"first": 0, "last": sizes.pp - 1}[place] if isinstance(place, str) else stage_of_layer[place]
         (experts if of_expert else dense)[stage] += elements
-    return [(plain, expert // sizes.ep) for plain, expert in zip(dense, experts, strict=True)]
+    return tuple((plain, expert // sizes.ep) for plain, expert in zip(dense, experts, strict=True))
 
 
 @cache

@@ -1,12 +1,55 @@
 """GRPO runs that others have published with their layouts, as configurations of this program.
 
-NeMo-RL: github.com/NVIDIA-NeMo/RL, examples/configs/recipes/llm/performance of release 0.4 (grpo-qwen3-30ba3b-4n8g, grpo-qwen3-235b-16n8g,
-grpo-deepseek-v3-32n8g), with the measured steps of docs/about/performance-summary.md. MLPerf Training v6.1's benchmark of GRPO:
-github.com/NVIDIA-NeMo/RL/pull/3364. What theirs do otherwise: gradients in bf16, and moments in float32 that wait on the host while weights
-go to the engines, for which optimizer.offload stands here.
+NeMo-RL: github.com/NVIDIA-NeMo/RL, examples/configs/recipes/llm/performance of release 0.4 (grpo-qwen3-30ba3b-4n8g,
+grpo-qwen3-235b-16n8g, grpo-deepseek-v3-32n8g), with the measured steps of docs/about/performance-summary.md. MLPerf Training v6.1's
+benchmark of GRPO: github.com/NVIDIA-NeMo/RL/pull/3364 (that it recomputes layers is assumed). What theirs do otherwise: gradients are
+in bf16, and gradients and moments wait on the host while weights go to the engines, for which optimizer.offload stands here.
 """
 
 from dataclasses import dataclass
+
+# Qwen3.5-397B-A17B has gated delta networks in three of four layers, for which there is no weight map here. This is a Qwen3-MoE with as
+# many layers, of the same width, and with the same experts, which are 386 of its 397 billion parameters: it stands for the memory
+# of the experts, and for nothing else.
+LIKE_QWEN35_397B = {
+    "num_hidden_layers": 60,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 1024,
+    "max_position_embeddings": 131072,
+}
+# 64 nodes of four GB300: 16 train with TP4 PP2 EP32 and packs of 65,536 tokens in bf16, 48 generate with engines of TP8 EP8; 16
+# prompts of 16 responses a step.
+MLPERF = (
+    "data.train=prompts.jsonl",
+    "cluster.placement=separate",
+    "cluster.gpu=gb300",
+    "cluster.nodes=64",
+    "cluster.gpus_per_node=4",
+    "data.train_batch_size=16",
+    "rollout.n=16",
+    "train.ppo_mini_batch_size=16",
+    "data.max_prompt_length=4096",
+    "rollout.max_response_length=61440",
+    "train.max_tokens_per_micro_batch=65536",
+    "train.constant_length_packs=true",
+    "megatron.tensor_parallel=4",
+    "megatron.sequence_parallel=true",
+    "megatron.pipeline_parallel=2",
+    "megatron.expert_parallel=32",
+    "megatron.data_parallel=8",
+    "megatron.distributed_optimizer=true",
+    "megatron.overlap=true",
+    "megatron.recompute=full",
+    "rollout.engine.num_engines=24",
+    "rollout.engine.tensor_parallel=8",
+    "rollout.engine.expert_parallel=8",
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,220 @@
+"""The planner's memory and times against numbers by hand, and what must grow where something else does."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.config.load import read_config
+from grpo_megatron.errors import UserError
+from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.planner.advice import checked_plan, planned_architecture
+from grpo_megatron.planner.memory import COMMUNICATION, CONTEXT, ENGINE_CONTEXT
+from grpo_megatron.planner.plan import plan
+from grpo_megatron.planner.resharding import sync_seconds
+from grpo_megatron.planner.time import ATTENTION, BANDWIDTH, LAYER_SECONDS, LINKS, PRODUCTS, Lengths
+from grpo_megatron.preflight.model import architecture_violations
+from grpo_megatron.preflight.rules import violations
+from grpo_megatron.weights.sync.cost import Machine, cost, on_nodes
+from grpo_megatron.weights.sync.plan import Layouts
+from tests.unit.published_runs import LIKE_QWEN35_397B, MLPERF, RUNS
+from tools.plan_recipes import recipe
+
+# One GPU trains, one generates; a mini-batch is a whole step.
+SMALL = (
+    "data.train=prompts.jsonl",
+    "model.path=configs/models/qwen3-0.6b",
+    "cluster.gpu=h100-80g",
+    "cluster.nodes=1",
+    "cluster.gpus_per_node=8",
+    "train.old_logprobs=current",
+)
+
+
+def planned(config, **lengths):
+    return plan(config, read_architecture(config.model.path), Lengths(**lengths) if lengths else None, with_sync=False)
+
+
+def small(*overrides):
+    return planned(read_config(None, [*SMALL, *overrides]), prompt=256, response=256)
+
+
+def moments(found):
+    return {moment.name: moment for moment in found.memory.moments}
+
+
+def test_a_dense_model_by_hand():
+    """Llama-3.1-70B: TP8, sequence parallel, two stages of 40 layers, eight replicas."""
+    found = planned(recipe("llama3_70b_16node"))
+    attention, mlp = 2 * 8192 * 8192 + 2 * 8192 * 1024, 3 * 8192 * 28672
+    of_a_layer = (attention + mlp) // 8 + 2 * 8192  # norms are on every rank
+    # The last stage has the output layer as the first has the embedding, and a norm more.
+    elements = 40 * of_a_layer + 128256 * 8192 // 8 + 8192
+    state = found.memory.state
+    assert (state.parameters, state.gradients, state.optimizer) == (2 * elements, 4 * elements, 12 * (elements // 8))
+    items = moments(found)["training"].items
+    # Norms: their inputs and outputs; attention: queries twice, keys, values; MLP: gate, up and their product. Two micro-batches.
+    of_a_token = 4 * 8192 // 8 + 2 * 8192 // 8 + 2 * 1024 // 8 + 3 * 28672 // 8
+    assert items["activations kept"] == 2 * 8192 * 2 * 40 * of_a_token
+    weights = moments(found)["generation"].items["engine: weights"]
+    model = 80 * (attention + mlp) + 2 * 128256 * 8192
+    assert weights == 2 * (model // 8 + 80 * 2 * 8192 + 8192)
+    # A key and a value of one of eight heads in each layer, in bf16.
+    assert found.memory.kv_tokens == (64 * 10**9 - weights) // (80 * 2 * 128 * 2)
+    assert found.memory.host == {"sleeping parameters": 8 * 2 * elements, "optimizer": 8 * 12 * (elements // 8)}
+    assert found.memory.rank_asleep == items[CONTEXT] + items[COMMUNICATION]
+    assert moments(found)["generation"].total == found.memory.rank_asleep + 64 * 10**9 + ENGINE_CONTEXT
+
+
+def test_a_model_with_experts_by_hand():
+    """Qwen3-30B-A3B: TP4, experts over EP8, so that they have four replicas and the rest has eight."""
+    found = planned(recipe("qwen3_30b_a3b_4node"))
+    experts = 48 * 128 * 3 * 2048 * 768 // 8
+    attention = 2 * 2048 * 4096 + 2 * 2048 * 512
+    dense = 48 * (attention // 4 + 2 * 2048 + 2 * 128 + 128 * 2048) + 2 * 151936 * 2048 // 4 + 2048
+    state = found.memory.state
+    assert state.parameters == 2 * (dense + experts)
+    assert state.gradients == 4 * (dense + experts)
+    assert state.optimizer == 12 * (dense // 8 + experts // 4)
+
+
+def test_a_pass_on_one_gpu_by_hand():
+    """6 FLOPs a weight and token, attention's, and nothing sent: Qwen3-0.6B without parallelism."""
+    found = small()
+    layer = 2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072
+    weights = 28 * layer + 1024 * 151936
+    sequences, length = 32 * 8, 512
+    attention = 4 * 28 * 16 * 128 * length * (length + 1) / 2
+    products = 2 * weights * length
+    seconds = 3 * sequences * (products / (PRODUCTS * 989e12) + attention / (ATTENTION * 989e12))
+    assert found.times.seconds["training"] == pytest.approx(seconds, rel=1e-3)
+    assert found.times.mfu == pytest.approx(3 * sequences * (products + attention) / seconds / 989e12, rel=1e-3)
+    assert found.times.tokens == sequences * length
+    assert found.times.tokens_per_second_per_gpu == pytest.approx(sequences * length / found.times.step / 2)
+
+
+def test_decoding_on_one_gpu_by_hand():
+    """256 responses at once read weights and cache in each of 512 steps, in half of which, in the mean, a response is not over."""
+    found = small()
+    weights = found.memory.engine_weights
+    cache = 128 * (256 + 128) * 28 * 2 * 8 * 128 * 2
+    step = (weights + cache) / (BANDWIDTH * 3.35e12) + 28 * LAYER_SECONDS
+    prefill = found.times.seconds["generation"] - 512 * step
+    assert 0 < prefill < 0.05 * found.times.seconds["generation"]
+
+
+def test_a_pipeline_idles_by_its_bubble():
+    """Two stages, equally busy but for the output layer; four micro-batches of two sequences each."""
+    sizes = ("train.max_tokens_per_micro_batch=1024", "data.train_batch_size=8", "train.ppo_mini_batch_size=8", "rollout.n=1")
+    whole, staged = small(*sizes), small(*sizes, "megatron.pipeline_parallel=2", "train.constant_length_packs=true")
+    layers, head = 28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072), 1024 * 151936
+    busiest = (layers / 2 + head) / (layers + head)
+    ratio = staged.times.seconds["training"] / whole.times.seconds["training"]
+    assert ratio == pytest.approx(busiest * (1 + 1 / 4), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "sign"),
+    [
+        ("megatron.data_parallel=2", "training", -1),
+        ("megatron.recompute=full", "training", 1),
+        ("rollout.engine.num_engines=2", "generation", -1),
+        ("rollout.max_response_length=1024", "generation", 1),
+        ("rollout.n=16", "generation", 1),
+        ("train.old_logprobs=recompute", "old log-probs", 1),
+        ("algorithm.use_kl_loss=true", "reference log-probs", 1),
+        ("optimizer.offload=true", "gradients, optimizer", 1),
+        ("train.ppo_mini_batch_size=8", "gradients, optimizer", 1),
+        ("train.ppo_epochs=2", "training", 1),
+    ],
+)
+def test_times_follow_what_is_to_be_done(change, what, sign):
+    extra = ["train.old_logprobs=rollout"] if change.startswith("train.ppo") else []
+    before, after = small(*extra), small(*extra, change)
+    assert sign * (after.times.seconds.get(what, 0) - before.times.seconds.get(what, 0)) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "moment", "item", "sign"),
+    [
+        ("megatron.recompute=full", "training", "activations kept", -1),
+        ("train.max_tokens_per_micro_batch=32768", "training", "activations kept", 1),
+        ("train.max_tokens_per_micro_batch=32768", "training", "output layer", 1),
+        ("megatron.precision=fp8", "training", "FP8 copies", 1),
+        ("optimizer.offload=true", "training", "optimizer", -1),
+        ("optimizer.offload=true", "optimizer step", "optimizer", 0),
+        ("ref.offload=false algorithm.use_kl_loss=true", "optimizer step", "reference", 1),
+        ("rollout.engine.dtype=float32", "generation", "engine: weights", 1),
+        ("algorithm.use_kl_loss=true algorithm.kl_loss_type=full", "training", "output layer", 1),
+    ],
+)
+def test_memory_follows_what_is_kept(change, moment, item, sign):
+    before, after = (moments(found)[moment].items.get(item, 0) for found in (small(), small(*change.split())))
+    assert (after > before) - (after < before) == sign
+
+
+def test_a_cache_in_fp8_has_twice_the_tokens():
+    assert small("rollout.engine.kv_cache_dtype=fp8_e4m3").memory.kv_tokens == pytest.approx(
+        2 * small().memory.kv_tokens, abs=1
+    )
+    assert small("rollout.engine.max_total_tokens=4096").memory.kv_tokens == 4096
+
+
+def test_colocated_engines_that_do_not_take_turns_are_beside_the_trainer_all_the_time():
+    colocated = ("cluster.placement=colocated", "rollout.engine.mem_fraction=0.3")
+    beside, in_turns = small(*colocated), small(*colocated, "megatron.sleep=true")
+    for name, moment in moments(beside).items():
+        of_engines = {item: size for item, size in moment.items.items() if item.startswith("engine")}
+        assert sum(of_engines.values()) == 24 * 10**9 + ENGINE_CONTEXT
+        assert moment.items["parameters"] > 0, name
+    assert "engine: KV cache" not in moments(in_turns)["training"].items
+    assert "parameters" not in moments(in_turns)["generation"].items
+    assert moments(in_turns)["weight sync"].items["engine: weights"] == in_turns.memory.engine_weights
+
+
+def full_cost(config, arch):
+    """Of every expert of its own."""
+    sizes, engine = ParallelSizes.from_config(config.megatron), EngineLayout.from_config(config.rollout.engine)
+    layouts = on_nodes(Layouts(arch, sizes, engine, config.rollout.engine.num_engines), 8, colocated=True)
+    return cost(layouts, Machine(50.0, LINKS * 450), config.weight_sync.bucket_bytes).seconds
+
+
+def test_a_weight_sync_is_that_of_its_own_cost_model():
+    """Exactly for a dense model; fewer and wider experts cost what many do."""
+    config = recipe("qwen3_8b_1node")
+    arch = read_architecture(config.model.path)
+    assert sync_seconds(config, arch) == pytest.approx(full_cost(config, arch))
+    config = recipe("qwen3_30b_a3b_4node")
+    arch = read_architecture(config.model.path)
+    arch = replace(arch, num_layers=2, moe=replace(arch.moe, layers=(True, True)))
+    assert sync_seconds(config, arch) == pytest.approx(full_cost(config, arch), rel=0.1)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_published_runs_fit(name):
+    """And are legal here. Their steps took longer than the model says, which knows none of their software's costs."""
+    run = RUNS[name]
+    config = read_config(None, [f"model.path=configs/models/{run.model}", *run.settings])
+    arch = planned_architecture(config)
+    assert violations(config) + architecture_violations(config, arch) == []
+    response = min(run.sequence - 256, config.rollout.max_response_length)
+    found = planned(config, prompt=256, response=response)
+    assert found.problems == ()
+    assert 1 < run.step / found.times.step < 6
+
+
+def test_the_benchmark_of_mlperf_is_refused_by_its_family_and_its_experts_fit(tmp_path):
+    model = json.loads(Path("configs/models/qwen3-30b-a3b/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}))
+    config = read_config(None, [*MLPERF, f"model.path={tmp_path}"])
+    with pytest.raises(UserError, match="no weight map for the architecture Qwen3_5Moe"):
+        planned_architecture(config)
+    (tmp_path / "config.json").write_text(json.dumps(model | LIKE_QWEN35_397B))
+    arch = planned_architecture(config)
+    found = checked_plan(config, arch, Lengths.given(config), with_sync=False)
+    experts = 60 * 512 * 3 * 4096 * 1024
+    assert found.memory.state.parameters > 2 * experts / (2 * 32)
+    assert found.memory.state.optimizer > 12 * experts / (2 * 32)

@@ -1,0 +1,197 @@
+"""`grpo-megatron plan`: what it lists is legal, fits, and is the quickest; what it refuses would fit as it says."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.cli import main
+from grpo_megatron.config.load import read_config
+from grpo_megatron.errors import UserError
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.planner import search as searching
+from grpo_megatron.planner.advice import checked_plan, searched_plans
+from grpo_megatron.planner.plan import plan
+from grpo_megatron.planner.search import search, with_values
+from grpo_megatron.planner.text import changes_text
+from grpo_megatron.planner.time import Lengths
+from grpo_megatron.preflight.model import architecture_violations
+from grpo_megatron.preflight.rules import violations
+from tools.plan_recipes import RECIPES, recipe
+
+
+def model_of(config):
+    return read_architecture(config.model.path)
+
+
+def fits(config):
+    arch = model_of(config)
+    return plan(config, arch, with_sync=False).fits and not violations(config) and not architecture_violations(config, arch)
+
+
+@pytest.mark.slow_when(lambda name: name == "qwen3_30b_a3b_4node")
+@pytest.mark.parametrize("name", ["qwen3_8b_1node", "llama3_70b_16node", "qwen3_30b_a3b_4node"])
+def test_what_is_found_is_legal_fits_and_is_not_slower_than_the_recipe(name):
+    config = recipe(name)
+    arch, lengths = model_of(config), Lengths.given(config)
+    found = search(config, arch, lengths)
+    assert len(found) == 5
+    assert all(fits(each.config) for each in found)
+    steps = [each.times.step for each in found]
+    assert steps == sorted(steps)
+    assert steps[0] <= plan(config, arch, lengths, with_sync=False).times.step
+    layouts = {changes_text(config, with_values(each.config, "optimizer", offload=False)) for each in found}
+    assert len(layouts) == 5
+    assert [each.config for each in search(config, arch, lengths)] == [each.config for each in found]
+
+
+def test_none_that_was_not_tried_is_quicker():
+    """The bound by which it stops, against all candidates."""
+    config = with_values(recipe("qwen3_8b_1node"), "train", max_tokens_per_micro_batch=16384)
+    arch, lengths = model_of(config), Lengths.given(config)
+    everything = [searching._quickest(each, arch, lengths) for each in searching._candidates(config, arch)]
+    quickest = min(each.times.step for each in everything if each)
+    assert search(config, arch, lengths, count=1)[0].times.step == quickest
+    assert None in everything  # memory is scarce enough to matter
+
+
+def refusal(config):
+    with pytest.raises(UserError) as error:
+        checked_plan(config, model_of(config), Lengths.given(config))
+    return str(error.value)
+
+
+def suggestions(text):
+    """The key=value arguments of each line of what would fit."""
+    lines = text[text.index("would fit:") :].splitlines()[1:]
+    return [[word for word in shlex.split(line) if "=" in word] for line in lines]
+
+
+@pytest.mark.slow_when(lambda name: name == "qwen3_30b_a3b_4node")
+@pytest.mark.parametrize(
+    ("name", "change", "says", "first"),
+    [
+        (
+            "llama3_70b_16node",
+            "megatron.sleep=false",
+            "training takes 127.5 GB of a GPU, more than 76.0 of the 80.0",
+            "megatron.sleep=true",
+        ),
+        ("qwen3_8b_1node", "megatron.distributed_optimizer=false", "training takes 102.5", "megatron.distributed_optimizer=true"),
+        (
+            "qwen3_30b_a3b_4node",
+            "train.max_tokens_per_micro_batch=32768",
+            "activations kept",
+            "max_tokens_per_micro_batch=8192",
+        ),
+        ("qwen3_8b_1node", "rollout.engine.mem_fraction=0.21", "an engine has room for 2,838 tokens", "rollout.engine.mem_fraction=0.85"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(name, change, says, first):
+    path, model = f"configs/{name}.yaml", f"model.path=configs/models/{RECIPES[name]}"
+    text = refusal(read_config(path, [model, change]))
+    assert says in text
+    same_layout, other_layout = suggestions(text)
+    assert any(first in word for word in same_layout)
+    for words in (same_layout, other_layout):
+        assert fits(read_config(path, [model, change, *words]))
+
+
+def test_what_fits_nowhere_here_is_told_how_many_nodes_it_needs():
+    config = with_values(recipe("llama3_70b_16node"), "cluster", nodes=1)
+    with pytest.raises(UserError) as error:
+        searched_plans(config, model_of(config), Lengths.given(config))
+    text = str(error.value)
+    assert "no layout of" in text
+    nodes = int(re.search(r"- (\d+) nodes of 8 h100-80g, with", text)[1])
+    assert nodes > 1
+    (words,) = suggestions(text)
+    model = f"model.path={config.model.path}"
+    assert fits(read_config("configs/llama3_70b_16node.yaml", [model, f"cluster.nodes={nodes}", *words]))
+    half = with_values(config, "cluster", nodes=nodes // 2)
+    assert search(half, model_of(config), Lengths.given(config), count=1) == []
+
+
+def run(capsys, *arguments):
+    """(exit status, standard output, standard error) of `grpo-megatron plan`."""
+    status = main(["plan", *map(str, arguments)])
+    return status, *capsys.readouterr()
+
+
+def test_the_command_on_a_recipe(capsys):
+    status, out, err = run(capsys, "--config", "configs/qwen3_8b_1node.yaml", "model.path=configs/models/qwen3-8b")
+    assert (status, err) == (0, "")
+    for line in (
+        "parameters  ",
+        "activations kept",
+        "output layer",
+        "asleep: a rank still holds",
+        "host memory of a node: ",
+        "KV cache of an",
+    ):
+        assert line in out
+    for phase in (
+        "generation  ",
+        "old log-probs",
+        "training  ",
+        "weight sync  ",
+        "step  ",
+        "tokens/s/GPU",
+        "not been compared",
+    ):
+        assert phase in out
+    assert "idle" not in out
+
+
+def test_nodes_gpu_and_lengths_of_the_command_line(capsys):
+    common = ["--config", "configs/qwen3_8b_1node.yaml", "model.path=configs/models/qwen3-8b"]
+    out = run(capsys, *common, "--nodes", 2, "--gpu", "h200", "--prompt-tokens", 100, "--response-tokens", 900)[1]
+    assert "on 2 nodes of 8 h200; 8 of 16 GPUs are idle" in out
+    assert "prompts of 100 and responses of 900 tokens" in out
+    status, out, err = run(capsys, *common, "--response-tokens", 10**6)
+    assert (status, out) == (2, "")
+    assert err == "error: a mean of 1e+06 tokens must be above 0 and at most the longest response, 7168 tokens\n"
+
+
+# A plan of their weight sync takes seconds.
+LARGE = ("deepseek_v3_32node", "qwen3_235b_a22b_16node", "qwen3_30b_a3b_4node", "llama3_70b_fp8_16node")
+
+
+@pytest.mark.slow_when(lambda path: path.stem in LARGE)
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys):
+    """Those for CPUs as if they were for one node of eight GPUs; emulated kernels are not for GPUs."""
+    model = RECIPES.get(path.stem, "qwen3-0.6b")
+    arguments = ["--gpu", "h100-80g", "--config", path, f"model.path=configs/models/{model}", "cluster.gpus_per_node=8"]
+    arguments += [] if path.stem in RECIPES else ["cluster.nodes=1", "data.train=prompts.jsonl"]
+    status, out, err = run(capsys, *arguments)
+    refused = {
+        "quickstart_fp8": "this is for machines without a GPU",
+        "qwen2.5_0.5b_gsm8k_lora": "it cannot be made with megatron.lora.rank",
+    }
+    if path.stem in refused:
+        assert (status, out) == (2, "")
+        assert err.startswith("error: ")
+        assert refused[path.stem] in err
+    else:
+        assert (status, err) == (0, "")
+        assert "tokens/s/GPU" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["--gpu", "none"], "there are no plans for machines without a GPU"),
+        (["--nodes", "0"], "cluster.nodes"),
+        (["--gpu", "h100"], "cluster.gpu"),
+        (["megatron.tensor_parallel=3"], "megatron.tensor_parallel=3 does not divide"),
+        (["model.path=nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_error(overrides, says, capsys):
+    common = ["--config", "configs/qwen3_8b_1node.yaml", "model.path=configs/models/qwen3-8b"]
+    status, out, err = run(capsys, *common, *overrides)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert says in err
