@@ -67,6 +67,11 @@ class Memory:
     def fullest(self) -> Moment:
         return max(self.moments, key=lambda moment: moment.total)
 
+    @property
+    def tightest(self) -> Moment:
+        """The fullest but for generation, which is as full as rollout.engine.mem_fraction makes it."""
+        return max((moment for moment in self.moments if moment.name != "generation"), key=lambda moment: moment.total)
+
 
 def memory(config: Config, arch: Architecture) -> Memory:
     """Of a run of `train` that trains the whole model on the cluster that the configuration describes (cluster.gpu, gpus_per_node)."""

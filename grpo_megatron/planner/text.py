@@ -127,10 +127,10 @@ def times_text(found: Plan, lengths: Lengths) -> str:
 
 
 def bottleneck_text(found: Plan) -> str:
-    taken, fullest = found.times, found.memory.fullest
+    taken, tightest = found.times, found.memory.tightest
     return (
-        f"bottleneck: {taken.bottleneck} ({taken.seconds[taken.bottleneck] / taken.step:.0%} of the step); memory: {fullest.name} "
-        f"({fullest.total / found.memory.usable:.0%}, most of it {fullest.largest_item})"
+        f"bottleneck: {taken.bottleneck} ({taken.seconds[taken.bottleneck] / taken.step:.0%} of the step); memory: {tightest.name} "
+        f"({tightest.total / found.memory.usable:.0%}, most of it {tightest.largest_item})"
     )
 
 
@@ -146,7 +146,7 @@ def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
             gb(each.memory.fullest.total),
             f"{each.times.step:.1f}",
             f"{each.times.tokens_per_second_per_gpu:,.0f}",
-            f"{each.times.bottleneck}; {each.memory.fullest.largest_item} ({each.memory.fullest.name})",
+            f"{each.times.bottleneck}; {each.memory.tightest.largest_item} ({each.memory.tightest.name})",
         ]
         for each in found
     ]
@@ -157,8 +157,8 @@ def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
             "",
             _table(head, rows),
             "",
-            f"GB: of the fullest GPU, of {gb(found[0].memory.usable)}. bottleneck: the longest phase; the largest item of the fullest "
-            "moment. Weight syncs are left out.",
+            f"GB: of the fullest GPU, of {gb(found[0].memory.usable)}. bottleneck: the longest phase; the largest item where "
+            "memory is tightest but for generation, which is as full as it is told to be. Weight syncs are left out.",
             MODEL_OF_TIME,
             "",
             "The first is this configuration with:",

@@ -78,14 +78,24 @@ def suggestions(text):
             "training takes 127.5 GB of a GPU, more than 76.0 of the 80.0",
             "megatron.sleep=true",
         ),
-        ("qwen3_8b_1node", "megatron.distributed_optimizer=false", "training takes 102.5", "megatron.distributed_optimizer=true"),
+        (
+            "qwen3_8b_1node",
+            "megatron.distributed_optimizer=false",
+            "training takes 102.5",
+            "megatron.distributed_optimizer=true",
+        ),
         (
             "qwen3_30b_a3b_4node",
             "train.max_tokens_per_micro_batch=32768",
             "activations kept",
             "max_tokens_per_micro_batch=8192",
         ),
-        ("qwen3_8b_1node", "rollout.engine.mem_fraction=0.21", "an engine has room for 2,838 tokens", "rollout.engine.mem_fraction=0.85"),
+        (
+            "qwen3_8b_1node",
+            "rollout.engine.mem_fraction=0.21",
+            "an engine has room for 2,838 tokens",
+            "rollout.engine.mem_fraction=0.85",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(name, change, says, first):
@@ -195,3 +205,11 @@ def test_what_cannot_be_planned_is_one_error(overrides, says, capsys):
     assert (status, out) == (2, "")
     assert err.startswith("error: ")
     assert says in err
+
+
+def test_the_documented_outputs_are_those_of_the_commands(capsys):
+    blocks = re.findall(r"```\n\$ grpo-megatron plan ([^\n]*)\n(.*?)```", Path("docs/planner.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 3
+    for command, output in blocks:
+        _, out, err = run(capsys, *shlex.split(command))
+        assert out + err == output
