@@ -6,11 +6,9 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.planner.plan import Plan, plan
-from grpo_megatron.planner.search import least_changes, search, with_values
+from grpo_megatron.planner.search import broken_in_any_layout, broken_rules, least_changes, search, with_values
 from grpo_megatron.planner.text import changes_text, cluster_text
 from grpo_megatron.planner.time import Lengths
-from grpo_megatron.preflight.model import architecture_violations
-from grpo_megatron.preflight.rules import violations
 
 # A cluster this many times as large is the last one that is asked about, if a model fits none of the smaller ones.
 _MOST_GROWTH = 64
@@ -33,9 +31,7 @@ def planned_architecture(config: Config) -> Architecture:
 
 def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync: bool = True) -> Plan:
     """Raises UserError, which says what would fit, for a configuration that is not legal or does not fit."""
-    broken = violations(config) + architecture_violations(config, arch)
-    if broken:
-        raise UserError("the configuration is not legal:\n" + "\n".join(f"  - {rule}" for rule in dict.fromkeys(broken)))
+    _must_hold(broken_rules(config, arch))
     found = plan(config, arch, lengths, with_sync)
     if found.fits:
         return found
@@ -46,13 +42,20 @@ def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync
 
 
 def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list[Plan]:
-    """The quickest that are legal and fit. Raises UserError, which says what would fit, if none does."""
+    """The quickest that are legal and fit. Raises UserError, which says what would fit, if none does; or with the rules that are broken
+    in every layout."""
+    _must_hold(broken_in_any_layout(config, arch))
     found = search(config, arch, lengths)
     if not found:
         raise UserError(
             f"no layout of {config.model.path} fits {cluster_text(config)}; what would fit:{_larger(config, arch, lengths)}"
         )
     return found
+
+
+def _must_hold(broken: list[str]) -> None:
+    if broken:
+        raise UserError("the configuration is not legal:\n" + "\n".join(f"  - {rule}" for rule in broken))
 
 
 def _what_would(config: Config, arch: Architecture, lengths: Lengths) -> str:

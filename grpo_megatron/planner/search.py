@@ -51,7 +51,7 @@ def _quickest(candidate: Config, arch: Architecture, lengths: Lengths) -> Plan |
         return None  # the last of them takes least
     plans = [plan(each, arch, lengths, with_sync=False) for each in variants]
     fitting = sorted((each for each in plans if each.fits), key=lambda each: each.times.step)
-    return next((each for each in fitting if _is_legal(each.config, arch)), None)
+    return next((each for each in fitting if not broken_rules(each.config, arch)), None)
 
 
 def least_changes(config: Config, arch: Architecture) -> Plan | None:
@@ -64,7 +64,7 @@ def least_changes(config: Config, arch: Architecture) -> Plan | None:
                 for section, values in options:
                     changed = with_values(changed, section, **values)
                 found = plan(changed, arch, with_sync=False)
-                if found.fits and _is_legal(changed, arch):
+                if found.fits and not broken_rules(changed, arch):
                     return found
     return None
 
@@ -76,8 +76,16 @@ def with_values(config: Config, section: str, **values) -> Config:
     return replace(config, **{head: with_values(inner, rest, **values) if rest else replace(inner, **values)})
 
 
-def _is_legal(config: Config, arch: Architecture) -> bool:
-    return not violations(config) and not architecture_violations(config, arch)
+def broken_rules(config: Config, arch: Architecture) -> list[str]:
+    """One sentence for each."""
+    return list(dict.fromkeys(violations(config) + architecture_violations(config, arch)))
+
+
+def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
+    """Those that would be broken with one rank and one engine, too."""
+    one = {"num_engines": 1, "tensor_parallel": 1, "expert_parallel": 1, "data_parallel_attention": 1}
+    alone = with_values(with_values(config, "rollout.engine", **one), "cluster", placement=Placement.colocated)
+    return broken_rules(_with_layout(alone, ParallelSizes()), arch)
 
 
 def _step_seconds(config: Config, arch: Architecture, lengths: Lengths) -> float:

@@ -30,6 +30,12 @@ def fits(config):
     return plan(config, arch, with_sync=False).fits and not violations(config) and not architecture_violations(config, arch)
 
 
+def test_a_layout_that_is_not_legal_as_configured_does_not_stop_the_search():
+    config = with_values(recipe("qwen3_8b_1node"), "megatron", tensor_parallel=3)
+    assert violations(config)
+    assert len(searched_plans(config, model_of(config), Lengths.given(config))) == 5
+
+
 @pytest.mark.slow_when(lambda name: name == "qwen3_30b_a3b_4node")
 @pytest.mark.parametrize("name", ["qwen3_8b_1node", "llama3_70b_16node", "qwen3_30b_a3b_4node"])
 def test_what_is_found_is_legal_fits_and_is_not_slower_than_the_recipe(name):
@@ -197,6 +203,8 @@ def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys):
         (["--gpu", "h100"], "cluster.gpu"),
         (["megatron.tensor_parallel=3"], "megatron.tensor_parallel=3 does not divide"),
         (["model.path=nowhere"], "nowhere does not exist"),
+        (["train.ppo_mini_batch_size=7", "--search"], "train.ppo_mini_batch_size=7 does not divide data.train_batch_size=128"),
+        (["megatron.lora.rank=8", "--search"], "it cannot be made with megatron.lora.rank"),
     ],
 )
 def test_what_cannot_be_planned_is_one_error(overrides, says, capsys):
