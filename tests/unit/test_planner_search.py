@@ -62,6 +62,17 @@ def test_none_that_was_not_tried_is_quicker():
     assert None in everything  # memory is scarce enough to matter
 
 
+def test_rules_beyond_those_of_layouts_hold_too():
+    """A step of two samples cannot be shared by eight replicas, which would fit."""
+    config = with_values(with_values(recipe("qwen3_8b_1node"), "cluster", gpu="h200"), "data", train_batch_size=1)
+    config = with_values(with_values(config, "train", ppo_mini_batch_size=1), "rollout", n=2)
+    arch, lengths = model_of(config), Lengths.given(config)
+    replicas = [each for each in searching._candidates(config, arch) if each.megatron.data_parallel == 8]
+    variants = [variant for each in replicas for variant in searching._variants(each, arch)]
+    assert any(plan(variant, arch, with_sync=False).fits for variant in variants)
+    assert [searching._quickest(each, arch, lengths) for each in replicas] == [None] * len(replicas)
+
+
 def refusal(config):
     with pytest.raises(UserError) as error:
         checked_plan(config, model_of(config), Lengths.given(config))
