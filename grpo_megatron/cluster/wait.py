@@ -4,6 +4,7 @@ python -m grpo_megatron.cluster.wait --address HOST:PORT --nodes N --timeout SEC
 """
 
 import argparse
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import time
 _COUNT = """
 import sys, ray
 ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
-print(sum(node["Alive"] for node in ray.nodes()))
+print("nodes alive:", sum(node["Alive"] for node in ray.nodes()))
 """
 
 
@@ -33,7 +34,9 @@ def alive_nodes(address: str) -> int:
         done = subprocess.run([sys.executable, "-c", _COUNT, address], capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         return 0
-    return int(done.stdout.split()[-1]) if done.returncode == 0 and done.stdout.split() else 0
+    # Ray may have something to say there too.
+    counted = re.search(r"^nodes alive: (\d+)$", done.stdout, flags=re.MULTILINE)
+    return int(counted[1]) if done.returncode == 0 and counted else 0
 
 
 def main() -> int:

@@ -1,9 +1,10 @@
-"""Which rank is where in the network, and where a job listens."""
+"""Which rank is where in the network, where a job listens, and whether its nodes have come."""
 
 import socket
 
 import pytest
 
+from grpo_megatron.cluster import wait
 from grpo_megatron.cluster.placement import neighbouring_stages
 from grpo_megatron.cluster.ports import free_ports
 from grpo_megatron.config.load import read_config
@@ -63,3 +64,12 @@ def test_a_port_that_is_taken_is_passed_over():
         assert free_ports(2, taken) > taken
     with pytest.raises(OSError, match="no 3 ports"):
         free_ports(3, 65535)
+
+
+@pytest.mark.parametrize(("said", "nodes"), [("a pool.\\nnodes alive: 2\\nmore", 2), ("nodes alive: many", 0), ("", 0)])
+def test_nodes_are_counted_whatever_else_ray_prints(monkeypatch, said, nodes):
+    monkeypatch.setattr(wait, "_COUNT", f'print("{said}")')
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert wait.alive_nodes(f"127.0.0.1:{listener.getsockname()[1]}") == nodes
