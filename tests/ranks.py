@@ -1,11 +1,14 @@
 """A pool of persistent processes that become the ranks of one layout after another.
 
-Importing Megatron takes seconds per process; a session pays it once. Process groups are kept as long
-as the layout stays the same, and made anew for another.
+Importing Megatron takes seconds; a session pays it once, in a process from which the others are forked. Process groups are kept
+as long as the layout stays the same, and made anew for another.
 """
 
+import contextlib
 import gc
 import multiprocessing
+import os
+import signal
 import tempfile
 import traceback
 import uuid
@@ -21,10 +24,10 @@ _MOST_THREADS = 300
 class RankPool:
     def __init__(self, emulate_kernels: bool = False):
         """emulate_kernels: TransformerEngine can be imported in the processes."""
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._forge = Forge(emulate_kernels)
         # What a layout is compared with, mostly on one rank, does not interrupt it.
-        self._alone, self._together = (Team(context, self._folder.name, emulate_kernels) for _ in range(2))
+        self._alone, self._together = (Team(self._forge, self._folder.name) for _ in range(2))
 
     def run(self, function, sizes: ParallelSizes, *args, seed: int = 1234) -> list:
         """function(*args) on every rank of the layout; the results in rank order.
@@ -38,13 +41,36 @@ class RankPool:
     def close(self):
         self._alone.close()
         self._together.close()
+        self._forge.close()
+
+
+class Forge:
+    """A process that has imported everything, and forks others from it."""
+
+    def __init__(self, emulate_kernels: bool):
+        self._orders, theirs = multiprocessing.get_context("spawn").Pipe()
+        # Not a daemon: it has children.
+        self._process = multiprocessing.get_context("spawn").Process(target=_fork_on_order, args=(theirs, emulate_kernels))
+        self._process.start()
+        theirs.close()
+
+    def process(self):
+        """(the id of a new process, the connection to it)"""
+        ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._orders.send(theirs)
+            return self._orders.recv(), ours
+
+    def close(self):
+        self._process.kill()
+        self._process.join()
 
 
 class Team:
     """Processes that are, or can become, the ranks of one layout."""
 
-    def __init__(self, context, folder: str, emulate_kernels: bool):
-        self._context, self._folder, self._emulate_kernels = context, folder, emulate_kernels
+    def __init__(self, forge: Forge, folder: str):
+        self._forge, self._folder = forge, folder
         self._workers = []
         self._joined: ParallelSizes | None = None  # the layout of their process groups
         self._init_method = ""
@@ -54,12 +80,12 @@ class Team:
             self._renew()
             self._joined, self._init_method = sizes, f"file://{Path(self._folder) / uuid.uuid4().hex}"
         while len(self._workers) < sizes.world_size:
-            self._workers.append(self._start())
+            self._workers.append(self._forge.process())
         used = self._workers[: sizes.world_size]
         for rank, (_, connection) in enumerate(used):
             connection.send((function, args, sizes, rank, self._init_method, seed))
         results = []
-        for rank, (_process, connection) in enumerate(used):
+        for rank, (_pid, connection) in enumerate(used):
             if not connection.poll(300):
                 self.close()
                 raise AssertionError(f"rank {rank} did not answer within 300 s")
@@ -77,17 +103,9 @@ class Team:
         poll, and the tests slow down to a tenth.
         """
         for worker in list(self._workers):
-            if psutil.Process(worker[0].pid).num_threads() > _MOST_THREADS:
+            if psutil.Process(worker[0]).num_threads() > _MOST_THREADS:
                 self._end([worker])
                 self._workers.remove(worker)
-
-    def _start(self):
-        ours, theirs = self._context.Pipe()
-        # Not a daemon: saving a checkpoint starts a process of its own.
-        process = self._context.Process(target=_serve, args=(theirs, self._emulate_kernels))
-        process.start()
-        theirs.close()
-        return process, ours
 
     def close(self):
         self._end(self._workers)
@@ -95,9 +113,10 @@ class Team:
 
     @staticmethod
     def _end(workers) -> None:
-        for process, _ in workers:
-            process.kill()
-            process.join()
+        for pid, connection in workers:
+            with contextlib.suppress(ProcessLookupError):  # it died, and its parent has noticed
+                os.kill(pid, signal.SIGKILL)
+            connection.close()
 
 
 def _forget_scales() -> None:
@@ -107,13 +126,32 @@ def _forget_scales() -> None:
     FP8GlobalStateManager.reset()
 
 
-def _serve(connection, emulate_kernels: bool):
-    import torch
-
+def _fork_on_order(orders, emulate_kernels: bool):
+    gc.disable()  # during the imports, of which nothing is garbage
     if emulate_kernels:
         from grpo_megatron.megatron import emulation
 
         emulation.install()
+    import grpo_megatron.megatron.actor  # noqa: F401
+
+    gc.enable()
+    gc.freeze()  # what is shared with all of the processes, no collection of one walks through
+    context = multiprocessing.get_context("fork")
+    while True:
+        try:
+            connection = orders.recv()
+        except EOFError:
+            return  # the test session is gone
+        # Not a daemon: saving a checkpoint starts a process of its own.
+        process = context.Process(target=_serve, args=(connection, emulate_kernels))
+        process.start()
+        connection.close()
+        orders.send(process.pid)
+
+
+def _serve(connection, emulate_kernels: bool):
+    import torch
+
     from grpo_megatron.megatron import process_groups
 
     torch.set_num_threads(1)
