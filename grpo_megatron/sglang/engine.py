@@ -23,6 +23,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.sglang.memory import EngineMemory, Part, engine_bytes
 from grpo_megatron.sglang.node import Children
 from grpo_megatron.sglang.release import Accepted, EngineControl, weight_spans
+from grpo_megatron.sglang.start import start_engine
 from grpo_megatron.sglang.weight_door import DOOR, answer_key, by_value
 from grpo_megatron.weights.buckets import Bucket
 from grpo_megatron.weights.sync.order import Answer, Order
@@ -67,14 +68,8 @@ class SGLangEngine:
         """routed_layers: for each layer of the model whether it has experts, if their routing is wanted. others: EngineNode of each
         of its nodes but this one."""
         redirect_output(process.log)
-        import sglang
-
         self._process, self._routed_layers = process, routed_layers
-        if arguments.get("device") == "cpu":
-            from grpo_megatron.sglang import cpu_memory
-
-            cpu_memory.register()  # also asked for here, where schedulers are started
-        self._control = EngineControl(sglang.Engine(**arguments))
+        self._control = EngineControl(start_engine(arguments))
         self._children = Children()
         self._ends = {other: node.end.remote().future() for other, node in others.items()}
         self._memory = EngineMemory(process.name, self._control, self._while_alive)

@@ -8,6 +8,7 @@ import psutil
 import ray
 
 from grpo_megatron.cluster.processes import Process, redirect_output
+from grpo_megatron.sglang.start import start_engine
 
 
 class Children:
@@ -33,13 +34,7 @@ class EngineNode:
 
     def __init__(self, process: Process, arguments: dict[str, Any]):
         redirect_output(process.log)
-        import sglang
-
-        if arguments.get("device") == "cpu":
-            from grpo_megatron.sglang import cpu_memory
-
-            cpu_memory.register()  # also asked for here, where schedulers are started
-        self._engine = sglang.Engine(**arguments)
+        self._engine = start_engine(arguments)
         self._children = Children()
 
     async def ready(self) -> int:

@@ -1,0 +1,25 @@
+"""The start of SGLang on one node of an engine, in the process of a Ray actor."""
+
+import gc
+from typing import Any
+
+
+def start_engine(arguments: dict[str, Any]) -> Any:
+    """sglang.Engine(**arguments), whose processes on this node are children of this one."""
+    on_cpu = arguments.get("device") == "cpu"
+    if on_cpu:
+        from grpo_megatron.sglang import cpu_processes
+
+        cpu_processes.prepare()  # first, so that it imports SGLang while this process does
+    # What is imported stays: collections during the import find nothing, and take a quarter of its time.
+    gc.disable()
+    import sglang.srt.entrypoints.engine
+
+    gc.enable()
+    engine = sglang.srt.entrypoints.engine.Engine
+    if on_cpu:
+        from grpo_megatron.sglang import cpu_memory
+
+        cpu_memory.register()  # also asked for here, where schedulers are started
+        engine = cpu_processes.forking(engine)
+    return engine(**arguments)
