@@ -53,6 +53,7 @@ def engines(ray_here, wide, tmp_path):
         cluster.close()
 
 
+@pytest.mark.slow
 def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wide):
     model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
     random = np.random.default_rng(0)

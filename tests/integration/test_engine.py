@@ -19,10 +19,12 @@ from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import Config, ModelConfig, RewardConfig
-from grpo_megatron.config.weight_sync import PauseMode
+from grpo_megatron.config.weight_sync import PauseMode, WeightSyncConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
+from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import RolloutManager, Sampling
@@ -30,6 +32,8 @@ from grpo_megatron.sglang.engine import Request
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.weights.buckets import make_buckets
 from grpo_megatron.weights.sync.object_store import ObjectStore
+from grpo_megatron.weights.sync.plan import Layouts
+from grpo_megatron.weights.sync.resharding import make_transport
 from grpo_megatron.weights.sync.sync import WeightSync
 from tests.models import transformers_logprobs
 
@@ -243,6 +247,16 @@ def test_an_update_the_engine_refuses_is_an_error(engines):
     bucket = next(make_buckets([("model.norm.weight", torch.zeros(64))], 1000))
     with pytest.raises(UserError, match=r"the engine refused update_weights_from_tensor: .*begin_weight_update"):
         engines.load_bucket(ray.put(bucket))  # outside a session
+
+
+def test_an_engine_that_is_not_in_fp8_as_planned_is_refused(engines, arithmetic):
+    layouts = Layouts(read_architecture(str(arithmetic / "model")), ParallelSizes(), EngineLayout(1, fp8=True), 1)
+    transport = make_transport(WeightSyncConfig(), layouts, "", 60.0, print)
+    engines.begin_update()
+    with pytest.raises(UserError, match=r"in torch\.float32, planned torch\.float8_e4m3fn.*; an engine in FP8 takes no others"):
+        transport.transfer(Weights(None), engines, 1)
+    engines.end_update(engines.weight_version + 1)
+    transport.close()
 
 
 def test_an_engine_that_dies_is_named(manager, engines, tokenizer):

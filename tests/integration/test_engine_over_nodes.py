@@ -25,7 +25,7 @@ LAYOUT = (
 )
 
 
-@pytest.mark.slow_when(lambda transport: transport != "shared_memory")
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared_memory", "groups"])
 def test_weights_reach_both_nodes_and_samples_come_back(two_nodes, experts, tmp_path, transport):
     with loop(experts, tmp_path, *LAYOUT, f"weight_sync.transport={transport}") as (controller, run):

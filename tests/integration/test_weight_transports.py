@@ -38,6 +38,7 @@ def refuses_to_serve(engines):
             ray.get(engine.score.remote([[1, 2, 3]]))
 
 
+@pytest.mark.slow
 def test_shared_memory_from_two_stages_and_back_to_the_weights_before(ray_here, arithmetic, tmp_path):
     with loop(arithmetic, tmp_path, "megatron.pipeline_parallel=2", "weight_sync.delta=true") as (controller, run):
         refuses_to_serve(run.engines)  # before its first sync

@@ -104,13 +104,15 @@ def tied(ranks, tmp_path_factory):
     return Suite(ranks, tiny_model(tmp_path_factory.mktemp("tied"), "qwen2", tied=True))
 
 
-@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" and layout in ("tp2", "pp2", "dp2"))
+# Stages that are first and last only are in the uneven ones too, and in TP 2 with PP 2.
+@pytest.mark.slow_when(lambda layout, loss: layout == "pp2" or (loss == "gspo" and layout not in ("cp2tp2sp", "pp2vpp2")))
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(dense, layout, loss):
     dense.check(ParallelSizes(**LAYOUTS[layout]), LOSSES[loss])
 
 
+@pytest.mark.slow_when(lambda layout: layout not in ("pp2vpp2", "tp2pp2"))
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "pp2vpp2", "cp2", "tp2pp2"])
 def test_tied_embeddings_and_qkv_bias(tied, layout):
     tied.check(ParallelSizes(**LAYOUTS[layout]), TOKEN)
@@ -138,7 +140,14 @@ FACTORS = {
 }
 
 
-@pytest.mark.slow_when(lambda layout, factor: factor in ("selective recompute", "partition of two replicas") or layout == "tp1")
+# Each factor in one layout, if no other test has it.
+FACTORS_OF = {
+    "tp2pp2": ("small micro-batches", "constant-length packs", "full recompute"),
+    "cp2": ("one sequence per micro-batch",),
+}
+
+
+@pytest.mark.slow_when(lambda layout, factor: factor not in FACTORS_OF.get(layout, ()))
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "cp2"])
 def test_other_factor(dense, layout, factor):
@@ -149,7 +158,8 @@ def test_other_factor(dense, layout, factor):
     dense.check(sizes, TOKEN, **factors)
 
 
-@pytest.mark.slow_when(lambda layout: layout in ("tp2", "dp2"))
+# Those of PP 2 and of CP 2 with TP 2 and SP are in the next test.
+@pytest.mark.slow_when(lambda layout: layout not in ("tp2pp2", "pp2vpp2"))
 @pytest.mark.parametrize("layout", ["tp2", "tp2sp", "pp2vpp2", "tp2pp2", "cp2", "dp2"])
 def test_full_kl(dense, layout):
     dense.check(ParallelSizes(**LAYOUTS[layout]), FULL_KL)
@@ -196,7 +206,8 @@ def experts(ranks, tmp_path_factory):
     return Suite(ranks, folder, experts=(3, 4, 2), moe=REPLAY)
 
 
-@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" and layout != "ep2tp2")
+# What tp2sp, cp2 and ep2 have is in their combinations too.
+@pytest.mark.slow_when(lambda layout, loss: layout != "ep2tp2" if loss == "gspo" else layout in ("tp2sp", "cp2", "ep2"))
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts(experts, layout, loss):
@@ -225,7 +236,7 @@ def test_latent_attention_with_recompute(shared_experts, layout):
     shared_experts["deepseek_v3"].check(ParallelSizes(**EXPERT_LAYOUTS.get(layout, {})), TOKEN, options)
 
 
-@pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.full])
+@pytest.mark.parametrize("recompute", [Recompute.selective, pytest.param(Recompute.full, marks=pytest.mark.slow)])
 def test_experts_with_recompute(experts, recompute):
     options = {"recompute": recompute, "recompute_modules": ("moe",)}
     experts.check(ParallelSizes(pp=2, dp=2, ep=2), TOKEN, options)
@@ -235,6 +246,7 @@ def test_experts_with_distributed_optimizer_and_overlap(experts):
     experts.check(ParallelSizes(dp=2, ep=2), TOKEN, {"distributed_optimizer": True, "overlap": True})
 
 
+@pytest.mark.slow_when(lambda layout: layout in ("tp2sp", "ep2"))
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2", "ep2", "ep2tp2", "pp2vpp2"])
 def test_auxiliary_losses_with_the_partition_held_fixed(experts, layout):
     """The load-balancing loss is not linear in the tokens: one rank follows the same micro-batches."""

@@ -194,7 +194,9 @@ def check_dropping(ranks, spec, fault: str) -> None:
         assert all(math.isnan(norm) for norm in norms)
 
 
-@pytest.mark.slow_when(lambda layout, fault: fault == "advantage" or layout in ("dp2 bf16", "dp2 bf16 distributed"))
+@pytest.mark.slow_when(
+    lambda layout, fault: fault == "advantage" or layout in ("dp2", "dp2tp2", "dp2 bf16", "dp2 bf16 distributed")
+)
 @pytest.mark.parametrize("fault", ["weight", "advantage"])
 @pytest.mark.parametrize("layout", DROPPING)
 def test_a_nan_on_one_replica_drops_the_step_on_all(ranks, folder, layout, fault):
