@@ -11,7 +11,7 @@ def start_engine(arguments: dict[str, Any]) -> Any:
         from grpo_megatron.sglang import cpu_processes
 
         cpu_processes.prepare()  # first, so that it imports SGLang while this process does
-    # What is imported stays: collections during the import find nothing, and take a quarter of its time.
+    # What is imported stays: garbage collections meanwhile find nothing, and take a quarter of the time.
     gc.disable()
     import sglang.srt.entrypoints.engine
 
