@@ -41,7 +41,8 @@ def forking(engine: type) -> type:
 
 
 def _run(environment: dict[str, str], function: Callable, *arguments) -> Any:
-    """As a spawned process would: in the environment that SGLang has prepared meanwhile."""
+    """As a spawned process would: in the environment that SGLang has prepared meanwhile, and to spawn others."""
     # Those that have changed: the title of a process cannot be set after its whole environment was.
     os.environ.update(environment.items() - os.environ.items())
+    multiprocessing.set_start_method("spawn", force=True)
     return function(*arguments)
