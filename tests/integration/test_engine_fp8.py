@@ -14,6 +14,7 @@ from grpo_megatron.cli import main
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.controller import Controller
+from grpo_megatron.errors import UserError
 from grpo_megatron.model.block_scaled import engine_entries, scales
 from grpo_megatron.model.entries import EngineLayout, engine_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
@@ -202,6 +203,14 @@ def test_the_probe_sees_a_layer_that_computes_something_else(synced):
     with pytest.raises(RuntimeError, match="log-probs that differ from the trainer's") as raised:
         probe.ask_engines()
     print(raised.value)
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_not_in_fp8_is_refused(ray_here, blocks, tmp_path, monkeypatch):
+    made = pool.engine_arguments
+    monkeypatch.setattr(pool, "engine_arguments", lambda *args: made(*args) | {"json_model_override_args": "{}"})
+    with loop(blocks, tmp_path) as (controller, _), pytest.raises(UserError, match="an engine in FP8 takes no others"):
+        controller.sync_weights()
 
 
 def of_trainer(x, weight):
