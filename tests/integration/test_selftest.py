@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -198,7 +199,7 @@ def test_a_tensor_that_never_arrives(controller, verdict, monkeypatch):
 
 
 def test_a_version_tag_of_old(controller, verdict, monkeypatch):
-    """What SGLang says of a sample's weights is believed too. The last test of this engine: samples are left in it."""
+    """What SGLang says of a sample's weights is believed too. Samples are left in the engine, so that the next test alone may use it."""
     real = controller.rollouts._manager._check
 
     def check(completion, prompt):
@@ -208,6 +209,15 @@ def test_a_version_tag_of_old(controller, verdict, monkeypatch):
     monkeypatch.setattr(controller.rollouts._manager, "_check", check)
     (found,) = verdict().explanations
     assert found.startswith("weight version: the engine answered with weight version")
+
+
+def test_nothing_outlives_the_process_of_an_engine(controller):
+    (engine,) = controller.engines._engines
+    process = psutil.Process(ray.get(engine.ready.remote()))
+    children = process.children(recursive=True)
+    assert len(children) > 2
+    process.kill()
+    assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
 @pytest.mark.slow
