@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import threading
 import time
 
 import numpy as np
@@ -171,8 +172,6 @@ def test_a_resumed_run_takes_back_what_came_later(monitor_of, tmp_path):
     a_step(monitor, 3, groups, {"reward/mean": 0.75})
     monitor.close()
     assert [(event.step, event.value) for event in events(tmp_path).Scalars("reward/mean")] == [(1, 0.5), (2, 0.5), (3, 0.75)]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.5), (2, 0.5), (3, 0.75)]
     texts = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
     assert [text["step"] for text in texts if text["name"] == "samples/0"] == [1, 2, 3]
     steps = [event["name"] for event in read_timeline(tmp_path / TIMELINE) if event["name"].startswith("step")]
@@ -272,6 +271,19 @@ def test_a_terminal_has_a_bar_and_a_job_log_has_none(monkeypatch):
     assert "3/4" in bar
     assert "train" in bar
     assert shown(io.StringIO()) == ""
+
+
+def test_time_in_monitoring_is_that_of_the_run_itself(monitor_of, monkeypatch):
+    monitor = monitor_of(configured())
+    monkeypatch.setattr("grpo_megatron.monitoring.monitor.say", lambda text: time.sleep(1.0))
+    groups = [group(0, (0.0, 1.0))]
+    a_step(monitor, 1, groups)
+    other = threading.Thread(target=monitor.say, args=("a line of another thread",))
+    other.start()
+    other.join()
+    assert a_step(monitor, 2, groups)["time/monitor"] < 1.0
+    monitor.say("a line of this one")
+    assert a_step(monitor, 3, groups)["time/monitor"] > 1.0
 
 
 def test_nan_is_told_like_any_number(monitor_of, tmp_path):
