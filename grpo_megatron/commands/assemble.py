@@ -73,8 +73,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Site:
-    """What of a run outlives the loss of its trainer. directory: the run's folder. engines: None where the command or a replay needs
-    none. status: of the run, whatever it takes to its end. checkpoint: the folder to begin from, None for a new run. started: by time.perf_counter."""
+    """What of a run outlives the loss of its trainer. directory: the run's folder. status: of the run until its end. engines: None
+    where the command or a replay needs none. checkpoint: the folder to begin from, None for a new run. started: by
+    time.perf_counter."""
 
     config: Config
     command: str
@@ -209,7 +210,8 @@ def persist(site: Site, attempt: Callable[[Site, str | None], Result]) -> Result
             if restarts == site.config.run.max_restarts:
                 raise
             restarts += 1
-            site.status.note(phase="restart", restarts=restarts)
+            site.status.note(restarts=restarts)
+            site.status.phase("restart")
             checkpoint = site.last_checkpoint()
             say(f"{error}\nrestart {restarts} of at most {site.config.run.max_restarts}, from {checkpoint or 'the beginning'}")
             site.recover()

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -17,9 +17,9 @@ from grpo_megatron.monitoring.optional import make_listeners
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.monitoring.run_files import RunFiles
 from grpo_megatron.monitoring.samples import chosen, distributions, group_text
-from grpo_megatron.monitoring.status import StatusFile, closing
+from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.tensorboard import TensorBoard
-from grpo_megatron.monitoring.terminal import Terminal
+from grpo_megatron.monitoring.terminal import Terminal, say
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.monitoring.timeline import DRIVER, Timeline
 
@@ -29,11 +29,12 @@ _MIB, _GIB = 2**20, 2**30
 class Monitor:
     """Tells scalars, texts and distributions to TensorBoard, the run's files and other listeners; keeps status.json and timeline.json.
 
-    A context: how it is left is the state that `grpo-megatron status` shows afterwards. Whatever of this cannot be written, such as
-    to a disk that is full, is said once and left out; no step waits for it or fails with it.
+    Whatever of this cannot be written, such as to a disk that is full, is said once and left out: the run goes on.
     """
 
-    def __init__(self, directory: str, config: Config, resumed: int = 0, throughput: Throughput | None = None):
+    def __init__(
+        self, directory: str, config: Config, status: StatusFile, resumed: int = 0, throughput: Throughput | None = None
+    ):
         """resumed: the step a resumed run continues after; later points of curves, texts and timeline are taken back.
 
         throughput: None where it is not to be known. Raises UserError where a listener of monitor.listeners cannot start.
@@ -52,25 +53,10 @@ class Monitor:
         ]
         self.terminal = Terminal(config.run.total_steps, resumed)
         self.timeline = Timeline(directory, self._options.timeline_mib * _MIB, resumed)
-        self.status = StatusFile(
-            directory,
-            run=config.run.name,
-            step=resumed,
-            total_steps=config.run.total_steps,
-            phase="start",
-            phase_since=time.time(),
-        )
+        self.status = status
+        self.status.note(step=resumed)
         self.phases = Phases(self._phase_begun, self._phase_ended)
-        self._ending = ExitStack()
         self._tell("text", 0, "configuration", nested_yaml(values, {}))
-
-    def __enter__(self) -> "Monitor":
-        self._ending.callback(self._close_all)
-        self._ending.enter_context(closing(self.status))
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._ending.__exit__(*error)
 
     def start_step(self, step: int) -> None:
         with self._clock:
@@ -127,7 +113,7 @@ class Monitor:
             self._tell("scalars", step, scalars)
             self.status.note(evaluation=scalars, evaluation_step=step)
             results = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in scalars.items())
-            self.terminal.say(f"evaluation after {step} steps: {results}")
+            say(f"evaluation after {step} steps: {results}")
             self._flush()
 
     def text(self, step: int, name: str, text: str) -> None:
@@ -136,9 +122,9 @@ class Monitor:
 
     def say(self, text: str) -> None:
         with self._clock:
-            self.terminal.say(text)
+            say(text)
 
-    def _close_all(self) -> None:
+    def close(self) -> None:
         for listener in self._listeners:
             with self._survived(listener):
                 listener.close()
@@ -148,13 +134,13 @@ class Monitor:
 
     def _phase_begun(self, name: str) -> None:
         with self._clock:
-            self.status.note(phase=name, phase_since=time.time())
+            self.status.phase(name)
             self.terminal.phase(name)
 
     def _phase_ended(self, name: str, start: float, seconds: float) -> None:
         with self._clock:
             self.timeline.add(DRIVER, name, start, seconds)
-            self.status.note(phase="between phases", phase_since=time.time())
+            self.status.phase("between phases")
 
     def _tell(self, what: str, *arguments: Any) -> None:
         for listener in self._listeners:
@@ -174,9 +160,7 @@ class Monitor:
             name = type(told).__name__
             if name not in self._failed:
                 self._failed.add(name)
-                self.terminal.say(
-                    f"{name} misses some of what this run shows: {type(error).__name__}: {error}; the run goes on"
-                )
+                say(f"{name} misses some of what this run shows: {type(error).__name__}: {error}; the run goes on")
 
 
 def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | str]:

@@ -9,8 +9,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -37,25 +35,50 @@ class State(str, Enum):
 
 
 class StatusFile:
-    """Keeps status.json up to date until `close`."""
+    """Keeps status.json up to date within its context; how that is left is the state of the run."""
 
-    def __init__(self, directory: str, **values: Any):
-        """values: the first ones to note."""
+    def __init__(self, directory: str, run: str, total_steps: int):
+        """directory: the run's folder; run: its name."""
         self._path = Path(directory, STATUS)
         now = time.time()
         self._values: dict[str, Any] = {
             "state": State.running.value,
+            "run": run,
+            "step": 0,
+            "total_steps": total_steps,
+            "phase": "start",
+            "phase_since": now,
+            "restarts": 0,
             "started": now,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "pid_started": psutil.Process().create_time(),
-            **values,
         }
         self._seconds = 0.0
         self._lock, self._changed, self._end = threading.Lock(), True, threading.Event()
         self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
+
+    def __enter__(self) -> "StatusFile":
         self._write()
         self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback) -> None:
+        state, words = State.finished, ""
+        if isinstance(error, UserError):
+            state, words = State.failed, str(error)
+        elif isinstance(error, Exception):
+            state, words = State.failed, f"{type(error).__name__}: {error}"
+        elif error is not None:  # such as KeyboardInterrupt
+            state, words = State.interrupted, type(error).__name__
+        self.note(state=state.value, error=words)
+        self._end.set()
+        self._thread.join()
+        self._write()
+
+    def phase(self, name: str) -> None:
+        """What the run does from now on."""
+        self.note(phase=name, phase_since=time.time())
 
     def note(self, **values: Any) -> None:
         """Values that JSON has, by name. "processes": a list of {"name", "phase", "since", "heard"}, times in seconds since the epoch."""
@@ -67,15 +90,6 @@ class StatusFile:
         """Spent writing since the last call."""
         taken, self._seconds = self._seconds, 0.0
         return taken
-
-    def close(self, state: State, error: str = "") -> None:
-        """The last word of the run."""
-        if self._end.is_set():
-            return
-        self.note(state=state.value, error=error, phase=None, ended=time.time())
-        self._end.set()
-        self._thread.join()
-        self._write()
 
     def _keep(self) -> None:
         written = time.monotonic()
@@ -100,6 +114,7 @@ class StatusFile:
 
 # What a status has at least, and of which type.
 _NEEDED = {"state": str, "written": float, "started": float, "host": str, "pid": int, "pid_started": float, "step": int}
+_NEEDED |= {"run": str, "total_steps": int, "phase": str, "phase_since": float, "restarts": int}
 
 
 def read_status(folder: str) -> dict[str, Any]:
@@ -132,20 +147,3 @@ def _writes(found: dict[str, Any]) -> bool:
         return abs(psutil.Process(found["pid"]).create_time() - found["pid_started"]) < 2
     except psutil.Error:
         return False
-
-
-@contextmanager
-def closing(status: StatusFile) -> Iterator[None]:
-    """Closes it with the state that the end of this context means."""
-    try:
-        yield
-    except UserError as error:
-        status.close(State.failed, str(error))
-        raise
-    except Exception as error:
-        status.close(State.failed, f"{type(error).__name__}: {error}")
-        raise
-    except BaseException as error:
-        status.close(State.interrupted, type(error).__name__)
-        raise
-    status.close(State.finished)

@@ -4,6 +4,9 @@ import numpy as np
 
 from grpo_megatron.monitoring.charts import tensorboard_layout
 
+# Events that may wait for the thread that writes them.
+_QUEUE = 1000
+
 
 class TensorBoard:
     """A Listener."""
@@ -13,18 +16,21 @@ class TensorBoard:
 
         hyperparameters: by which TensorBoard can compare this run with others.
         """
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._writer = SummaryWriter(directory, purge_step=resumed + 1 if resumed else None)
+        self._summary = Summary
+        self._writer = SummaryWriter(directory, purge_step=resumed + 1 if resumed else 0, max_queue=_QUEUE)
         self._writer.add_custom_scalars(tensorboard_layout())
         # SummaryWriter.add_hparams would write them as a run of its own below this one.
         for summary in hparams(hyperparameters, {"reward/mean": 0.0, "eval/greedy": 0.0, "throughput/tokens_per_second": 0.0}):
             self._writer.file_writer.add_summary(summary)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        # One event for all: the thread that writes takes few at a time, and add_scalar would wait for it.
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.file_writer.add_summary(self._summary(value=values), step)
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
         self._writer.add_histogram(name, values, step)

@@ -9,6 +9,13 @@ from tqdm import tqdm
 _NO_PHASES = ("time/step", "time/other", "time/monitor")
 
 
+def say(text: str) -> None:
+    """A line for people."""
+    # A bar steps aside for it and comes back below.
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
+
+
 class Terminal:
     """Lines go to stdout. The bar is on stderr, only where that is a terminal."""
 
@@ -51,12 +58,7 @@ class Terminal:
         parts.append(f"{scalars['time/step']:.2f} s (" + " ".join(f"{name} {value:.2f}" for name, value in phases) + ")")
         if self.eta is not None:
             parts.append(f"ETA {tqdm.format_interval(self.eta)}")
-        self.say(" | ".join(parts))
-
-    def say(self, text: str) -> None:
-        # The bar steps aside for the line and comes back below it.
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        say(" | ".join(parts))
 
     def close(self) -> None:
         if self._bar is not None:

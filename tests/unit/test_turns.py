@@ -6,6 +6,7 @@ import pytest
 
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.turns import RING, State, Turns
 
 ORDER = ["release", "wake", "resume_weights", "sync", "sleep", "resume_kv_cache"]
@@ -54,8 +55,10 @@ class Ranks:
 
 @pytest.fixture
 def monitor(tmp_path):
-    with Monitor(str(tmp_path), Config()) as monitor:
+    with StatusFile(str(tmp_path), "run", total_steps=1) as status:
+        monitor = Monitor(str(tmp_path), Config(), status)
         yield monitor
+        monitor.close()
 
 
 @pytest.fixture

@@ -1,0 +1,83 @@
+"""`grpo-megatron status`: what the run in a folder does now."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from grpo_megatron.monitoring.status import State, read_status
+from grpo_megatron.run.checkpoints import newest_checkpoint
+
+# Scalars that are shown, where the run has them, and what they are called.
+_SHOWN = {
+    "reward/mean": "reward",
+    "sft/loss_per_token": "loss",
+    "actor/kl_to_reference": "kl",
+    "actor/entropy": "entropy",
+    "actor/grad_norm": "grad norm",
+    "mismatch/max": "mismatch",
+}
+
+
+def add_parser(commands) -> None:
+    """commands: what ArgumentParser.add_subparsers returns."""
+    parser = commands.add_parser(
+        "status", help="what a run does now; exit status 1 if it has failed, was interrupted, or is gone without a word"
+    )
+    parser.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: all that is recorded, with every scalar of the last step"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status: 0 for a run that goes on or has finished, 1 for one that ended in another way. Raises UserError."""
+    found = read_status(options.folder)
+    checkpoint = newest_checkpoint(f"{options.folder}/checkpoints")
+    newest = Path(checkpoint) if checkpoint else None
+    if options.json:
+        print(json.dumps(found | {"checkpoint": newest.name if newest else None}, indent=2))
+    else:
+        rows = _rows(found, newest, time.time())
+        width = max(len(name) for name, _ in rows)
+        print("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
+    return 0 if found["state"] in (State.running, State.finished) else 1
+
+
+def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[str, str]]:
+    def ago(then: float) -> str:
+        return tqdm.format_interval(max(0, now - then))
+
+    state, where = found["state"], f"process {found['pid']} on {found['host']}"
+    words = {
+        State.gone: f"gone: {where} has ended without a word (killed, or its machine is); last heard {ago(found['written'])} ago",
+        State.failed: f"failed {ago(found['written'])} ago: {found.get('error')}",
+        State.interrupted: f"interrupted {ago(found['written'])} ago by {found.get('error')}",
+        State.finished: f"finished {ago(found['written'])} ago",
+        State.running: f"running for {ago(found['started'])}: {where}, heard {ago(found['written'])} ago",
+    }
+    rows = [("run", found["run"]), ("state", words[State(state)])]
+    eta = found.get("eta")
+    left = f", ETA {tqdm.format_interval(eta)}" if state == State.running and eta is not None else ""
+    rows.append(("step", f"{found['step']} of {found['total_steps']} done{left}"))
+    if state in (State.running, State.gone):
+        rows.append(("phase", f"{found['phase']}, for {ago(found['phase_since'])}"))
+    metrics = found.get("metrics") or {}
+    if metrics:
+        speed = f"{metrics['throughput/tokens_per_second']:.0f} tokens/s, " if "throughput/tokens_per_second" in metrics else ""
+        rows.append(("speed", f"{speed}{metrics['time/step']:.2f} s a step"))
+        rows.append(("metrics", _scalars({label: metrics[name] for name, label in _SHOWN.items() if name in metrics})))
+    if found.get("evaluation"):
+        rows.append(("evaluation", f"{_scalars(found['evaluation'])} after {found['evaluation_step']} steps"))
+    rows.append(("checkpoint", f"{newest.name}, {ago(newest.stat().st_mtime)} ago" if newest else "none yet"))
+    rows.append(("restarts", str(found["restarts"])))
+    for process in found.get("processes", []):
+        rows.append((process["name"], f"{process['phase']} for {ago(process['since'])}, heard {ago(process['heard'])} ago"))
+    return rows
+
+
+def _scalars(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
