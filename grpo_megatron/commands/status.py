@@ -1,6 +1,5 @@
 """`grpo-megatron status`: what the run in a folder does now."""
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -22,23 +21,12 @@ _SHOWN = {
 }
 
 
-def add_parser(commands) -> None:
-    """commands: what ArgumentParser.add_subparsers returns."""
-    parser = commands.add_parser(
-        "status", help="what a run does now; exit status 1 if it has failed, was interrupted, or is gone without a word"
-    )
-    parser.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
-    parser.add_argument(
-        "--json", action="store_true", help="for programs: all that is recorded, with every scalar of the last step"
-    )
-
-
-def run(options: argparse.Namespace) -> int:
-    """Exit status: 0 for a run that goes on or has finished, 1 for one that ended in another way. Raises UserError."""
-    found = read_status(options.folder)
-    checkpoint = newest_checkpoint(f"{options.folder}/checkpoints")
+def status(folder: str, as_json: bool) -> int:
+    """Print it. Exit status: 0 for a run that goes on or has finished, 1 for one that ended in another way. Raises UserError."""
+    found = read_status(folder)
+    checkpoint = newest_checkpoint(f"{folder}/checkpoints")
     newest = Path(checkpoint) if checkpoint else None
-    if options.json:
+    if as_json:
         print(json.dumps(found | {"checkpoint": newest.name if newest else None}, indent=2))
     else:
         rows = _rows(found, newest, time.time())

@@ -1,0 +1,35 @@
+"""`grpo-megatron report`: one page about a run."""
+
+from pathlib import Path
+
+from grpo_megatron.config.keys import value_text
+from grpo_megatron.errors import UserError
+from grpo_megatron.preflight.show import diff
+from grpo_megatron.report.page import Changes, page
+from grpo_megatron.report.read import CONFIG, RecordedRun, read_run
+
+
+def report(folder: str, against: str | None, out: str | None) -> int:
+    """Write the page, and print where. against: folder of a run to compare with. out: None for report.html in the folder.
+
+    Exit status: 0. Raises UserError for a folder that is not of a run, and a file that cannot be written.
+    """
+    recorded = read_run(folder)
+    other = read_run(against) if against else None
+    text = page(recorded, other, _changes(recorded, other) if other else "")
+    path = Path(out) if out else Path(folder, "report.html")
+    try:
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise UserError(f"the report cannot be written to {path}: {error}") from error
+    print(path)
+    return 0
+
+
+def _changes(run: RecordedRun, other: RecordedRun) -> Changes | str:
+    """Or, in a sentence, why they cannot be told, such as a key that only an earlier version knew."""
+    try:
+        found = diff(str(run.folder / CONFIG), str(other.folder / CONFIG))
+    except UserError as error:
+        return str(error)
+    return {key: (value_text(sides["a"]["value"]), value_text(sides["b"]["value"])) for key, sides in found.items()}

@@ -1,0 +1,121 @@
+"""A line chart as SVG, and bars of shares, for a page that loads nothing."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from grpo_megatron.report.read import Curve
+
+# Of Paul Tol's "bright" scheme, which people with any colour vision can tell apart.
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
+
+_WIDTH, _HEIGHT = 460, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 10, 28
+# More points than this are not told apart on the screen; each then is the mean of its neighbours.
+_MOST_POINTS = 400
+
+
+@dataclass(frozen=True)
+class Line:
+    """dashed: of the run that is compared with."""
+
+    label: str
+    curve: Curve
+    dashed: bool = False
+
+
+def line_chart(lines: Sequence[Line]) -> str:
+    """SVG with both axes, and a legend of all lines; values that are no numbers are gaps."""
+    curves = [_thinned([point for point in line.curve if math.isfinite(point[1])]) for line in lines]
+    points = [point for curve in curves for point in curve]
+    if not points:
+        return '<p class="none">no finite value</p>'
+    x_low, x_high = _range([x for x, _ in points])
+    y_low, y_high = _range([y for _, y in points])
+    ticks = nice_ticks(y_low, y_high)
+    y_low, y_high = min(y_low, ticks[0]), max(y_high, ticks[-1])
+
+    def across(x: float) -> float:
+        return _LEFT + (x - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - _RIGHT)
+
+    def up(y: float) -> float:
+        return _HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">']
+    for tick in ticks:
+        parts.append(f'<path class="grid" d="M{_LEFT} {up(tick):.1f}H{_WIDTH - _RIGHT}"/>')
+        parts.append(f'<text class="y" x="{_LEFT - 6}" y="{up(tick) + 4:.1f}">{_number(tick)}</text>')
+    for tick in nice_ticks(x_low, x_high, whole=True):
+        parts.append(f'<text class="x" x="{across(tick):.1f}" y="{_HEIGHT - 10}">{tick:.0f}</text>')
+    parts.append(f'<path class="axis" d="M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}"/>')
+    colours = _colours(lines)
+    for line, curve in zip(lines, curves, strict=True):
+        path = "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in curve)
+        dash = ' stroke-dasharray="5 3"' if line.dashed else ""
+        if path:
+            tip = f"{line.label}: last {_number(curve[-1][1])} at step {curve[-1][0]:.0f}"
+            # A line of one point has no length; its round cap makes it a dot.
+            ends = path if len(curve) > 1 else f"{path}h0"
+            parts.append(
+                f'<path class="line" stroke="{colours[line.label]}"{dash} d="M{ends}"><title>{escape(tip)}</title></path>'
+            )
+    return "".join(parts) + "</svg>" + _legend(lines, colours)
+
+
+def _colours(lines: Sequence[Line]) -> dict[str, str]:
+    """The same one for the same scalar of both runs."""
+    labels = dict.fromkeys(line.label for line in lines)
+    return {label: COLOURS[number % len(COLOURS)] for number, label in enumerate(labels)}
+
+
+def _legend(lines: Sequence[Line], colours: dict[str, str]) -> str:
+    last = {line.label: line.curve[-1][1] for line in reversed(lines) if line.curve}
+    items = [
+        f'<span><i style="background:{colour}"></i>{escape(label)} <b>{_number(last[label]) if label in last else ""}</b></span>'
+        for label, colour in colours.items()
+    ]
+    return f'<div class="legend">{"".join(items)}</div>'
+
+
+def share_bars(shares: Sequence[tuple[str, float, str]]) -> str:
+    """One bar a row: (label, share of the longest bar between 0 and 1, what stands behind it)."""
+    rows = [
+        f'<tr><td>{escape(label)}</td><td class="bar"><i style="width:{100 * share:.1f}%"></i></td><td>{escape(text)}</td></tr>'
+        for label, share, text in shares
+    ]
+    return f'<table class="bars">{"".join(rows)}</table>'
+
+
+def nice_ticks(low: float, high: float, whole: bool = False) -> list[float]:
+    """Three to seven round numbers, 1, 2 or 5 times a power of ten apart, within the range or at most one step beyond; whole: integers."""
+    raw = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    if whole:
+        step = max(1.0, round(step))
+        return [tick * step for tick in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return [tick * step for tick in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
+
+
+def _range(values: list[float]) -> tuple[float, float]:
+    """The smallest and the largest, apart from each other."""
+    low, high = min(values), max(values)
+    if high - low > 1e-12 * max(abs(low), abs(high)):
+        return low, high
+    margin = abs(low) / 10 or 1.0
+    return low - margin, high + margin
+
+
+def _thinned(curve: Curve) -> list[tuple[float, float]]:
+    size = math.ceil(len(curve) / _MOST_POINTS)
+    if size <= 1:
+        return curve
+    parts = [curve[start : start + size] for start in range(0, len(curve), size)]
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def _number(value: float) -> str:
+    """Short, for people."""
+    text = f"{value:.3g}"
+    return f"{value:.0f}" if "e+" in text and abs(value) < 1e6 else text

@@ -1,0 +1,135 @@
+"""The page: HTML with its style and its charts inside, so that it can be mailed and opened anywhere.
+
+Everything that a run wrote is escaped: prompts and responses may hold HTML.
+"""
+
+from html import escape
+from typing import Any
+
+from grpo_megatron.monitoring.charts import charts_of
+from grpo_megatron.report.chart import Line, line_chart, share_bars
+from grpo_megatron.report.read import RecordedRun
+
+# How many of the last texts of a kind are shown.
+_TEXTS = 4
+_NO_PHASES = ("time/step", "time/monitor")
+
+# {key: (value here, value in the other run)} of the configurations, as texts.
+Changes = dict[str, tuple[str, str]]
+
+
+def page(run: RecordedRun, other: RecordedRun | None = None, changes: Changes | str = "") -> str:
+    """HTML about a run. other: a run whose curves are drawn beside, dashed; changes: what its configuration has otherwise, or why that
+    is not known."""
+    against = f" against {other.name}" if other else ""
+    parts = [f"<h1>{escape(run.name)}{escape(against)}</h1>", f"<p>{escape(str(run.folder.resolve()))}, {run.steps} steps</p>"]
+    sections = [("Result", _first_and_last(run, other))]
+    if other:
+        sections.append((f"What differs from {other.name}", _changes(changes, run.name, other.name)))
+    names = list(dict.fromkeys([*run.curves, *(other.curves if other else ())]))
+    for section, charts in charts_of(names).items():
+        drawn = [_chart(title, shown, run, other) for title, shown in charts.items()]
+        sections.append((section, f'<div class="charts">{"".join(drawn)}</div>'))
+    sections += [
+        ("Where the time goes", _phases(run)),
+        ("Tokens that engine and trainer disagree about most", _texts(run, lambda name: name == "mismatch/worst")),
+        ("Samples", _texts(run, lambda name: name.startswith("samples/"))),
+        ("Configuration", f"<pre>{escape(run.config)}</pre>" if run.config else _none()),
+    ]
+    links = [f'<a href="#s{number}">{escape(title)}</a>' for number, (title, _) in enumerate(sections)]
+    parts.append(f"<nav>{' '.join(links)}</nav>")
+    parts += [f'<h2 id="s{number}">{escape(title)}</h2>{body}' for number, (title, body) in enumerate(sections)]
+    title = escape(f"{run.name}{against}")
+    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}"><title>{title}</title>'
+    return f"<!DOCTYPE html><html lang=en><head>{head}<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+
+
+def _chart(title: str, names: list[str], run: RecordedRun, other: RecordedRun | None) -> str:
+    lines = [Line(name, run.curves[name]) for name in names if name in run.curves]
+    if other:
+        lines += [Line(name, other.curves[name], dashed=True) for name in names if name in other.curves]
+    return f"<figure><figcaption>{escape(title)}</figcaption>{line_chart(lines)}</figure>"
+
+
+def _first_and_last(run: RecordedRun, other: RecordedRun | None) -> str:
+    """A table of what a run is for: evaluations and reward."""
+    names = [name for name in run.curves if name.startswith("eval/") or name in ("reward/mean", "sft/loss_per_token")]
+    if not names:
+        return _none()
+    head = ["", "first", "last"] + ([f"last of {other.name}"] if other else [])
+    rows = []
+    for name in names:
+        values = [run.curves[name][0][1], run.curves[name][-1][1]]
+        cells = [f"{value:.4g}" for value in values]
+        if other:
+            cells.append(f"{other.curves[name][-1][1]:.4g}" if name in other.curves else "")
+        rows.append([name, *cells])
+    return _table(head, rows)
+
+
+def _changes(changes: Changes | str, name: str, other: str) -> str:
+    if isinstance(changes, str):
+        return f"<p>{escape(changes)}</p>"
+    if not changes:
+        return "<p>Both have the same configuration.</p>"
+    return _table(["key", name, other], [[key, *sides] for key, sides in changes.items()])
+
+
+def _phases(run: RecordedRun) -> str:
+    """Mean seconds of a phase over all steps, and its share of the step."""
+    found = {name.removeprefix("time/"): curve for name, curve in run.curves.items() if name.startswith("time/")}
+    if not run.curves.get("time/step"):
+        return _none()
+    steps = run.curves["time/step"]
+    whole = sum(value for _, value in steps)
+    shares = {name: sum(value for _, value in curve) for name, curve in found.items() if f"time/{name}" not in _NO_PHASES}
+    longest = max(shares.values())
+    rows = [
+        (name, max(0.0, total) / longest, f"{total / len(steps):.3f} s a step, {100 * total / whole:.1f}%")
+        for name, total in sorted(shares.items(), key=lambda item: -item[1])
+    ]
+    monitoring = found.get("monitor")
+    note = ""
+    if monitoring:
+        spent = sum(value for _, value in monitoring)
+        note = f"<p>Monitoring took {1000 * spent / len(monitoring):.1f} ms a step, {100 * spent / whole:.2f}% of it.</p>"
+    return share_bars(rows) + note
+
+
+def _texts(run: RecordedRun, wanted) -> str:
+    chosen = [row for row in run.texts if wanted(row["name"])]
+    if not chosen:
+        return _none()
+    shown = [f"<h3>step {row['step']}</h3><pre>{escape(row['text'])}</pre>" for row in reversed(chosen[-_TEXTS:])]
+    return "".join(shown)
+
+
+def _table(head: list[str], rows: list[list[Any]]) -> str:
+    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _none() -> str:
+    return '<p class="none">The run has none.</p>'
+
+
+# Should an escape be forgotten, the page still runs no script and asks nobody for anything.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 1480px; margin: 1.5em auto; padding: 0 1em; color: #222; }
+h1 { margin-bottom: 0; } h2 { border-bottom: 1px solid #ccc; margin-top: 1.6em; } h3 { margin: 1em 0 .2em; font-size: 1em; }
+nav a { margin-right: 1em; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 1em; }
+figure { margin: 0; padding: .6em; border: 1px solid #e4e4e4; border-radius: 4px; }
+figcaption { font-weight: 600; margin-bottom: .3em; }
+svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: #555; } .y { text-anchor: end; } .x { text-anchor: middle; }
+.grid { stroke: #eee; } .axis { stroke: #888; fill: none; }
+.line { fill: none; stroke-width: 1.7; stroke-linejoin: round; stroke-linecap: round; }
+.legend { font-size: 12px; } .legend span { margin-right: 1em; white-space: nowrap; }
+.legend i { display: inline-block; width: 1.2em; height: 3px; margin-right: .4em; vertical-align: middle; }
+table { border-collapse: collapse; } th, td { text-align: left; padding: .15em 1em .15em 0; vertical-align: top; }
+.bars { width: 100%; } .bar { width: 60%; } .bar i { display: block; height: .9em; background: #4477aa; }
+pre { background: #f7f7f7; padding: .7em; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; }
+.none { color: #888; }
+""".strip()

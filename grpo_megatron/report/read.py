@@ -1,0 +1,73 @@
+"""What a run's folder says about it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.json_files import parse_object
+from grpo_megatron.monitoring.run_files import METRICS, TEXTS, read_texts
+from grpo_megatron.paths import file_problem, folder_problem, is_absent
+
+CONFIG = "config.yaml"
+
+# (step, value) in the order of the steps.
+Curve = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """curves: by the name of the scalar, of each step the value that was written last. texts: rows {"step", "name", "text"}.
+
+    config: the resolved configuration, as YAML; None where the folder has none.
+    """
+
+    folder: Path
+    curves: dict[str, Curve]
+    texts: list[dict[str, Any]]
+    config: str | None
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def steps(self) -> int:
+        """The last step."""
+        return max((curve[-1][0] for curve in self.curves.values()), default=0)
+
+
+def read_run(folder: str) -> RecordedRun:
+    """Raises UserError for a folder without metrics.jsonl, and for a damaged row that is not the last, which a kill may cut off."""
+    problem = folder_problem(folder)
+    if problem:
+        raise UserError(f"{folder} {problem}; it must be the folder of a run")
+    path = Path(folder)
+    if is_absent(path / METRICS):
+        raise UserError(f"{folder} has no {METRICS}: no run has been in this folder")
+    if file_problem(path / METRICS):
+        raise UserError(f"{path / METRICS} {file_problem(path / METRICS)}")
+    config = path / CONFIG
+    return RecordedRun(
+        folder=path,
+        curves=_curves(path / METRICS),
+        texts=read_texts(path / TEXTS) if not file_problem(path / TEXTS) else [],
+        config=config.read_text(encoding="utf-8", errors="replace") if not file_problem(config) else None,
+    )
+
+
+def _curves(path: Path) -> dict[str, Curve]:
+    found: dict[str, dict[int, float]] = {}
+    rows = path.read_bytes().splitlines(keepends=True)
+    for number, raw in enumerate(rows, start=1):
+        if number == len(rows) and not raw.endswith(b"\n"):
+            break
+        row = parse_object(raw, f"{path}:{number}")
+        step = row.pop("step", None)
+        if type(step) is not int:
+            raise UserError(f"{path}:{number}: step must be the number of a step, is {shortened(repr(step))}")
+        for name, value in row.items():
+            if type(value) not in (int, float):
+                raise UserError(f"{path}:{number}: {shortened(name)} must be a number, is {shortened(repr(value))}")
+            found.setdefault(name, {})[step] = float(value)
+    return {name: sorted(points.items()) for name, points in found.items()}
