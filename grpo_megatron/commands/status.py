@@ -7,7 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from grpo_megatron.monitoring.status import State, read_status
+from grpo_megatron.errors import UserError
+from grpo_megatron.monitoring.status import STATUS, State, read_status
 from grpo_megatron.run.checkpoints import newest_checkpoint
 
 # Scalars that are shown, where the run has them, and what they are called.
@@ -29,7 +30,10 @@ def status(folder: str, as_json: bool) -> int:
     if as_json:
         print(json.dumps(found | {"checkpoint": newest.name if newest else None}, indent=2))
     else:
-        rows = _rows(found, newest, time.time())
+        try:
+            rows = _rows(found, newest, time.time())
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{folder}/{STATUS} is damaged: {error!r}; a run that goes on rewrites it") from error
         width = max(len(name) for name, _ in rows)
         print("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
     return 0 if found["state"] in (State.running, State.finished) else 1

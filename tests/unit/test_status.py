@@ -1,0 +1,150 @@
+"""status.json, and `grpo-megatron status` about runs that go on, have ended, or are gone."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from grpo_megatron.cli import main
+from grpo_megatron.errors import UserError
+from grpo_megatron.monitoring.status import STATUS, StatusFile, read_status
+
+
+def wait_until(holds, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_run_that_goes_on(tmp_path, capsys):
+    with StatusFile(str(tmp_path), "mine", total_steps=40) as status:
+        metrics = {"time/step": 2.0, "throughput/tokens_per_second": 100.0, "reward/mean": 0.25}
+        status.note(step=10, metrics=metrics, eta=3700.0, restarts=2)
+        status.note(
+            processes=[{"name": "trainer rank 3", "phase": "weight_sync", "since": time.time() - 620, "heard": time.time()}]
+        )
+        status.phase("generate")
+        # The last change of several within a second is written too, although nothing follows it.
+        wait_until(lambda: read_status(str(tmp_path))["phase"] == "generate")
+        (tmp_path / "checkpoints" / "step_00000008").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "step_00000010.partial").mkdir()
+        assert main(["status", str(tmp_path)]) == 0
+        shown = capsys.readouterr().out
+    for text in ("mine", "running", "10 of 40", "ETA 1:01:40", "generate", "100 tokens/s", "reward 0.25", "step_00000008"):
+        assert text in shown
+    assert "restarts        2" in shown
+    assert "trainer rank 3  weight_sync for 10:2" in shown
+    assert "partial" not in shown
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "exit_status"),
+    [
+        (None, "finished", 0),
+        (UserError("there is no such model"), "failed", 1),
+        (RuntimeError("out of luck"), "failed", 1),
+        (KeyboardInterrupt(), "interrupted", 1),
+    ],
+)
+def test_how_a_run_ended(error, state, exit_status, tmp_path, capsys):
+    def end():
+        with StatusFile(str(tmp_path), "mine", total_steps=4):
+            if error is not None:
+                raise error
+
+    if error is None:
+        end()
+    else:
+        with pytest.raises(type(error)):
+            end()
+    assert main(["status", str(tmp_path)]) == exit_status
+    shown = capsys.readouterr().out
+    assert state in shown
+    assert str(error or "") in shown
+
+
+KILLED = """
+import os, signal, sys
+from grpo_megatron.monitoring.status import StatusFile
+with StatusFile(sys.argv[1], "mine", 4) as status:
+    status.phase("train")
+    status._write()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_that_was_killed_is_gone(tmp_path, capsys):
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)])
+    assert main(["status", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "gone" in shown
+    assert "train, for" in shown
+
+
+def recorded(tmp_path, **changes):
+    with StatusFile(str(tmp_path), "mine", total_steps=4):
+        pass
+    values = json.loads((tmp_path / STATUS).read_text()) | {"state": "running"} | changes
+    (tmp_path / STATUS).write_text(json.dumps(values))
+    return read_status(str(tmp_path))["state"]
+
+
+def test_another_process_of_the_same_number_is_not_the_run(tmp_path):
+    assert recorded(tmp_path) == "running"
+    assert recorded(tmp_path, pid_started=1.0) == "gone"
+
+
+def test_on_another_machine_the_age_of_the_file_tells(tmp_path):
+    assert recorded(tmp_path, host="elsewhere", pid=2**22 + 1) == "running"
+    assert recorded(tmp_path, host="elsewhere", written=time.time() - 120) == "gone"
+
+
+def test_the_file_stays_young_where_nothing_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_megatron.monitoring.status._UNCHANGED", 0.0)
+    with StatusFile(str(tmp_path), "mine", total_steps=4):
+        first = read_status(str(tmp_path))["written"]
+        wait_until(lambda: read_status(str(tmp_path))["written"] > first)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is not valid JSON"),
+        ('{"state": "runn', "is not valid JSON"),
+        ("[]", "expected a JSON object"),
+        ("{}", "is damaged"),
+        ('{"state": "well"}', "is damaged"),
+    ],
+)
+def test_a_damaged_file_is_one_message(text, said, tmp_path, capsys):
+    (tmp_path / STATUS).write_text(text)
+    assert main(["status", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert said in message
+    assert STATUS in message
+    assert message.count("\n") == 1
+
+
+def test_metrics_of_another_type_are_damage(tmp_path, capsys):
+    recorded(tmp_path, metrics={"time/step": None})
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_folders_without_a_run(tmp_path, capsys):
+    for folder, said in ((tmp_path, "no run has been"), (tmp_path / "none", "does not exist")):
+        assert main(["status", str(folder)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_for_programs(tmp_path, capsys):
+    with StatusFile(str(tmp_path), "mine", total_steps=4) as status:
+        status.note(step=3, metrics={"time/step": 1.0, "reward/mean": 0.5})
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["step"], found["metrics"]["reward/mean"]) == ("finished", 3, 0.5)
+    assert found["pid"] == os.getpid()

@@ -1,0 +1,121 @@
+"""timeline.json: what viewers load, also from a run that was killed."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from grpo_megatron.monitoring.timeline import PREVIOUS, TIMELINE, Timeline, read_timeline
+
+LIMIT = 2**20
+
+
+def spans(path) -> list[tuple]:
+    return [(event["name"], event["args"]["step"]) for event in read_timeline(path) if event["ph"] == "X"]
+
+
+def as_viewers_load(text: str) -> list[dict]:
+    """The Trace Event Format: a bracket that is missing at the end is added."""
+    return json.loads(text if text.rstrip().endswith("]") else text + "]")
+
+
+def test_a_finished_file_is_json_with_every_span(tmp_path):
+    timeline = Timeline(str(tmp_path), LIMIT)
+    timeline.step = 1
+    timeline.add("driver", "train", 100.0, 2.5)
+    timeline.add("trainer rank 1", "forward", 100.25, 0.5)
+    timeline.add_step(99.0, 4.0)
+    timeline.close()
+    events = json.loads((tmp_path / TIMELINE).read_text())
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    found = {(names[e["pid"]], e["name"], e["ts"], e["dur"], e["args"]["step"]) for e in events if e["ph"] == "X"}
+    assert found == {
+        ("driver", "train", 100.0e6, 2.5e6, 1),
+        ("trainer rank 1", "forward", 100.25e6, 0.5e6, 1),
+        ("driver", "step 1", 99.0e6, 4.0e6, 1),
+    }
+
+
+def test_the_file_of_a_run_that_goes_on_loads(tmp_path):
+    timeline = Timeline(str(tmp_path), LIMIT)
+    as_viewers_load((tmp_path / TIMELINE).read_text())
+    timeline.add("driver", "train", 1.0, 1.0)
+    timeline.flush()
+    assert [e["name"] for e in as_viewers_load((tmp_path / TIMELINE).read_text()) if e["ph"] == "X"] == ["train"]
+
+
+def test_a_resumed_run_takes_back_later_spans_and_keeps_the_processes(tmp_path):
+    timeline = Timeline(str(tmp_path), LIMIT)
+    for step in (1, 2, 3):
+        timeline.step = step
+        timeline.add(f"engine {step}", "generate", float(step), 0.5)
+    timeline.flush()  # and killed in the middle of a row
+    with open(tmp_path / TIMELINE, "a") as file:
+        file.write(',\n{"name": "half')
+    resumed = Timeline(str(tmp_path), LIMIT, resumed=2)
+    assert resumed.step == 2
+    resumed.step = 3
+    resumed.add("engine 1", "generate", 9.0, 0.5)
+    resumed.add("engine 9", "generate", 9.0, 0.5)
+    resumed.close()
+    events = json.loads((tmp_path / TIMELINE).read_text())
+    assert spans(tmp_path / TIMELINE) == [("generate", 1), ("generate", 2), ("generate", 3), ("generate", 3)]
+    numbers = [event["pid"] for event in events if event["ph"] == "X"]
+    assert numbers[2] == numbers[0]
+    assert len(set(numbers)) == 3
+
+
+def test_a_new_run_begins_a_new_file(tmp_path):
+    (tmp_path / TIMELINE).write_text('[\n{"name": "old", "ph": "X", "args": {"step": 0}}')
+    Timeline(str(tmp_path), LIMIT).close()
+    assert spans(tmp_path / TIMELINE) == []
+
+
+def test_a_file_that_is_large_is_put_aside(tmp_path):
+    timeline = Timeline(str(tmp_path), limit=2000)
+    for step in range(100):
+        timeline.step = step
+        timeline.add("driver", "train", float(step), 1.0)
+        timeline.flush()
+    timeline.close()
+    assert (tmp_path / TIMELINE).stat().st_size < 2300
+    assert (tmp_path / PREVIOUS).stat().st_size < 2300
+    events = as_viewers_load((tmp_path / PREVIOUS).read_text()) + json.loads((tmp_path / TIMELINE).read_text())
+    steps = [event["args"]["step"] for event in events if event["ph"] == "X"]
+    assert steps == list(range(100 - len(steps), 100))
+    assert len(steps) > 10
+    named = [event for event in json.loads((tmp_path / TIMELINE).read_text()) if event["name"] == "process_name"]
+    assert [event["args"]["name"] for event in named] == ["driver"]
+
+
+FULL = """
+import json, resource, sys
+from grpo_megatron.monitoring.timeline import Timeline
+timeline = Timeline(sys.argv[1], 2**20)
+timeline.add("driver", "first", 1.0, 1.0)
+timeline.flush()
+before = timeline._file.size
+resource.setrlimit(resource.RLIMIT_FSIZE, (before + 50, resource.RLIM_INFINITY))
+timeline.add("driver", "second", 2.0, 1.0)
+try:
+    timeline.flush()
+except OSError as error:
+    assert timeline._file.size == before
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    timeline.add("driver", "third", 3.0, 1.0)
+    timeline.close()
+    sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="the system has no limit on the size of files")
+def test_no_half_row_where_there_is_no_room(tmp_path):
+    """A limit on the file's size makes the write fail in its middle, as a full disk does."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], preexec_fn=lambda: signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    )
+    assert done.returncode == 7
+    assert [e["name"] for e in json.loads((tmp_path / TIMELINE).read_text()) if e["ph"] == "X"] == ["first", "third"]
