@@ -14,6 +14,8 @@ _WIDTH, _HEIGHT = 460, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 10, 28
 # More points than this are not told apart on the screen; each then is the mean of its neighbours.
 _MOST_POINTS = 400
+# Sums and differences of values up to this are finite.
+_LARGEST = 1e300
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Line:
 
 
 def line_chart(lines: Sequence[Line]) -> str:
-    """SVG with both axes, and a legend of all lines; values that are no numbers are gaps."""
-    curves = [_thinned([point for point in line.curve if math.isfinite(point[1])]) for line in lines]
+    """SVG with both axes, and a legend of all lines; values that are no numbers, or beyond all that is drawn, are gaps."""
+    curves = [_thinned([point for point in line.curve if abs(point[1]) < _LARGEST]) for line in lines]
     points = [point for curve in curves for point in curve]
     if not points:
         return '<p class="none">no finite value</p>'

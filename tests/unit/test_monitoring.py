@@ -1,0 +1,282 @@
+"""What the monitor tells: scalars, texts, distributions, times; and that nothing of it can stop a run."""
+
+import io
+import json
+import math
+import re
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard import plugin_util
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Group, Sample, WeightSpan
+from grpo_megatron.batch.schedule import CostModel
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import Config
+from grpo_megatron.monitoring.charts import OTHERS, SECTIONS, charts_of
+from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.monitoring.samples import group_text
+from grpo_megatron.monitoring.status import StatusFile
+from grpo_megatron.monitoring.tensorboard import verbatim
+from grpo_megatron.monitoring.terminal import Terminal
+from grpo_megatron.monitoring.throughput import Throughput
+from grpo_megatron.monitoring.timeline import TIMELINE, read_timeline
+from grpo_megatron.rollout.statistics import step_statistics
+
+MARKUP = "<script>alert(1)</script>\n# no heading\n\r**not bold** ![](http://nowhere/x.png)\x0b<b>"
+
+
+def group(number: int, rewards: tuple[float, ...], text: str = "well", version: int = 1) -> Group:
+    prompt = Prompt(number, np.array([1, 2]), "what?", "this")
+    samples = tuple(
+        Sample(
+            group_id=number,
+            trajectory_id=10 * number + i,
+            prompt_ids=prompt.ids,
+            response_ids=np.array([3, 4, 5]),
+            loss_mask=np.ones(3, dtype=bool),
+            rollout_logprobs=np.zeros(3, dtype=np.float32),
+            finish_reason="stop",
+            weight_spans=(WeightSpan(version, 0, 3),),
+            response_text=text,
+            reward=reward,
+            reward_components={"format": 0.5},
+        )
+        for i, reward in enumerate(rewards)
+    )
+    return Group(number, prompt, samples)
+
+
+def batch_of(groups: list[Group]) -> TrainBatch:
+    return TrainBatch.from_samples([sample for one in groups for sample in one.samples])
+
+
+def configured(**options) -> Config:
+    config = Config()
+    config.run.total_steps, config.model.path = 10, "a model"
+    for name, value in options.items():
+        setattr(config.monitor, name, value)
+    return config
+
+
+@pytest.fixture
+def monitor_of(tmp_path):
+    """(config, resumed) -> Monitor in one folder, all of which are closed in the end."""
+    opened = []
+    with StatusFile(str(tmp_path), "run", total_steps=10) as status:
+
+        def make(config: Config, resumed: int = 0) -> Monitor:
+            for one in opened:
+                one.close()
+            throughput = Throughput(CostModel(), ranks=2, engine_devices=1)
+            opened[:] = [Monitor(str(tmp_path), config, status, resumed, throughput)]
+            return opened[0]
+
+        yield make
+        for one in opened:
+            one.close()
+
+
+def a_step(monitor: Monitor, step: int, groups: list[Group], scalars=None, seconds=0.02) -> dict[str, float]:
+    monitor.start_step(step)
+    with monitor.phases("generate"):
+        time.sleep(seconds)
+    with monitor.phases("train"):
+        time.sleep(seconds)
+    return monitor.finish_step(step, {"reward/mean": 0.5} if scalars is None else scalars, [batch_of(groups)], groups)
+
+
+def events(folder) -> EventAccumulator:
+    return EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0, "histograms": 0}).Reload()
+
+
+def test_a_step_in_every_file(monitor_of, tmp_path, capsys):
+    monitor = monitor_of(configured(samples_every=2, sample_groups=1))
+    groups = [group(0, (1.0, 1.0)), group(1, (0.0, 1.0), MARKUP)]
+    for step in (1, 2):
+        scalars = a_step(monitor, step, groups)
+    monitor.line(2, scalars, {"reward/mean": "reward"})
+    monitor.close()
+    assert re.search(
+        r"^step +2/10 \| reward 0.5 \| \d+ tok/s \| 0\.\d\d s \(generate .* ETA", capsys.readouterr().out, re.MULTILINE
+    )
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [next(iter(row)) for row in rows] == ["step", "step"]
+    assert rows[1] == {"step": 2, **scalars}
+    found = events(tmp_path)
+    assert [event.step for event in found.Scalars("reward/mean")] == [1, 2]
+    assert [event.step for event in found.Histograms("response/lengths")] == [1, 2]
+    lengths = found.Histograms("response/lengths")[0].histogram_value
+    assert (lengths.min, lengths.max, lengths.num) == (3, 3, 4)
+    assert found.Histograms("actor/advantages")[0].histogram_value.num == 12
+    # Of two groups the one that something can be learnt from is shown, every second step.
+    texts = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert [(text["step"], text["name"]) for text in texts] == [(0, "configuration"), (2, "samples/0")]
+    assert "prompt 1" in texts[1]["text"]
+    assert MARKUP in texts[1]["text"]
+    assert "rollout:" in texts[0]["text"]
+    layout = found.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    for section in SECTIONS:
+        assert section.encode() in layout
+    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= found.summary_metadata.keys()
+
+
+def test_times_and_throughput_add_up(monitor_of, tmp_path):
+    monitor = monitor_of(configured())
+    scalars = a_step(monitor, 1, [group(0, (0.0, 1.0))])
+    assert scalars["time/generate"] + scalars["time/train"] + scalars["time/other"] == pytest.approx(scalars["time/step"])
+    assert scalars["throughput/tokens_per_second"] == pytest.approx(10 / scalars["time/step"])
+    assert scalars["throughput/tokens_per_second_per_device"] == pytest.approx(10 / scalars["time/step"] / 3)
+    assert scalars["idle/trainer"] == pytest.approx(1 - scalars["time/train"] / scalars["time/step"])
+    assert scalars["idle/engines"] == pytest.approx(1 - scalars["time/generate"] / scalars["time/step"])
+    assert 0 < scalars["time/monitor"] < 1
+    assert 0.01 < scalars["memory/driver_gib"] < scalars["memory/host_available_gib"] + 100
+    assert "throughput/mfu_train" not in scalars
+    monitor.close()
+    spans = [event for event in read_timeline(tmp_path / TIMELINE) if event["ph"] == "X"]
+    assert [event["name"] for event in spans] == ["generate", "train", "step 1"]
+    *phases, step = spans
+    assert sum(event["dur"] for event in phases) == pytest.approx(
+        1e6 * (scalars["time/generate"] + scalars["time/train"]), abs=1
+    )
+    assert all(step["ts"] <= phase["ts"] for phase in phases)
+
+
+def test_utilisation_counts_forward_and_backward_of_every_epoch():
+    batch = batch_of([group(0, (0.0, 1.0))])  # two sequences of 5 tokens
+    throughput = Throughput(CostModel(per_token=10.0, per_pair=2.0), ranks=2, engine_devices=4, peak=1000.0)
+    scalars = throughput.scalars([batch], epochs=2, seconds=10.0, phases={"train": 2.0, "generate": 5.0, "sync": 1.0})
+    flops = 3 * 2 * 2 * (10 * 5 + 2 * 15)
+    assert scalars["throughput/mfu_train"] == pytest.approx(flops / (2.0 * 2 * 1000))
+    assert scalars["throughput/mfu_step"] == pytest.approx(flops / (10.0 * 6 * 1000))
+    assert scalars["idle/trainer"] == pytest.approx(0.7)
+    assert scalars["idle/engines"] == pytest.approx(0.4)
+    shared = Throughput(CostModel(), ranks=4, engine_devices=4, shared=True)
+    assert shared.devices == 4
+    assert Throughput(CostModel(), ranks=2, engine_devices=0).scalars([batch], 1, 1.0, {}).keys() >= {"idle/trainer"}
+
+
+def test_a_resumed_run_takes_back_what_came_later(monitor_of, tmp_path):
+    groups = [group(0, (0.0, 1.0))]
+    monitor = monitor_of(configured(samples_every=1))
+    for step in (1, 2, 3):
+        a_step(monitor, step, groups)
+    monitor = monitor_of(configured(samples_every=1), resumed=2)
+    a_step(monitor, 3, groups, {"reward/mean": 0.75})
+    monitor.close()
+    assert [(event.step, event.value) for event in events(tmp_path).Scalars("reward/mean")] == [(1, 0.5), (2, 0.5), (3, 0.75)]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.5), (2, 0.5), (3, 0.75)]
+    texts = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert [text["step"] for text in texts if text["name"] == "samples/0"] == [1, 2, 3]
+    steps = [event["name"] for event in read_timeline(tmp_path / TIMELINE) if event["name"].startswith("step")]
+    assert steps == ["step 1", "step 2", "step 3"]
+
+
+def test_what_cannot_be_written_is_said_once_and_the_run_goes_on(monitor_of, tmp_path, capsys):
+    monitor = monitor_of(configured(histograms_every=0))
+    # An integer that is no JSON number for anybody: what fails is the listener's own, here its file's encoder.
+    bad = {"reward/mean": object()}
+    for step in (1, 2):
+        a_step(monitor, step, [group(0, (0.0, 1.0))], bad)
+    a_step(monitor, 3, [group(0, (0.0, 1.0))])
+    said = capsys.readouterr().out
+    assert said.count("RunFiles misses some") == 1
+    assert said.count("TensorBoard misses some") == 1
+    monitor.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3]
+
+
+def test_distributions_can_be_switched_off(monitor_of, tmp_path):
+    monitor = monitor_of(configured(histograms_every=0, samples_every=0))
+    a_step(monitor, 10, [group(0, (0.0, 1.0))])
+    monitor.close()
+    found = events(tmp_path)
+    assert found.Tags()["histograms"] == []
+    assert not any(tag.startswith("samples") for tag in found.Tags()["tensors"])
+
+
+@given(st.text(alphabet=st.characters(codec=None, categories=("L", "N", "P", "S", "Zl", "Zp", "Cc", "Cs")), max_size=60))
+def test_tensorboard_shows_a_text_as_it_is(text):
+    html = plugin_util.markdown_to_safe_html(verbatim(MARKUP + text + MARKUP))
+    assert set(re.findall(r"</?(\w+)", html)) == {"pre", "code"}
+    assert "&lt;script&gt;" in html
+    assert "**not bold**" in html
+
+
+def test_a_group_as_text():
+    text = group_text(group(7, (0.25, 1.0), "x" * 300 + "the answer"), characters=100)
+    for part in (
+        "prompt 7",
+        "what?",
+        "this",
+        "response 2 of 2: reward 1, format 0.5; 3 tokens, stop",
+        "[... 210 characters ...]",
+    ):
+        assert part in text
+    assert text.endswith("the answer")
+
+
+def test_every_chart_is_of_scalars_that_there_can_be():
+    """And a scalar of no chart is not lost."""
+    assert charts_of(["reward/mean", "reward/pass@4", "no/such", "time/train", "time/step"]) == {
+        "Learning": {"Reward": ["reward/mean"], "pass@k of training prompts": ["reward/pass@4"]},
+        "Speed": {"Seconds of a step": ["time/step"], "Seconds per phase": ["time/train"]},
+        OTHERS: {"no/such": ["no/such"]},
+    }
+
+
+def test_statistics_of_a_step():
+    groups = [group(0, (1.0, 1.0, 0.0, 0.0), version=3), group(1, (0.0, 0.0, 0.0, 0.0), version=5)]
+    scalars = step_statistics(groups, generated=4, pass_reward=1.0, version=5)
+    assert scalars["reward/pass@2"] == pytest.approx((1 - 1 / 6) / 2)
+    assert scalars["reward/pass@4"] == pytest.approx(1 / 2)
+    assert scalars["reward/filtered_groups"] == 0.5
+    assert (scalars["staleness/mean"], scalars["staleness/max"]) == (1.0, 2.0)
+    assert "staleness/mean" not in step_statistics(groups, 2, 1.0, None)
+    assert not any("pass@" in name for name in step_statistics([group(0, (1.0,))], 1, 1.0, None))
+
+
+class FakeTerminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_a_bar_and_a_job_log_has_none(monkeypatch):
+    row = {"throughput/tokens_per_second": 7.0, "time/step": 1.0, "time/train": 0.5}
+
+    def shown(stream) -> str:
+        monkeypatch.setattr(sys, "stderr", stream)
+        terminal = Terminal(total_steps=4, resumed=1)
+        assert terminal.eta is None
+        for step in (2, 3):
+            terminal.start_step()
+            terminal.phase("train")
+            time.sleep(0.15)
+            terminal.finish_step(step)
+            terminal.line(step, row, {})
+        assert 0.1 < terminal.eta < 30
+        terminal.close()
+        return stream.getvalue()
+
+    bar = shown(FakeTerminal())
+    assert "3/4" in bar
+    assert "train" in bar
+    assert shown(io.StringIO()) == ""
+
+
+def test_nan_is_told_like_any_number(monitor_of, tmp_path):
+    monitor = monitor_of(configured())
+    a_step(monitor, 1, [group(0, (0.0, 1.0))], {"actor/loss": math.nan})
+    monitor.close()
+    assert math.isnan(events(tmp_path).Scalars("actor/loss")[0].value)
+    assert math.isnan(json.loads((tmp_path / "metrics.jsonl").read_text())["actor/loss"])

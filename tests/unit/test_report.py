@@ -1,0 +1,198 @@
+"""`grpo-megatron report`: the page says what the files say, and is safe to open."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from grpo_megatron.cli import main
+from grpo_megatron.config.schema import Config
+from grpo_megatron.report.chart import Line, line_chart, nice_ticks
+
+ATTACK = "</pre><script>alert('x')</script><img src=http://nowhere/y.png onerror=alert(1)> & \"quoted\""
+
+
+class Elements(HTMLParser):
+    """tags: every start tag with its attributes. text: all that is shown. open: tags that were not closed."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags, self.text, self.open = [], "", []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def make_run(folder, reward=(0.1, 0.5, 0.9), seed=1234, sample=ATTACK):
+    folder.mkdir()
+    config = Config()
+    config.run.name, config.run.seed, config.model.path = ATTACK[:9].strip("</>"), seed, "m"
+    OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
+    rows = [
+        {
+            "step": step,
+            "reward/mean": value,
+            "time/step": 2.0,
+            "time/train": 1.5,
+            "time/other": 0.5,
+            "time/monitor": 0.01,
+            "own": 1.0,
+        }
+        for step, value in enumerate(reward, start=1)
+    ]
+    rows.append({"step": len(reward), "eval/greedy": 0.75})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [
+        {"step": 3, "name": "samples/0", "text": sample},
+        {"step": 3, "name": "mismatch/worst", "text": "|delta| 0.5 >>7<<"},
+    ]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    return folder
+
+
+def page_of(folder, *options) -> str:
+    assert main(["report", str(folder), *options]) == 0
+    return (folder / "report.html").read_text()
+
+
+def test_all_that_is_known_is_on_the_page(tmp_path, capsys):
+    page = page_of(make_run(tmp_path / "mine"))
+    assert capsys.readouterr().out.strip() == str(tmp_path / "mine" / "report.html")
+    found = Elements(page)
+    assert found.open == []
+    for text in (
+        "Learning",
+        "Speed",
+        "Others",
+        "Seconds per phase",
+        "eval/greedy",
+        "0.75",
+        "1.500 s a step, 75.0%",
+        "0.50% of it",
+    ):
+        assert text in found.text
+    for text in ("|delta| 0.5 >>7<<", ATTACK, "max_response_length"):
+        assert text in found.text
+    assert "against" not in found.text
+
+
+def test_nothing_that_a_model_wrote_is_markup_and_nothing_is_loaded(tmp_path):
+    found = Elements(page_of(make_run(tmp_path / ATTACK.replace("/", "_"), sample=ATTACK)))
+    names = {tag for tag, _ in found.tags}
+    assert not names & {"script", "img", "link", "iframe", "object", "base"}
+    attributes = {(tag, name): value for tag, values in found.tags for name, value in values.items()}
+    assert not [name for _, name in attributes if name.startswith("on") or name in ("src", "srcset")]
+    assert all(value.startswith("#") for (_, name), value in attributes.items() if name == "href")
+    assert "default-src 'none'" in attributes[("meta", "content")]
+
+
+def test_against_another_run(tmp_path):
+    mine, other = make_run(tmp_path / "mine"), make_run(tmp_path / "other", reward=(0.2, 0.3), seed=7)
+    page = page_of(mine, "--against", str(other))
+    assert "run.seed1234" + "7" in Elements(page).text
+    assert page.count('stroke-dasharray="5 3"') > 3
+    assert "run.n" not in re.search(r"What differs.*?</table>", page, re.DOTALL)[0].replace("run.name", "run.n ame")
+    same = page_of(mine, "--against", str(make_run(tmp_path / "same")))
+    assert "Both have the same configuration." in same
+    (other / "config.yaml").write_text("run: {sead: 1}")
+    assert "did you mean" in Elements(page_of(mine, "--against", str(other))).text
+
+
+def test_a_run_that_was_killed_while_it_wrote(tmp_path):
+    folder = make_run(tmp_path / "mine")
+    for name in ("metrics.jsonl", "texts.jsonl"):
+        with open(folder / name, "a") as file:
+            file.write('{"step": 4, "rew')
+    (folder / "config.yaml").unlink()
+    assert "The run has none." in page_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (None, "no run has been in this folder"),
+        ("damaged\n", "metrics.jsonl:1 is not valid JSON"),
+        ('{"step": 1, "a": 1}\n{"a": 1}\n', "metrics.jsonl:2: step must be"),
+        ('{"step": 1, "a": "b"}\n', "metrics.jsonl:1: a must be a number"),
+    ],
+)
+def test_damage_is_one_message(metrics, said, tmp_path, capsys):
+    if metrics is not None:
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+    assert main(["report", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written(tmp_path, capsys):
+    folder = make_run(tmp_path / "mine")
+    assert main(["report", str(folder), "--out", str(tmp_path / "none" / "page.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_an_empty_run(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "The run has none." in page_of(tmp_path)
+
+
+def coordinates(svg: str) -> list[tuple[float, float]]:
+    path = re.search(r'class="line".*? d="M([^"]*)"', svg)[1].replace("h0", "")
+    return [tuple(map(float, point.split())) for point in path.split("L")]
+
+
+def test_a_line_goes_where_its_values_are():
+    (x0, y0), (x1, y1), (x2, y2) = coordinates(line_chart([Line("a", [(0, 0.0), (5, 1.0), (10, 0.5)])]))
+    assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1)
+    assert y1 < y2 < y0  # up is towards 0
+    assert y2 == pytest.approx((y0 + y1) / 2, abs=0.1)
+
+
+def test_points_that_are_no_numbers_are_left_out():
+    assert len(coordinates(line_chart([Line("a", [(1, math.nan), (2, 1.0), (3, math.inf), (4, 2.0)])]))) == 2
+    assert "no finite value" in line_chart([Line("a", [(1, math.nan)])])
+
+
+def test_a_long_run_is_thinned_to_the_means():
+    points = coordinates(line_chart([Line("a", [(step, float(step % 2)) for step in range(8000)])]))
+    assert len(points) == 400
+    assert len({y for _, y in points}) == 1
+
+
+@given(st.floats(-1e12, 1e12), st.floats(1e-9, 1e12))
+def test_ticks_are_few_and_cover_the_range(low, width):
+    high = low + width
+    if high - low < 1e-10 * abs(low):
+        return
+    ticks = nice_ticks(low, high)
+    assert 2 <= len(ticks) <= 8
+    step = ticks[1] - ticks[0]
+    assert ticks[0] >= low - 1.01 * step
+    assert ticks[-1] <= high + 1.01 * step
+    assert ticks[0] <= low + 1e-6 * step
+    assert ticks[-1] >= high - 1e-6 * step
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=20))
+def test_any_values_make_a_chart(values):
+    svg = line_chart([Line("<a>", list(enumerate(values)))])
+    assert "<a>" not in svg
+    assert "nan" not in svg
