@@ -105,7 +105,8 @@ class Controller:
             mismatch = {name: value for name, value in trained[0].items() if name.startswith("mismatch/")}
             self.act_on_mismatch(mismatch, mini_batches)
         if self.config.ref.reset_every and self.step % self.config.ref.reset_every == 0:
-            self.trainer.reset_reference()
+            with phases("reference"):
+                self.trainer.reset_reference()
         if any(metrics["actor/dropped_steps"].result() == 0 for metrics in trained):
             self.sync_weights()
         metrics = {name: value for name, value in merge(trained).items() if not name.startswith("mismatch/")}
@@ -203,7 +204,8 @@ class Controller:
         else:
             with self.monitor.phases("sync"):
                 run()
-        self.weight_sync.probe()
+        with self.monitor.phases("probe"):
+            self.weight_sync.probe()
 
     def evaluate(self) -> dict[str, float]:
         if self.evaluation is None:

@@ -9,8 +9,8 @@ from grpo_megatron.batch.schedule import CostModel
 from grpo_megatron.batch.train_batch import TrainBatch
 
 # Who works in a phase of the driver; in all others neither engines nor ranks do, or both wait for the driver.
-_OF_ENGINES = ("generate", "evaluate", "sync", "release", "resume_weights", "resume_kv_cache")
-_OF_TRAINER = ("logprobs", "train", "sync", "wake", "sleep")
+_OF_ENGINES = ("generate", "evaluate", "sync", "probe", "release", "resume_weights", "resume_kv_cache")
+_OF_TRAINER = ("logprobs", "train", "reference", "sync", "probe", "wake", "sleep")
 # A backward pass costs two forward passes.
 _FORWARD_PASSES = 3
 

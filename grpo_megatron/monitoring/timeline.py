@@ -29,7 +29,6 @@ class Timeline:
         self._folder, self._limit, self.step = Path(directory), limit, resumed
         self._lock = threading.Lock()
         self._waiting: list[str] = []
-        self._numbers: dict[str, int] = {}
         if resumed:
             for name in (TIMELINE, PREVIOUS):
                 _take_back(self._folder / name, resumed)
@@ -46,42 +45,37 @@ class Timeline:
         self._add(DRIVER, f"step {self.step}", start, seconds, _STEPS)
 
     def _add(self, process: str, name: str, start: float, seconds: float, line: int) -> None:
+        times = {"ts": round(start * 1e6, 1), "dur": round(seconds * 1e6, 1)}
         with self._lock:
-            number = self._number(process)
-            times = {"ts": round(start * 1e6, 1), "dur": round(seconds * 1e6, 1)}
-            self._waiting.append(
-                _row({"name": name, "ph": "X", **times, "pid": number, "tid": line, "args": {"step": self.step}})
-            )
+            event = {"name": name, "ph": "X", **times, "pid": self._number(process), "tid": line, "args": {"step": self.step}}
+            self._waiting.append(",\n" + json.dumps(event))
 
     def _number(self, process: str) -> int:
         """The viewers know processes by number; each is named once in a file."""
         if process not in self._numbers:
             self._numbers[process] = len(self._numbers)
-            self._waiting.append(_named(process, self._numbers[process]))
+            self._waiting.append(",\n" + _named(process, self._numbers[process]))
         return self._numbers[process]
 
     def flush(self) -> None:
         """Write what has been added. Raises OSError where it cannot be; then it is lost."""
         with self._lock:
             rows, self._waiting = self._waiting, []
-        if rows:
-            self._file.append("".join(rows))
-        if self._file.size > self._limit:
-            self._file.close()
-            (self._folder / TIMELINE).replace(self._folder / PREVIOUS)
-            self._open()
-            with self._lock:
-                self._waiting += [_named(process, number) for process, number in self._numbers.items()]
+            if rows:
+                self._file.append("".join(rows))
+            if self._file.size > self._limit:
+                self._file.close()
+                (self._folder / TIMELINE).replace(self._folder / PREVIOUS)
+                self._open()
 
     def _open(self) -> None:
-        self._file = RowFile(self._folder / TIMELINE)
+        self._file, self._numbers = RowFile(self._folder / TIMELINE), {DRIVER: 0}
         if not self._file.size:
             # A comma stands before each row but the first, so that none is at the end of an unfinished file.
-            self._file.append('[\n{"name": "grpo_megatron", "ph": "M", "pid": 0, "args": {}}')
-        else:
-            for event in read_timeline(self._folder / TIMELINE):
-                if event["name"] == "process_name":
-                    self._numbers[event["args"]["name"]] = event["pid"]
+            self._file.append("[\n" + _named(DRIVER, 0))
+        for event in read_timeline(self._folder / TIMELINE):
+            if event["name"] == "process_name":
+                self._numbers[event["args"]["name"]] = event["pid"]
 
     def close(self) -> None:
         self.flush()
@@ -89,12 +83,8 @@ class Timeline:
         self._file.close()
 
 
-def _row(event: dict[str, Any]) -> str:
-    return ",\n" + json.dumps(event)
-
-
 def _named(process: str, number: int) -> str:
-    return _row({"name": "process_name", "ph": "M", "pid": number, "args": {"name": process}})
+    return json.dumps({"name": "process_name", "ph": "M", "pid": number, "args": {"name": process}})
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
