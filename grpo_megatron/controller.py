@@ -30,8 +30,6 @@ from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.weights.sync.sync import WeightSync
 
-SHOWN = {"reward/mean": "reward", "actor/kl_to_reference": "kl", "actor/entropy": "entropy", "mismatch/max": "mismatch"}
-
 
 class Controller:
     """Holds the algorithm and the counters; everything else is behind its collaborators."""
@@ -217,12 +215,11 @@ class Controller:
         return scalars
 
     def report(self, groups, mini_batches: list[MiniBatch], metrics: Metrics, others: dict[str, float]) -> None:
-        scalars = to_floats(metrics) | others
-        scalars |= (self.weight_sync.metrics if self.weight_sync else {}) | (self.turns.metrics if self.turns else {})
+        scalars = to_floats(metrics) | others | (self.weight_sync.metrics if self.weight_sync else {})
+        scalars |= self.turns.metrics if self.turns else {}
         batches = [mini.batch for mini in mini_batches]
         scalars = self.monitor.finish_step(self.step, scalars, batches, groups, self.config.train.ppo_epochs)
-        dropped = {"actor/dropped_steps": "DROPPED STEPS"} if scalars["actor/dropped_steps"] else {}
-        self.monitor.line(self.step, scalars, SHOWN | dropped)
+        self.monitor.line(self.step, scalars)
         self.totals["tokens"] += sum(batch.num_tokens for batch in batches)
         self.totals["seconds"] += scalars["time/step"]
         self.totals["mismatch_max"] = nan_max(self.totals["mismatch_max"], scalars["mismatch/max"])

@@ -50,7 +50,7 @@ def _run(run: Run, examples: Sequence[Sample]) -> dict[str, Any]:
         tokens += batch.num_tokens
         scalars = run.monitor.finish_step(step, metrics, [batch])
         if step in (1, last) or step % _SHOWN_EVERY == 0:
-            run.monitor.line(step, scalars, {"sft/loss_per_token": "loss", "actor/grad_norm": "grad norm"})
+            run.monitor.line(step, scalars)
         with run.monitor.phases("checkpoint"):
             run.saver.after_step(step, lambda step=step: {"step": step, "order": order.state_dict()})
     return {"loss": metrics.get("sft/loss_per_token"), "tokens": tokens}

@@ -9,17 +9,8 @@ from tqdm import tqdm
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.status import STATUS, State, read_status
+from grpo_megatron.monitoring.terminal import SHOWN
 from grpo_megatron.run.checkpoints import newest_checkpoint
-
-# Scalars that are shown, where the run has them, and what they are called.
-_SHOWN = {
-    "reward/mean": "reward",
-    "sft/loss_per_token": "loss",
-    "actor/kl_to_reference": "kl",
-    "actor/entropy": "entropy",
-    "actor/grad_norm": "grad norm",
-    "mismatch/max": "mismatch",
-}
 
 
 def status(folder: str, as_json: bool) -> int:
@@ -61,7 +52,7 @@ def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[
     if metrics:
         speed = f"{metrics['throughput/tokens_per_second']:.0f} tokens/s, " if "throughput/tokens_per_second" in metrics else ""
         rows.append(("speed", f"{speed}{metrics['time/step']:.2f} s a step"))
-        rows.append(("metrics", _scalars({label: metrics[name] for name, label in _SHOWN.items() if name in metrics})))
+        rows.append(("metrics", _scalars({label: metrics[name] for name, label in SHOWN.items() if name in metrics})))
     if found.get("evaluation"):
         rows.append(("evaluation", f"{_scalars(found['evaluation'])} after {found['evaluation_step']} steps"))
     rows.append(("checkpoint", f"{newest.name}, {ago(newest.stat().st_mtime)} ago" if newest else "none yet"))

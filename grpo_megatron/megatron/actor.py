@@ -288,7 +288,7 @@ class Actor:
             outcome = self.optimizer.step(drop=drop or bool(beyond))
         if not self.rank.reports:
             return None
-        return TrainResult(outcome.grad_norm, outcome.lr, outcome.dropped, metrics, beyond)
+        return TrainResult(outcome.grad_norm, outcome.lr, outcome.dropped, metrics, beyond, occupied())
 
     def compute_gradients(
         self,

@@ -89,7 +89,8 @@ class ActorSpec:
 class TrainResult:
     """What one optimizer step did; metrics of this data-parallel replica, floats inside.
 
-    beyond: one sentence for each of the loss's limits that was exceeded, over all replicas.
+    beyond: one sentence for each of the loss's limits that was exceeded, over all replicas. occupied: bytes of the rank that reports
+    for the replica, see cluster.memory.
     """
 
     grad_norm: float
@@ -97,6 +98,7 @@ class TrainResult:
     dropped: bool
     metrics: Metrics
     beyond: tuple[str, ...] = ()
+    occupied: int = 0
 
 
 def lr_decay_steps(config: Config, command: str) -> int:

@@ -102,10 +102,10 @@ class Monitor:
             for name, values in distributions(groups, batches).items():
                 self._tell("histogram", step, name, values)
 
-    def line(self, step: int, scalars: dict[str, float], shown: dict[str, str]) -> None:
-        """One line: progress, the scalars in `shown` (name -> label), tokens/s, time per phase."""
+    def line(self, step: int, scalars: dict[str, float]) -> None:
+        """One line on the terminal of what `finish_step` returned."""
         with self._clock:
-            self.terminal.line(step, scalars, shown)
+            self.terminal.line(step, scalars)
 
     def evaluated(self, step: int, scalars: dict[str, float]) -> None:
         """Tell the results of an evaluation after `step` steps, and show them."""

@@ -5,6 +5,15 @@ import time
 
 from tqdm import tqdm
 
+# What is shown of a step, where it has it, and what it is called.
+SHOWN = {
+    "reward/mean": "reward",
+    "sft/loss_per_token": "loss",
+    "actor/kl_to_reference": "kl",
+    "actor/entropy": "entropy",
+    "actor/grad_norm": "grad norm",
+    "mismatch/max": "mismatch",
+}
 # What is not shown of `time/`, because it is no phase.
 _NO_PHASES = ("time/step", "time/other", "time/monitor")
 
@@ -49,12 +58,17 @@ class Terminal:
         if self._bar is not None:
             self._bar.set_postfix_str(name, refresh=False)
 
-    def line(self, step: int, scalars: dict[str, float], shown: dict[str, str]) -> None:
-        """Progress, the scalars in `shown` (name -> label), tokens/s, time per phase, time left."""
+    def line(self, step: int, scalars: dict[str, float]) -> None:
+        """Progress, the scalars of SHOWN, tokens/s, time per phase, time left."""
         parts = [f"step {step:>4}/{self._total}"]
-        parts += [f"{label} {scalars[name]:.4g}" for name, label in shown.items() if name in scalars]
+        parts += [f"{label} {scalars[name]:.4g}" for name, label in SHOWN.items() if name in scalars]
+        parts += ["STEP DROPPED"] if scalars.get("actor/dropped_steps") else []
         parts.append(f"{scalars['throughput/tokens_per_second']:.0f} tok/s")
-        phases = [(n.removeprefix("time/"), v) for n, v in scalars.items() if n.startswith("time/") and n not in _NO_PHASES]
+        phases = [
+            (n.removeprefix("time/"), v)
+            for n, v in scalars.items()
+            if n.startswith("time/") and n not in _NO_PHASES and v >= 0.005
+        ]
         parts.append(f"{scalars['time/step']:.2f} s (" + " ".join(f"{name} {value:.2f}" for name, value in phases) + ")")
         if self.eta is not None:
             parts.append(f"ETA {tqdm.format_interval(self.eta)}")

@@ -18,7 +18,7 @@ from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.config.schema import MegatronConfig
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.start import start_actor
-from grpo_megatron.metrics import Mean, Metrics, Sum, merge
+from grpo_megatron.metrics import Max, Mean, Metrics, Sum, merge
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.run.checkpoints import SaveReport
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
@@ -192,6 +192,7 @@ class PolicyTrainer:
         metrics["actor/lr"] = Mean(first.lr, 1)
         metrics["actor/dropped_steps"] = Sum(float(first.dropped))
         metrics["actor/optimizer_steps"] = Sum(1.0)
+        metrics["memory/rank_gib"] = Max(max(result.occupied for result in results) / 2**30)
         return metrics
 
     @property

@@ -21,6 +21,7 @@ from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.megatron.spec import actor_spec
+from grpo_megatron.monitoring.charts import OTHERS, charts_of
 from grpo_megatron.preflight.load import load_config
 from grpo_megatron.rollout.record import Replay
 from grpo_megatron.run.checkpoints import Checkpoints, read_state
@@ -84,6 +85,7 @@ def recorded(ray_here, arithmetic, root):
                 "eval.every=2",
                 "eval.n=2",
                 "megatron.tensor_parallel=2",
+                "monitor.samples_every=1",
             ),
         ]
     )
@@ -116,6 +118,41 @@ def test_what_is_logged(recorded, root):
         assert row["actor/optimizer_steps"] == 2
         phases = sum(row[f"time/{name}"] for name in ("generate", "prepare", "logprobs", "train", "sync", "other"))
         assert phases == pytest.approx(row["time/step"], rel=1e-6)
+
+
+def test_the_timeline_accounts_for_the_steps(recorded):
+    spans = [event for event in json.loads((recorded / "timeline.json").read_text()) if event["ph"] == "X"]
+    steps = [span for span in spans if re.fullmatch(r"step \d+", span["name"])]
+    assert [span["name"] for span in steps] == ["step 1", "step 2", "step 3"]
+    phases = [
+        span
+        for span in spans
+        for step in steps
+        if span not in steps and step["ts"] <= span["ts"] and span["ts"] + span["dur"] <= step["ts"] + step["dur"] + 1000
+    ]
+    assert sum(span["dur"] for span in phases) == pytest.approx(sum(step["dur"] for step in steps), rel=0.02)
+    assert {"generate", "train", "sync", "evaluate", "export"} <= {span["name"] for span in spans}
+
+
+def test_what_a_run_shows_of_itself(recorded, root, capsys):
+    rows = metrics(root, "live")
+    # Every scalar of a run has its chart.
+    assert OTHERS not in charts_of([name for name in rows[-1] if name != "step"])
+    expected = {
+        "reward/pass@4",
+        "staleness/mean",
+        "actor/clip_fraction_high",
+        "idle/engines",
+        "memory/driver_gib",
+        "time/monitor",
+    }
+    assert expected <= rows[-1].keys()
+    assert main(["status", str(recorded)]) == 0
+    assert re.search(r"finished .*\n.*3 of 3 done", capsys.readouterr().out)
+    assert main(["report", str(recorded), "--against", str(recorded)]) == 0
+    page = (recorded / "report.html").read_text()
+    for text in ("|delta|", "=== response 4 of 4", "Both have the same configuration", "Held-out prompts"):
+        assert text in page
 
 
 def test_samples_carry_the_version_they_were_made_with(recorded, root):

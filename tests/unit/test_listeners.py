@@ -1,6 +1,7 @@
 """Weights & Biases and Prometheus, where their packages are installed; and what is said where they are not."""
 
 import socket
+import time
 import urllib.request
 from importlib.util import find_spec
 
@@ -63,8 +64,12 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     listener.text(1, "samples/0", "<b>text</b>")
     listener.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    logged = file.read_bytes()
-    for item in (b"reward/mean", b"0.25", b"reward/samples", b"samples/0"):
+    # wandb's own process writes, after finish() too.
+    end = time.monotonic() + 60
+    while b"samples/0" not in (logged := file.read_bytes()):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    for item in (b"reward/mean", b"0.25", b"reward/samples"):
         assert item in logged
     assert [page.read_text() for page in tmp_path.glob("wandb/offline-run-*/files/media/html/**/*.html")] == [
         "<pre>&lt;b&gt;text&lt;/b&gt;</pre>"

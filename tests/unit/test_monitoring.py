@@ -101,7 +101,7 @@ def test_a_step_in_every_file(monitor_of, tmp_path, capsys):
     groups = [group(0, (1.0, 1.0)), group(1, (0.0, 1.0), MARKUP)]
     for step in (1, 2):
         scalars = a_step(monitor, step, groups)
-    monitor.line(2, scalars, {"reward/mean": "reward"})
+    monitor.line(2, scalars)
     monitor.close()
     assert re.search(
         r"^step +2/10 \| reward 0.5 \| \d+ tok/s \| 0\.\d\d s \(generate .* ETA", capsys.readouterr().out, re.MULTILINE
@@ -263,7 +263,7 @@ def test_a_terminal_has_a_bar_and_a_job_log_has_none(monkeypatch):
             terminal.phase("train")
             time.sleep(0.15)
             terminal.finish_step(step)
-            terminal.line(step, row, {})
+            terminal.line(step, row)
         assert 0.1 < terminal.eta < 30
         terminal.close()
         return stream.getvalue()
