@@ -22,7 +22,7 @@ def page(run: RecordedRun, other: RecordedRun | None = None, changes: Changes | 
     """HTML about a run. other: a run whose curves are drawn beside, dashed; changes: what its configuration has otherwise, or why that
     is not known."""
     against = f" against {other.name}" if other else ""
-    parts = [f"<h1>{escape(run.name)}{escape(against)}</h1>", f"<p>{escape(str(run.folder.resolve()))}, {run.steps} steps</p>"]
+    parts = [f"<h1>{escape(run.name)}{escape(against)}</h1>", f"<p>{escape(str(run.folder))}, {run.steps} steps</p>"]
     sections = [("Result", _first_and_last(run, other))]
     if other:
         sections.append((f"What differs from {other.name}", _changes(changes, run.name, other.name)))
