@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_megatron.monitoring.charts import charts_of
 from grpo_megatron.report.chart import Line, line_chart, share_bars
+from grpo_megatron.report.idle import busy_shares
 from grpo_megatron.report.read import RecordedRun
 
 # How many of the last texts of a kind are shown.
@@ -93,7 +94,17 @@ def _phases(run: RecordedRun) -> str:
     if monitoring:
         spent = sum(value for _, value in monitoring)
         note = f"<p>Monitoring took {1000 * spent / len(monitoring):.1f} ms a step, {100 * spent / whole:.2f}% of it.</p>"
-    return share_bars(rows) + note
+    return share_bars(rows) + note + _busy(run)
+
+
+def _busy(run: RecordedRun) -> str:
+    """A table of the phases' idle shares, where processes other than the driver told what they did."""
+    shares = busy_shares(run.timeline)
+    if not shares:
+        return ""
+    roles = list(next(iter(shares.values())))
+    rows = [[phase, *(f"{100 * (1 - found[role]):.1f}%" for role in roles)] for phase, found in shares.items()]
+    return "<h3>Idle share of each phase</h3>" + _table(["phase", *(f"{role}, mean" for role in roles)], rows)
 
 
 def _texts(run: RecordedRun, wanted) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import parse_object
 from grpo_megatron.monitoring.run_files import METRICS, TEXTS, read_texts
+from grpo_megatron.monitoring.timeline import TIMELINE, read_timeline
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
 
 CONFIG = "config.yaml"
@@ -19,13 +20,14 @@ Curve = list[tuple[int, float]]
 class RecordedRun:
     """curves: by the name of the scalar, of each step the value that was written last. texts: rows {"step", "name", "text"}.
 
-    config: the resolved configuration, as YAML; None where the folder has none.
+    config: the resolved configuration, as YAML; None where the folder has none. timeline: the events of timeline.json.
     """
 
     folder: Path
     curves: dict[str, Curve]
     texts: list[dict[str, Any]]
     config: str | None
+    timeline: list[dict[str, Any]]
 
     @property
     def name(self) -> str:
@@ -53,6 +55,7 @@ def read_run(folder: str) -> RecordedRun:
         curves=_curves(path / METRICS),
         texts=read_texts(path / TEXTS) if not file_problem(path / TEXTS) else [],
         config=config.read_text(encoding="utf-8", errors="replace") if not file_problem(config) else None,
+        timeline=read_timeline(path / TIMELINE) if not file_problem(path / TIMELINE) else [],
     )
 
 

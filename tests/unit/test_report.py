@@ -12,7 +12,9 @@ from omegaconf import OmegaConf
 
 from grpo_megatron.cli import main
 from grpo_megatron.config.schema import Config
+from grpo_megatron.monitoring.timeline import TIMELINE, Timeline, read_timeline
 from grpo_megatron.report.chart import Line, line_chart, nice_ticks
+from grpo_megatron.report.idle import busy_shares
 
 ATTACK = "</pre><script>alert('x')</script><img src=http://nowhere/y.png onerror=alert(1)> & \"quoted\""
 
@@ -154,6 +156,28 @@ def test_an_empty_run(tmp_path):
     assert "The run has none." in page_of(tmp_path)
 
 
+def test_idle_shares_are_of_the_time_in_no_phase_of_its_own(tmp_path):
+    folder = make_run(tmp_path / "mine")
+    timeline = Timeline(str(folder), 2**20)
+    for start in (0.0, 100.0):
+        timeline.add("driver", "train", start, 10.0)
+        timeline.add("driver", "generate", start + 10, 20.0)
+        timeline.add_step(start, 40.0)
+    timeline.add("trainer rank 0 of 2", "train_step", 0.0, 10.0)
+    timeline.add("trainer rank 0 of 2", "forward_backward", 2.0, 5.0)  # within the other
+    timeline.add("trainer rank 1 of 2", "train_step", 95.0, 10.0)
+    timeline.add("engine 0 of 1", "generate", 12.0, 18.0)
+    timeline.add("engine 0 of 1", "generate", 108.0, 7.0)
+    timeline.flush()
+    assert busy_shares(read_timeline(folder / TIMELINE)) == {
+        "train": {"trainer rank": (10 / 20 + 5 / 20) / 2, "engine": 2 / 20},
+        "generate": {"trainer rank": 0.0, "engine": (18 + 5) / 40},
+    }
+    text = Elements(page_of(folder)).text
+    assert "Idle share of each phase" in text
+    assert "train62.5%90.0%" in text
+
+
 def coordinates(svg: str) -> list[tuple[float, float]]:
     path = re.search(r'class="line".*? d="M([^"]*)"', svg)[1].replace("h0", "")
     return [tuple(map(float, point.split())) for point in path.split("L")]
@@ -195,4 +219,5 @@ def test_ticks_are_few_and_cover_the_range(low, width):
 def test_any_values_make_a_chart(values):
     svg = line_chart([Line("<a>", list(enumerate(values)))])
     assert "<a>" not in svg
-    assert "nan" not in svg
+    # A legend may say that the last value is none; nothing is drawn there.
+    assert not re.search(r'(d|x|y)="[^"]*(nan|inf)', svg)

@@ -1,0 +1,73 @@
+"""From the timeline: for how much of each phase of the driver the processes of a role were at work."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from grpo_megatron.monitoring.timeline import DRIVER
+
+# (beginning, end), in microseconds.
+Interval = tuple[float, float]
+
+
+def busy_shares(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """{phase of the driver: {role: share of the phase in which a process of the role was in a phase of its own, mean over them}}.
+
+    A role is a process's name without its number: `trainer rank 3 of 8` is a `trainer rank`. Empty if only the driver told phases.
+    """
+    names, spans = {}, defaultdict(list)
+    for event in events:
+        if event["name"] == "process_name":
+            names[event["pid"]] = event["args"]["name"]
+        elif event["ph"] == "X":
+            spans[event["pid"]].append((event["name"], event["ts"], event["ts"] + event["dur"], event["tid"]))
+    phases: dict[str, list[Interval]] = defaultdict(list)
+    roles: dict[str, list[list[Interval]]] = defaultdict(list)
+    for number, own in spans.items():
+        if names.get(number) == DRIVER:
+            for name, start, end, line in own:
+                if line == 0:
+                    phases[name].append((start, end))
+        else:
+            roles[_role(names.get(number, ""))].append(_union([(start, end) for _, start, end, _ in own]))
+    if not roles:
+        return {}
+    return {
+        phase: {role: _mean_share(intervals, processes) for role, processes in roles.items()}
+        for phase, intervals in phases.items()
+    }
+
+
+def _role(process: str) -> str:
+    words = process.split()
+    return " ".join(words[: next((i for i, word in enumerate(words) if word.isdigit()), len(words))])
+
+
+def _mean_share(phase: list[Interval], processes: list[list[Interval]]) -> float:
+    whole = sum(end - start for start, end in phase)
+    if not whole:
+        return 0.0
+    return sum(_overlap(sorted(phase), busy) for busy in processes) / len(processes) / whole
+
+
+def _union(intervals: list[Interval]) -> list[Interval]:
+    """Sorted, and none that overlaps another: phases within a phase count once."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _overlap(left: list[Interval], right: list[Interval]) -> float:
+    """The length of what two sorted lists of intervals share, none of which overlaps another of its list."""
+    total, i, j = 0.0, 0, 0
+    while i < len(left) and j < len(right):
+        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
