@@ -15,12 +15,11 @@ class RunFiles:
     """A Listener. Rows of metrics.jsonl are {"step": 3, NAME: number, ..}, of texts.jsonl {"step": 3, "name": .., "text": ..}."""
 
     def __init__(self, directory: str, resumed: int = 0):
-        """resumed: the step a resumed run continues after; rows of later ones go, with what a killed run left half-written."""
-        for name in (METRICS, TEXTS):
-            path = Path(directory, name)
-            if path.exists():
-                rewrite(path, [json.dumps(row) + "\n" for row in _read_rows(path) if row["step"] <= resumed])
-        self._metrics, self._texts = RowFile(Path(directory, METRICS)), RowFile(Path(directory, TEXTS))
+        """resumed: the step a resumed run continues after; texts of later ones go, as run.folder has it for metrics.jsonl."""
+        texts = Path(directory, TEXTS)
+        if texts.exists():
+            rewrite(texts, [json.dumps(row) + "\n" for row in read_texts(texts) if row["step"] <= resumed])
+        self._metrics, self._texts = RowFile(Path(directory, METRICS)), RowFile(texts)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         self._metrics.append(json.dumps({"step": step, **values}) + "\n")
@@ -38,18 +37,12 @@ class RunFiles:
 
 def read_texts(path: Path) -> list[dict]:
     """The rows of texts.jsonl, without those that a killed run left unfinished."""
-    kinds = {"step": int, "name": str, "text": str}
-    return [row for row in _read_rows(path) if {key: type(value) for key, value in row.items()} == kinds]
-
-
-def _read_rows(path: Path) -> list[dict]:
-    """The rows that are of a step."""
-    rows = []
+    kinds, rows = {"step": int, "name": str, "text": str}, []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and type(row.get("step")) is int:
+        if isinstance(row, dict) and {key: type(value) for key, value in row.items()} == kinds:
             rows.append(row)
     return rows
