@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_megatron.capabilities import GPUS, Capabilities
+from grpo_megatron.capabilities import GPUS, Capabilities, peak_flops
 from grpo_megatron.cli import main
 from grpo_megatron.config.load import read_config
 from grpo_megatron.preflight.cluster import contradictions
@@ -125,6 +125,26 @@ def test_a_cluster_that_is_not_as_described_is_refused():
     assert "there are none" in contradictions(said, without)[0]
     assert "there are GPUs" in contradictions(config("cluster.gpu=none"), found)[0]
     assert contradictions(config(), found) == contradictions(config(), without) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80g"),
+        ("NVIDIA A100-SXM4-80GB", "a100-40g"),  # its peak is that of the larger one
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GB300", "gb300"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_of_a_device_by_its_name(device, name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: device)
+    assert peak_flops(None) == (GPUS[name].speed.bf16 if name else None)
+    assert peak_flops("h200") == 989e12
+    assert peak_flops("none") is None
 
 
 def test_this_machine_is_what_torch_says():
