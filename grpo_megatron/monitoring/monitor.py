@@ -1,5 +1,6 @@
 """What a run tells of itself, in one place: the controller and its collaborators know no other."""
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -171,17 +172,25 @@ def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | s
 
 
 class _Clock:
-    """Seconds within `with`; one inside another counts once."""
+    """Seconds that the thread which made it spends within `with`; one inside another counts once.
+
+    What other threads tell the monitor costs a step nothing.
+    """
 
     def __init__(self) -> None:
+        self._thread = threading.get_ident()
         self._depth, self._start, self._seconds = 0, 0.0, 0.0
 
     def __enter__(self) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if self._depth == 0:
             self._start = time.perf_counter()
         self._depth += 1
 
     def __exit__(self, *error) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self._depth -= 1
         if self._depth == 0:
             self._seconds += time.perf_counter() - self._start
