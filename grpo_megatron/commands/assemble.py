@@ -156,7 +156,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
     """
     config, engines = site.config, site.engines
     resumed = checkpoint.step if checkpoint else 0
-    take_back(site.directory, resumed)
+    take_back(site.directory, checkpoint)
     with ExitStack() as cleanup:
         monitor = Monitor(site.directory, config.run.total_steps, resumed)
         cleanup.callback(monitor.close)
