@@ -1,5 +1,8 @@
 """Errors that a user can act on."""
 
+# What to do where a run's checkpoint does not fit what is configured now.
+ANOTHER_RUN = "run.resume=none starts anew, another run.name leaves it alone"
+
 
 class UserError(Exception):
     """Wrong input, configuration or environment: one message that says what to do.

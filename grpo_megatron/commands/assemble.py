@@ -182,7 +182,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
     """
     config, engines = site.config, site.engines
     resumed = checkpoint.step if checkpoint else 0
-    take_back(site.directory, resumed)
+    take_back(site.directory, checkpoint)
     with ExitStack() as cleanup:
         monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site))
         cleanup.callback(monitor.close)

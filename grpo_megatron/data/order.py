@@ -6,7 +6,7 @@ import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.data.lazy import Chain
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import ANOTHER_RUN, UserError
 
 
 class EpochOrder:
@@ -41,7 +41,7 @@ class EpochOrder:
         if saved != (self.size, self.seed, self.shuffle):
             raise UserError(
                 "the checkpoint's data had {} records, seed {} and shuffle={}, now {}, {} and {}; the order of the rest of the "
-                "epoch would be another".format(*saved, self.size, self.seed, self.shuffle)
+                "epoch would be another; {}".format(*saved, self.size, self.seed, self.shuffle, ANOTHER_RUN)
             )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._make_order()
@@ -84,7 +84,7 @@ class PromptSource:
 
     def load_state_dict(self, state: dict) -> None:
         if len(state["orders"]) != len(self._orders):
-            raise UserError(f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}")
+            raise UserError(f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}; {ANOTHER_RUN}")
         for order, saved in zip(self._orders, state["orders"], strict=True):
             order.load_state_dict(saved)
         self._taken = list(state["taken"])

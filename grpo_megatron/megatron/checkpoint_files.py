@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import ANOTHER_RUN, UserError
 from grpo_megatron.megatron.shards import Rectangle
 from grpo_megatron.paths import sync_to_disk
 from grpo_megatron.run.checkpoints import NotWritten, SaveReport
@@ -223,14 +223,16 @@ def read(folder: str, pieces: list[Rectangle], objects: list[str], optional: Seq
     items = [_object_item(name) for name in objects]
     for name in (*by_name, *objects):
         if name not in metadata.state_dict_metadata:
-            raise UserError(f"{folder} has no {name}: it is of another model or another megatron.precision, or weights alone")
+            raise UserError(
+                f"{folder} has no {name}: it is of another model or another megatron.precision, or weights alone; {ANOTHER_RUN}"
+            )
     for name, parts in by_name.items():
         saved = metadata.state_dict_metadata[name]
         if parts[0].padded:
             for part in parts:
                 part.data.zero_()
         elif tuple(saved.size) != parts[0].shape:
-            raise UserError(f"{folder}: {name} has shape {tuple(saved.size)}, this model's is {parts[0].shape}")
+            raise UserError(f"{folder}: {name} has shape {tuple(saved.size)}, this model's is {parts[0].shape}; {ANOTHER_RUN}")
         wanted = [ChunkStorageMetadata(torch.Size(part.offset), part.data.shape) for part in parts]
         items += create_read_items_for_chunk_list(name, saved, wanted)
     targets = _Targets(by_name)

@@ -53,8 +53,8 @@ class Checkpoints:
     """`step_00000010/` with `actor/`, `state.json` and `manifest.json`, under one folder.
 
     A checkpoint is written aside, while training goes on, and renamed when all of it is on the disk: a folder with a final
-    name was complete, whenever the run is killed. One that has this name already, and those that are kept no longer, go when their
-    successor is complete. One that cannot be written is said, and the next one tried when it is due.
+    name was complete, whenever the run is killed. Those that are kept no longer go when their successor is complete. One that
+    cannot be written is said, and the next one tried when it is due.
     """
 
     def __init__(
@@ -95,11 +95,14 @@ class Checkpoints:
             self.save(state)
 
     def save(self, state: dict) -> None:
-        """Begin a checkpoint, which is there after `finish`. state: JSON-serialisable, with its "step"."""
+        """Begin a checkpoint, which is there after `finish`; nothing if there is one of this step. state: JSON-serialisable, with
+        its "step"."""
         self._complete()
         step = state["step"]
         self._last_step, self._last_begun = step, self._clock()
         final = self.folder / f"step_{step:08d}"
+        if final.exists():
+            return
         try:
             partial = aside(final, "partial")
             partial.mkdir(parents=True)
@@ -146,13 +149,8 @@ class Checkpoints:
         files = {f"{ACTOR}/{name}": record for name, record in report.files.items()}
         write_manifest(whole, files | {STATE: record_of(whole / STATE)})
         sync_to_disk(whole)
-        replaced = aside(final, "replaced")
-        if final.exists():
-            final.rename(replaced)
         whole.rename(final)
         sync_to_disk(self.folder)
-        if replaced.exists():
-            shutil.rmtree(replaced)
 
     def _give_up(self, final: Path, error: NotWritten) -> None:
         """What was written of it would keep the disk full."""
@@ -166,7 +164,7 @@ class Checkpoints:
         for path in folders(self.folder)[: -self._config.keep]:
             lasting = self._config.keep_every and step_of(path) % self._config.keep_every == 0
             if not lasting and not is_in_use(path):
-                removed = aside(path, "replaced")
+                removed = aside(path, "deleted")
                 path.rename(removed)
                 shutil.rmtree(removed)
 

@@ -73,25 +73,26 @@ def beginning(config: Config, command: str, say: Callable[[str], None]) -> Check
     return checkpoint
 
 
-def take_back(directory: str, step: int) -> None:
-    """Before a run goes on after `step`: what the folder has of later steps, and what a killed run left half-written, goes.
+def take_back(directory: str, checkpoint: Checkpoint | None) -> None:
+    """Before a run goes on from a checkpoint, None: from its beginning: what the folder has of later steps, and what a killed run
+    left half-written, goes.
 
-    Checkpoints of later steps, which are damaged or of a course that was abandoned, are kept as `step_XXXXXXXX.aside`.
-    Raises UserError for a damaged row that would be kept.
+    Other checkpoints of this or later steps, which are damaged or of a course that was abandoned, are kept as
+    `step_XXXXXXXX.aside`. Raises UserError for a damaged row that would be kept.
     """
-    folder = Path(directory)
+    folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):
         kept = kept_rows(folder / name, step)
         if kept is not None:
             replace_text(folder / name, "".join(kept))
     (folder / RESULT).unlink(missing_ok=True)
     checkpoints = folder / CHECKPOINTS
-    for suffix in ("partial", "replaced"):
+    for suffix in ("partial", "deleted"):
         for left in checkpoints.glob(f"step_*.{suffix}"):
             shutil.rmtree(left)
-    for later in folders(checkpoints):
-        if step_of(later) > step:
-            later.rename(aside(later, "aside"))
+    for path in folders(checkpoints):
+        if step_of(path) >= step and not (checkpoint and path.samefile(checkpoint.folder)):
+            path.rename(aside(path, "aside"))
 
 
 def kept_rows(path: Path, step: int) -> list[str] | None:

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from grpo_megatron.config.origins import leaves
 from grpo_megatron.config.schema import Config
-from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.errors import ANOTHER_RUN, UserError, shortened
 from grpo_megatron.json_files import read_object
 from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.run.checkpoints import ACTOR, STATE, folders, step_of
@@ -73,8 +73,7 @@ def _read_state(path: Path, command: str) -> dict[str, Any]:
     absent = [key for key in _STATE[command] if key not in values]
     if absent:
         raise UserError(
-            f"{path} has no {', '.join(absent)}: this is no checkpoint of `{command}`, or of another version; run.resume=none "
-            "starts anew, another run.name leaves it alone"
+            f"{path} has no {', '.join(absent)}: this is no checkpoint of `{command}`, or of another version; {ANOTHER_RUN}"
         )
     step = values["step"]
     if type(step) is not int or step < 0:

@@ -242,6 +242,31 @@ def test_a_resumed_run_continues_as_if_undisturbed(recorded, arithmetic, root):
 
 
 @pytest.mark.slow
+def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_ends_at_once(recorded, arithmetic, root, capsys):
+    """One bit of a weight, which only the ranks can notice; then the same command again, and with more steps."""
+    whole = replay(arithmetic, root, "bits", "checkpoint.every=2")
+    folder = root / "bits"
+    shard = folder / "checkpoints" / "step_00000003" / "actor" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    (folder / "result.json").unlink()
+    capsys.readouterr()
+    assert_same(replay(arithmetic, root, "bits", "run.resume=auto"), whole, rtol=0)
+    said = capsys.readouterr().out
+    assert f"passed over: {shard} does not match its digest" in said
+    assert f"continues from {folder}/checkpoints/step_00000002" in said
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["step_00000002", "step_00000003", "step_00000003.aside"]
+    last_line = said.splitlines()[-1]
+    replay(arithmetic, root, "bits", "run.resume=auto")
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2
+    assert "is finished: it has made 3 steps of 3" in said[0]
+    assert json.loads(said[1]) == json.loads(last_line)
+
+
+@pytest.mark.slow
 def test_a_resumed_run_takes_the_configured_rate(recorded, arithmetic, root):
     checkpoint = root / "whole" / "checkpoints" / "step_00000002"
     rows = replay(arithmetic, root, "slower", f"run.resume={checkpoint}", "optimizer.lr=0.0003")

@@ -113,7 +113,7 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
     place = assemble.Site(config, "train", str(tmp_path / NAME), start, _Cluster(), None, 0.0)
 
     def attempt(site, checkpoint):
-        take_back(site.directory, checkpoint.step if checkpoint else 0)
+        take_back(site.directory, checkpoint)
         begun.append(checkpoint.step if checkpoint else 0)
         outcome = outcomes.pop(0)
         if isinstance(outcome, BaseException):
@@ -144,11 +144,12 @@ def test_a_restart_begins_from_what_was_saved_meanwhile(tmp_path):
 
 
 def test_a_run_from_another_folder_does_not_take_its_own_earlier_course(tmp_path):
-    """It begins at step 5 of another run; its own folder has 2, and 8, of a course that this start leaves."""
-    folder = run_with(tmp_path, 2, 8)
+    """It begins at step 5 of another run; its own folder has 2, and 5 and 8, of a course that this start leaves."""
+    folder = run_with(tmp_path, 2, 5, 8)
     other = checkpoint(tmp_path / "other", state_of(5))
     assert attempts(tmp_path, str(other), [assemble.ProcessLost("before the first one"), {}]) == [5, 5]
-    assert (folder / "checkpoints" / "step_00000008.aside").is_dir()
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["step_00000002", "step_00000005.aside", "step_00000008.aside"]
     with pytest.raises(DamagedCheckpoint):  # named by the user, so nothing else takes its place
         attempts(tmp_path, str(other), [DamagedCheckpoint("other")])
 

@@ -14,6 +14,7 @@ from grpo_megatron.cli import main
 from grpo_megatron.errors import UserError
 from grpo_megatron.run.folder import METRICS, TRAINED, kept_rows, open_run_folder, take_back
 from grpo_megatron.run.lock import Ownership
+from grpo_megatron.run.resume import open_checkpoint
 from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
 
 
@@ -21,17 +22,17 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
     folder = run_with(tmp_path, 2, 4, metrics=rows(1, 2, 3, 4))
     (folder / TRAINED).write_text(rows(1, 2, 3))
     (folder / "result.json").write_text("{}")
-    for name in ("step_00000004.replaced", "step_00000006.partial"):
+    for name in ("step_00000004.deleted", "step_00000006.partial"):
         (folder / "checkpoints" / name).mkdir()
-    take_back(str(folder), 2)
+    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"))
     assert (folder / METRICS).read_text() == (folder / TRAINED).read_text() == rows(1, 2)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000002", "step_00000004.aside"]
     assert not (folder / "result.json").exists()
 
 
 def test_half_a_row_of_a_later_step_goes_with_it(tmp_path):
-    folder = run_with(tmp_path, metrics=rows(1, 2) + '{"step": 3, "los')
-    take_back(str(folder), 2)
+    folder = run_with(tmp_path, 2, metrics=rows(1, 2) + '{"step": 3, "los')
+    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"))
     assert (folder / METRICS).read_text() == rows(1, 2)
 
 
