@@ -151,7 +151,7 @@ def test_a_request_to_stop_is_answered_after_the_step(kept, tmp_path, who, by):
     os.kill(run.keeper.pid if who == "keeper" else run.driver, by)
     status, errors = run.end()
     assert status == 75
-    said = rf"{by.name}: stopping after step (\d+) .*\nstopped on request \({by.name}\) after step \1, .*; the same command continues\n"
+    said = rf"{by.name}: stopping after step (\d+) .*\nstopped on request \({by.name}\) after step \1; its newest checkpoint is .*, the same command continues\n"
     assert re.fullmatch(said, errors)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
