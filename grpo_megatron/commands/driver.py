@@ -100,7 +100,7 @@ class DriverGuard(Guard):
     def disk_is_full(self, error: BaseException) -> str:
         """The message for a write that failed for it, wherever in a library. Not every such error knows the file."""
         path = getattr(error, "filename", None) or self._folder
-        return f"error: no space left on the disk of {path}, or of a temporary folder; make room. {outlook(self._folder)}"
+        return f"error: no space left on the disk of {path}, or of a temporary folder; make room; {outlook(self._folder)}"
 
     def finish(self, message: str | None) -> None:
         """The run has ended by itself. Does not return where the thread is ending it already: its message explains what failed here."""

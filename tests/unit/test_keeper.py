@@ -40,17 +40,19 @@ def command(guard):
     if what == "needed no more": guard.needs(lambda: [psutil.Process(daemon.pid)]); guard.needs(None)
     while len(psutil.Process().children(recursive=True)) < 3: time.sleep(0.01)
     os.write(2, b"raw output of a library\\n")
+    if "step" in what: guard.stop.step = 7
     (folder / "pids").write_text(json.dumps([os.getpid(), daemon.pid, int(orphan)]))
     (folder / "up").touch()
     if what == "quit": os._exit(1)
     if what == "done": return 0
+    if what == "full":
+        with open("/dev/full", "w") as file: file.write("x")
     if what == "fail later": raise RuntimeError("first line\\nsecond line")
     if what == "steps":
-        for step in range(1, 10**6):
+        for step in range(7, 10**6):
             guard.stop.step = step
             time.sleep(0.05)
             if guard.stop.is_made: guard.stop.leave(Saver(), dict)
-    if what == "long step": guard.stop.step = 7
     while True: time.sleep(0.01)
 
 sys.exit(keep(lambda connection: drive(command, connection)))
@@ -144,6 +146,14 @@ def test_a_defect_before_there_is_a_folder_keeps_its_traceback_too(kept):
     log.unlink()
 
 
+def test_a_full_disk_is_one_message_wherever_it_is_met(kept, tmp_path):
+    status, errors = kept("full").end()
+    assert status == 2
+    assert errors == (
+        f"error: no space left on the disk of {tmp_path}, or of a temporary folder; make room; it had no checkpoint yet\n"
+    )
+
+
 @pytest.mark.parametrize("who", ["keeper", "driver"])
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_request_to_stop_is_answered_after_the_step(kept, tmp_path, who, by):
@@ -151,7 +161,7 @@ def test_a_request_to_stop_is_answered_after_the_step(kept, tmp_path, who, by):
     os.kill(run.keeper.pid if who == "keeper" else run.driver, by)
     status, errors = run.end()
     assert status == 75
-    said = rf"{by.name}: stopping after step (\d+) .*\nstopped on request \({by.name}\) after step \1; its newest checkpoint is .*, the same command continues\n"
+    said = rf"{by.name}: stopping after step (\d+) .*\nstopped on request \({by.name}\) after step \1; its newest checkpoint is .*\n"
     assert re.fullmatch(said, errors)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
