@@ -31,8 +31,7 @@ def command(guard):
     if what == "refuse": raise UserError("planted refusal")
     if what == "fail": {}["planted defect"]
     guard.entered(str(folder), 3.0, 600.0)
-    nested = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
-    daemon = subprocess.Popen([sys.executable, "-c", nested], start_new_session=True, stdin=subprocess.PIPE)
+    daemon = subprocess.Popen(["sh", "-c", "sleep 1000 & wait"], start_new_session=True)
     orphan = subprocess.run(["sh", "-c", "sleep 1000 > /dev/null & echo $!"], stdout=subprocess.PIPE, text=True).stdout
     import psutil
     if what == "needs": guard.needs(lambda: [psutil.Process(daemon.pid)], started=True)
@@ -138,6 +137,7 @@ def test_a_defect_is_one_message_that_names_its_traceback(kept, tmp_path):
     assert log.endswith("RuntimeError: first line\nsecond line\n")
 
 
+@pytest.mark.slow
 def test_a_defect_before_there_is_a_folder_keeps_its_traceback_too(kept):
     status, errors = kept("fail").end()
     assert status == 1
@@ -154,6 +154,7 @@ def test_a_full_disk_is_one_message_wherever_it_is_met(kept, tmp_path):
     )
 
 
+@pytest.mark.slow_when(lambda who, by: by != signal.SIGTERM and (who, by) != ("keeper", signal.SIGUSR1))
 @pytest.mark.parametrize("who", ["keeper", "driver"])
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_request_to_stop_is_answered_after_the_step(kept, tmp_path, who, by):
@@ -166,6 +167,7 @@ def test_a_request_to_stop_is_answered_after_the_step(kept, tmp_path, who, by):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_is_not_waited_for(kept, tmp_path):
     (tmp_path / "checkpoints" / "step_00000006").mkdir(parents=True)
     run = kept("long step").up()
@@ -195,6 +197,7 @@ def test_a_second_interrupt_leaves_at_once(kept):
     assert errors.splitlines()[1:] == ["interrupted; it had no checkpoint yet"]
 
 
+@pytest.mark.slow
 def test_a_driver_that_does_not_react_is_ended_by_the_keeper(kept):
     run = kept("long step").up()
     os.kill(run.driver, signal.SIGSTOP)
@@ -204,7 +207,7 @@ def test_a_driver_that_does_not_react_is_ended_by_the_keeper(kept):
     assert run.end() == (130, "interrupted; it had no checkpoint yet\n")
 
 
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("by", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
 def test_a_driver_that_is_killed_has_its_end_told_by_the_keeper(kept, by):
     run = kept("wait").up()
     driver = run.driver
@@ -216,6 +219,7 @@ def test_a_driver_that_is_killed_has_its_end_told_by_the_keeper(kept, by):
     )
 
 
+@pytest.mark.slow
 def test_a_driver_that_a_library_ends_is_noticed(kept):
     status, errors = kept("quit").end()
     assert status == 3
@@ -230,21 +234,22 @@ def test_a_driver_whose_keeper_is_killed_ends_what_it_started(kept):
     assert errors == "error: the process that started the driver was killed; it had no checkpoint yet\n"
 
 
-@pytest.mark.parametrize("what", ["needs", "needs later"])
+@pytest.mark.parametrize("what", ["needs", pytest.param("needs later", marks=pytest.mark.slow)])
 def test_the_end_of_a_process_that_the_run_needs_is_told(kept, what):
     run = kept(what).up()
     time.sleep(1)  # for the thread to find it
     daemon = psutil.Process(run.driver).children()
-    needed = next(process for process in daemon if "python" in process.name())
+    needed = next(process for process in daemon if process.name() == "sh")
     needed.kill()
     status, errors = run.end()
     assert status == 3
     assert re.fullmatch(
-        rf"error: python\S* \(process {needed.pid}\) was killed by SIGKILL, and the run with it; it had no checkpoint yet\n",
+        rf"error: sh \(process {needed.pid}\) was killed by SIGKILL, and the run with it; it had no checkpoint yet\n",
         errors,
     )
 
 
+@pytest.mark.slow
 def test_the_end_of_one_that_it_needs_no_more_is_its_own_affair(kept):
     run = kept("needed no more").up()
     for process in psutil.Process(run.driver).children():
@@ -255,6 +260,7 @@ def test_the_end_of_one_that_it_needs_no_more_is_its_own_affair(kept):
     assert run.end()[0] == 75
 
 
+@pytest.mark.slow
 def test_what_is_ignored_stays_ignored(kept):
     """As nohup starts it."""
     run = kept("steps", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)).up()
