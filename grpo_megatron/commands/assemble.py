@@ -104,13 +104,13 @@ class Site:
 
 
 @contextmanager
-def open_site(config: Config, command: str, guard: Guard) -> Iterator[Site]:
+def open_site(config: Config, command: str, guard: Guard | None = None) -> Iterator[Site]:
     """Within this context Ray is up, and engines start, if `command` (train or sft) generates.
 
     The configuration has passed preflight.start.check_start. Raises UserError for a checkpoint or a folder that is not
     right, before any process starts.
     """
-    started = time.perf_counter()
+    started, guard = time.perf_counter(), guard or Guard()
     state = read_state(config.run.resume, command)
     generates = command == "train" and not config.rollout.replay
     num_engines = config.rollout.engine.num_engines if generates else 0
