@@ -72,6 +72,7 @@ class DriverGuard(Guard):
             if signal.getsignal(number) != signal.SIG_IGN:
                 # Nothing is raised: that would be at any place in any library.
                 signal.signal(number, lambda number, _: os.write(self._write, bytes([number])))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the keeper has left them blocked until here
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
 
     def entered(self, folder: str, grace: float, grace_usr1: float) -> None:

@@ -200,7 +200,10 @@ def test_a_second_interrupt_leaves_at_once(kept):
 @pytest.mark.slow
 def test_a_driver_that_does_not_react_is_ended_by_the_keeper(kept):
     run = kept("long step").up()
-    os.kill(run.driver, signal.SIGSTOP)
+    driver = psutil.Process(run.driver)
+    driver.suspend()
+    while driver.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     for _ in range(2):
         run.keeper.send_signal(signal.SIGINT)
         time.sleep(1)
