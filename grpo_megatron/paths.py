@@ -84,11 +84,15 @@ def writing(path: str | Path) -> Iterator[None]:
         raise UserError(f"{path} cannot be written: {reason}; {what}") from error
 
 
+_FULL = ("No space left on device", "inline_container.cc")
+
+
 def disk_is_full(error: BaseException | None) -> bool:
     """Whether this, or what was being handled when it was raised, is about a disk without space."""
     while error is not None:
-        # safetensors writes in Rust, whose errors are texts.
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+        # safetensors writes in Rust and torch.save in C++, whose errors are texts; torch's is of what it finds in the file afterwards.
+        said = str(error)
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(text in said for text in _FULL):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -51,7 +51,8 @@ def _how(error: RayError | None, crash: str) -> str:
     if code := re.search(r"exit code (\d+)", text):
         return f" (with exit status {code[1]})"
     if "connection error code 2" not in text:
-        return ""
+        detail = re.search(r"Worker exit detail: ([^.]+)", text)
+        return f" ({shortened(detail[1], 100)})" if detail else ""
     # Its connection broke: it had no time to say anything. Ray does not tell the signal.
     if killed_for_memory() > _killed_before:
         return " (by SIGKILL, as it seems: this machine was out of memory, and the kernel killed processes)"

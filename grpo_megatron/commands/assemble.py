@@ -122,13 +122,13 @@ class Site:
 
 
 @contextmanager
-def open_site(config: Config, command: str, guard: Guard) -> Iterator[Site]:
+def open_site(config: Config, command: str, guard: Guard | None = None) -> Iterator[Site]:
     """Within this context Ray is up, and engines start, if `command` (train or sft) generates.
 
     The configuration has passed preflight.start.check_start. Raises UserError for a checkpoint or a folder that is not
     right, before any process starts.
     """
-    started = time.perf_counter()
+    started, guard = time.perf_counter(), guard or Guard()
     generates = command == "train" and not config.rollout.replay
     num_engines = config.rollout.engine.num_engines if generates else 0
     num_ranks = ParallelSizes.from_config(config.megatron).world_size

@@ -72,6 +72,7 @@ class DriverGuard(Guard):
             if signal.getsignal(number) != signal.SIG_IGN:
                 # Nothing is raised: that would be at any place in any library.
                 signal.signal(number, lambda number, _: os.write(self._write, bytes([number])))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the keeper has left them blocked until here
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
 
     def entered(self, folder: str, grace: float, grace_usr1: float) -> None:
@@ -100,7 +101,7 @@ class DriverGuard(Guard):
     def disk_is_full(self, error: BaseException) -> str:
         """The message for a write that failed for it, wherever in a library. Not every such error knows the file."""
         path = getattr(error, "filename", None) or self._folder
-        return f"error: no space left on the disk of {path}, or of a temporary folder; make room. {outlook(self._folder)}"
+        return f"error: no space left on the disk of {path}, or of a temporary folder; make room; {outlook(self._folder)}"
 
     def finish(self, message: str | None) -> None:
         """The run has ended by itself. Does not return where the thread is ending it already: its message explains what failed here."""

@@ -31,7 +31,7 @@ def keep(drive: Callable[[Connection], int]) -> int:
     """
     # What is ignored, as nohup has it, stays so.
     watched = {number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN} | {signal.SIGCHLD}
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     adopt_orphans()
     ours, theirs = Pipe()
     for stream in (sys.stdout, sys.stderr):
@@ -40,7 +40,8 @@ def keep(drive: Callable[[Connection], int]) -> int:
     if driver == 0:
         ours.close()
         os.setsid()
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        # Requests to stop wait until the driver has handlers for them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         return drive(theirs)
     theirs.close()
     return _Keeper(driver, ours, watched).status()

@@ -36,7 +36,7 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
         with assemble(site, checkpoint) as run:
             return run.finish(_run(run, examples, site.guard.stop))
 
-    with open_site(config, "sft", guard or Guard()) as site:
+    with open_site(config, "sft", guard) as site:
         return persist(site, attempt)
 
 

@@ -122,11 +122,7 @@ def assembled_loop(
     """The whole GRPO loop, ready to run: a controller with all that it calls. It saves nothing when it is asked to stop."""
     check_start(config, "train")
     data = _Data(config)
-    with (
-        open_site(config, "train", guard or Guard()) as site,
-        site.watch,
-        _loop(site, data, site.checkpoint, controller_class) as loop,
-    ):
+    with open_site(config, "train", guard) as site, site.watch, _loop(site, data, site.checkpoint, controller_class) as loop:
         yield loop
 
 
@@ -141,5 +137,5 @@ def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
         with _loop(site, data, checkpoint, stop=site.guard.stop) as (controller, run):
             return run.finish(controller.run())
 
-    with open_site(config, "train", guard or Guard()) as site:
+    with open_site(config, "train", guard) as site:
         return persist(site, attempt)

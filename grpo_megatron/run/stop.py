@@ -44,9 +44,9 @@ class StopRequest:
         """After a step: save, and raise Stopped."""
         saver.save(state())
         saver.finish()
-        raise Stopped(
-            f"stopped on request ({self.signal.name}) after step {self.step}, with a checkpoint in {saver.folder}; {_CONTINUES}"
-        )
+        # Looked up, not claimed: a full disk may have no room for it.
+        reached = outlook(str(saver.folder.parent))
+        raise Stopped(f"stopped on request ({self.signal.name}) after step {self.step}; {reached}")
 
     def must_not_be_made(self, folder: str) -> None:
         """Where a process was lost, which would be replaced: a scheduler may have ended it together with asking. Raises Stopped."""

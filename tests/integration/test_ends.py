@@ -74,7 +74,7 @@ def test_a_request_reaches_a_driver_that_has_started_ray(arithmetic, tmp_path):
         run.role("driver").terminate()
         assert run.ended() == 75
         check_message(
-            run, r"stopped on request \(SIGTERM\) after step \d+, with a checkpoint in .*; the same command continues$"
+            run, r"stopped on request \(SIGTERM\) after step \d+; its newest checkpoint is .*, the same command continues$"
         )
         check_gone(run)
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()

@@ -31,8 +31,7 @@ def command(guard):
     if what == "refuse": raise UserError("planted refusal")
     if what == "fail": {}["planted defect"]
     guard.entered(str(folder), 3.0, 600.0)
-    nested = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
-    daemon = subprocess.Popen([sys.executable, "-c", nested], start_new_session=True, stdin=subprocess.PIPE)
+    daemon = subprocess.Popen(["sh", "-c", "sleep 1000 & wait"], start_new_session=True)
     orphan = subprocess.run(["sh", "-c", "sleep 1000 > /dev/null & echo $!"], stdout=subprocess.PIPE, text=True).stdout
     import psutil
     if what == "needs": guard.needs(lambda: [psutil.Process(daemon.pid)], started=True)
@@ -40,17 +39,19 @@ def command(guard):
     if what == "needed no more": guard.needs(lambda: [psutil.Process(daemon.pid)]); guard.needs(None)
     while len(psutil.Process().children(recursive=True)) < 3: time.sleep(0.01)
     os.write(2, b"raw output of a library\\n")
+    if "step" in what: guard.stop.step = 7
     (folder / "pids").write_text(json.dumps([os.getpid(), daemon.pid, int(orphan)]))
     (folder / "up").touch()
     if what == "quit": os._exit(1)
     if what == "done": return 0
+    if what == "full":
+        with open("/dev/full", "w") as file: file.write("x")
     if what == "fail later": raise RuntimeError("first line\\nsecond line")
     if what == "steps":
-        for step in range(1, 10**6):
+        for step in range(7, 10**6):
             guard.stop.step = step
             time.sleep(0.05)
             if guard.stop.is_made: guard.stop.leave(Saver(), dict)
-    if what == "long step": guard.stop.step = 7
     while True: time.sleep(0.01)
 
 sys.exit(keep(lambda connection: drive(command, connection)))
@@ -136,6 +137,7 @@ def test_a_defect_is_one_message_that_names_its_traceback(kept, tmp_path):
     assert log.endswith("RuntimeError: first line\nsecond line\n")
 
 
+@pytest.mark.slow
 def test_a_defect_before_there_is_a_folder_keeps_its_traceback_too(kept):
     status, errors = kept("fail").end()
     assert status == 1
@@ -144,6 +146,15 @@ def test_a_defect_before_there_is_a_folder_keeps_its_traceback_too(kept):
     log.unlink()
 
 
+def test_a_full_disk_is_one_message_wherever_it_is_met(kept, tmp_path):
+    status, errors = kept("full").end()
+    assert status == 2
+    assert errors == (
+        f"error: no space left on the disk of {tmp_path}, or of a temporary folder; make room; it had no checkpoint yet\n"
+    )
+
+
+@pytest.mark.slow_when(lambda who, by: by != signal.SIGTERM and (who, by) != ("keeper", signal.SIGUSR1))
 @pytest.mark.parametrize("who", ["keeper", "driver"])
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_request_to_stop_is_answered_after_the_step(kept, tmp_path, who, by):
@@ -151,11 +162,12 @@ def test_a_request_to_stop_is_answered_after_the_step(kept, tmp_path, who, by):
     os.kill(run.keeper.pid if who == "keeper" else run.driver, by)
     status, errors = run.end()
     assert status == 75
-    said = rf"{by.name}: stopping after step (\d+) .*\nstopped on request \({by.name}\) after step \1, .*; the same command continues\n"
+    said = rf"{by.name}: stopping after step (\d+) .*\nstopped on request \({by.name}\) after step \1; its newest checkpoint is .*\n"
     assert re.fullmatch(said, errors)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_is_not_waited_for(kept, tmp_path):
     (tmp_path / "checkpoints" / "step_00000006").mkdir(parents=True)
     run = kept("long step").up()
@@ -185,16 +197,20 @@ def test_a_second_interrupt_leaves_at_once(kept):
     assert errors.splitlines()[1:] == ["interrupted; it had no checkpoint yet"]
 
 
+@pytest.mark.slow
 def test_a_driver_that_does_not_react_is_ended_by_the_keeper(kept):
     run = kept("long step").up()
-    os.kill(run.driver, signal.SIGSTOP)
+    driver = psutil.Process(run.driver)
+    driver.suspend()
+    while driver.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     for _ in range(2):
         run.keeper.send_signal(signal.SIGINT)
         time.sleep(1)
     assert run.end() == (130, "interrupted; it had no checkpoint yet\n")
 
 
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("by", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
 def test_a_driver_that_is_killed_has_its_end_told_by_the_keeper(kept, by):
     run = kept("wait").up()
     driver = run.driver
@@ -206,6 +222,7 @@ def test_a_driver_that_is_killed_has_its_end_told_by_the_keeper(kept, by):
     )
 
 
+@pytest.mark.slow
 def test_a_driver_that_a_library_ends_is_noticed(kept):
     status, errors = kept("quit").end()
     assert status == 3
@@ -220,21 +237,22 @@ def test_a_driver_whose_keeper_is_killed_ends_what_it_started(kept):
     assert errors == "error: the process that started the driver was killed; it had no checkpoint yet\n"
 
 
-@pytest.mark.parametrize("what", ["needs", "needs later"])
+@pytest.mark.parametrize("what", ["needs", pytest.param("needs later", marks=pytest.mark.slow)])
 def test_the_end_of_a_process_that_the_run_needs_is_told(kept, what):
     run = kept(what).up()
     time.sleep(1)  # for the thread to find it
     daemon = psutil.Process(run.driver).children()
-    needed = next(process for process in daemon if "python" in process.name())
+    needed = next(process for process in daemon if process.name() == "sh")
     needed.kill()
     status, errors = run.end()
     assert status == 3
     assert re.fullmatch(
-        rf"error: python\S* \(process {needed.pid}\) was killed by SIGKILL, and the run with it; it had no checkpoint yet\n",
+        rf"error: sh \(process {needed.pid}\) was killed by SIGKILL, and the run with it; it had no checkpoint yet\n",
         errors,
     )
 
 
+@pytest.mark.slow
 def test_the_end_of_one_that_it_needs_no_more_is_its_own_affair(kept):
     run = kept("needed no more").up()
     for process in psutil.Process(run.driver).children():
@@ -245,6 +263,7 @@ def test_the_end_of_one_that_it_needs_no_more_is_its_own_affair(kept):
     assert run.end()[0] == 75
 
 
+@pytest.mark.slow
 def test_what_is_ignored_stays_ignored(kept):
     """As nohup starts it."""
     run = kept("steps", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)).up()

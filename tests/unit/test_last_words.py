@@ -44,6 +44,7 @@ BROKEN = (
         ),
         ("bye\n", "Worker exits with an exit code 4.", "(with exit status 4)", ["bye"]),
         ("", "Task was killed due to the node running low on memory.", "(ended by Ray because its node was out of memory)", []),
+        ("bye\n", "Worker exit detail: The process receives a SIGTERM.", " (The process receives a SIGTERM)", ["bye"]),
         ("last\n", "", "in `step`; its log", ["last"]),
     ],
 )
