@@ -33,6 +33,8 @@ from ray.experimental import internal_kv
 
 BEAT_SECONDS = 2.0
 NAMESPACE = b"grpo_megatron"
+# No hang is shorter, see cluster.hang_timeout. Stacks are long, and many ranks wait for some seconds now and then.
+_STACKS_SECONDS = 10.0
 # A phase that has ended is told by several beats, because the driver may miss one.
 _TOLD_SECONDS = 5 * BEAT_SECONDS
 _MOST_SPANS = 256
@@ -52,8 +54,8 @@ class Beat:
     """What a process says. number: of the beat. role: its place among others, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`.
 
     phase: the call that it is in, None if nothing is asked of it. alone: it waits for no other process there. seconds: since the
-    phase began. still: seconds since it moved on last. place: where it is, stacks: in full; only if it was there at the beat before.
-    spans: those that ended lately.
+    phase began. still: seconds since it moved on last. place: where it is, if it was there at the beat before. stacks: in full,
+    once it has not moved for long. spans: those that ended lately.
     """
 
     number: int = 0
@@ -167,16 +169,17 @@ class Heart:
         with self._lock:
             name, phase = next(reversed(self._open.items()), (None, None))
         asked = phase is not None
+        # The thread itself stood still where much more time has passed than between two beats, such as that of a suspended job.
+        still = self._beat.still + min(passed, 2 * BEAT_SECONDS) if same else 0.0
         self._beat = Beat(
             number=self._beat.number,
             role=self.role,
             phase=name,
             alone=asked and phase.alone,
             seconds=now - phase.began if asked else 0.0,
-            # The thread itself stood still where much more time has passed than between two beats, such as that of a suspended job.
-            still=self._beat.still + min(passed, 2 * BEAT_SECONDS) if same else 0.0,
+            still=still,
             place=self._view.place() if asked and same else "",
-            stacks=self._view.stacks() if asked and same else "",
+            stacks=self._view.stacks() if asked and still >= _STACKS_SECONDS else "",
         )
 
     def beat(self) -> None:
