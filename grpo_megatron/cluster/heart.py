@@ -122,7 +122,7 @@ class Heart:
         self._lock = threading.Lock()
         self._open: dict[str, _Phase] = {}
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
-        self._ended, self._moves = 0, 0
+        self._beats, self._ended, self._moves = 0, 0, 0
         self._beat, self._seen, self._looked = Beat(), None, time.monotonic()
 
     def tick(self) -> None:
@@ -172,7 +172,6 @@ class Heart:
         # The thread itself stood still where much more time has passed than between two beats, such as that of a suspended job.
         still = self._beat.still + min(passed, 2 * BEAT_SECONDS) if same else 0.0
         self._beat = Beat(
-            number=self._beat.number,
             role=self.role,
             phase=name,
             alone=asked and phase.alone,
@@ -185,10 +184,12 @@ class Heart:
     def beat(self) -> None:
         """Tell the driver now, with the spans up to now."""
         with self._lock:
+            self._beats += 1
+            beat = replace(self._beat, number=self._beats, spans=list(self._spans))
+        internal_kv._internal_kv_put(self._key, beat.encode(), overwrite=True, namespace=NAMESPACE)
+        with self._lock:
             while self._spans and self._spans[0].start + self._spans[0].seconds < time.time() - _TOLD_SECONDS:
                 self._spans.popleft()
-            self._beat = replace(self._beat, number=self._beat.number + 1, spans=list(self._spans))
-        internal_kv._internal_kv_put(self._key, self._beat.encode(), overwrite=True, namespace=NAMESPACE)
 
 
 class _Phase:
