@@ -33,6 +33,8 @@ from ray.experimental import internal_kv
 
 BEAT_SECONDS = 2.0
 NAMESPACE = b"grpo_megatron"
+# No hang is shorter, see cluster.hang_timeout. Stacks are long, and many ranks wait for some seconds now and then.
+_STACKS_SECONDS = 10.0
 # A phase that has ended is told by several beats, because the driver may miss one.
 _TOLD_SECONDS = 5 * BEAT_SECONDS
 _MOST_SPANS = 256
@@ -52,8 +54,8 @@ class Beat:
     """What a process says. number: of the beat. role: its place among others, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`.
 
     phase: the call that it is in, None if nothing is asked of it. alone: it waits for no other process there. seconds: since the
-    phase began. still: seconds since it moved on last. place: where it is, stacks: in full; only if it was there at the beat before.
-    spans: those that ended lately.
+    phase began. still: seconds since it moved on last. place: where it is, if it was there at the beat before. stacks: in full,
+    once it has not moved for long. spans: those that ended lately.
     """
 
     number: int = 0
@@ -120,7 +122,7 @@ class Heart:
         self._lock = threading.Lock()
         self._open: dict[str, _Phase] = {}
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
-        self._ended, self._moves = 0, 0
+        self._beats, self._ended, self._moves = 0, 0, 0
         self._beat, self._seen, self._looked = Beat(), None, time.monotonic()
 
     def tick(self) -> None:
@@ -167,25 +169,27 @@ class Heart:
         with self._lock:
             name, phase = next(reversed(self._open.items()), (None, None))
         asked = phase is not None
+        # The thread itself stood still where much more time has passed than between two beats, such as that of a suspended job.
+        still = self._beat.still + min(passed, 2 * BEAT_SECONDS) if same else 0.0
         self._beat = Beat(
-            number=self._beat.number,
             role=self.role,
             phase=name,
             alone=asked and phase.alone,
             seconds=now - phase.began if asked else 0.0,
-            # The thread itself stood still where much more time has passed than between two beats, such as that of a suspended job.
-            still=self._beat.still + min(passed, 2 * BEAT_SECONDS) if same else 0.0,
+            still=still,
             place=self._view.place() if asked and same else "",
-            stacks=self._view.stacks() if asked and same else "",
+            stacks=self._view.stacks() if asked and still >= _STACKS_SECONDS else "",
         )
 
     def beat(self) -> None:
         """Tell the driver now, with the spans up to now."""
         with self._lock:
+            self._beats += 1
+            beat = replace(self._beat, number=self._beats, spans=list(self._spans))
+        internal_kv._internal_kv_put(self._key, beat.encode(), overwrite=True, namespace=NAMESPACE)
+        with self._lock:
             while self._spans and self._spans[0].start + self._spans[0].seconds < time.time() - _TOLD_SECONDS:
                 self._spans.popleft()
-            self._beat = replace(self._beat, number=self._beat.number + 1, spans=list(self._spans))
-        internal_kv._internal_kv_put(self._key, self._beat.encode(), overwrite=True, namespace=NAMESPACE)
 
 
 class _Phase:

@@ -24,7 +24,8 @@ from tests.integration.test_train import arguments, metrics, trained
 
 STEPS = 3
 RANK, SCHEDULER, ENGINE = "ray::_Worker", "sglang::scheduler", "ray::SGLangEngine"
-HANG = "cluster.hang_timeout=30"
+# Processes of a loaded machine may stand still for some seconds.
+HANG = "cluster.hang_timeout=20"
 REPORT = r"Python stacks: (\S+hang-\S+\.txt)"
 
 
@@ -135,21 +136,37 @@ def train(arithmetic, tmp_path, capsys, *changes) -> tuple[str, int]:
 TWO_RANKS = "megatron.tensor_parallel=2"
 
 
+def test_a_run_outlives_a_dead_rank_and_one_that_sleeps_in_a_collective(ray_here, arithmetic, tmp_path, capsys, plant):
+    """The engine stays as it is both times."""
+    dead = plant(Fault(PolicyTrainer, "train_step", 3, RANK))
+    asleep = plant(Fault(PolicyTrainer, "train_step", 6, RANK, what=None))
+    said, engines = train(arithmetic, tmp_path, capsys, HANG, TWO_RANKS)
+    assert re.search(r"trainer rank \d of 2 died in `train_step`.*restart 1 of at most 3, from ", said, re.DOTALL), said
+    asleep_for = r"rank 1 \(tp1 pp0 cp0 dp0 ep0\) in `optimizer` for \d+ s, at \S+test_recovery.py:\d+ <lambda>"
+    assert re.search(asleep_for, said), said
+    assert re.search(r"of the others, 1 in `optimizer`, at \S+distributed_c10d.py:\d+ all_reduce", said), said
+    assert "time.sleep(10_000)" in Path(re.search(REPORT, said).group(1)).read_text()
+    assert "restart 2 of at most 3, from " in said
+    assert gone(dead[0])
+    assert gone(asleep[0])
+    assert engines == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "engines"),
     [
-        (Fault(PolicyTrainer, "train_step", 2, RANK), 1),
-        pytest.param(Fault(EngineClient, "_send", 2, SCHEDULER, after=True), 2, marks=pytest.mark.slow),
-        pytest.param(Fault(EngineClient, "_send", 2, ENGINE, after=True), 2, marks=pytest.mark.slow),
-        pytest.param(Fault(PolicyTrainer, "begin_checkpoint", 2, RANK, after=True), 1, marks=pytest.mark.slow),
-        pytest.param(Fault(PolicyTrainer, "logprobs", 1, RANK), 1, marks=pytest.mark.slow),
+        (Fault(EngineClient, "_send", 2, SCHEDULER, after=True), 2),
+        (Fault(EngineClient, "_send", 2, ENGINE, after=True), 2),
+        (Fault(PolicyTrainer, "begin_checkpoint", 2, RANK, after=True), 1),
+        (Fault(PolicyTrainer, "logprobs", 1, RANK), 1),
     ],
-    ids=["rank", "scheduler in generation", "engine in generation", "rank while saving", "rank before the first checkpoint"],
+    ids=["scheduler in generation", "engine in generation", "rank while saving", "rank before the first checkpoint"],
 )
 def test_a_run_outlives_the_death_of_a_process(ray_here, arithmetic, tmp_path, capsys, plant, fault, engines):
     """engines: how many there are one after the other; a dead rank leaves the engine as it is."""
     befallen = plant(fault)
-    said, seen = train(arithmetic, tmp_path, capsys, TWO_RANKS, "megatron.data_parallel=1")
+    said, seen = train(arithmetic, tmp_path, capsys, TWO_RANKS)
     assert len(befallen) == 1
     assert ("trainer rank" if fault.title == RANK else "engine 0 died in `generate`") in said
     assert said.count("restart 1 of at most 3, from ") == 1
@@ -169,7 +186,7 @@ def test_a_death_in_a_weight_sync_names_who_died(ray_here, arithmetic, tmp_path,
     changes += [f"weight_sync.folder={tmp_path}/weights"] if transport == "disk" else []
     said, _ = train(arithmetic, tmp_path, capsys, *changes)
     assert befallen
-    assert re.search(rf"{'trainer rank 1 of 2' if title == RANK else 'engine 0'} died in `.*`", said), said
+    assert re.search(rf"{'trainer rank . of 2' if title == RANK else 'engine 0'} died in `.*`", said), said
     assert "restart 1 of at most 3, from " in said
     assert "restart 2" not in said
 
@@ -207,8 +224,8 @@ def test_colocated_processes_are_replaced_together(ray_here, arithmetic, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_death_in_the_first_evaluation_and_one_in_the_restart(ray_here, arithmetic, tmp_path, capsys, plant):
-    first, second = plant(Fault(Evaluation, "run", 2, SCHEDULER)), plant(Fault(PolicyTrainer, "load_checkpoint", 1, RANK))
+def test_a_death_in_an_evaluation_and_one_in_the_restart(ray_here, arithmetic, tmp_path, capsys, plant):
+    first, second = plant(Fault(Evaluation, "run", 3, SCHEDULER)), plant(Fault(PolicyTrainer, "load_checkpoint", 1, RANK))
     changes = [f"data.eval={arithmetic}/data/eval.jsonl", "eval.every=1", "eval.n=1", TWO_RANKS]
     said, _ = train(arithmetic, tmp_path, capsys, *changes)
     assert len(first) == len(second) == 1
@@ -230,43 +247,33 @@ def test_a_node_that_leaves_ends_the_run(two_nodes, arithmetic, tmp_path, capsys
     assert "1 of the 2 nodes of this run have left the Ray cluster; start it again on whole nodes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "line"),
     [
         (
-            Fault(PolicyTrainer, "train_step", 3, RANK, what=None),
-            r"rank 1 \(tp1 pp0 cp0 dp0 ep0\) in `optimizer` for \d+ s, at \S+test_recovery.py:\d+ <lambda>",
-        ),
-        pytest.param(
             Fault(PolicyTrainer, "train_step", 3, RANK, signal.SIGSTOP),
             r"rank \d \(tp\d pp0 cp0 dp0 ep0\) has not been heard of for \d+ s",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             Fault(EngineClient, "_send", 2, SCHEDULER, signal.SIGSTOP),
             r"engine 0 in `generate` for \d+ s, at sglang::scheduler \(pid \d+\) stopped",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             Fault(EngineClient, "_send", 2, ENGINE, signal.SIGSTOP),
             r"engine 0 has not been heard of for \d+ s",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             Fault(EnginePool, "sync_order", 3, SCHEDULER, signal.SIGSTOP),
             r"engine 0 in `sync_order` for \d+ s, at sglang::scheduler \(pid \d+\) stopped",
-            marks=pytest.mark.slow,
         ),
     ],
-    ids=["rank asleep", "rank stopped", "scheduler stopped", "engine stopped", "scheduler stopped in a sync"],
+    ids=["rank stopped", "scheduler stopped", "engine stopped", "scheduler stopped in a sync"],
 )
 def test_a_run_outlives_a_hang(ray_here, arithmetic, tmp_path, capsys, plant, fault, line):
     befallen = plant(fault)
     said, _ = train(arithmetic, tmp_path, capsys, HANG, TWO_RANKS)
     assert re.search(line, said), said
-    path = re.search(REPORT, said).group(1)
+    assert re.search(REPORT, said), said
     assert "restart 1 of at most 3, from " in said
     assert gone(befallen[0])
-    if fault.what is None:
-        assert re.search(r"of the others, 1 in `optimizer`, at \S+distributed_c10d.py:\d+ all_reduce", said), said
-        assert "time.sleep(10_000)" in Path(path).read_text()

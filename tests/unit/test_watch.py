@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -99,7 +100,7 @@ def test_phases_nest_and_those_of_one_name_are_one_span():
 
 
 def test_a_process_stands_still_unless_its_place_or_its_counter_changes():
-    asleep, heart = threading.Event(), None
+    asleep = threading.Event()
 
     class ThisThread(PythonThreads):
         """Others of the test's process may move."""
@@ -111,15 +112,23 @@ def test_a_process_stands_still_unless_its_place_or_its_counter_changes():
     sleeper.start()
     time.sleep(0.2)
     heart = Heart(ThisThread())
-    looker = threading.Thread(target=lambda: [heart._look() or time.sleep(0.05) for _ in range(3)])
-    with heart.phase("train_step"):
+
+    def look(times: int) -> Beat:
+        """As its own thread does."""
+        looker = threading.Thread(target=lambda: [heart._look() or time.sleep(0.05) for _ in range(times)])
         looker.start()
         looker.join()
-        still = heart._beat.still
-        assert still >= 0.1
-        assert "thread MainThread" in heart._beat.stacks
+        return heart._beat
+
+    heart._beat = replace(heart._beat, still=10.0)
+    with heart.phase("train_step"):
+        beat = look(3)
+        assert 0.05 <= beat.still < 10.0  # from when the phase began
+        assert beat.place
+        assert not beat.stacks
+        heart._beat = replace(beat, still=10.0)
+        assert "thread MainThread" in look(1).stacks
         heart.tick()
-        heart._look()
-        assert heart._beat.still == 0.0
+        assert look(1).still == 0.0
         asleep.set()
         sleeper.join()
