@@ -34,7 +34,7 @@ def worth_showing(lines: list[str]) -> list[str]:
     """Neither empty lines, nor progress bars, nor warnings with the line of source that Python prints below each."""
     kept, below_warning = [], False
     for line in lines:
-        if "warn" in line.lower():
+        if "warn" in line.lower() or "Ignore import error" in line:  # of SGLang, for models that need other packages
             below_warning = True
         elif line.strip() and not _BAR.search(line) and not (below_warning and line.startswith(" ")):
             kept.append(line)

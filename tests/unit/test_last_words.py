@@ -9,6 +9,7 @@ from grpo_megatron.cluster.processes import Process
 NOISE = """\
 /site-packages/torchvision/io/image.py:13: UserWarning: Failed to load image Python extension
   warn(
+[2026-11-22 22:36:48] Ignore import error when loading sglang.srt.models.inkling: No module named 'cutlass'
 Multi-thread loading shards: 100% Completed | 1/1 [00:00<00:00, 840.04it/s]
 W1122 21:34:11 torch/utils: warning: something is old
 
