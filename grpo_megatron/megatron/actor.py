@@ -24,7 +24,7 @@ from grpo_megatron.megatron import checkpoint_files, export, lora, sharded_state
 from grpo_megatron.megatron.checkpoint_files import Writer
 from grpo_megatron.megatron.forward_backward import Head, forward_backward, forward_logprobs, forward_probe
 from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory
-from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, set_loss_inputs, set_routing_from
+from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, choose_routing, set_loss_inputs
 from grpo_megatron.megatron.model import build_model, output_weight, uses_transformer_engine
 from grpo_megatron.megatron.optimizer import Optimizer
 from grpo_megatron.megatron.process_groups import rank_info
@@ -266,18 +266,8 @@ class Actor:
             return [name for name, parameter in named if not parameter.isfinite().all()]
 
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
-        """Whose routing the policy follows in this pass; recording: it is the pass for the old log-probs."""
-        replay = self.spec.moe.routing_replay
-        if self.arch.moe is None or replay == RoutingReplay.off:
-            return Routing.own
-        if replay == RoutingReplay.old_policy:
-            if not recording and any(kept.routing is None for kept in prepared):
-                raise ValueError("moe.routing_replay=old_policy: no routing was recorded, the old log-probs come first")
-            return Routing.record if recording else Routing.given
-        for kept, batch in zip(prepared, micro_batches, strict=True):
-            if kept.routing is None:
-                set_routing_from(kept, batch, self.arch.moe.layers)
-        return Routing.given
+        """See `choose_routing`."""
+        return choose_routing(self.spec.moe.routing_replay, self.arch.moe, prepared, micro_batches, recording)
 
     def train_step(
         self,

@@ -9,8 +9,11 @@ from megatron.core import parallel_state as mpu
 from grpo_megatron.algorithm.losses import LossInputs
 from grpo_megatron.batch.layout import Layout, Pack, on_device
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import RoutingReplay
 from grpo_megatron.megatron.attention import PackedSequences, describe_pack
 from grpo_megatron.megatron.host_memory import HostArena
+from grpo_megatron.megatron.router import Routing
+from grpo_megatron.model.architecture import MoE
 
 
 @dataclass
@@ -136,3 +139,22 @@ class MiniBatchStore:
         self._kept.clear()
         self._hidden_on_device = 0
         self._hidden_on_host.clear()
+
+
+def choose_routing(
+    replay: RoutingReplay, moe: MoE | None, prepared: list[MicroBatch], micro_batches: list[TrainBatch], recording: bool
+) -> Routing:
+    """Whose routing the policy follows in a pass; that of the engines is put into the micro-batches that lack it.
+
+    recording: it is the pass for the old log-probs. Raises ValueError where that pass should have come first.
+    """
+    if moe is None or replay == RoutingReplay.off:
+        return Routing.own
+    if replay == RoutingReplay.old_policy:
+        if not recording and any(kept.routing is None for kept in prepared):
+            raise ValueError("moe.routing_replay=old_policy: no routing was recorded, the old log-probs come first")
+        return Routing.record if recording else Routing.given
+    for kept, batch in zip(prepared, micro_batches, strict=True):
+        if kept.routing is None:
+            set_routing_from(kept, batch, moe.layers)
+    return Routing.given

@@ -24,7 +24,7 @@ folder, what = Path(sys.argv[1]), sys.argv[2]
 
 class Saver:
     folder = folder / "checkpoints"
-    def save(self, step, state): (self.folder / f"step_{step:08d}").mkdir(parents=True)
+    def save(self, state): (self.folder / f"step_{state['step']:08d}").mkdir(parents=True)
     def finish(self): pass
 
 def command(guard):
@@ -51,7 +51,7 @@ def command(guard):
         for step in range(7, 10**6):
             guard.stop.step = step
             time.sleep(0.05)
-            if guard.stop.is_made: guard.stop.leave(Saver(), dict)
+            if guard.stop.is_made: guard.stop.leave(Saver(), lambda: {"step": step})
     while True: time.sleep(0.01)
 
 sys.exit(keep(lambda connection: drive(command, connection)))

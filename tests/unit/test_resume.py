@@ -7,10 +7,13 @@ import shutil
 import pytest
 
 from grpo_megatron.cli import main
+from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.commands import assemble
 from grpo_megatron.errors import UserError
+from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.checkpoints import NotWritten
 from grpo_megatron.run.folder import beginning, take_back
+from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint
 from grpo_megatron.run.resume import as_saved, differences, finished_result, open_checkpoint
 from tests.unit.run_folders import NAME, STATE, checkpoint, config_of, rows, run_with, state_of
@@ -110,7 +113,9 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
     """The steps that a run begins from, one attempt after the other. outcomes: of each, an exception or a result."""
     config, begun = config_of(tmp_path, resume), []
     start = beginning(config, "train", print)
-    place = assemble.Site(config, "train", str(tmp_path / NAME), start, _Cluster(), None, 0.0)
+    folder = str(tmp_path / NAME)
+    status, watch = StatusFile(folder, NAME, 100), Watch(folder, 600.0)
+    place = assemble.Site(config, "train", folder, status, start, _Cluster(), watch, None, Guard(), 0.0)
 
     def attempt(site, checkpoint):
         take_back(site.directory, checkpoint)

@@ -158,7 +158,7 @@ def test_time_limits_are_read_as_slurm_does(text, seconds):
                 "configs/models/llama-3.1-70b",
                 "megatron.sleep=false",
             ],
-            "the memory of cluster.gpu=h100-80g is 80 GB, and this needs more",
+            "the same layout with megatron.sleep=true",
         ),
     ],
 )
