@@ -3,6 +3,7 @@
 import contextlib
 import io
 import runpy
+import signal
 import sys
 from pathlib import Path
 from unittest import mock
@@ -33,3 +34,10 @@ def unpacked(requirement: str) -> Path:
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there: `make install` could not download {requirement}")
     return folder
+
+
+def default_signals() -> None:
+    """In a process that a test is about to start (preexec_fn): it hears of signals that whoever started the tests has ignored, as nohup
+    and shells do for jobs in the background."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.tools import default_signals
+
 _MARK = "GRPO_MEGATRON_TEST_RUN"
 # What other processes than the keeper and the driver are called; a reward worker is a child of the driver.
 _TITLES = {
@@ -59,6 +61,7 @@ class LiveRun:
                 stderr=err,
                 env={**os.environ, _MARK: self._mark},
                 start_new_session=True,
+                preexec_fn=default_signals,
             )
 
     def __enter__(self):

@@ -17,6 +17,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import Config, ModelConfig, RewardConfig
 from grpo_megatron.config.weight_sync import PauseMode, WeightSyncConfig
@@ -59,7 +60,7 @@ def running(arithmetic, tokenizer, logs, num_engines=1, **engine):
     config.rollout.stop = ["7"]  # the engine then has a tokenizer, which stop strings need
     rewards = RewardWorkers(RewardConfig(function="tests.integration.helpers:digits", workers=1))
     cluster = allocate(config, num_ranks=0, num_engines=num_engines)
-    engines = EnginePool(cluster, config.rollout, ModelConfig(str(arithmetic / "model")), 0, str(logs))
+    engines = EnginePool(cluster, config.rollout, ModelConfig(str(arithmetic / "model")), 0, str(logs), Watch(str(logs), 600))
     try:
         engines.wait_until_ready()
         engines.admit()
@@ -269,6 +270,6 @@ def test_an_engine_that_dies_is_named(manager, engines, tokenizer):
     threading.Timer(1.0, os.kill, (scheduler.pid, signal.SIGKILL)).start()
     start = time.monotonic()
     asked = prompts(tokenizer) * 60  # more than an engine finishes in a second
-    with pytest.raises(ProcessDied, match=r"engine 0 died in `generate`; its log is .*engine0.log"):
+    with pytest.raises(ProcessDied, match=r"engine 0 died in `generate` .*; its log is .*engine0.log"):
         manager.generate(asked, Sampling(n=8, temperature=1.0, max_response_length=200))
     assert time.monotonic() - start < 45

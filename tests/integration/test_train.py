@@ -133,7 +133,13 @@ def test_what_is_logged(recorded, root):
 
 
 def test_the_timeline_accounts_for_the_steps(recorded):
-    spans = [event for event in json.loads((recorded / "timeline.json").read_text()) if event["ph"] == "X"]
+    events = json.loads((recorded / "timeline.json").read_text())
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    everyone = [event for event in events if event["ph"] == "X"]
+    of = {name: {event["name"] for event in everyone if names[event["pid"]] == name} for name in names.values()}
+    assert of["engine 0"] >= {"generate"}
+    assert of["trainer rank 0 of 2"] >= {"train_step", "forward_backward", "optimizer"}
+    spans = [event for event in everyone if names[event["pid"]] == "driver"]
     steps = [span for span in spans if re.fullmatch(r"step \d+", span["name"])]
     assert [span["name"] for span in steps] == ["step 1", "step 2", "step 3"]
     phases = [

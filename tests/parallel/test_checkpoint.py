@@ -90,7 +90,10 @@ def test_a_resumed_actor_is_the_same_bit_for_bit(ranks, models, batches, tmp_pat
     for before, after in zip(saved, resumed, strict=True):
         assert_equal_states(after.at, before.at)
         assert_equal_states(after.after, before.after)
-        assert str(after.result) == str(before.result)  # a float's text has all its bits
+        # A float's text has all its bits. How much memory the process occupies is its own.
+        assert str(after.result and replace(after.result, occupied=0)) == str(
+            before.result and replace(before.result, occupied=0)
+        )
     # All data-parallel ranks write, and none more than its part of what they share.
     written = checkpoints.bytes_of_ranks(folder)
     if sizes.dp == sizes.world_size:

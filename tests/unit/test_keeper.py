@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.tools import default_signals
+
 # The command becomes the driver's: it starts a process that no parent watches, in a session of its own, and a child of that.
 PROGRAM = """
 import json, os, subprocess, sys, time
@@ -67,6 +69,7 @@ class Kept:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "KEPT": str(folder)},
+            preexec_fn=default_signals,
             **options,
         )
 
