@@ -8,14 +8,6 @@ import time
 import psutil
 
 
-def _listening(process: psutil.Process) -> list[tuple[str, int]]:
-    return [
-        (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
-        for connection in process.net_connections(kind="inet")
-        if connection.status == psutil.CONN_LISTEN or (connection.type == socket.SOCK_DGRAM and not connection.raddr)
-    ]
-
-
 class SocketWatch:
     """Within this context: notes on which addresses this process and all that it started listen. found: {address: who}."""
 
@@ -31,16 +23,10 @@ class SocketWatch:
                     self._note(process)
 
     def _note(self, process: psutil.Process) -> None:
-        for address, _ in _listening(process):
-            self.found[address] = " ".join(process.cmdline())
-
-    def listening(self) -> set[tuple[str, int]]:
-        """(address, port) of all of them now."""
-        found = set()
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                found |= set(_listening(process))
-        return found
+        for connection in process.net_connections(kind="inet"):
+            waits = connection.type == socket.SOCK_DGRAM and not connection.raddr
+            if waits or connection.status == psutil.CONN_LISTEN:
+                self.found[connection.laddr.ip.removeprefix("::ffff:")] = " ".join(process.cmdline())
 
     def __enter__(self) -> "SocketWatch":
         self._thread.start()
