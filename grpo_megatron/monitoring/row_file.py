@@ -28,10 +28,3 @@ class RowFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-def rewrite(path: Path, rows: list[str]) -> None:
-    """Put these rows in the place of the file's, in one step."""
-    aside = path.with_name(f"{path.name}.partial")
-    aside.write_text("".join(rows), encoding="utf-8", errors="backslashreplace")
-    aside.replace(path)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_megatron.monitoring.row_file import RowFile, rewrite
+from grpo_megatron.monitoring.row_file import RowFile
+from grpo_megatron.paths import replace_text
 
 METRICS = "metrics.jsonl"
 TEXTS = "texts.jsonl"
@@ -18,7 +19,7 @@ class RunFiles:
         """resumed: the step a resumed run continues after; texts of later ones go, as run.folder has it for metrics.jsonl."""
         texts = Path(directory, TEXTS)
         if texts.exists():
-            rewrite(texts, [json.dumps(row) + "\n" for row in read_texts(texts) if row["step"] <= resumed])
+            replace_text(texts, "".join(json.dumps(row) + "\n" for row in read_texts(texts) if row["step"] <= resumed))
         self._metrics, self._texts = RowFile(Path(directory, METRICS)), RowFile(texts)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:

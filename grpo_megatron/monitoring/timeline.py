@@ -9,7 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.monitoring.row_file import RowFile, rewrite
+from grpo_megatron.monitoring.row_file import RowFile
+from grpo_megatron.paths import replace_text
 
 TIMELINE = "timeline.json"
 PREVIOUS = "timeline.previous.json"
@@ -103,4 +104,4 @@ def read_timeline(path: Path) -> list[dict[str, Any]]:
 def _take_back(path: Path, resumed: int) -> None:
     if path.exists():
         kept = [event for event in read_timeline(path) if event["args"].get("step", 0) <= resumed]
-        rewrite(path, ["[\n", ",\n".join(json.dumps(event) for event in kept)])
+        replace_text(path, "[\n" + ",\n".join(json.dumps(event) for event in kept))

@@ -1,11 +1,12 @@
 """Files of one JSON object a line, which a run appends to."""
 
 import json
-import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from grpo_megatron.monitoring.row_file import RowFile
 
 
 class Rows:
@@ -17,13 +18,10 @@ class Rows:
 
     def write(self, row: dict[str, Any]) -> None:
         self._waiting.append(json.dumps(row) + "\n")
-        size = self._path.stat().st_size if self._path.exists() else 0
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.writelines(self._waiting)
+            with closing(RowFile(self._path)) as file:
+                file.append("".join(self._waiting))
         except OSError as error:
-            with suppress(OSError):
-                os.truncate(self._path, size)
             if len(self._waiting) == 1:
                 self._say(f"{self._path} could not be written ({error.strerror}); its rows wait until they can be")
         else:
