@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import ray
 from ray.experimental import internal_kv
@@ -18,6 +18,8 @@ from grpo_megatron.cluster.processes import Process, ProcessLost
 logger = logging.getLogger(__name__)
 # What takes a phase that has ended: process, phase, its start in seconds since the epoch, seconds.
 TakeSpan = Callable[[str, str, float, float], None]
+# What takes all that is being done, see `at_work`.
+TakeWork = Callable[[list[dict[str, Any]]], None]
 _SHOWN = 3
 # The file with torch's collectives.
 _COLLECTIVE = "distributed_c10d.py"
@@ -103,15 +105,33 @@ def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
     return Hang(silent, still, [watched for watched in asked if watched not in still])
 
 
+def at_work(all_watched: list[Watched], now: float) -> list[dict[str, Any]]:
+    """A row for each call that processes are in: "name" of the one that has been in it longest, and how many others are; "phase"; "since",
+    and "heard": when the one that has been silent longest said something last. now, and these two: seconds since the epoch."""
+    calls = defaultdict(list)
+    for watched in all_watched:
+        if watched.beat and watched.beat.phase:
+            calls[watched.beat.phase].append(watched)
+    rows = []
+    for phase, members in calls.items():
+        longest = max(members, key=lambda member: member.beat.seconds + member.silent)
+        others = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        since = now - longest.beat.seconds - longest.silent
+        heard = now - max(member.silent for member in members)
+        rows.append({"name": longest.name + others, "phase": phase, "since": since, "heard": heard})
+    return rows
+
+
 class Watch:
     """Within its context, what hangs is reported and ended, and whoever waits for it gets ProcessHangs in the end.
 
     Ended processes fail the calls to them, wherever the driver waits: so nothing that waits needs to know of hangs.
     """
 
-    def __init__(self, folder: str, timeout: float):
-        """folder: for the stacks of processes that hang. timeout: seconds in which something must move."""
-        self._folder, self._timeout = Path(folder), timeout
+    def __init__(self, folder: str, timeout: float, take_work: TakeWork | None = None):
+        """folder: for the stacks of processes that hang. timeout: seconds in which something must move. take_work: is told every two
+        seconds what is being done, by another thread."""
+        self._folder, self._timeout, self._take_work = Path(folder), timeout, take_work
         self._lock = threading.Lock()
         self._watched: dict[str, Watched] = {}
         self._take_span: TakeSpan | None = None
@@ -166,6 +186,9 @@ class Watch:
                 continue
             with self._lock:
                 hang = find_hang(list(self._watched.values()), self._timeout)
+                work = at_work(list(self._watched.values()), time.time())
+            if self._take_work:
+                self._take_work(work)
             if hang:
                 self._verdict = f"{hang.message()}\n{self._write_stacks(hang)}"
                 for watched in hang.at_fault:

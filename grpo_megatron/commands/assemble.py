@@ -143,7 +143,8 @@ def open_site(config: Config, command: str, guard: Guard | None = None) -> Itera
             say(note)
         cluster = allocate(config, num_ranks, num_engines, guard=guard)
         cleanup.callback(cluster.close)
-        watch, engines = Watch(f"{directory}/logs", config.cluster.hang_timeout), None
+        watch = Watch(f"{directory}/logs", config.cluster.hang_timeout, lambda work: status.note(processes=work))
+        engines = None
         if generates:
             # Engines are slow to start: on devices of their own they do so while the ranks build the model.
             engines = EnginePool(

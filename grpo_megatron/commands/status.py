@@ -57,7 +57,7 @@ def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[
         rows.append(("evaluation", f"{_scalars(found['evaluation'])} after {found['evaluation_step']} steps"))
     rows.append(("checkpoint", f"{newest.name}, {ago(newest.stat().st_mtime)} ago" if newest else "none yet"))
     rows.append(("restarts", str(found["restarts"])))
-    for process in found.get("processes", []):
+    for process in found.get("processes", []) if state in (State.running, State.gone) else []:
         rows.append((process["name"], f"{process['phase']} for {ago(process['since'])}, heard {ago(process['heard'])} ago"))
     return rows
 

@@ -17,6 +17,7 @@ from grpo_megatron.run.checkpoints import CHECKPOINTS, TRAINED, aside, folders, 
 from grpo_megatron.run.lock import Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 
+JOBS = "slurm"  # the outputs of the jobs that slurm/submit.py queued for a run of this name
 _BEGUN_ROW = re.compile(rb'\{"step": (\d{1,18}),')  # as monitoring.run_files writes it
 
 
@@ -131,4 +132,8 @@ def _move_aside(config: Config, folder: Path, say: Callable[[str], None]) -> Non
     number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
     moved = folder.with_name(f"{folder.name}.{number}")
     folder.rename(moved)
+    if (moved / JOBS).exists():
+        # One of these jobs may be what starts this run, and Slurm opens a file of each of its nodes by its name.
+        folder.mkdir(exist_ok=True)
+        (moved / JOBS).rename(folder / JOBS)
     say(f"moved the earlier run of this name to {moved}")

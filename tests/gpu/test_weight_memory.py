@@ -29,11 +29,11 @@ def send(setup, device, answers):
 
 def receive(setup, device, answers):
     plan = ReshardPlan(setup.layouts)
-    receiver, own = Receiver(setup, ME, torch.device(device)), engine_parameters(plan, dtype=torch.bfloat16)[ME]
+    receiver, own = Receiver(setup, ME, torch.device(device)), engine_parameters(plan, dtypes=dict(setup.dtypes))[ME]
     own = {name: value.to(device) for name, value in own.items()}
     for number in SYNCS:
         answer = receiver.receive(Order(Task.transfer, number, setup), own)
-        expected = engine_parameters(plan, hf_tensors(DENSE, seed=number), dtype=torch.bfloat16)[ME]
+        expected = engine_parameters(plan, hf_tensors(DENSE, seed=number), dict(setup.dtypes))[ME]
         equal = all(torch.equal(own[name].cpu().nan_to_num(7.0), value.nan_to_num(7.0)) for name, value in expected.items())
         answers.put(("received", number, answer.seals if equal and not answer.wrong else answer.wrong))
 

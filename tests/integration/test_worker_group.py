@@ -87,7 +87,9 @@ def build(rank: int, store: StoreAddress, heart: Heart):
 @pytest.fixture
 def group(ray_here, tmp_path):
     options = [{"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.getcwd()}}} for _ in range(3)]
-    group = WorkerGroup("member", options, str(tmp_path), build, 120, Watch(str(tmp_path), HANG_SECONDS))
+    work = []
+    group = WorkerGroup("member", options, str(tmp_path), build, 120, Watch(str(tmp_path), HANG_SECONDS, work.append))
+    group.work = work
     yield group
     group.close()
 
@@ -145,6 +147,9 @@ def ended(pids):
 def test_a_rank_asleep_is_told_from_those_that_wait_for_it(group, tmp_path):
     with pytest.raises(ProcessHangs) as raised, group._watch:
         group.call("meet", [(1,)] * 3)
+    (seen,) = group.work[-1]
+    assert re.fullmatch(r"rank \d \(place \d\) and 2 more meet", f"{seen['name']} {seen['phase']}")
+    assert seen["heard"] - seen["since"] > HANG_SECONDS / 2
     first, others, stacks = str(raised.value).splitlines()
     assert re.fullmatch(r"rank 1 \(place 1\) in `meet` for \d+ s, at integration/test_worker_group.py:\d+ meet", first)
     assert re.fullmatch(r"of the others, 2 in `meet`, at \S+/threading.py:\d+ wait", others)

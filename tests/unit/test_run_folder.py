@@ -83,12 +83,15 @@ def test_a_folder_that_cannot_be_made(name, tmp_path):
 
 def test_a_new_run_moves_an_earlier_one_aside(tmp_path):
     folder = run_with(tmp_path, 2, metrics=rows(1, 2))
+    (folder / "slurm").mkdir()
+    (folder / "slurm" / "7.log").write_text("of the job that starts the new run")
     for number, remains in ((1, rows(1, 2)), (2, rows(1))):
         with open_run_folder(config_of(tmp_path, "none"), "train", print) as (directory, start):
             assert (directory, start) == (str(folder), None)
-            assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "owner.json"]
+            assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "owner.json", "slurm"]
             (folder / METRICS).write_text(rows(1))
         assert (tmp_path / f"{NAME}.{number}" / METRICS).read_text() == remains
+    assert (folder / "slurm" / "7.log").is_file()
 
 
 def test_the_model_is_not_moved_with_the_run_that_made_it(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_megatron.cluster.heart import Beat, Heart, PythonThreads
 from grpo_megatron.cluster.processes import Process
-from grpo_megatron.cluster.watch import Watched, find_hang
+from grpo_megatron.cluster.watch import Watched, at_work, find_hang
 
 LIMIT = 600.0
 
@@ -132,3 +132,13 @@ def test_a_process_stands_still_unless_its_place_or_its_counter_changes():
         assert look(1).still == 0.0
         asleep.set()
         sleeper.join()
+
+
+def test_what_is_being_done_is_told_by_call_with_the_one_that_is_longest_in_it():
+    processes = [*ranks(3.0, 700.0), watched("rank 2", silent=40.0, phase="train_step", seconds=10.0), watched("engine 0")]
+    processes.append(watched("engine 1", phase="generate", seconds=5.0))
+    assert at_work(processes, now=1000.0) == [
+        {"name": "rank 1 and 2 more", "phase": "train_step", "since": 298.0, "heard": 960.0},
+        {"name": "engine 1", "phase": "generate", "since": 995.0, "heard": 1000.0},
+    ]
+    assert at_work([Watched(Process("rank 9", "log"), SimpleNamespace(), beat=None)], now=1000.0) == []
