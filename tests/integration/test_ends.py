@@ -46,7 +46,7 @@ def test_a_signal_at_any_moment(arithmetic, tmp_path, role, number, repeat):
         if not target.is_running():
             pytest.skip(f"this {role} had ended when its moment came")
         target.send_signal(number)
-        seen, deadline = run.steps(), time.monotonic() + 60
+        seen, deadline = run.steps(), time.monotonic() + 400  # it may be starting still
         while run.keeper.poll() is None and time.monotonic() < deadline and run.steps() < seen + 20:
             time.sleep(0.1)
         if run.keeper.poll() is None and run.steps() >= seen + 20:
