@@ -163,7 +163,8 @@ def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 
     guard = guard or Guard()
     guard.needs(_daemons)  # from here on: ray.init waits for a minute for one that dies
     started = connect(config.cluster.ray_address, total)
-    guard.needs(_daemons if started else None, started=True)
+    gcs_port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
+    guard.needs(_daemons if started else None, gcs_port if started else None)
     kind = "GPU" if ray.cluster_resources().get("GPU", 0) else "CPU"
     group = None
     try:

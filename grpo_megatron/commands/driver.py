@@ -7,6 +7,7 @@ requests to stop, and ends the process when a request's time is over, the keeper
 import contextlib
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -63,6 +64,7 @@ class DriverGuard(Guard):
         self._grace = self._grace_usr1 = 0.0  # there is no step yet
         self._needed: dict[int, tuple[int, str]] = {}  # pid and name of each, by a descriptor that can be waited for
         self._find: Callable[[], list[psutil.Process]] | None = None  # while they start
+        self._port: int | None = None  # where one of them listens
         self._finding = threading.Lock()
         self._first_interrupt: float | None = None
         self._deadline: float | None = None
@@ -80,9 +82,9 @@ class DriverGuard(Guard):
         self._tell(folder=folder)
         self.log.move(f"{folder}/logs/driver.log")
 
-    def needs(self, find: Callable[[], list[psutil.Process]] | None, started: bool = False) -> None:
+    def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None:
         with self._finding:
-            self._find = None if started else find
+            self._find, self._port = None if port else find, port
             if find is None:
                 for descriptor in self._needed:
                     os.close(descriptor)
@@ -133,6 +135,9 @@ class DriverGuard(Guard):
                     LOST,
                     f"error: {name} (process {pid}) {_how_it_ended(descriptor)}, and the run with it; {outlook(self._folder)}",
                 )
+            if self._port and not _is_open(self._port):
+                # Ray's GCS closes its port on SIGTERM, and then does not end. A minute later Ray ends this process without a word.
+                self.leave(LOST, f"error: Ray's GCS closed its port {self._port}, and the run with it; {outlook(self._folder)}")
 
     def _hear_keeper(self) -> None:
         try:
@@ -240,6 +245,17 @@ class _Log:
         if self._temporary:
             os.unlink(self.path)
             self._temporary = False
+
+
+def _is_open(port: int) -> bool:
+    """Whether somebody listens there on this machine, or is too busy to say."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=0.2).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _how_it_ended(descriptor: int) -> str:

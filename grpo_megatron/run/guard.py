@@ -16,6 +16,6 @@ class Guard:
     def entered(self, folder: str, grace: float, grace_usr1: float) -> None:
         """The run's folder is there. grace, grace_usr1: seconds, as the configuration has them."""
 
-    def needs(self, find: Callable[[], list[psutil.Process]] | None, started: bool = False) -> None:
-        """From now on the run is over when a process ends that `find` returns; None: none is needed any more. started: it returns all of
-        them now, and else more of them later."""
+    def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None:
+        """From now on the run is over when a process ends that `find` returns; None: none is needed any more. port: on this machine; the
+        run is over when nobody listens there, and `find` returns all of them now. Without, it returns more of them later."""

@@ -15,7 +15,7 @@ from tests.tools import default_signals
 
 # The command becomes the driver's: it starts a process that no parent watches, in a session of its own, and a child of that.
 PROGRAM = """
-import json, os, subprocess, sys, time
+import json, os, socket, subprocess, sys, time
 from pathlib import Path
 from grpo_megatron.commands.driver import drive
 from grpo_megatron.commands.keeper import keep
@@ -36,7 +36,8 @@ def command(guard):
     daemon = subprocess.Popen(["sh", "-c", "sleep 1000 & wait"], start_new_session=True)
     orphan = subprocess.run(["sh", "-c", "sleep 1000 > /dev/null & echo $!"], stdout=subprocess.PIPE, text=True).stdout
     import psutil
-    if what == "needs": guard.needs(lambda: [psutil.Process(daemon.pid)], started=True)
+    server = socket.create_server(("127.0.0.1", 0))
+    if what.startswith("needs it"): guard.needs(lambda: [psutil.Process(daemon.pid)], server.getsockname()[1])
     if what == "needs later": guard.needs(lambda: [psutil.Process(daemon.pid)] if (folder / "up").exists() else [])
     if what == "needed no more": guard.needs(lambda: [psutil.Process(daemon.pid)]); guard.needs(None)
     while len(psutil.Process().children(recursive=True)) < 3: time.sleep(0.01)
@@ -44,6 +45,7 @@ def command(guard):
     if "step" in what: guard.stop.step = 7
     (folder / "pids").write_text(json.dumps([os.getpid(), daemon.pid, int(orphan)]))
     (folder / "up").touch()
+    if what == "needs its port": time.sleep(1); server.close()
     if what == "quit": os._exit(1)
     if what == "done": return 0
     if what == "full":
@@ -240,7 +242,7 @@ def test_a_driver_whose_keeper_is_killed_ends_what_it_started(kept):
     assert errors == "error: the process that started the driver was killed; it had no checkpoint yet\n"
 
 
-@pytest.mark.parametrize("what", ["needs", pytest.param("needs later", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["needs it", pytest.param("needs later", marks=pytest.mark.slow)])
 def test_the_end_of_a_process_that_the_run_needs_is_told(kept, what):
     run = kept(what).up()
     time.sleep(1)  # for the thread to find it
@@ -253,6 +255,13 @@ def test_the_end_of_a_process_that_the_run_needs_is_told(kept, what):
         rf"error: sh \(process {needed.pid}\) was killed by SIGKILL, and the run with it; it had no checkpoint yet\n",
         errors,
     )
+
+
+def test_a_port_that_the_run_needs_is_missed(kept):
+    """SIGTERM makes Ray's GCS close its port and stay; Ray ended the driver a minute later, with status 1 and without a word."""
+    status, errors = kept("needs its port").end()
+    assert status == 3
+    assert re.fullmatch(r"error: Ray's GCS closed its port \d+, and the run with it; it had no checkpoint yet\n", errors)
 
 
 @pytest.mark.slow
