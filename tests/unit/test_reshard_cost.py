@@ -1,6 +1,7 @@
 """What a weight sync costs on paper, against numbers by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +71,11 @@ def test_a_sync_planned_on_paper(capsys):
     assert "rank 0 (node0) -> rank 0 of engine 0: " in links
     assert "does not divide the model's 80 layers" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,pp=3", status=2)[1]
     assert "must be one of tp, pp" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,xp=3", status=2)[1]
+
+
+def test_the_documented_table_is_that_of_the_tool():
+    """Of the fewest nodes; of all, the plans take minutes."""
+    table, _ = run_tool("plan_weight_sync", "--table", "--nodes", 16)
+    page = Path("docs/weight-sync.md").read_text(encoding="utf-8")
+    assert len(table.splitlines()) == 7
+    assert set(table.splitlines()) <= set(page.splitlines())
