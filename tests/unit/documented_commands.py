@@ -94,10 +94,12 @@ COMMANDS = {
         "tests/integration/test_quickstart.py::test_two_engines_and_two_replicas_learn_it_too", '"train", "--config"'
     ),
     "grpo-megatron train --config configs/gsm8k_cpu.yaml data.train=PATH/train.jsonl": ByTest(
-        "tests/integration/test_tools.py::test_three_steps_on_the_original_gsm8k_file", '"train", "--config", "configs/gsm8k_cpu.yaml"'
+        "tests/integration/test_tools.py::test_three_steps_on_the_original_gsm8k_file",
+        '"train", "--config", "configs/gsm8k_cpu.yaml"',
     ),
     "python tools/make_tiny_model.py runs/gsm8k_model --tokenizer bytes": ByTest(
-        "tests/integration/test_tools.py::test_three_steps_on_the_original_gsm8k_file", '"make_tiny_model", folder, "--tokenizer", "bytes"'
+        "tests/integration/test_tools.py::test_three_steps_on_the_original_gsm8k_file",
+        '"make_tiny_model", folder, "--tokenizer", "bytes"',
     ),
     "python tools/import_config.py run_grpo.sh --accept --out mine.yaml": Run(SHELL_OF_VERL),
     "python tools/convert_hf_to_megatron.py": ByTest(CONVERSION, '"convert_hf_to_megatron"'),
@@ -149,7 +151,8 @@ COMMANDS = {
     "python benchmarks/learning.py --plot docs/learning.png": ByTest(
         "tests/integration/test_quickstart.py::test_four_presets_learn_it", "--plot"
     ),
-    "sbatch --nodes=16 --gpus-per-node=8 --exclusive slurm/train.sbatch --config configs/llama3_70b_16node.yaml model.path=/weights": ByTest(
+    "sbatch --nodes=16 --gpus-per-node=8 --exclusive slurm/train.sbatch "
+    "--config configs/llama3_70b_16node.yaml model.path=/weights": ByTest(
         f"{SLURM}::test_a_run_that_fails_is_a_job_that_failed", '"slurm/train.sbatch"'
     ),
     "mkdir -p RUN/slurm": ByTest(BY_HAND, ".mkdir("),

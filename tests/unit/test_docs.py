@@ -18,7 +18,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.status import STATUS
 from tests.documents import HEADS, PAGES, ROOT, Command, arguments, blocks, commands
 from tests.tools import run_tool
-from tests.unit.documented_commands import BEGINNINGS, COMMANDS, Needs, Run, ByTest
+from tests.unit.documented_commands import BEGINNINGS, COMMANDS, ByTest, Needs, Run
 
 # Such as `grpo-megatron plan` in a sentence.
 NAME_ALONE = re.compile(r"grpo-megatron( [a-z]+)*|python [\w/]+\.py")
@@ -56,6 +56,56 @@ def test_every_row_is_of_a_command():
     assert not stale, "no document gives these commands any more; take their rows out of tests/unit/documented_commands.py"
 
 
+def test_output_that_is_shown_is_compared():
+    unread = [
+        found.place for command in FOUND for found in FOUND[command] if found.output and not isinstance(row_of(command), Run)
+    ]
+    assert not unread, "after `$ ` a page shows what a command prints, and no test compares it: give the command a row Run"
+
+
+SHAPES = """# A page
+
+Say `make one` or `.venv/bin/grpo-megatron
+two`, not `make` or `one`.
+
+    python tools/three.py --four
+
+```
+make five && FIVE=6 make seven   # a comment
+grpo-megatron eight [--nine]
+                    [--ten]
+make eleven \\
+    twelve
+no command
+```
+
+```console
+$ grpo-megatron thirteen
+fourteen
+$ sbatch fifteen
+```
+"""
+
+
+def test_commands_of_every_shape_are_found(tmp_path):
+    (tmp_path / "page.md").write_text(SHAPES)
+    found = [(command.text, command.output) for command in commands(tmp_path / "page.md")]
+    assert found == [
+        ("make one", None),
+        ("grpo-megatron two", None),
+        ("python tools/three.py --four", None),
+        ("make five", None),
+        ("make seven", None),
+        ("grpo-megatron eight [--nine] [--ten]", None),
+        ("make eleven twelve", None),
+        ("grpo-megatron thirteen", "fourteen\n"),
+        ("sbatch fifteen", None),
+    ]
+    (tmp_path / "train.sbatch").write_text("#!/bin/sh\n# Say: make one\n#\n#   sbatch two\nmake three\n")
+    assert [command.text for command in commands(tmp_path / "train.sbatch")] == ["make one", "sbatch two"]
+    assert row_of("grpo-megatron two") is row_of("make one") is None
+
+
 # Commands that are run here
 
 
@@ -81,7 +131,15 @@ def documented_run(run: Path) -> None:
     of_step = {"reward/mean": 0.9688, "actor/kl_to_reference": 0.01716, "actor/entropy": 0.00863, "actor/grad_norm": 0.2315}
     of_step |= {"mismatch/max": 2.861e-06, "throughput/tokens_per_second": 1447.0, "time/step": 4.56}
     (run / "metrics.jsonl").write_text(json.dumps({"step": 38, **of_step, "time/train": 1.5, "time/other": 0.5}) + "\n")
-    status = {"run": "quickstart", "state": "running", "step": 38, "total_steps": 60, "eta": 57.0, "restarts": 0, "metrics": of_step}
+    status = {
+        "run": "quickstart",
+        "state": "running",
+        "step": 38,
+        "total_steps": 60,
+        "eta": 57.0,
+        "restarts": 0,
+        "metrics": of_step,
+    }
     # Of another machine, so that the file's age decides whether the run goes on; in an hour these tests have ended.
     status |= {"host": "node17", "pid": 4711, "pid_started": now, "started": now - 432, "written": now + 3600}
     status |= {"phase": "train", "phase_since": now - 1, "evaluation_step": 0}

@@ -73,6 +73,7 @@ def test_a_sync_planned_on_paper(capsys):
     assert "must be one of tp, pp" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,xp=3", status=2)[1]
 
 
+@pytest.mark.slow
 def test_the_documented_table_is_that_of_the_tool():
     """Of the fewest nodes; of all, the plans take minutes."""
     table, _ = run_tool("plan_weight_sync", "--table", "--nodes", 16)
