@@ -51,6 +51,15 @@ def test_the_object_store_takes_every_byte_to_every_rank_over_one_card():
     assert seconds == pytest.approx(16 * 8 * 2 * PARAMETERS / 50e9, rel=1e-6)
 
 
+def test_experts_of_an_engine_on_two_nodes_come_from_all_who_hold_them():
+    """Of an engine's two nodes each has half of the experts; they once came from half of their holders, in twice the time."""
+    arch = read_architecture("configs/models/qwen3-30b-a3b")
+    arch = replace(arch, num_layers=2, vocab_size=1024, moe=replace(arch.moe, layers=(True, True)))
+    sizes = ParallelSizes(tp=4, ep=16, dp=8, sequence_parallel=True)
+    found = cost(on_nodes(Layouts(arch, sizes, EngineLayout(16, 16), 4), gpus_per_node=8, colocated=False), Machine(), BUCKET)
+    assert found.sent_gb < 1.2 * found.network_gb / sizes.world_size
+
+
 @pytest.mark.parametrize(("engines", "broadcast"), [(1, False), (64, True)])
 def test_a_small_model_is_broadcast_to_many_engines(engines, broadcast):
     layouts = on_nodes(Layouts(SMALL, ParallelSizes(), EngineLayout(1), engines), gpus_per_node=8, colocated=False)
