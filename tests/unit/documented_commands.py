@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Run:
-    """test_docs.py runs it, with all [optional] parts and with none. One without arguments is asked for its --help.
+    """test_docs.py runs it, with all [optional] parts and with none. Of one without values for its arguments, as
+    sentences name it, the --help is printed.
 
     values: what placeholders stand for; {folder} in one is a folder of the test. status: the exit status that is right. extra: arguments
     that are added, which make it cheap or harmless.
@@ -47,6 +48,7 @@ SLURM = "tests/integration/test_slurm.py"
 BY_HAND = f"{SLURM}::test_a_script_of_a_dry_run_is_queued_by_hand_and_cancelled"
 CONVERSION = "tests/integration/test_conversion.py::test_there_and_back_is_bit_identical"
 BENCHMARK = "tests/integration/test_benchmarks.py::test_it_runs_small"
+SELFTEST = ByTest("tests/integration/test_selftest.py::test_an_engine_in_bf16_by_the_command", '"selftest"')
 # Every run of the tests begins with these, so no test can.
 SUITE = Needs("to be what runs the tests", "test|lint")
 INSTALL = Needs("a package index", "(?i)install")
@@ -82,11 +84,11 @@ COMMANDS = {
         "tests/unit/test_config_commands.py::test_docs_are_current", '"config", "docs"'
     ),
     "grpo-megatron selftest": Run(),
+    "grpo-megatron sft": Run(),
     "grpo-megatron train": Run(),
     "grpo-megatron doctor": ByTest("tests/integration/test_doctor.py::test_a_sound_machine", 'main(["doctor"])'),
-    "grpo-megatron selftest --config FILE [key=value ...]": ByTest(
-        "tests/integration/test_selftest.py::test_an_engine_in_bf16_by_the_command", '"selftest"'
-    ),
+    "grpo-megatron selftest --config FILE": SELFTEST,
+    "grpo-megatron selftest --config FILE [key=value ...]": SELFTEST,
     "grpo-megatron sft --config FILE [key=value ...]": ByTest(
         "tests/integration/test_train.py::test_sft_lowers_the_loss_and_its_export_is_a_start_for_grpo", 'main(["sft"'
     ),
@@ -175,5 +177,6 @@ COMMANDS = {
     "pip install --dry-run --ignore-installed -r requirements/gpu-torch.txt -r requirements/gpu.txt": Needs(
         "a package index", "resolver"
     ),
+    "sacct -o MaxRSS": Needs("a Slurm that keeps accounts", "accounting"),
     "wandb login": Needs("an account", "account"),
 }
