@@ -43,14 +43,20 @@ def run_arguments(arithmetic, root, *changes):
 
 
 def submit(env, folder, *arguments, status=0):
-    """The numbers of the jobs that slurm/submit.py has queued, or its message; called from another folder than the project's."""
+    """The numbers of the jobs that slurm/submit.py has queued, or its message."""
+    done = submit_py(env, folder, *arguments, status=status)
+    return done.stderr if status else done.stdout.removeprefix("queued as ").split(";")[0].split(", ")
+
+
+def submit_py(env, folder, *arguments, status=0):
+    """Called from another folder than the project's."""
     config = ["--config", str(ROOT / "configs/quickstart.yaml")]
     command = [sys.executable, str(ROOT / "slurm/submit.py"), *config, "--start-timeout", "300", *map(str, arguments)]
     # The tests may be those of another copy of the project than the installed one.
     env = env | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
-    return done.stderr if status else done.stdout.removeprefix("queued as ").split(";")[0].split(", ")
+    return done
 
 
 class Watch(threading.Thread):
@@ -186,6 +192,23 @@ def test_a_run_that_was_stopped_is_queued_again_and_the_rest_of_its_chain_ends_a
     assert not [
         process for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get("SLURM_JOB_ID") == first
     ]
+
+
+def test_a_script_of_a_dry_run_is_queued_by_hand_and_cancelled(slurm, arithmetic, tmp_path):
+    """A plain scancel does not queue the job again."""
+    options = ("--nodes", 2, "--bin", programs(tmp_path / "bin", "time.sleep(600)"), "--requeue", "--dry-run")
+    script = submit_py(slurm, tmp_path, *options, *run_arguments(arithmetic, tmp_path, "run.name=by_hand")).stdout
+    run = tmp_path / "by_hand"
+    assert not run.exists()
+    (tmp_path / "job.sbatch").write_text(script)
+    (run / "slurm").mkdir(parents=True)
+    queued = subprocess.run(["sbatch", "job.sbatch"], env=slurm, cwd=tmp_path, capture_output=True, text=True, check=True)
+    job = queued.stdout.split()[-1]
+    wait_in(slurm, job, (run / "given0").exists)
+    assert asked(slurm, "scontrol", "write", "batch_script", job, "-") == script.strip()
+    asked(slurm, "scancel", job)
+    found = ended(slurm, job)
+    assert (found["JobState"], found["Restarts"]) == ("CANCELLED", "0")
 
 
 def test_runs_of_an_array_share_nodes_and_get_every_value_as_it_is(slurm, arithmetic, tmp_path):

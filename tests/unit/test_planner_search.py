@@ -224,11 +224,3 @@ def test_what_cannot_be_planned_is_one_error(overrides, says, capsys):
     assert (status, out) == (2, "")
     assert err.startswith("error: ")
     assert says in err
-
-
-def test_the_documented_outputs_are_those_of_the_commands(capsys):
-    blocks = re.findall(r"```\n\$ grpo-megatron plan ([^\n]*)\n(.*?)```", Path("docs/planner.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 3
-    for command, output in blocks:
-        _, out, err = run(capsys, *shlex.split(command))
-        assert out + err == output

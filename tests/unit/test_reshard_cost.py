@@ -1,6 +1,7 @@
 """What a weight sync costs on paper, against numbers by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_the_object_store_takes_every_byte_to_every_rank_over_one_card():
     assert seconds == pytest.approx(16 * 8 * 2 * PARAMETERS / 50e9, rel=1e-6)
 
 
+def test_experts_of_an_engine_on_two_nodes_come_from_all_who_hold_them():
+    """Of an engine's two nodes each has half of the experts; they once came from half of their holders, in twice the time."""
+    arch = read_architecture("configs/models/qwen3-30b-a3b")
+    arch = replace(arch, num_layers=2, vocab_size=1024, moe=replace(arch.moe, layers=(True, True)))
+    sizes = ParallelSizes(tp=4, ep=16, dp=8, sequence_parallel=True)
+    found = cost(on_nodes(Layouts(arch, sizes, EngineLayout(16, 16), 4), gpus_per_node=8, colocated=False), Machine(), BUCKET)
+    assert found.sent_gb < 1.2 * found.network_gb / sizes.world_size
+
+
 @pytest.mark.parametrize(("engines", "broadcast"), [(1, False), (64, True)])
 def test_a_small_model_is_broadcast_to_many_engines(engines, broadcast):
     layouts = on_nodes(Layouts(SMALL, ParallelSizes(), EngineLayout(1), engines), gpus_per_node=8, colocated=False)
@@ -70,3 +80,12 @@ def test_a_sync_planned_on_paper(capsys):
     assert "rank 0 (node0) -> rank 0 of engine 0: " in links
     assert "does not divide the model's 80 layers" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,pp=3", status=2)[1]
     assert "must be one of tp, pp" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,xp=3", status=2)[1]
+
+
+@pytest.mark.slow
+def test_the_documented_table_is_that_of_the_tool():
+    """Of the fewest nodes; of all, the plans take minutes."""
+    table, _ = run_tool("plan_weight_sync", "--table", "--nodes", 16)
+    page = Path("docs/weight-sync.md").read_text(encoding="utf-8")
+    assert len(table.splitlines()) == 7
+    assert set(table.splitlines()) <= set(page.splitlines())

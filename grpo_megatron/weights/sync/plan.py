@@ -220,7 +220,9 @@ class ReshardPlan:
         for one in self.engine_ranks:
             node = layouts.node_of(one) if layouts.within_nodes or not layouts.multicast else None
             found[node, None if layouts.multicast else one.engine].append(one)
-        return [tuple(ranks) for ranks in found.values()]
+        # Those of the engines' first nodes, then those of the second ones: an expert is on one of an engine's nodes, and all of its
+        # holders shall send it to some engines.
+        return sorted((tuple(ranks) for ranks in found.values()), key=lambda ranks: (ranks[0].rank, ranks[0].engine))
 
     def _needed(self, entry: Entry, shard: int, receiver: EngineRank | None) -> dict[Move, list[int]]:
         """{rectangle of this shard: the ranks of an engine that need it, all in the same place}; of what the receiver needs."""

@@ -1,0 +1,38 @@
+"""Each benchmark runs to its end, as small as it can be; what it measures then is nothing."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+# Arguments that make it short, and a figure of its last line. The benchmarks that are not here have tests of their own.
+BENCHMARKS = {
+    "checkpoint": (["--saves", "1", "--tokens", "64", "--layers", "2", "--before"], "blocked_share"),
+    "convert": (["--layers", "1", "--processes", "1", "--repeats", "1"], "speed_over_copy"),
+    "exchange": (["--repeats", "1"], "swap_over_copy"),
+    "loop": (["--steps", "1"], "overhead_share"),
+    "memory": (["--tokens", "256"], "activations_full"),
+    "reshard": (["--engine-tp", "1", "--repeat", "1"], "bytes_over_bound"),
+    "schedule": (["--calls", "1"], "bins_over_bound"),
+    "train_step": (["--steps", "1", "--sequences", "8"], "packed_speedup"),
+}
+ELSEWHERE = {"logprob", "learning", "gpu"}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_it_runs_small(name):
+    arguments, figure = BENCHMARKS[name]
+    done = subprocess.run([sys.executable, f"benchmarks/{name}.py", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1])[figure] is not None
+
+
+def test_none_is_left_out():
+    assert {path.stem for path in Path("benchmarks").glob("*.py")} == BENCHMARKS.keys() | ELSEWHERE
+    of_make = re.search(r"for file in ([\w ]+); do \$\(BIN\)/python benchmarks/", Path("Makefile").read_text())[1]
+    assert set(of_make.split()) == (BENCHMARKS.keys() | ELSEWHERE) - {"gpu"}

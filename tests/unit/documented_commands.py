@@ -1,0 +1,182 @@
+"""What becomes of each command that README.md, docs/ and the heads of configurations and scripts give: run here, by a test, or by nobody.
+
+A command is looked up as tests/documents.py writes it: on one line, without comments, `.venv/bin/` and a last `...`, with `python` before a
+script of ours.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Run:
+    """test_docs.py runs it, with all [optional] parts and with none. Of one without values for its arguments, as
+    sentences name it, the --help is printed.
+
+    values: what placeholders stand for; {folder} in one is a folder of the test. status: the exit status that is right. extra: arguments
+    that are added, which make it cheap or harmless.
+    """
+
+    values: dict[str, str] = field(default_factory=dict)
+    status: int = 0
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ByTest:
+    """Another test runs it: its file and name. shows: what its source, or a function or fixture that it uses, has of the command.
+
+    A command of make must print `shows` too, in place of running it (`make -n`).
+    """
+
+    test: str
+    shows: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """No test can run it. Of make, `make -n` is run.
+
+    what: what it takes. says: a regular expression that the page's section about the command has, so that a reader knows too.
+    """
+
+    what: str
+    says: str
+
+
+GPU = Needs("a GPU", "GPU")
+SLURM = "tests/integration/test_slurm.py"
+BY_HAND = f"{SLURM}::test_a_script_of_a_dry_run_is_queued_by_hand_and_cancelled"
+CONVERSION = "tests/integration/test_conversion.py::test_there_and_back_is_bit_identical"
+BENCHMARK = "tests/integration/test_benchmarks.py::test_it_runs_small"
+SELFTEST = ByTest("tests/integration/test_selftest.py::test_an_engine_in_bf16_by_the_command", '"selftest"')
+# Every run of the tests begins with these, so no test can.
+SUITE = Needs("to be what runs the tests", "test|lint")
+INSTALL = Needs("a package index", "(?i)install")
+QUICKSTART = {"FILE": "configs/quickstart.yaml", "key=value ...": "run.seed=2", "key=value": "run.seed=2"}
+SHELL_OF_VERL = {"run_grpo.sh": "tests/unit/data/verl_grpo.sh", "mine.yaml": "{folder}/mine.yaml"}
+YAML_OF_RLINF = {"rlinf.yaml": "tests/unit/data/rlinf_grpo.yaml", "mine.yaml": "{folder}/mine.yaml"}
+PLAN = {
+    "FILE": "{folder}/qwen3_8b.yaml",
+    "NAME": "qwen3_8b_1node",
+    "FOLDER": "configs/models/qwen3-8b",
+    "N": "1",
+    "key=value ...": "train.ppo_epochs=2",
+    "key=value": "train.ppo_epochs=2",
+}
+
+# Also of the commands that go on after these words, unless one of them is named here too.
+BEGINNINGS = {
+    "grpo-megatron": Run(),
+    "grpo-megatron config": Run(QUICKSTART | {"KEY": "rollout.n"}),
+    "grpo-megatron config diff": Run({"A": "configs/quickstart.yaml", "B": "configs/quickstart_fp8.yaml"}, status=1),
+    "grpo-megatron plan": Run(PLAN),
+    "grpo-megatron report": Run({"RUN_DIR": "{folder}/run", "OTHER_RUN_DIR": "{folder}/run", "FILE": "{folder}/page.html"}),
+    "grpo-megatron status": Run({"RUN_DIR": "{folder}/run"}),
+    "python slurm/submit.py": Run(QUICKSTART, extra=("--dry-run",)),
+    # The examples have keys that must be accepted or settled first, which is exit status 2.
+    "python tools/import_config.py": Run(SHELL_OF_VERL | YAML_OF_RLINF, status=2),
+    "python tools/import_config.py --survey": Run({"examples": "tests/unit/data"}),
+}
+
+# Exactly these.
+COMMANDS = {
+    "grpo-megatron config docs > docs/config.md": ByTest(
+        "tests/unit/test_config_commands.py::test_docs_are_current", '"config", "docs"'
+    ),
+    "grpo-megatron selftest": Run(),
+    "grpo-megatron sft": Run(),
+    "grpo-megatron train": Run(),
+    "grpo-megatron doctor": ByTest("tests/integration/test_doctor.py::test_a_sound_machine", 'main(["doctor"])'),
+    "grpo-megatron selftest --config FILE": SELFTEST,
+    "grpo-megatron selftest --config FILE [key=value ...]": SELFTEST,
+    "grpo-megatron sft --config FILE [key=value ...]": ByTest(
+        "tests/integration/test_train.py::test_sft_lowers_the_loss_and_its_export_is_a_start_for_grpo", 'main(["sft"'
+    ),
+    "grpo-megatron train --config FILE [key=value ...]": ByTest(
+        "tests/integration/test_quickstart.py::test_two_engines_and_two_replicas_learn_it_too", '"train", "--config"'
+    ),
+    "grpo-megatron train --config configs/gsm8k_cpu.yaml data.train=PATH/train.jsonl": ByTest(
+        "tests/integration/test_tools.py::test_three_steps_on_the_original_gsm8k_file",
+        '"train", "--config", "configs/gsm8k_cpu.yaml"',
+    ),
+    "python tools/make_tiny_model.py runs/gsm8k_model --tokenizer bytes": ByTest(
+        "tests/integration/test_tools.py::test_three_steps_on_the_original_gsm8k_file",
+        '"make_tiny_model", folder, "--tokenizer", "bytes"',
+    ),
+    "python tools/import_config.py run_grpo.sh --accept --out mine.yaml": Run(SHELL_OF_VERL),
+    "python tools/convert_hf_to_megatron.py": ByTest(CONVERSION, '"convert_hf_to_megatron"'),
+    "python tools/convert_megatron_to_hf.py": ByTest(CONVERSION, '"convert_megatron_to_hf"'),
+    "python tools/inspect_checkpoint.py": ByTest(CONVERSION, '"inspect_checkpoint"'),
+    "python tools/verify_checkpoint.py": ByTest(CONVERSION, '"verify_checkpoint"'),
+    "python tools/plan_recipes.py": ByTest(
+        "tests/unit/test_recipes.py::test_the_documented_table_is_that_of_the_configurations", 'run_tool("plan_recipes")'
+    ),
+    "python tools/plan_weight_sync.py": ByTest(
+        "tests/unit/test_reshard_cost.py::test_a_sync_planned_on_paper", 'run_tool("plan_weight_sync"'
+    ),
+    "python tools/plan_weight_sync.py --table": ByTest(
+        "tests/unit/test_reshard_cost.py::test_the_documented_table_is_that_of_the_tool", '"plan_weight_sync", "--table"'
+    ),
+    "python tools/plot_runs.py": ByTest(
+        "tests/unit/test_plot_runs.py::test_the_picture_shows_a_curve_for_each_run", "tools/plot_runs.py"
+    ),
+    "tensorboard --logdir runs": ByTest(
+        "tests/integration/test_browser.py::test_tensorboard_has_the_layout", "tensorboard.main"
+    ),
+    "make quickstart": ByTest(
+        "tests/integration/test_quickstart.py::test_grpo_learns_what_the_teacher_got_wrong", "tools/quickstart.py"
+    ),
+    "make quickstart-fp8": ByTest("tests/integration/test_quickstart.py::test_fp8_learns_it_too", "quickstart_fp8"),
+    "make test": SUITE,
+    "make test-all": SUITE,
+    "make lint": SUITE,
+    "make install": INSTALL,
+    "make install PYTHON=...": INSTALL,
+    'make install PIP_FLAGS="--extra-index-url ..."': INSTALL,
+    "make install-gpu": Needs("a toolkit of CUDA and a package index", "GPU"),
+    "make test-gpu": GPU,
+    "make bench-gpu": GPU,
+    "python benchmarks/gpu.py": GPU,
+    "make bench": ByTest(BENCHMARK, "benchmarks/"),
+    "python benchmarks/checkpoint.py --before": ByTest(BENCHMARK, '"checkpoint": '),
+    "python benchmarks/convert.py": ByTest(BENCHMARK, '"convert": '),
+    "python benchmarks/exchange.py": ByTest(BENCHMARK, '"exchange": '),
+    "python benchmarks/loop.py": ByTest(BENCHMARK, '"loop": '),
+    "python benchmarks/memory.py": ByTest(BENCHMARK, '"memory": '),
+    "python benchmarks/reshard.py": ByTest(BENCHMARK, '"reshard": '),
+    "python benchmarks/schedule.py": ByTest(BENCHMARK, '"schedule": '),
+    "python benchmarks/train_step.py": ByTest(BENCHMARK, '"train_step": '),
+    "python benchmarks/logprob.py": ByTest("tests/parallel/test_head.py::test_benchmark_runs_small", '"logprob.py"'),
+    "python benchmarks/learning.py": ByTest(
+        "tests/integration/test_quickstart.py::test_four_presets_learn_it", "benchmarks/learning.py"
+    ),
+    "python benchmarks/learning.py --plot docs/learning.png": ByTest(
+        "tests/integration/test_quickstart.py::test_four_presets_learn_it", "--plot"
+    ),
+    "sbatch --nodes=16 --gpus-per-node=8 --exclusive slurm/train.sbatch "
+    "--config configs/llama3_70b_16node.yaml model.path=/weights": ByTest(
+        f"{SLURM}::test_a_run_that_fails_is_a_job_that_failed", '"slurm/train.sbatch"'
+    ),
+    "mkdir -p RUN/slurm": ByTest(BY_HAND, ".mkdir("),
+    "mkdir -p runs/NAME/slurm": ByTest(BY_HAND, ".mkdir("),
+    "sbatch job.sbatch": ByTest(BY_HAND, '"sbatch"'),
+    "scontrol write batch_script JOB -": ByTest(BY_HAND, '"scontrol", "write", "batch_script"'),
+    "scancel JOB": ByTest(BY_HAND, '"scancel", job'),
+    "scancel --batch --signal=USR1 JOB": ByTest(
+        f"{SLURM}::test_a_run_that_slurm_stops_goes_on_after_its_restart", '"scancel", "--batch", "--signal=USR1"'
+    ),
+    "scontrol requeue": ByTest(f"{SLURM}::test_a_run_that_slurm_stops_goes_on_after_its_restart", '"Restarts"'),
+    "ray start": ByTest(f"{SLURM}::test_one_command_trains_on_two_nodes", "Ray runtime started"),
+    "docker build -t grpo-megatron .": Needs("Docker and a package index", "(?i)container|image"),
+    "docker run --gpus all --shm-size=16g --ulimit memlock=-1 grpo-megatron": Needs("Docker and a GPU", "Container"),
+    "apptainer build grpo-megatron.sif apptainer.def": Needs("Apptainer and a package index", "Apptainer"),
+    "enroot import -o grpo-megatron.sqsh dockerd://grpo-megatron": Needs("Enroot and Docker", "Enroot"),
+    "apptainer exec grpo-megatron.sif python slurm/submit.py --config FILE --apptainer grpo-megatron.sif --dry-run > job.sbatch": Needs(
+        "Apptainer and the image", "Apptainer"
+    ),
+    "pip install --dry-run --ignore-installed -r requirements/gpu-torch.txt -r requirements/gpu.txt": Needs(
+        "a package index", "resolver"
+    ),
+    "sacct -o MaxRSS": Needs("a Slurm that keeps accounts", "accounting"),
+    "wandb login": Needs("an account", "account"),
+}
