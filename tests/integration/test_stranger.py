@@ -123,7 +123,9 @@ def job(network):
         subprocess.run(wait, env=job.environment, check=True)
         yield job
     finally:
-        processes = psutil.Process(job.head.pid).children(recursive=True)
+        processes = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, and its daemons with it
+            processes = psutil.Process(job.head.pid).children(recursive=True)
         for process in [*processes, job.head]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
