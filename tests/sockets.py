@@ -7,34 +7,36 @@ import time
 
 import psutil
 
+Socket = tuple[int, str, int]  # process, address, port
 
-def _sockets(process: psutil.Process) -> dict[tuple[int, str, int], str]:
-    """{(process, address, port): its command line} of what it listens on."""
-    command = " ".join(process.cmdline())
-    return {
-        (process.pid, connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port): command
-        for connection in process.net_connections(kind="inet")
-        if connection.status == psutil.CONN_LISTEN or (connection.type == socket.SOCK_DGRAM and not connection.raddr)
-    }
+
+def listening(root: psutil.Process) -> dict[Socket, str]:
+    """What this process and all that descend from it listen on: {socket: its process's command line}."""
+    found = {}
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            for connection in process.net_connections(kind="inet"):
+                if connection.status == psutil.CONN_LISTEN or (connection.type == socket.SOCK_DGRAM and not connection.raddr):
+                    found[process.pid, connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port] = command
+    return found
 
 
 class SocketWatch:
-    """Within this context: notes on which addresses this process and all that it started listen. found: {address: who}."""
+    """Within this context: notes on which addresses this process and all that it started listen. found: {address: command lines}."""
 
     def __init__(self):
-        self.found: dict[str, str] = {}
+        self.found: dict[str, set[str]] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
-        before: dict[tuple[int, str, int], str] = {}
+        before: dict[Socket, str] = {}
         while not self._ended.wait(0.3):
-            now = {}
-            for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-                with contextlib.suppress(psutil.Error):
-                    now |= _sockets(process)
+            now = listening(psutil.Process())
             # Whoever asks for this machine's own address opens a socket for a moment, and listens to nobody.
-            self.found |= {address: now[key] for key in now.keys() & before.keys() for _, address, _ in [key]}
+            for key in now.keys() & before.keys():
+                self.found.setdefault(key[1], set()).add(now[key])
             before = now
 
     def __enter__(self) -> "SocketWatch":

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from ipaddress import ip_address
 
 import torch.distributed as dist
@@ -35,17 +36,21 @@ class StoreAddress:
 
     def connect(self, timeout: float) -> dist.TCPStore:
         """timeout: most seconds that one question to the store waits for its answer. Raises torch's DistNetworkError without a server."""
-        port = self.port
-        if self.secret:
-            port = _listen(_LOOPBACK, self._forward)
+        port = _way_to(self) if self.secret else self.port
         return dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of the client on this node, to the gate."""
         there_reader, there_writer = await asyncio.open_connection(self.host, self.port)
         nonce = await there_reader.readexactly(_NONCE_BYTES)
         there_writer.write(_proof(self.secret, nonce))
         await _join((reader, writer), (there_reader, there_writer))
+
+
+@cache
+def _way_to(address: StoreAddress) -> int:
+    """The port of loopback that leads to its gate. An engine connects anew in each weight sync: with a port each it ran out of files."""
+    return _listen(_LOOPBACK, address.forward)
 
 
 class StoreServer:

@@ -50,8 +50,8 @@ def arguments(arithmetic, root, *changes) -> list[str]:
 class LiveRun:
     """`grpo-megatron COMMAND ...` in a process of its own; at the end of the context nothing of it is left."""
 
-    def __init__(self, command: str, arguments: list[str], folder: Path):
-        """folder: for what it prints."""
+    def __init__(self, command: str, arguments: list[str], folder: Path, environment: dict[str, str] | None = None):
+        """folder: for what it prints. environment: this process's own where it is None."""
         self._mark = uuid.uuid4().hex
         self._out, self._err = folder / f"{self._mark}.out", folder / f"{self._mark}.err"
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
@@ -59,7 +59,7 @@ class LiveRun:
                 [sys.executable, "-m", "grpo_megatron.cli", command, *arguments],
                 stdout=out,
                 stderr=err,
-                env={**os.environ, _MARK: self._mark},
+                env={**(os.environ if environment is None else environment), _MARK: self._mark},
                 start_new_session=True,
                 preexec_fn=default_signals,
             )

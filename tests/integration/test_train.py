@@ -96,7 +96,7 @@ def recorded(ray_here, arithmetic, root):
     ]
     with SocketWatch() as sockets:
         assert main(["train", *arguments(arithmetic, root, *changes)]) == 0
-    (root / "sockets.json").write_text(json.dumps(sockets.found))
+    (root / "sockets.json").write_text(json.dumps({address: sorted(who) for address, who in sockets.found.items()}))
     return root / "live"
 
 

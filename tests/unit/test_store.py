@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import time
 from dataclasses import replace
 
 import psutil
@@ -49,6 +50,18 @@ def test_who_knows_the_secret_reaches_it_from_another_node():
     server.store.set("late", "1")
     client.wait(["late"])
     assert listening() <= {"127.0.0.1", own_address()}
+
+
+def test_who_asks_many_times_keeps_nothing_open():
+    server, this = StoreServer(own_address(), timeout=20), psutil.Process()
+    server.address.connect(20).set("key", "value")
+    before = this.num_fds()
+    for _ in range(20):
+        assert server.address.connect(20).get("key") == b"value"
+    deadline = time.monotonic() + 20
+    while this.num_fds() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert this.num_fds() <= before
 
 
 def test_who_does_not_know_it_gets_nothing():
