@@ -71,8 +71,7 @@ class Kept:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "KEPT": str(folder)},
-            preexec_fn=default_signals,
-            **options,
+            **{"preexec_fn": default_signals} | options,
         )
 
     def up(self) -> "Kept":
