@@ -66,28 +66,38 @@ class Controller:
         self.entropy: float | None = None  # mean over the last step's trained tokens
         self.totals = {"tokens": 0, "seconds": 0.0, "mismatch_max": 0.0}
         self.evaluations: dict[str, dict[str, float]] = {}  # before and after training
+        self.evaluated = 0  # after how many steps the latter is
 
     def run(self) -> dict:
         """Train to run.total_steps; returns evaluation before and after, and totals. Raises Stopped after a step, if asked to stop."""
         self.sync_weights()
         if not self.evaluations.get("before"):
             self.evaluations = dict.fromkeys(("before", "after"), self.evaluate())
+            self.evaluated = self.step
         while self.step < self.config.run.total_steps:
             self.step += 1
             self.stop.step = self.step
             self.train_step()
-            if self.stop.is_made:
-                self.ranks_turn()
-                self.stop.leave(self.saver, self.state_dict)
+            self.leave_if_asked()
             last = self.step == self.config.run.total_steps
             if last or (self.config.eval.every and self.step % self.config.eval.every == 0):
-                self.evaluations["after"] = self.evaluate()
+                self.evaluate_after()
             due = self.saver.is_due(self.step, last)
             if due:
                 self.ranks_turn()
             with self.monitor.phases("checkpoint"):
                 self.saver.after_step(self.state_dict() if due else None)
+            if not last:
+                self.leave_if_asked()
+        if self.evaluated != self.step:  # the run was stopped in its last step
+            self.evaluate_after()
         return {"step": self.step, **self.evaluations, **self.totals}
+
+    def leave_if_asked(self) -> None:
+        """Between steps, with a checkpoint."""
+        if self.stop.is_made:
+            self.ranks_turn()
+            self.stop.leave(self.saver, self.state_dict)
 
     def train_step(self) -> None:
         phases = self.monitor.phases
@@ -225,6 +235,9 @@ class Controller:
         self.monitor.evaluated(self.step, scalars)
         return scalars
 
+    def evaluate_after(self) -> None:
+        self.evaluations["after"], self.evaluated = self.evaluate(), self.step
+
     def report(self, groups, mini_batches: list[MiniBatch], metrics: Metrics, others: dict[str, float]) -> None:
         scalars = to_floats(metrics) | others | (self.weight_sync.metrics if self.weight_sync else {})
         scalars |= self.turns.metrics if self.turns else {}
@@ -245,6 +258,7 @@ class Controller:
             "algorithm": {"kl_controller": self.kl_controller.state_dict(), "entropy": self.entropy},
             "trainer": self.trainer.state_dict(),
             "evaluations": self.evaluations,
+            "evaluated": self.evaluated,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -258,4 +272,4 @@ class Controller:
         self.kl_controller.load_state_dict(state["algorithm"]["kl_controller"])
         self.entropy = state["algorithm"]["entropy"]
         self.trainer.load_state_dict(state["trainer"])
-        self.evaluations = state["evaluations"]
+        self.evaluations, self.evaluated = state["evaluations"], state["evaluated"]

@@ -1,6 +1,7 @@
 """The driver's eye on the processes of a run: what they do, and whether they still do it."""
 
 import logging
+import re
 import threading
 import time
 from collections import Counter, defaultdict
@@ -24,6 +25,7 @@ _SHOWN = 3
 # The file with torch's collectives.
 _COLLECTIVE = "distributed_c10d.py"
 _FLUSH_SECONDS = 5.0
+_STACKS_SECONDS = 20.0
 
 
 class ProcessHangs(ProcessLost):
@@ -60,7 +62,8 @@ class Hang:
             return self.silent
         by_place = defaultdict(list)
         for watched in [watched for watched in self.still if _COLLECTIVE not in watched.beat.place] or self.still:
-            by_place[watched.beat.place].append(watched)
+            # An engine's has the ids of its processes; one place for each would make every engine one of the fewest.
+            by_place[re.sub(r" \(pid \d+\)", "", watched.beat.place)].append(watched)
         fewest = min(len(group) for group in by_place.values())
         return [watched for group in by_place.values() if len(group) == fewest for watched in group]
 
@@ -136,7 +139,8 @@ class Watch:
         self._watched: dict[str, Watched] = {}
         self._take_span: TakeSpan | None = None
         self._verdict: str | None = None
-        self._stop, self._thread = threading.Event(), None
+        self._stop: threading.Event | None = None
+        self._thread: threading.Thread | None = None
 
     def add(self, process: Process, actor: ray.actor.ActorHandle) -> None:
         """Watch an actor that has a Heart, from its first beat on."""
@@ -161,8 +165,9 @@ class Watch:
 
     def __enter__(self) -> Self:
         self._verdict = None
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        # Of this thread alone: an earlier one may still wait for Ray's head, and must end when it goes on.
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(self._stop,), name="watch", daemon=True)
         self._thread.start()
         return self
 
@@ -172,9 +177,9 @@ class Watch:
         if self._verdict and isinstance(error, Exception):
             raise ProcessHangs(self._verdict) from error
 
-    def _run(self) -> None:
+    def _run(self, stop: threading.Event) -> None:
         looked = time.monotonic()
-        while not self._stop.wait(BEAT_SECONDS):
+        while not stop.wait(BEAT_SECONDS):
             now = time.monotonic()
             # More has passed where this process itself stood still, such as in a suspended job.
             passed, looked = min(now - looked, 2 * BEAT_SECONDS), now
@@ -184,16 +189,27 @@ class Watch:
                 # Nobody can be judged while Ray's store does not answer.
                 logger.warning("the processes of the run cannot be watched", exc_info=True)
                 continue
+            if stop.is_set():
+                return
             with self._lock:
                 hang = find_hang(list(self._watched.values()), self._timeout)
                 work = at_work(list(self._watched.values()), time.time())
             if self._take_work:
                 self._take_work(work)
             if hang:
-                self._verdict = f"{hang.message()}\n{self._write_stacks(hang)}"
-                for watched in hang.at_fault:
-                    ray.kill(watched.actor)
+                self._end(hang)
                 return
+
+    def _end(self, hang: Hang) -> None:
+        self._verdict = hang.message()
+        # What hangs may be the file system that the stacks go to.
+        writing = threading.Thread(target=self._write_stacks, args=(hang,), daemon=True)
+        writing.start()
+        writing.join(_STACKS_SECONDS)
+        if writing.is_alive():
+            self._verdict += f"\ntheir Python stacks could not be written within {_STACKS_SECONDS:.0f} s"
+        for watched in hang.at_fault:
+            ray.kill(watched.actor)
 
     def _read(self, passed: float) -> None:
         """passed: seconds since the last time."""
@@ -214,8 +230,8 @@ class Watch:
         watched.spans = max([watched.spans, *(span.number for span in beat.spans)])
         watched.beat, watched.silent = beat, 0.0
 
-    def _write_stacks(self, hang: Hang) -> str:
-        """A line that says where they are."""
+    def _write_stacks(self, hang: Hang) -> None:
+        """And say in the verdict where they are."""
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         rest = [watched for watched in (*hang.silent, *hang.still, *hang.others) if watched not in hang.at_fault]
         parts = [f"{hang.line(watched)}\n\n{watched.beat.stacks}" for watched in (*hang.at_fault, *rest)]
@@ -223,8 +239,9 @@ class Watch:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n\n".join(parts), encoding="utf-8")
         except OSError as error:  # such as a full disk, which may be why they hang
-            return f"their Python stacks could not be written: {error}"
-        return f"Python stacks: {path}"
+            self._verdict += f"\ntheir Python stacks could not be written: {error}"
+        else:
+            self._verdict += f"\nPython stacks: {path}"
 
 
 def _key(actor: ray.actor.ActorHandle) -> str:

@@ -1,6 +1,7 @@
 """Processes that run code from outside the package: what fails there, or never returns, is one clear error."""
 
 import asyncio
+import math
 import multiprocessing
 import signal
 import threading
@@ -27,7 +28,7 @@ class WorkerPool:
     def __init__(self, kind: str, name: str, timeout: float, workers: int, initializer: Callable, *arguments):
         self._what, self._timeout = f"{kind} {name}", timeout
         self._died = f"{kind} {name}: one of its processes died (out of memory, or it called exit)"
-        self._unfinished, self._lock = 0, threading.Lock()
+        self._unfinished, self._workers, self._lock = 0, workers, threading.Lock()
         self._pool = ProcessPoolExecutor(
             max_workers=workers,
             # A forked process would inherit the locks of Ray's threads, but not the threads that unlock them.
@@ -50,7 +51,7 @@ class WorkerPool:
 
     def _longest(self) -> float:
         """Seconds in which everything submitted so far is done, or hangs in code that is not Python."""
-        return self._timeout * max(1, self._unfinished) + _START_SECONDS
+        return self._timeout * (math.ceil(self._unfinished / self._workers) + 1) + _START_SECONDS
 
     @contextmanager
     def _clear_errors(self):

@@ -68,6 +68,7 @@ class DriverGuard(Guard):
         self._finding = threading.Lock()
         self._first_interrupt: float | None = None
         self._deadline: float | None = None
+        self._limit = ""  # the key that set it
         self._ending = threading.Lock()  # whoever has it says the last word
         self._signals, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in STOP_SIGNALS:
@@ -151,9 +152,9 @@ class DriverGuard(Guard):
             if self._first_interrupt and now - self._first_interrupt > _SAME_SIGNAL_SECONDS:
                 self.leave(INTERRUPTED, f"interrupted; {outlook(self._folder)}")
             self._first_interrupt = self._first_interrupt or now
-        grace = self._grace_usr1 if by == signal.SIGUSR1 else self._grace
+        key, grace = ("run.grace_usr1", self._grace_usr1) if by == signal.SIGUSR1 else ("run.grace", self._grace)
         if not self.stop.is_made or now + grace < self._deadline:
-            self._deadline = now + grace
+            self._deadline, self._limit = now + grace, key
         if not self.stop.is_made:
             self.stop.signal = by
             if self.stop.step is None:
@@ -167,7 +168,7 @@ class DriverGuard(Guard):
     def _out_of_time(self) -> None:
         self.leave(
             Stopped.exit_status,
-            f"stopped on request ({self.stop.signal.name}) in step {self.stop.step}, which took longer than run.grace allows; "
+            f"stopped on request ({self.stop.signal.name}) in step {self.stop.step}, which took longer than {self._limit} allows; "
             + outlook(self._folder),
         )
 

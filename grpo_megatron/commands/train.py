@@ -1,5 +1,6 @@
 """`grpo-megatron train`: GRPO from a configuration."""
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -43,7 +44,9 @@ def _transport(run: Run) -> Transport:
         rank_nodes=run.trainer.nodes,
         engine_nodes=run.engines.nodes,
     )
-    folder = f"{config.weight_sync.folder}/{config.run.name}"
+    # Of this run alone, whatever else the folder has; the same one when the run comes back, which then removes what it left.
+    which = hashlib.blake2b(run.directory.encode(), digest_size=4).hexdigest()
+    folder = f"{config.weight_sync.folder}/{config.run.name}-{which}.weight_sync"
     return make_transport(config.weight_sync, layouts, folder, config.cluster.call_timeout, run.monitor.say)
 
 

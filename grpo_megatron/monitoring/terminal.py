@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 
 from tqdm import tqdm
 
@@ -19,10 +20,11 @@ _NO_PHASES = ("time/step", "time/other", "time/monitor")
 
 
 def say(text: str) -> None:
-    """A line for people."""
-    # A bar steps aside for it and comes back below.
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
+    """A line for people. Where nobody can have it, because the terminal is gone or the disk behind it full, the run goes on."""
+    with suppress(OSError):
+        # A bar steps aside for it and comes back below.
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
 
 
 class Terminal:
@@ -36,16 +38,25 @@ class Terminal:
 
     def start_step(self) -> None:
         """The first call is the beginning, from which the time that is left is estimated."""
-        if self._bar is None:
+        if not self._started:
             self._started = time.monotonic()
-            # smoothing=0: the mean over the whole run, as `eta` has it.
-            self._bar = tqdm(
-                total=self._total, initial=self._first, desc="steps", unit="step", smoothing=0, disable=None, dynamic_ncols=True
-            )
+            with suppress(OSError):
+                # smoothing=0: the mean over the whole run, as `eta` has it.
+                self._bar = tqdm(
+                    total=self._total,
+                    initial=self._first,
+                    desc="steps",
+                    unit="step",
+                    smoothing=0,
+                    disable=None,
+                    dynamic_ncols=True,
+                )
 
     def finish_step(self, step: int) -> None:
         self._done = step
-        self._bar.update(step - self._bar.n)
+        if self._bar is not None:
+            with suppress(OSError):
+                self._bar.update(step - self._bar.n)
 
     @property
     def eta(self) -> float | None:
@@ -76,4 +87,5 @@ class Terminal:
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with suppress(OSError):
+                self._bar.close()

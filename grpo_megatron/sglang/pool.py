@@ -1,6 +1,7 @@
 """All engines of a run behind one object: started, waited for, asked, given weights, closed."""
 
 import contextlib
+from collections.abc import Iterable
 
 import numpy as np
 import ray
@@ -11,6 +12,7 @@ from grpo_megatron.cluster.processes import Process, fetch, gather
 from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.schema import ModelConfig, RolloutConfig
 from grpo_megatron.config.weight_sync import PauseMode
+from grpo_megatron.errors import ProcessLost
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment, node_arguments
 from grpo_megatron.sglang.client import EngineClient
@@ -20,6 +22,8 @@ from grpo_megatron.sglang.node import EngineNode
 from grpo_megatron.weights.sync.order import Order
 
 _SHUTDOWN_SECONDS = 20.0
+# Between the seeds of an engine and of the one in its place; more than there are engines.
+_NEXT_SEED = 1_000_003
 # What an engine that can go on may take to drop its requests.
 _RESET_SECONDS = 20.0
 # With data-parallel attention, SGLang takes the seven ports behind that of its address.
@@ -72,25 +76,41 @@ class EnginePool:
             environment = engine_environment(config.engine, gpu)
             options = [cluster.options(slots[0], environment, [slot.device for slot in slots]) for slots in nodes]
             self._settings.append((arguments, options))
-            engine, others = self._start(number)
-            self._engines.append(engine)
-            self._others.append(others)
+            self._engines.append(None)
+            self._others.append({})
+        self._start(range(len(self._settings)))
 
-    def _start(self, number: int) -> tuple[ray.actor.ActorHandle, dict[Process, ray.actor.ActorHandle]]:
-        """One engine: the process on its first node, and those on the others."""
-        arguments, options = self._settings[number]
-        if len(options) > 1 or arguments["enable_dp_attention"]:
-            address = ray.get(_free_address.options(**options[0] | {"num_gpus": 0}).remote())
-            arguments = arguments | node_arguments(0, len(options), address)
-        others = {}
-        for node, of_node in enumerate(options[1:], 1):
-            process = Process(f"node {node} of engine {number}", f"{self._log_dir}/engine{number}-node{node}.log")
-            others[process] = EngineNode.options(**of_node).remote(process, arguments | {"node_rank": node})
-        # Many calls at a time: `poll` waits in the engine while requests and updates arrive.
-        start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
-        engine = start(self.processes[number], arguments, self._routed_layers, others)
-        self._watch.add(self.processes[number], engine)
-        return engine, others
+    def _start(self, numbers: Iterable[int]) -> None:
+        """Engines: of each, the process on its first node, and those on the others. Raises ProcessLost if a node does not answer."""
+        addresses = self._addresses(numbers)
+        for number in numbers:
+            arguments, options = self._settings[number]
+            if number in addresses:
+                arguments = arguments | node_arguments(0, len(options), addresses[number])
+            others = {}
+            for node, of_node in enumerate(options[1:], 1):
+                process = Process(f"node {node} of engine {number}", f"{self._log_dir}/engine{number}-node{node}.log")
+                others[process] = EngineNode.options(**of_node).remote(process, arguments | {"node_rank": node})
+            # Many calls at a time: `poll` waits in the engine while requests and updates arrive.
+            start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
+            self._engines[number] = start(self.processes[number], arguments, self._routed_layers, others)
+            self._others[number] = others
+            self._watch.add(self.processes[number], self._engines[number])
+
+    def _addresses(self, numbers: Iterable[int]) -> dict[int, str]:
+        """Where the processes of those engines meet that need a port; asked on their first nodes, all at once."""
+        asked = {}
+        for number in numbers:
+            arguments, options = self._settings[number]
+            if len(options) > 1 or arguments["enable_dp_attention"]:
+                asked[number] = _free_address.options(**options[0] | {"num_gpus": 0}).remote()
+        try:
+            return dict(zip(asked, ray.get(list(asked.values()), timeout=self._config.engine.start_timeout), strict=True))
+        except ray.exceptions.GetTimeoutError as error:
+            limit = f"rollout.engine.start_timeout={self._config.engine.start_timeout:.0f} s"
+            raise ProcessLost(
+                f"the first nodes of the engines {sorted(asked)} did not name a free port within {limit}"
+            ) from error
 
     def recover(self, anew: bool) -> None:
         """After a failure anywhere: engines that cannot go on start anew, the others drop their requests; see `wait_until_ready`.
@@ -99,10 +119,12 @@ class EnginePool:
         """
         resets = [engine.reset.remote() for engine in self._engines]
         ray.wait(resets, num_returns=len(resets), timeout=_RESET_SECONDS)
-        for number, reset in enumerate(resets):
-            if anew or not _answered_yes(reset):
-                self._close(number)
-                self._engines[number], self._others[number] = self._start(number)
+        lost = [number for number, reset in enumerate(resets) if anew or not _answered_yes(reset)]
+        self._close(lost)
+        for number in lost:
+            # Else it would draw the random numbers of its first steps again.
+            self._settings[number][0]["random_seed"] += _NEXT_SEED
+        self._start(lost)
 
     def wait_until_ready(self) -> None:
         """Raises UserError for an engine that died, or did not start within rollout.engine.start_timeout seconds."""
@@ -169,16 +191,19 @@ class EnginePool:
         return gather(calls, self.processes, method)
 
     def close(self) -> None:
-        for number in range(len(self._engines)):
-            self._close(number)
+        self._close(range(len(self._engines)))
 
-    def _close(self, number: int) -> None:
-        self._watch.remove(self._engines[number])
-        for engine in (self._engines[number], *self._others[number].values()):
-            # Asked first, so that SGLang ends its children; one that is dead already ended them.
-            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-                ray.get(engine.shutdown.remote(), timeout=_SHUTDOWN_SECONDS)
-            ray.kill(engine)
+    def _close(self, numbers: Iterable[int]) -> None:
+        actors = [actor for number in numbers for actor in (self._engines[number], *self._others[number].values())]
+        for number in numbers:
+            self._watch.remove(self._engines[number])
+        if not actors:
+            return
+        # Asked first, so that SGLang ends its children; one that is dead already ended them.
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.wait([actor.shutdown.remote() for actor in actors], num_returns=len(actors), timeout=_SHUTDOWN_SECONDS)
+        for actor in actors:
+            ray.kill(actor)
 
 
 def _answered_yes(reference: ray.ObjectRef) -> bool:

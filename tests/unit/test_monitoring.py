@@ -3,10 +3,12 @@
 import io
 import json
 import math
+import os
 import re
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.samples import group_text
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.tensorboard import verbatim
-from grpo_megatron.monitoring.terminal import Terminal
+from grpo_megatron.monitoring.terminal import Terminal, say
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.monitoring.timeline import TIMELINE, read_timeline
 from grpo_megatron.rollout.statistics import step_statistics
@@ -241,6 +243,24 @@ def test_statistics_of_a_step():
     assert (scalars["staleness/mean"], scalars["staleness/max"]) == (1.0, 2.0)
     assert "staleness/mean" not in step_statistics(groups, 2, 1.0, None)
     assert not any("pass@" in name for name in step_statistics([group(0, (1.0,))], 1, 1.0, None))
+
+
+def test_a_line_that_nobody_can_have_ends_no_run(monkeypatch):
+    """A full disk behind a job's log, and a session that is gone."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        say("x" * 10_000)
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
+    reader, writer = os.pipe()
+    os.close(reader)
+    broken = open(writer, "w")  # noqa: SIM115 - closing it raises
+    monkeypatch.setattr("sys.stdout", broken)
+    say("nobody reads")
+    monkeypatch.undo()
+    with suppress(OSError):
+        broken.close()
 
 
 class FakeTerminal(io.StringIO):

@@ -259,6 +259,20 @@ def test_a_rank_with_a_part_of_a_block_is_an_error():
         plan.outgoing(0)
 
 
+def test_nothing_but_its_own_files_goes_from_the_folder_of_a_sync(tmp_path):
+    """The folder is a path that a user chose: everything in it once went, such as the checkpoints of a run of the same name."""
+    (tmp_path / "checkpoints" / "step_00000040").mkdir(parents=True)
+    (tmp_path / "sync00000007").mkdir()
+    layouts = Layouts(SMALL_HEADS, ParallelSizes(), EngineLayout(1, fp8=True), 1)
+    resharding = Resharding(layouts, Way.disk, WeightSyncConfig(), str(tmp_path), call_timeout=1.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    resharding.close()
+    assert (tmp_path / "checkpoints" / "step_00000040").is_dir()
+    (tmp_path / "own" / "sync00000001").mkdir(parents=True)
+    Resharding(layouts, Way.disk, WeightSyncConfig(), str(tmp_path / "own"), call_timeout=1.0)
+    assert not (tmp_path / "own").exists()
+
+
 def test_engines_that_hold_them_otherwise_are_found(monkeypatch, tmp_path):
     """As SGLang does for Blackwell GPUs: scales are packed, four in an integer."""
     layouts = Layouts(SMALL_HEADS, ParallelSizes(), EngineLayout(1, fp8=True), 1)

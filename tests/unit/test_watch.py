@@ -3,10 +3,12 @@
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from grpo_megatron.cluster import watch
 from grpo_megatron.cluster.heart import Beat, Heart, PythonThreads
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.watch import Watched, at_work, find_hang
@@ -61,6 +63,16 @@ def test_all_are_at_fault_in_one_place_and_the_message_stays_short():
     hang = find_hang([one for one in ranks(*[700.0] * 9) if one.name != "rank 0"], LIMIT)
     assert len(hang.at_fault) == 8
     assert hang.message().splitlines()[2:] == ["rank 3 in `train_step` for 702 s, at here", "and 5 more"]
+
+
+def test_engines_that_wait_for_a_rank_are_in_one_place():
+    """Their places have the ids of their processes, by which each once was alone in its own, and all of them at fault."""
+    engines = [
+        watched(f"engine {n}", phase="weight_sync", still=700.0, place=f"sglang::scheduler (pid {4711 + n}) sleeping")
+        for n in range(16)
+    ]
+    hang = find_hang([*engines, *ranks(*[700.0] * 4, phase="weight_sync")], LIMIT)
+    assert [one.name for one in hang.at_fault] == ["rank 0"]
 
 
 def test_an_engine_that_generates_waits_for_no_other():
@@ -132,6 +144,21 @@ def test_a_process_stands_still_unless_its_place_or_its_counter_changes():
         assert look(1).still == 0.0
         asleep.set()
         sleeper.join()
+
+
+def test_a_file_system_that_hangs_does_not_keep_the_watch_from_its_verdict(tmp_path, monkeypatch):
+    """Where the stacks go may be what the processes hang in."""
+    monkeypatch.setattr(watch, "_STACKS_SECONDS", 0.2)
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: time.sleep(5))
+    killed = []
+    monkeypatch.setattr(watch.ray, "kill", killed.append)
+    eye = watch.Watch(str(tmp_path), LIMIT)
+    hang = find_hang(ranks(700.0, 701.0), LIMIT)
+    start = time.monotonic()
+    eye._end(hang)
+    assert time.monotonic() - start < 4
+    assert killed == [one.actor for one in hang.at_fault]
+    assert eye._verdict.endswith("could not be written within 0 s")
 
 
 def test_what_is_being_done_is_told_by_call_with_the_one_that_is_longest_in_it():

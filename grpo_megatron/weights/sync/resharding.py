@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 
 import ray
 
@@ -122,8 +123,12 @@ class Resharding:
         self._clear_folder()
 
     def _clear_folder(self) -> None:
+        """Nothing but what `disk` makes there: the folder is a path that a user chose."""
         if self._setup.way == Way.disk:
-            shutil.rmtree(self._setup.folder, ignore_errors=True)
+            for left in Path(self._setup.folder).glob("sync????????"):
+                shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.rmdir(self._setup.folder)
 
 
 def _by_rank(answers) -> dict[EngineRank, Answer]:
