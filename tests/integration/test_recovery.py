@@ -240,14 +240,6 @@ def test_without_restarts_the_run_ends(ray_here, arithmetic, tmp_path, capsys, p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("two_nodes", [(1, 0)], indirect=True)
-def test_a_node_that_leaves_ends_the_run(two_nodes, arithmetic, tmp_path, capsys, plant):
-    plant(Fault(PolicyTrainer, "train_step", 2, "/raylet/raylet "))
-    assert main(["train", *arguments(arithmetic, tmp_path, "checkpoint.every=1")]) == 3
-    assert "1 of the 2 nodes of this run have left the Ray cluster; start it again on whole nodes" in capsys.readouterr().err
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "line"),
     [
@@ -277,3 +269,12 @@ def test_a_run_outlives_a_hang(ray_here, arithmetic, tmp_path, capsys, plant, fa
     assert re.search(REPORT, said), said
     assert "restart 1 of at most 3, from " in said
     assert gone(befallen[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("two_nodes", [(1, 0)], indirect=True)
+def test_a_node_that_leaves_ends_the_run(two_nodes, arithmetic, tmp_path, capsys, plant):
+    """The last one here, because its cluster stays until the end of the module."""
+    plant(Fault(PolicyTrainer, "train_step", 2, "/raylet/raylet "))
+    assert main(["train", *arguments(arithmetic, tmp_path, "checkpoint.every=1")]) == 3
+    assert "1 of the 2 nodes of this run have left the Ray cluster; start it again on whole nodes" in capsys.readouterr().err
