@@ -8,6 +8,7 @@ starts; libraries that must be preloaded can be.
 
 import os
 import signal
+import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -206,7 +207,10 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
             ).remote()
             for i, size in enumerate(sizes)
         ]
-        devices = ray.get(probes)
+        try:
+            devices = ray.get(probes)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, UserError) else error from None
     return [[Slot(i, nodes[i], device) for device in own] for i, own in enumerate(devices)]
 
 
@@ -250,4 +254,10 @@ def _sorted(of_bundles: list[list[Slot]]) -> list[Slot]:
 
 @ray.remote(max_calls=0)  # uses no GPU, so its process may serve again
 def _visible_devices() -> list[int]:
-    return sorted(int(device) for device in ray.get_gpu_ids())
+    devices = ray.get_gpu_ids()
+    if not all(str(device).isdecimal() for device in devices):
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES on node {socket.gethostname()} names GPUs as {', '.join(map(str, devices))}; they must be numbers: "
+            "ask the scheduler for whole GPUs, or set CUDA_VISIBLE_DEVICES to their numbers before Ray starts"
+        )
+    return sorted(map(int, devices))

@@ -16,7 +16,7 @@ class Text(str, Enum):
 
     any = ""
     filled = "must not be empty"
-    path = "must be a path"
+    path = "must be a path, with no ~ for the home folder"
     folder_name = "must be the name of one folder, without a slash"
     pattern = "must be a regular expression"
 
@@ -29,7 +29,8 @@ class Text(str, Enum):
             return value != "" and _compiles(value)
         is_path = value.strip() != "" and "\0" not in value
         if self is Text.path:
-            return is_path
+            # Shells expand it at the beginning of a word alone, so it arrives here, and would be a folder of that name.
+            return is_path and value.split("/")[0] != "~"
         # 255 bytes are the longest name that common file systems take.
         return is_path and "/" not in value and value not in (".", "..") and len(value.encode()) <= 255
 

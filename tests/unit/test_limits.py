@@ -74,6 +74,7 @@ NONSENSE = [
     ("run.name", "a\0b", "must be the name of one folder"),
     ("run.name", "x" * 256, "must be the name of one folder"),
     ("run.root", " ", "must be a path"),
+    ("run.root", "~/runs", "no ~ for the home folder"),
     ("run.root", "a\0b", "must be a path"),
     ("run.seed", -1, "must be at least 0 and at most 2147483647"),
     ("run.seed", 2**31, "must be at least 0 and at most 2147483647"),
