@@ -1,5 +1,7 @@
 """Errors that a user can act on."""
 
+from unicodedata import category
+
 # What to do where a run's checkpoint does not fit what is configured now.
 ANOTHER_RUN = "run.resume=none starts anew, another run.name leaves it alone"
 
@@ -30,3 +32,8 @@ def shortened(text: object, length: int = 80) -> str:
     """What a user gave, as a message can quote it: at most `length` characters, the rest as `…`."""
     text = str(text)
     return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def printable(text: str) -> str:
+    """What may quote anybody, such as a model, as a terminal can show it: a control character could rewrite what stands there."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if category(c).startswith("C") and c not in "\n\t" else c for c in text)

@@ -2,6 +2,7 @@
 
 import re
 
+import psutil
 from ray.exceptions import RayError
 
 from grpo_megatron.errors import shortened
@@ -54,6 +55,13 @@ def _how(error: RayError | None, crash: str) -> str:
         detail = re.search(r"Worker exit detail: ([^.]+)", text)
         return f" ({shortened(detail[1], 100)})" if detail else ""
     # Its connection broke: it had no time to say anything. Ray does not tell the signal.
-    if killed_for_memory() > _killed_before:
+    if _on_this_machine(text) and killed_for_memory() > _killed_before:
         return " (by SIGKILL, as it seems: this machine was out of memory, and the kernel killed processes)"
     return " (by SIGKILL, as it seems: by hand, or by the kernel for lack of memory)"
+
+
+def _on_this_machine(report: str) -> bool:
+    """Whether the process that Ray reports was here: only of this machine it is known whether the kernel killed processes."""
+    address = re.search(r"^\s*ip: (\S+)$", report, re.MULTILINE)
+    here = {one.address for interface in psutil.net_if_addrs().values() for one in interface}
+    return address is not None and address[1] in here

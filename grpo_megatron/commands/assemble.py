@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,9 @@ from grpo_megatron.errors import ProcessLost
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.monitoring.listener import Listener
 from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.monitoring.optional import listening
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.monitoring.throughput import Throughput
@@ -81,7 +83,7 @@ class Run:
 class Site:
     """What of a run outlives the loss of its trainer. directory: the run's folder. status: of the run until its end. checkpoint: to
     begin from, None for a new run. watch: of all processes. engines: None where the command or a replay needs none. started: by
-    time.perf_counter. damaged: folders of checkpoints that ranks found to be so."""
+    time.perf_counter. damaged: folders of checkpoints that ranks found to be so. listeners: of monitor.listeners."""
 
     config: Config
     command: str
@@ -94,6 +96,7 @@ class Site:
     guard: Guard
     started: float
     damaged: set[str] = field(default_factory=set)
+    listeners: Sequence[Listener] = ()
 
     @property
     def logs(self) -> str:
@@ -141,6 +144,7 @@ def open_site(config: Config, command: str, guard: Guard | None = None) -> Itera
         say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
         if note := HFCheckpoint(config.model.path).note:
             say(note)
+        listeners = cleanup.enter_context(listening(config, directory, resumed=checkpoint is not None))
         cluster = allocate(config, num_ranks, num_engines, guard=guard)
         cleanup.callback(cluster.close)
         watch = Watch(f"{directory}/logs", config.cluster.hang_timeout, lambda work: status.note(processes=work))
@@ -160,7 +164,7 @@ def open_site(config: Config, command: str, guard: Guard | None = None) -> Itera
                 shared=config.cluster.placement == Placement.colocated,
             )
             cleanup.callback(engines.close)
-        yield Site(config, command, directory, status, checkpoint, cluster, watch, engines, guard, started)
+        yield Site(config, command, directory, status, checkpoint, cluster, watch, engines, guard, started, listeners=listeners)
 
 
 def _throughput(site: Site) -> Throughput:
@@ -185,7 +189,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
     resumed = checkpoint.step if checkpoint else 0
     take_back(site.directory, checkpoint)
     with ExitStack() as cleanup:
-        monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site))
+        monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site), site.listeners)
         cleanup.callback(monitor.close)
         site.watch.tell_spans(monitor.timeline.add)
         turns = None

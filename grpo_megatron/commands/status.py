@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import UserError, printable
 from grpo_megatron.monitoring.status import STATUS, State, read_status
 from grpo_megatron.monitoring.terminal import SHOWN
 from grpo_megatron.run.checkpoints import newest_folder
@@ -19,14 +19,16 @@ def status(folder: str, as_json: bool) -> int:
     checkpoint = newest_folder(folder)
     newest = Path(checkpoint) if checkpoint else None
     if as_json:
-        print(json.dumps(found | {"checkpoint": newest.name if newest else None}, indent=2))
+        text = json.dumps(found | {"checkpoint": newest.name if newest else None})
+        # NaN and Infinity are no JSON, although Python reads and writes them.
+        print(json.dumps(json.loads(text, parse_constant=lambda name: None), indent=2))
     else:
         try:
             rows = _rows(found, newest, time.time())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{folder}/{STATUS} is damaged: {error!r}; a run that goes on rewrites it") from error
         width = max(len(name) for name, _ in rows)
-        print("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
+        print(printable("\n".join(f"{name:<{width}}  {text}" for name, text in rows)))
     return 0 if found["state"] in (State.running, State.finished) else 1
 
 

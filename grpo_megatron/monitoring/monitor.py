@@ -14,7 +14,6 @@ from grpo_megatron.config.keys import default_of, nested_yaml
 from grpo_megatron.config.load import flat, known_keys
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.listener import Listener
-from grpo_megatron.monitoring.optional import make_listeners
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.monitoring.run_files import RunFiles
 from grpo_megatron.monitoring.samples import chosen, distributions, group_text
@@ -34,11 +33,17 @@ class Monitor:
     """
 
     def __init__(
-        self, directory: str, config: Config, status: StatusFile, resumed: int = 0, throughput: Throughput | None = None
+        self,
+        directory: str,
+        config: Config,
+        status: StatusFile,
+        resumed: int = 0,
+        throughput: Throughput | None = None,
+        listeners: Sequence[Listener] = (),
     ):
         """resumed: the step a resumed run continues after; later points of curves, texts and timeline are taken back.
 
-        throughput: None where it is not to be known. Raises UserError where a listener of monitor.listeners cannot start.
+        throughput: None where it is not to be known. listeners: told the same as the monitor's own, and not closed with it.
         """
         self.directory, self.tensorboard_dir = directory, f"{directory}/tensorboard"
         self._options, self._throughput = config.monitor, throughput
@@ -47,11 +52,11 @@ class Monitor:
         self._step_started = (0.0, 0.0)
         self._process = psutil.Process()
         values = flat(config)
-        self._listeners: list[Listener] = [
+        self._own: list[Listener] = [
             RunFiles(directory, resumed),
             TensorBoard(self.tensorboard_dir, resumed, _hyperparameters(values)),
-            *make_listeners(config, directory),
         ]
+        self._listeners = [*self._own, *listeners]
         self.terminal = Terminal(config.run.total_steps, resumed)
         self.timeline = Timeline(directory, self._options.timeline_mib * _MIB, resumed)
         self.status = status
@@ -126,7 +131,7 @@ class Monitor:
             say(text)
 
     def close(self) -> None:
-        for listener in self._listeners:
+        for listener in self._own:
             with self._survived(listener):
                 listener.close()
         with self._survived(self.timeline):

@@ -1,6 +1,11 @@
 """Weights & Biases and Prometheus: told the same as TensorBoard, where monitor.listeners names them."""
 
+import os
 import secrets
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict
 from html import escape
 from importlib.util import find_spec
@@ -12,8 +17,11 @@ import numpy as np
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.listener import Listener
+from grpo_megatron.monitoring.terminal import say
 
 _PACKAGES = {"wandb": "wandb", "prometheus": "prometheus_client"}
+# How long the end of a run waits for a service that does not answer.
+_CLOSE_SECONDS = 30.0
 
 
 def check_listeners(config: Config) -> None:
@@ -26,10 +34,46 @@ def check_listeners(config: Config) -> None:
             )
 
 
-def make_listeners(config: Config, directory: str) -> list[Listener]:
-    """Raises UserError for one that cannot start."""
+@contextmanager
+def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Listener]]:
+    """The listeners of monitor.listeners, from the start of a run to its end, through all of its restarts. directory: the run's folder.
+
+    One that cannot start raises UserError; where the run is a resumed one, that is said, and the run goes on without it.
+    """
     makers = {"wandb": WeightsAndBiases, "prometheus": Prometheus}
-    return [makers[name](config, directory) for name in dict.fromkeys(config.monitor.listeners)]
+    listeners = []
+    try:
+        for name in dict.fromkeys(config.monitor.listeners):
+            try:
+                listeners.append(makers[name](config, directory))
+            except UserError as error:
+                if not resumed:
+                    raise
+                say(f"{error}; the run goes on without it")
+        yield listeners
+    finally:
+        for listener in listeners:
+            try:
+                _within(_CLOSE_SECONDS, listener.close)
+            except Exception as error:
+                say(f"{type(listener).__name__} may miss the end of this run: {type(error).__name__}: {error}")
+
+
+def _within(seconds: float, call: Callable[[], None]) -> None:
+    """Raises what the call raises, and TimeoutError where it takes longer; then it is left alone in its thread."""
+    done = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="close a listener", daemon=True).start()
+    try:
+        done.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"it was not done within {seconds:.0f} s") from error
 
 
 class Prometheus:
@@ -78,10 +122,12 @@ class WeightsAndBiases:
         import wandb
 
         self._wandb = wandb
+        # Without a limit, wandb waits for its server at the end of the process too, which nobody else can bound.
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(_CLOSE_SECONDS / 2))
         kept = Path(directory, "wandb_id")  # a resumed run continues the run there, too
-        if not kept.exists():
-            kept.write_text(secrets.token_hex(8), encoding="utf-8")
         try:
+            if not kept.exists():
+                kept.write_text(secrets.token_hex(8), encoding="utf-8")
             self._run = wandb.init(
                 project=config.monitor.wandb_project,
                 name=config.run.name,
@@ -90,7 +136,7 @@ class WeightsAndBiases:
                 dir=directory,
                 config=asdict(config),
             )
-        except (wandb.Error, OSError) as error:
+        except Exception as error:  # of its own, of its server, of its helper process: it names no common class
             raise UserError(f"Weights & Biases (monitor.listeners) cannot start: {error}") from error
         # Their own step may only grow; a resumed run takes some back.
         self._run.define_metric("step")

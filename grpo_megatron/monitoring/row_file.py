@@ -27,4 +27,7 @@ class RowFile:
             raise
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        """What is appended after this raises OSError."""
+        # The number soon is another file's, into which a late row would go.
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)

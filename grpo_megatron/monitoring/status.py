@@ -53,6 +53,7 @@ class StatusFile:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "pid_started": psutil.Process().create_time(),
+            "pid_namespace": _pid_namespace(),
         }
         self._seconds = 0.0
         self._lock, self._changed, self._end = threading.Lock(), True, threading.Event()
@@ -142,10 +143,16 @@ def read_status(folder: str) -> dict[str, Any]:
 
 
 def _writes(found: dict[str, Any]) -> bool:
-    """Whether the process that wrote the file is there, as far as can be seen from this machine."""
-    if found["host"] != socket.gethostname():
+    """Whether the process that wrote the file is there, as far as can be seen from here."""
+    # A container, whose processes have numbers of their own, may have the name of its machine.
+    if (found["host"], found.get("pid_namespace")) != (socket.gethostname(), _pid_namespace()):
         return time.time() - found["written"] < _OLD
     try:
         return abs(psutil.Process(found["pid"]).create_time() - found["pid_started"]) < 2
     except psutil.Error:
         return False
+
+
+def _pid_namespace() -> str:
+    """Within which process numbers are comparable."""
+    return os.readlink("/proc/self/ns/pid")

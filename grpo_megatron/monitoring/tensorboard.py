@@ -1,11 +1,17 @@
 """Scalars, histograms and texts as TensorBoard's event files, with a layout of charts."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from grpo_megatron.monitoring.charts import tensorboard_layout
 
 # Events that may wait for the thread that writes them.
 _QUEUE = 1000
+# Seconds before it is tried again to write, where that failed.
+_AGAIN = 60.0
 
 
 class TensorBoard:
@@ -16,27 +22,51 @@ class TensorBoard:
 
         hyperparameters: by which TensorBoard can compare this run with others.
         """
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        self._directory, self._hyperparameters = directory, hyperparameters
+        self._failed: float | None = None  # when, by time.monotonic
+        self._open(purge_step=resumed + 1 if resumed else 0)
+
+    def _open(self, purge_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._summary = Summary
-        self._writer = SummaryWriter(directory, purge_step=resumed + 1 if resumed else 0, max_queue=_QUEUE)
+        self._writer = SummaryWriter(self._directory, purge_step=purge_step, max_queue=_QUEUE)
         self._writer.add_custom_scalars(tensorboard_layout())
         # SummaryWriter.add_hparams would write them as a run of its own below this one.
-        for summary in hparams(hyperparameters, {"reward/mean": 0.0, "eval/greedy": 0.0, "throughput/tokens_per_second": 0.0}):
+        for summary in hparams(
+            self._hyperparameters, {"reward/mean": 0.0, "eval/greedy": 0.0, "throughput/tokens_per_second": 0.0}
+        ):
             self._writer.file_writer.add_summary(summary)
 
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """The writer's thread ends at its first OSError, and whatever is written later raises that: then only another writer helps."""
+        try:
+            if self._failed is not None and time.monotonic() - self._failed >= _AGAIN:
+                self._failed = time.monotonic()
+                self._open(purge_step=step)
+                self._failed = None
+            yield
+        except OSError:
+            if self._failed is None:
+                self._failed = time.monotonic()
+            raise
+
     def scalars(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         # One event for all: the thread that writes takes few at a time, and add_scalar would wait for it.
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.file_writer.add_summary(self._summary(value=values), step)
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        with self._writing(step):
+            self._writer.file_writer.add_summary(summary, step)
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        self._writer.add_histogram(name, values, step)
+        with self._writing(step):
+            self._writer.add_histogram(name, values, step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._writer.add_text(name, verbatim(text), step)
+        with self._writing(step):
+            self._writer.add_text(name, verbatim(text), step)
 
     def close(self) -> None:
         self._writer.close()

@@ -28,8 +28,9 @@ class Timeline:
     def __init__(self, directory: str, limit: int, resumed: int = 0):
         """limit: bytes after which the file becomes timeline.previous.json. resumed: the step a resumed run continues after."""
         self._folder, self._limit, self.step = Path(directory), limit, resumed
-        self._lock = threading.Lock()
-        self._waiting: list[str] = []
+        # Two locks, of which the second is the outer one: what is added must not wait for a file system that may be slow.
+        self._adding, self._writing = threading.Lock(), threading.Lock()
+        self._waiting: list[tuple[str, dict[str, Any]]] = []  # a process, and an event without its number
         if resumed:
             for name in (TIMELINE, PREVIOUS):
                 _take_back(self._folder / name, resumed)
@@ -47,41 +48,60 @@ class Timeline:
 
     def _add(self, process: str, name: str, start: float, seconds: float, line: int) -> None:
         times = {"ts": round(start * 1e6, 1), "dur": round(seconds * 1e6, 1)}
-        with self._lock:
-            event = {"name": name, "ph": "X", **times, "pid": self._number(process), "tid": line, "args": {"step": self.step}}
-            self._waiting.append(",\n" + json.dumps(event))
-
-    def _number(self, process: str) -> int:
-        """The viewers know processes by number; each is named once in a file."""
-        if process not in self._numbers:
-            self._numbers[process] = len(self._numbers)
-            self._waiting.append(",\n" + _named(process, self._numbers[process]))
-        return self._numbers[process]
+        with self._adding:
+            self._waiting.append((process, {"name": name, "ph": "X", **times, "tid": line, "args": {"step": self.step}}))
 
     def flush(self) -> None:
         """Write what has been added. Raises OSError where it cannot be; then it is lost."""
-        with self._lock:
-            rows, self._waiting = self._waiting, []
-            if rows:
-                self._file.append("".join(rows))
+        with self._writing:
+            with self._adding:
+                events, self._waiting = self._waiting, []
+            if events:
+                self._write(events)
             if self._file.size > self._limit:
-                self._file.close()
-                (self._folder / TIMELINE).replace(self._folder / PREVIOUS)
-                self._open()
+                self._rotate()
+
+    def _write(self, events: list[tuple[str, dict[str, Any]]]) -> None:
+        """The viewers know processes by number; each is named once in a file."""
+        numbers, rows = dict(self._numbers), []
+        for process, event in events:
+            if process not in numbers:
+                numbers[process] = len(numbers)
+                rows.append(_named(process, numbers[process]))
+            rows.append(json.dumps({**event, "pid": numbers[process]}))
+        self._file.append("".join(f",\n{row}" for row in rows))
+        self._numbers = numbers
+
+    def _rotate(self) -> None:
+        """Begin a new file. Where that fails, the old one goes on."""
+        path, previous, old = self._folder / TIMELINE, self._folder / PREVIOUS, self._file
+        path.replace(previous)
+        try:
+            self._open()
+        except BaseException:
+            previous.replace(path)
+            raise
+        old.close()
 
     def _open(self) -> None:
-        self._file, self._numbers = RowFile(self._folder / TIMELINE), {DRIVER: 0}
-        if not self._file.size:
-            # A comma stands before each row but the first, so that none is at the end of an unfinished file.
-            self._file.append("[\n" + _named(DRIVER, 0))
-        for event in read_timeline(self._folder / TIMELINE):
-            if event["name"] == "process_name":
-                self._numbers[event["args"]["name"]] = event["pid"]
+        path, numbers = self._folder / TIMELINE, {DRIVER: 0}
+        file = RowFile(path)
+        try:
+            if not file.size:
+                # A comma stands before each row but the first, so that none is at the end of an unfinished file.
+                file.append("[\n" + _named(DRIVER, 0))
+            named = [event for event in read_timeline(path) if event["name"] == "process_name"]
+        except BaseException:
+            file.close()
+            raise
+        self._file, self._numbers = file, numbers | {event["args"]["name"]: event["pid"] for event in named}
 
     def close(self) -> None:
-        self.flush()
-        self._file.append("\n]\n")
-        self._file.close()
+        try:
+            self.flush()
+            self._file.append("\n]\n")
+        finally:
+            self._file.close()
 
 
 def _named(process: str, number: int) -> str:

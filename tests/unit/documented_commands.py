@@ -179,4 +179,5 @@ COMMANDS = {
     ),
     "sacct -o MaxRSS": Needs("a Slurm that keeps accounts", "accounting"),
     "wandb login": Needs("an account", "account"),
+    "wandb sync": Needs("an account", "account"),
 }

@@ -1,6 +1,7 @@
 """Weights & Biases and Prometheus, where their packages are installed; and what is said where they are not."""
 
 import socket
+import threading
 import time
 import urllib.request
 from importlib.util import find_spec
@@ -11,7 +12,9 @@ import pytest
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring import optional
-from grpo_megatron.monitoring.optional import check_listeners, make_listeners
+from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.monitoring.optional import check_listeners, listening
+from grpo_megatron.monitoring.status import StatusFile
 
 
 def configured(*listeners: str) -> Config:
@@ -31,12 +34,83 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(name, package
         check_listeners(configured(name))
 
 
+class Service:
+    """A listener of a service: it takes one at a time."""
+
+    def __init__(self, config: Config, directory: str):
+        if self.taken:
+            raise UserError("the service cannot be reached")
+        self.taken.append(self)
+        self.told, self.closed = [], 0
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self.told.append((step, values))
+
+    def histogram(self, step: int, name: str, values: np.ndarray) -> None: ...
+
+    def text(self, step: int, name: str, text: str) -> None: ...
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def service(monkeypatch):
+    monkeypatch.setattr(Service, "taken", [], raising=False)
+    monkeypatch.setattr(optional, "Prometheus", Service)
+    return Service
+
+
+def test_a_listener_that_cannot_start_ends_a_new_run_and_no_resumed_one(service, tmp_path, capsys):
+    config = configured("prometheus")
+    service.taken.append("by somebody else")
+    with pytest.raises(UserError, match="cannot be reached"), listening(config, str(tmp_path), resumed=False):
+        pass
+    with listening(config, str(tmp_path), resumed=True) as listeners:
+        assert listeners == []
+    assert capsys.readouterr().out == "the service cannot be reached; the run goes on without it\n"
+
+
+def test_restarts_keep_the_listeners(service, tmp_path):
+    """A monitor is made for each attempt; a service that could not be reached again ended the run that it only had to show."""
+    config = configured("prometheus")
+    with StatusFile(str(tmp_path), "run", 4) as status, listening(config, str(tmp_path), resumed=False) as listeners:
+        for attempt in (1, 2):
+            monitor = Monitor(str(tmp_path), config, status, listeners=listeners)
+            monitor.evaluated(attempt, {"eval/greedy": 0.5})
+            monitor.close()
+        (listener,) = listeners
+        assert listener.closed == 0
+    assert [step for step, _ in listener.told] == [1, 2]
+    assert listener.closed == 1
+
+
+def test_a_service_that_does_not_end_is_left_alone(service, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(optional, "_CLOSE_SECONDS", 0.1)
+    answered = threading.Event()
+    monkeypatch.setattr(service, "close", lambda self: answered.wait(60))
+    try:
+        with listening(configured("prometheus"), str(tmp_path), resumed=False):
+            pass
+        assert capsys.readouterr().out == "Service may miss the end of this run: TimeoutError: it was not done within 0 s\n"
+    finally:
+        answered.set()
+    service.taken.clear()
+
+    def refuse(self):
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(service, "close", refuse)
+    with listening(configured("prometheus"), str(tmp_path), resumed=False):
+        pass
+    assert capsys.readouterr().out == "Service may miss the end of this run: ConnectionError: gone\n"
+
+
 @pytest.mark.skipif(not find_spec("prometheus_client"), reason="prometheus_client is not installed")
 def test_prometheus_gets_the_newest_scalars(tmp_path):
     config = configured("prometheus")
-    (listener,) = make_listeners(config, str(tmp_path))
     address = f"http://127.0.0.1:{config.monitor.prometheus_port}/metrics"
-    try:
+    with listening(config, str(tmp_path), resumed=False) as (listener,):
         for step in (1, 2):
             listener.scalars(step, {"reward/mean": step / 4, "eval/pass@2": 1.0})
             listener.histogram(step, "reward/samples", np.ones(3))
@@ -46,23 +120,24 @@ def test_prometheus_gets_the_newest_scalars(tmp_path):
         assert r'grpo_megatron_scalar{name="reward/mean",run="a \"run\""} 0.5' in lines
         assert r'grpo_megatron_scalar{name="eval/pass@2",run="a \"run\""} 1.0' in lines
         assert r'grpo_megatron_step{run="a \"run\""} 2.0' in lines
-        with pytest.raises(UserError, match=f"prometheus_port={config.monitor.prometheus_port}.*choose others"):
-            make_listeners(config, str(tmp_path))
-    finally:
-        listener.close()
-    # Nothing is left: the port is free again, as a restart within the run needs it.
-    make_listeners(config, str(tmp_path))[0].close()
+        with (
+            pytest.raises(UserError, match=f"prometheus_port={config.monitor.prometheus_port}.*choose others"),
+            listening(config, str(tmp_path), resumed=False),
+        ):
+            pass
+    # Nothing is left: the port is free again.
+    with listening(config, str(tmp_path), resumed=False) as listeners:
+        assert len(listeners) == 1
 
 
 @pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = configured("wandb")
-    (listener,) = make_listeners(config, str(tmp_path))
-    listener.scalars(1, {"reward/mean": 0.25})
-    listener.histogram(1, "reward/samples", np.arange(4.0))
-    listener.text(1, "samples/0", "<b>text</b>")
-    listener.close()
+    with listening(config, str(tmp_path), resumed=False) as (listener,):
+        listener.scalars(1, {"reward/mean": 0.25})
+        listener.histogram(1, "reward/samples", np.arange(4.0))
+        listener.text(1, "samples/0", "<b>text</b>")
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     # wandb's own process writes, after finish() too.
     end = time.monotonic() + 60
@@ -75,5 +150,6 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
         "<pre>&lt;b&gt;text&lt;/b&gt;</pre>"
     ]
     # The same run there after a resume here.
-    make_listeners(config, str(tmp_path))[0].close()
+    with listening(config, str(tmp_path), resumed=True):
+        pass
     assert len({path.name.split("-")[-1] for path in tmp_path.glob("wandb/offline-run-*")}) == 1

@@ -26,7 +26,7 @@ from grpo_megatron.monitoring.charts import OTHERS, SECTIONS, charts_of
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.samples import group_text
 from grpo_megatron.monitoring.status import StatusFile
-from grpo_megatron.monitoring.tensorboard import verbatim
+from grpo_megatron.monitoring.tensorboard import TensorBoard, verbatim
 from grpo_megatron.monitoring.terminal import Terminal, say
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.monitoring.timeline import TIMELINE, read_timeline
@@ -193,6 +193,39 @@ def test_what_cannot_be_written_is_said_once_and_the_run_goes_on(monitor_of, tmp
     monitor.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [3]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of that writer
+def test_curves_go_on_after_a_failure_to_write_them(monitor_of, tmp_path, monkeypatch, capsys):
+    """TensorBoard's writer ends at its first failure; a disk that was full for a minute cost the curves of all the rest."""
+    folder, groups = tmp_path / "tensorboard", [group(0, (0.0, 1.0))]
+    monitor = monitor_of(configured())
+    a_step(monitor, 1, groups)
+    end = time.monotonic() + 60
+    while not events(tmp_path).Tags()["scalars"]:  # a thread writes them
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    folder.rename(tmp_path / "kept")
+    folder.write_text("no folder")
+    while "TensorBoard misses some" not in capsys.readouterr().out:
+        assert time.monotonic() < end
+        a_step(monitor, 2, groups)
+    tries = []
+    monkeypatch.setattr(TensorBoard, "_open", lambda self, purge_step: tries.append(purge_step))
+    a_step(monitor, 3, groups)
+    assert tries == []  # not yet
+    monkeypatch.undo()
+    monkeypatch.setattr("grpo_megatron.monitoring.tensorboard._AGAIN", 0.0)
+    a_step(monitor, 4, groups)  # in vain
+    folder.unlink()
+    (written,) = (tmp_path / "kept").iterdir()
+    written.write_bytes(written.read_bytes() + b"\x40\0\0")  # half an event, as a full disk leaves it
+    (tmp_path / "kept").rename(folder)
+    for step in (5, 6):
+        a_step(monitor, step, groups)
+    monitor.close()
+    assert "TensorBoard" not in capsys.readouterr().out
+    assert [event.step for event in events(tmp_path).Scalars("reward/mean")] == [1, 5, 6]
 
 
 def test_distributions_can_be_switched_off(monitor_of, tmp_path):

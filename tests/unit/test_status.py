@@ -1,6 +1,7 @@
 """status.json, and `grpo-megatron status` about runs that go on, have ended, or are gone."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -103,6 +104,13 @@ def test_on_another_machine_the_age_of_the_file_tells(tmp_path):
     assert recorded(tmp_path, host="elsewhere", written=time.time() - 120) == "gone"
 
 
+def test_in_another_pid_namespace_the_age_of_the_file_tells(tmp_path):
+    """Such as in a container with its machine's name: there a run that went on was gone."""
+    elsewhere = {"pid_namespace": "pid:[1]", "pid_started": 1.0}
+    assert recorded(tmp_path, **elsewhere) == "running"
+    assert recorded(tmp_path, **elsewhere, written=time.time() - 120) == "gone"
+
+
 def test_the_file_stays_young_where_nothing_changes(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_megatron.monitoring.status._UNCHANGED", 0.0)
     with StatusFile(str(tmp_path), "mine", total_steps=4):
@@ -148,3 +156,23 @@ def test_for_programs(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["step"], found["metrics"]["reward/mean"]) == ("finished", 3, 0.5)
     assert found["pid"] == os.getpid()
+
+
+def test_programs_get_no_number_that_is_none(tmp_path, capsys):
+    with StatusFile(str(tmp_path), "mine", total_steps=4) as status:
+        status.note(metrics={"time/step": 1.0, "actor/loss": math.nan, "actor/grad_norm": math.inf})
+    assert main(["status", str(tmp_path), "--json"]) == 0
+
+    def refuse(name: str):
+        raise AssertionError(f"{name} is no JSON")
+
+    metrics = json.loads(capsys.readouterr().out, parse_constant=refuse)["metrics"]
+    assert metrics == {"time/step": 1.0, "actor/loss": None, "actor/grad_norm": None}
+
+
+def test_what_an_error_quotes_cannot_steer_the_terminal(tmp_path, capsys):
+    quoted = "reward of \x1b[2J\x9b1A\ud800\u202e\r: no number\n\tin line 3, größer als 語"
+    with pytest.raises(UserError), StatusFile(str(tmp_path), "mine", total_steps=4):
+        raise UserError(quoted)
+    assert main(["status", str(tmp_path)]) == 1
+    assert "reward of �[2J�1A���: no number\n\tin line 3, größer als 語\n" in capsys.readouterr().out

@@ -1,13 +1,17 @@
 """timeline.json: what viewers load, also from a run that was killed."""
 
+import errno
 import json
+import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from grpo_megatron.monitoring.row_file import RowFile
 from grpo_megatron.monitoring.timeline import PREVIOUS, TIMELINE, Timeline, read_timeline
 
 LIMIT = 2**20
@@ -89,6 +93,83 @@ def test_a_file_that_is_large_is_put_aside(tmp_path):
     assert len(steps) > 10
     named = [event for event in json.loads((tmp_path / TIMELINE).read_text()) if event["name"] == "process_name"]
     assert [event["args"]["name"] for event in named] == ["driver"]
+
+
+def test_where_no_new_file_can_be_begun_the_old_one_goes_on(tmp_path, monkeypatch):
+    """Its descriptor was closed before, and the rows that followed went into whatever file had this number next."""
+    timeline = Timeline(str(tmp_path), limit=300)
+
+    def flush(step: int) -> None:
+        timeline.step = step
+        timeline.add("engine 0", "generate", float(step), 1.0)
+        timeline.flush()
+
+    flush(1)
+    (tmp_path / PREVIOUS).mkdir()  # onto which no file can be moved
+    for step in (2, 3):
+        with pytest.raises(OSError, match=PREVIOUS):
+            flush(step)
+    (tmp_path / PREVIOUS).rmdir()
+
+    def full(file: RowFile, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    append = RowFile.append
+    monkeypatch.setattr(RowFile, "append", lambda file, text: (full if text.startswith("[") else append)(file, text))
+    with pytest.raises(OSError, match="No space left"):
+        flush(4)
+    assert [step for _, step in spans(tmp_path / TIMELINE)] == [1, 2, 3, 4]
+    as_viewers_load((tmp_path / TIMELINE).read_text())
+    monkeypatch.undo()
+    flush(5)
+    flush(6)
+    timeline.close()
+    assert [step for _, step in spans(tmp_path / PREVIOUS)] == [1, 2, 3, 4, 5]
+    events = json.loads((tmp_path / TIMELINE).read_text())
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"driver", "engine 0"}
+
+
+def test_a_closed_file_takes_nothing_more(tmp_path):
+    file = RowFile(tmp_path / "rows")
+    file.close()
+    with open(tmp_path / "another", "w") as another:  # with the number that became free
+        for late in (lambda: file.append("late"), file.close):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                late()
+        another.flush()
+    assert (tmp_path / "another").read_text() == ""
+
+
+def test_what_is_added_waits_for_no_file_system(tmp_path, monkeypatch):
+    """The thread that looks for hangs adds spans; it would have hung with the disk."""
+    timeline = Timeline(str(tmp_path), limit=330)  # bytes, which the first two spans exceed
+    append, stalled, answers = RowFile.append, threading.Event(), threading.Event()
+
+    def slow(file: RowFile, text: str) -> None:
+        stalled.set()
+        assert answers.wait(60)
+        append(file, text)
+
+    timeline.add("engine 0", "first", 1.0, 1.0)
+    timeline.add("engine 0", "second", 2.0, 1.0)
+    monkeypatch.setattr(RowFile, "append", slow)
+    flushes = [threading.Thread(target=timeline.flush) for _ in range(2)]
+    flushes[0].start()
+    assert stalled.wait(60)
+    adding = threading.Thread(target=timeline.add, args=("engine 0", "third", 3.0, 1.0), daemon=True)
+    adding.start()
+    adding.join(30)
+    waited = adding.is_alive()
+    flushes[1].start()
+    answers.set()
+    for thread in flushes:
+        thread.join()
+    assert not waited
+    timeline.close()
+    found = [read_timeline(tmp_path / name) for name in (PREVIOUS, TIMELINE)]
+    # In their order, and each file names its processes.
+    assert [[event["name"] for event in events if event["ph"] == "X"] for events in found] == [["first", "second"], ["third"]]
+    assert ["engine 0" in [event["args"].get("name") for event in events] for events in found] == [True, True]
 
 
 FULL = """
