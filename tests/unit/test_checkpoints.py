@@ -3,11 +3,14 @@
 import json
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from grpo_megatron.config.schema import CheckpointConfig
+from grpo_megatron.commands.assemble import Run
+from grpo_megatron.config.schema import CheckpointConfig, Config
 from grpo_megatron.errors import UserError
+from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.run.checkpoints import Checkpoints, NotWritten, SaveReport
 from grpo_megatron.run.lock import in_use
 from grpo_megatron.run.manifest import record_of
@@ -32,6 +35,10 @@ class SlowTrainer:
             raise NotWritten("no space left")
         self._file.write_text(self._value)
         return SaveReport(1.0, 0.1, 1, {"value": record_of(self._file)})
+
+    def save_hf(self, folder: str) -> None:
+        Path(folder).mkdir()
+        Path(folder, "value").write_text(str(self.steps))
 
 
 class Clock:
@@ -195,6 +202,21 @@ def test_a_disk_that_takes_no_state_is_the_same(saver, trainer, monkeypatch, cap
     run_step(saver, trainer, 4)
     saver.finish()
     assert contents(saver) == {"step_00000004": "4"}
+
+
+def finish(saver, trainer, tmp_path) -> dict:
+    config, monitor = Config(checkpoint=CheckpointConfig(export_hf=True)), SimpleNamespace(phases=Phases(), tensorboard_dir="")
+    return Run(config, str(tmp_path), monitor, saver, trainer, None, None, None, 0.0).finish({"step": trainer.steps})
+
+
+def test_a_model_is_exported_though_its_last_checkpoint_has_no_room(saver, trainer, tmp_path):
+    run_step(saver, trainer, 2)
+    trainer.full = True
+    run_step(saver, trainer, 4)
+    with pytest.raises(NotWritten, match=f"no space left; .*; the trained model is in {tmp_path}/hf"):
+        finish(saver, trainer, tmp_path)
+    assert (tmp_path / "hf" / "value").read_text() == "4"
+    assert not (tmp_path / "result.json").exists()  # by which the same command would take the run as done
 
 
 def test_the_state_is_that_of_the_moment(saver):
