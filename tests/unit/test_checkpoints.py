@@ -2,6 +2,7 @@
 
 import json
 import resource
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,12 +10,13 @@ import pytest
 
 from grpo_megatron.commands.assemble import Run
 from grpo_megatron.config.schema import CheckpointConfig, Config
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import Stopped, UserError
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.run.checkpoints import Checkpoints, NotWritten, SaveReport
 from grpo_megatron.run.lock import in_use
 from grpo_megatron.run.manifest import record_of
 from grpo_megatron.run.resume import open_checkpoint
+from grpo_megatron.run.stop import StopRequest
 
 
 class SlowTrainer:
@@ -217,6 +219,21 @@ def test_a_model_is_exported_though_its_last_checkpoint_has_no_room(saver, train
         finish(saver, trainer, tmp_path)
     assert (tmp_path / "hf" / "value").read_text() == "4"
     assert not (tmp_path / "result.json").exists()  # by which the same command would take the run as done
+
+
+def test_a_request_to_stop_is_one_with_a_full_disk_too(saver, trainer):
+    run_step(saver, trainer, 2)
+    saver.finish()
+    stop, trainer.full = StopRequest(), True
+    stop.signal, stop.step = signal.SIGUSR1, 3
+    with pytest.raises(Stopped) as stopped:
+        stop.leave(saver, lambda: state_of(3))
+    first, second = str(stopped.value).splitlines()
+    assert first == (
+        "stopped on request (SIGUSR1) after step 3, which is not saved; "
+        f"its newest checkpoint is {saver.folder}/step_00000002, the same command continues"
+    )
+    assert second.startswith("no space left")
 
 
 def test_the_state_is_that_of_the_moment(saver):
