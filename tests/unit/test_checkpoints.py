@@ -1,7 +1,6 @@
 """The driver's side of checkpoints: what has a final name is whole, at any moment, and the right ones are kept."""
 
 import json
-import resource
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from grpo_megatron.run.lock import in_use
 from grpo_megatron.run.manifest import record_of
 from grpo_megatron.run.resume import open_checkpoint
 from grpo_megatron.run.stop import StopRequest
+from tests.tools import no_file_beyond
 
 
 class SlowTrainer:
@@ -254,13 +254,9 @@ def test_what_was_trained_is_noted(saver, capsys):
     """Also what a full disk did not take at once; half a row is taken back."""
     path = saver.folder.parent / "trained.jsonl"
     saver.note_trained(1, [4, 2])
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, usual[1]))  # this file's disk is full
-    try:
+    with no_file_beyond(path.stat().st_size + 10):
         saver.note_trained(2, [7])
         saver.note_trained(3, [8])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert path.read_text() == '{"step": 1, "prompts": [4, 2]}\n'
     assert capsys.readouterr().out.count("could not be written (File too large); its rows wait") == 1
     saver.note_trained(4, [9])
