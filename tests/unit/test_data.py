@@ -151,6 +151,19 @@ def test_weighted_sources_keep_their_shares():
     assert [p.uid for p in restored.next(20)] == [p.uid for p in source.next(20)]
 
 
+def test_other_weights_count_from_where_a_run_goes_on_with_them():
+    sources = [[Prompt(1000 * s + i, np.array([i]), "", "") for i in range(500)] for s in range(2)]
+    source = PromptSource(sources, seed=0, shuffle=False, weights=[9, 1])
+    before = {prompt.uid for prompt in source.next(400)}
+    restored = PromptSource(sources, seed=0, shuffle=False, weights=[1, 1])
+    restored.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    after = [prompt.uid for prompt in restored.next(100)]
+    assert not before & set(after)
+    drawn = [uid // 1000 for uid in after]
+    for count in range(1, 101):
+        assert abs(drawn[:count].count(0) - 0.5 * count) <= 1
+
+
 def test_each_epoch_holds_every_index_once():
     order = EpochOrder(10, seed=3, shuffle=True)
     first, second = order.take(10), order.take(10)
