@@ -65,9 +65,13 @@ def sync_to_disk(path: Path) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Write a file of UTF-8 that is the old one or the new one, whenever the process is killed. Raises OSError."""
     new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    sync_to_disk(new)
-    new.replace(path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        sync_to_disk(new)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)  # half of it would keep the disk full
+        raise
 
 
 @contextmanager

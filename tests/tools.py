@@ -1,10 +1,12 @@
-"""Running a script of tools/ within the tests' process, which starts in no time; finding what `make install` unpacked."""
+"""Running a script of tools/ within the tests' process, which starts in no time; finding what `make install` unpacked; a full disk."""
 
 import contextlib
 import io
+import resource
 import runpy
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -34,6 +36,17 @@ def unpacked(requirement: str) -> Path:
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there: `make install` could not download {requirement}")
     return folder
+
+
+@contextlib.contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """What this process writes beyond `size` bytes of a file fails in its middle, as on a disk that is full."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
 def default_signals() -> None:

@@ -23,7 +23,7 @@ from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.paths import replace_text
-from grpo_megatron.run.checkpoints import CHECKPOINTS, Checkpoints
+from grpo_megatron.run.checkpoints import CHECKPOINTS, Checkpoints, NotWritten
 from grpo_megatron.run.folder import open_run_folder, take_back
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint
@@ -63,15 +63,23 @@ class Run:
         """Complete the last checkpoint, and export the model if so configured.
 
         Returns the result with where everything is and how long it took, as result.json has it. Raises NotWritten if the last
-        checkpoint could not be written.
+        checkpoint could not be written; the export is there all the same.
         """
-        self.saver.finish()
+        failure = None
+        try:
+            self.saver.finish()
+        except NotWritten as error:
+            # The model takes a seventh of a checkpoint's room, which a disk that is too full for one may have.
+            failure = error
         if self.config.checkpoint.export_hf:
             result["model"] = f"{self.directory}/hf"
             if self.turns:
                 self.turns.to_ranks()
             with self.monitor.phases("export"):
                 self.trainer.save_hf(result["model"])
+        if failure:
+            exported = f"; the trained model is in {result['model']}" if "model" in result else ""
+            raise NotWritten(f"{failure}{exported}") from failure
         result["phases"] = self.monitor.phases.total
         result["run_dir"], result["tensorboard"] = self.directory, self.monitor.tensorboard_dir
         result["wall_seconds"] = time.perf_counter() - self.started

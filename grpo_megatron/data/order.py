@@ -51,7 +51,8 @@ class PromptSource:
     """Hands out the training prompts of one or several sources; the orders are its state.
 
     Without weights all sources form one data set, each prompt once per epoch. With weights every
-    source has its own order and supplies its share of what is handed out, to within one prompt.
+    source has its own order and supplies its share of what is handed out, to within one prompt. Where a
+    run goes on with other weights, that is of what is handed out since then.
     """
 
     def __init__(self, sources: Sequence[Sequence[Prompt]], seed: int, shuffle: bool, weights: list[float] | None = None):
@@ -80,11 +81,14 @@ class PromptSource:
         return max(order.epoch for order in self._orders)
 
     def state_dict(self) -> dict:
-        return {"orders": [order.state_dict() for order in self._orders], "taken": self._taken}
+        return {"orders": [order.state_dict() for order in self._orders], "taken": self._taken, "shares": self._shares}
 
     def load_state_dict(self, state: dict) -> None:
         if len(state["orders"]) != len(self._orders):
             raise UserError(f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}; {ANOTHER_RUN}")
+        if state.get("shares", self._shares) != self._shares:
+            # Counted from the beginning, one source would be alone until it has its new share of all that was handed out before.
+            state = state | {"taken": [0] * len(self._sources)}
         for order, saved in zip(self._orders, state["orders"], strict=True):
             order.load_state_dict(saved)
         self._taken = list(state["taken"])

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -85,65 +86,71 @@ class TrainingMemory:
 class Parking:
     """Parked storages and their contents: in pinned host memory, or in files.
 
-    folder: for files; None: pinned host memory where there is CUDA, else files in a temporary folder,
+    folder: for files; None: pinned host memory where there is CUDA, else files in the system's folder for temporary ones,
     because on a machine without a GPU the host's memory is the memory to be given back.
+
+    The files have no names: a rank ends by SIGKILL, and what it had parked in a file with a name would stay on the disk.
     """
 
     def __init__(self, folder: str | None = None):
         self._pinned: dict[str, torch.Tensor] = {}
-        self._files: tempfile.TemporaryDirectory | None = None
-        if folder is not None or not torch.cuda.is_available():
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            self._files = tempfile.TemporaryDirectory(prefix="parked-", dir=folder)
-        self._parked: dict[str, list[tuple[torch.UntypedStorage, int, object]]] = {}
+        self._folder, self._in_files = folder, folder is not None or not torch.cuda.is_available()
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        # Of each name: the file of its contents, if in files, and each storage with its bytes and its copy, if in memory.
+        self._parked: dict[str, tuple[BinaryIO | None, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]]] = {}
 
     def park(self, name: str, storages: dict[int, torch.UntypedStorage], keep: bool = True) -> None:
         """Empty the storages. keep: with their contents, else they come back as zeros."""
         if name in self._parked:
             raise RuntimeError(f"{name} is parked already")
-        self._parked[name] = []
+        # One for all storages, one behind the other: a process may open only so many files.
+        file = tempfile.TemporaryFile(dir=self._folder) if self._in_files and keep else None  # noqa: SIM115 - open until unpark
+        copies: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
+        self._parked[name] = file, copies
         for number, storage in enumerate(storages.values()):
-            size = storage.nbytes()
-            copy = self._write(f"{name}-{number}", storage) if keep else None
+            size, copy = storage.nbytes(), None
+            if file:
+                host = storage.cpu()  # which must live until it is written
+                file.write(_host_bytes(host))
+            elif keep:
+                copy = self._pin(f"{name}-{number}", storage)
             storage.resize_(0)
-            self._parked[name].append((storage, size, copy))
+            copies.append((storage, size, copy))
+        if file:
+            file.seek(0)
         _return_to_system()
 
     def unpark(self, name: str) -> None:
         """Give the storages their memory and contents back; nothing happens if `name` is not parked."""
-        for storage, size, copy in self._parked.pop(name, []):
+        file, copies = self._parked.pop(name, (None, []))
+        for storage, size, copy in copies:
             storage.resize_(size)
-            if copy is None:
-                storage.fill_(0)
+            if file:
+                _read(file, storage)
+            elif copy is not None:
+                _as_tensor(storage).copy_(copy)
             else:
-                self._read(copy, storage)
+                storage.fill_(0)
+        if file:
+            file.close()
 
     def parked(self, name: str) -> bool:
         return name in self._parked
 
-    def _write(self, name: str, storage: torch.UntypedStorage):
-        if self._files is None:
-            # Kept when it is empty again: to allocate it takes longer than to fill it.
-            if name not in self._pinned or len(self._pinned[name]) != storage.nbytes():
-                self._pinned[name] = host_memory(storage.nbytes())
-            return self._pinned[name].copy_(_as_tensor(storage))
-        path = Path(self._files.name, name)
-        with path.open("wb") as file:
-            file.write(_host_bytes(storage.cpu()))
-        return path
+    def _pin(self, name: str, storage: torch.UntypedStorage) -> torch.Tensor:
+        # Kept when it is empty again: to allocate it takes longer than to fill it.
+        if name not in self._pinned or len(self._pinned[name]) != storage.nbytes():
+            self._pinned[name] = host_memory(storage.nbytes())
+        return self._pinned[name].copy_(_as_tensor(storage))
 
-    def _read(self, copy, storage: torch.UntypedStorage) -> None:
-        if torch.is_tensor(copy):
-            _as_tensor(storage).copy_(copy)
-            return
-        host = storage if storage.device.type == "cpu" else torch.UntypedStorage(storage.nbytes())
-        with copy.open("rb") as file:
-            if file.readinto(_host_bytes(host)) != storage.nbytes():
-                raise RuntimeError(f"{copy} is shorter than what was parked in it")
-        if host is not storage:
-            storage.copy_(host)
-        copy.unlink()
+
+def _read(file: BinaryIO, storage: torch.UntypedStorage) -> None:
+    host = storage if storage.device.type == "cpu" else torch.UntypedStorage(storage.nbytes())
+    if file.readinto(_host_bytes(host)) != storage.nbytes():
+        raise RuntimeError("the file of what was parked is shorter than that")
+    if host is not storage:
+        storage.copy_(host)
 
 
 def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -9,6 +9,8 @@ import numpy as np
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.schema import Config
+from grpo_megatron.monitoring.terminal import say
+from grpo_megatron.paths import replace_text
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import training_sampling
 from grpo_megatron.rollout.statistics import pass_rates
@@ -22,7 +24,7 @@ class Evaluation:
         self._manager = manager
         self.datasets = datasets
         self._config = config.eval
-        self._directory = Path(directory) / "eval"
+        self._directory, self._said = Path(directory) / "eval", False
         training = training_sampling(config.rollout)
         length = config.eval.max_response_length or training.max_response_length
         common = replace(training, max_response_length=length, same_states=True)
@@ -53,19 +55,25 @@ class Evaluation:
         return {f"mean@{n}": mean} | pass_rates(groups, self._config.pass_reward)
 
     def _save(self, step: int, name: str, groups: list[Group]) -> None:
-        """One line per prompt: eval/step_00000010_NAME.jsonl in the run's folder."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        with open(self._directory / f"step_{step:08d}_{name}.jsonl", "w", encoding="utf-8") as file:
-            for group in groups:
-                responses = [
-                    {
-                        "text": s.response_text,
-                        "reward": s.reward,
-                        "tokens": len(s.response_ids),
-                        "finish_reason": s.finish_reason,
-                    }
-                    for s in group.samples
-                ]
-                prompt = group.prompt
-                line = {"uid": prompt.uid, "prompt": prompt.text, "answer": prompt.answer, "responses": responses}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        """One line per prompt: eval/step_00000010_NAME.jsonl in the run's folder.
+
+        Samples are worth less than the run: what cannot be written, such as to a full disk, is said once and left out.
+        """
+        path = self._directory / f"step_{step:08d}_{name}.jsonl"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            replace_text(path, "".join(_line(group) for group in groups))
+        except OSError as error:
+            if not self._said:
+                self._said = True
+                say(f"{path} could not be written ({error.strerror}); samples of evaluations are left out, the run goes on")
+
+
+def _line(group: Group) -> str:
+    prompt = group.prompt
+    responses = [
+        {"text": s.response_text, "reward": s.reward, "tokens": len(s.response_ids), "finish_reason": s.finish_reason}
+        for s in group.samples
+    ]
+    line = {"uid": prompt.uid, "prompt": prompt.text, "answer": prompt.answer, "responses": responses}
+    return json.dumps(line, ensure_ascii=False) + "\n"

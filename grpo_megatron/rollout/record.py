@@ -5,6 +5,9 @@ written as float64, whose shortest decimal form reads back the same).
 """
 
 import json
+import mmap
+import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,75 +16,119 @@ import numpy as np
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample, WeightSpan
 from grpo_megatron.errors import UserError
+from grpo_megatron.monitoring.row_file import RowFile
+from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.paths import file_problem
 
-_FORMAT = "grpo_megatron.rollout"
-_VERSION = 1
+_FORMAT = {"format": "grpo_megatron.rollout", "version": 1}
+_HEADER = json.dumps(_FORMAT) + "\n"
+# A row has up to gigabytes: which step it is of, and whether it was cut, is read off its two ends.
+_BEGINNING, _END = re.compile(rb'\{\s*"step"\s*:\s*(\d{1,18})\s*,'), re.compile(rb"\]\s*\}\s*$")
+_LONGEST = 100  # bytes of what these two match, and of a header
 
 
 class Recorder:
-    """Writes a recording; a resumed run keeps the steps up to the one it continues after."""
+    """Writes a recording; a resumed run keeps the steps up to the one it continues after.
+
+    Raises UserError where a resumed run finds another file in the recording's place.
+    """
 
     def __init__(self, path: str, resumed: int = 0):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if resumed and Path(path).is_file():
-            lines = Replay(path).lines
-            kept = [lines[step] for step in sorted(lines) if step <= resumed]
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - held for the run
-        for line in [json.dumps({"format": _FORMAT, "version": _VERSION}), *kept]:
-            self._file.write(line + "\n")
-        self._file.flush()
+        kept = _end_of(path, resumed) if resumed and Path(path).is_file() else 0
+        self._file = RowFile(path)
+        os.truncate(path, kept)
+        if not kept:
+            self._file.append(_HEADER)
 
     def write(self, step: int, groups: list[Group]) -> None:
-        self._file.write(json.dumps({"step": step, "groups": [_group_to_json(group) for group in groups]}) + "\n")
-        self._file.flush()
+        """A step that cannot be written, such as to a full disk, is said and left out: training is worth more than its recording."""
+        try:
+            self._file.append(json.dumps({"step": step, "groups": [_group_to_json(group) for group in groups]}) + "\n")
+        except OSError as error:
+            say(f"step {step} is missing in the recording {self._file.path} ({error.strerror}); the run goes on")
 
     def close(self) -> None:
         self._file.close()
 
 
 class Replay:
-    """Hands out recorded steps by their number. lines: step -> its line of JSON."""
+    """Hands out recorded steps by their number, each read when its turn comes.
+
+    What follows the last newline is not looked at: a run that was killed has left it there.
+    """
 
     def __init__(self, path: str):
+        """Raises UserError for a file that is no recording, or has rows that are cut."""
         if file_problem(path):
             raise UserError(f"rollout.replay: {path} {file_problem(path)}")
         self._path = path
-        try:
-            header, *lines = Path(path).read_text(encoding="utf-8").splitlines() or [""]
-        except UnicodeDecodeError as error:
-            raise UserError(f"rollout.replay: {path} is not a recording of version {_VERSION} (no text)") from error
-        if self._parse(header, 1) != {"format": _FORMAT, "version": _VERSION}:
-            raise UserError(f"rollout.replay: {path} is not a recording of version {_VERSION}")
-        self.lines: dict[int, str] = {}
-        for number, line in enumerate(lines, start=2):
-            step = self._parse(line, number).get("step")
-            if not isinstance(step, int) or step in self.lines:
-                raise UserError(f"rollout.replay: {path}:{number} is damaged (step {step!r} is missing or there twice)")
-            self.lines[step] = line
-
-    def _parse(self, line: str, number: int) -> dict:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if number == 1:
-                return {}
-            raise UserError(f"rollout.replay: {self._path}:{number} is damaged ({error})") from error
-        return value if isinstance(value, dict) else {}
+        self._places: dict[int, tuple[int, int]] = {}  # step -> where its row begins, and its length, in bytes
+        with open(path, "rb") as file:
+            header = file.readline(_LONGEST)
+            if not _is_header(header):
+                raise UserError(f"rollout.replay: {path} is not a recording of version {_FORMAT['version']}")
+            place = len(header)
+            for number, row in enumerate(file, start=2):
+                if not row.endswith(b"\n"):
+                    break
+                step = _step_of(row)
+                if step is None or not _END.search(row[-_LONGEST:]):
+                    raise UserError(f"rollout.replay: {path}:{number} is damaged")
+                if step in self._places:
+                    raise UserError(f"rollout.replay: {path}:{number} is damaged (step {step} is there twice)")
+                self._places[step] = place, len(row)
+                place += len(row)
 
     def read(self, step: int) -> list[Group]:
         """Groups of the step (counted from 1). Raises UserError if it is not there, or broken."""
-        if step not in self.lines:
+        if step not in self._places:
             raise UserError(
-                f"rollout.replay: {self._path} holds {len(self.lines)} steps, but not step {step}; lower run.total_steps"
+                f"rollout.replay: {self._path} holds {len(self._places)} steps, but not step {step}; lower run.total_steps"
             )
+        place, length = self._places[step]
+        with open(self._path, "rb") as file:
+            file.seek(place)
+            row = file.read(length)
         try:
-            return [_group_from_json(group) for group in json.loads(self.lines[step])["groups"]]
-        except (KeyError, TypeError, ValueError) as error:
+            return [_group_from_json(group) for group in json.loads(row)["groups"]]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise UserError(
                 f"rollout.replay: {self._path}: step {step} is damaged ({type(error).__name__}: {error})"
             ) from error
+
+
+def _is_header(line: bytes) -> bool:
+    try:
+        return json.loads(line) == _FORMAT
+    except ValueError:
+        return False
+
+
+def _step_of(row: bytes) -> int | None:
+    """row: may be its beginning alone."""
+    found = _BEGINNING.match(row)
+    return int(found[1]) if found else None
+
+
+def _end_of(path: str, last: int) -> int:
+    """Bytes of a recording up to the end of step `last`; 0 where it has not even a header.
+
+    The file is looked through from its end, so that what is kept need not be read: it may have many gigabytes.
+    """
+    if not os.path.getsize(path):
+        return 0
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        header = _HEADER.encode()
+        if view[: len(header)] != header[: len(view)]:
+            raise UserError(f"rollout.record: {path} is not a recording of this run; move it away, or choose another file")
+        end = view.rfind(b"\n") + 1
+        while start := view.rfind(b"\n", 0, end - 1) + 1:
+            step = _step_of(view[start : start + _LONGEST])
+            if step is not None and step <= last:
+                break
+            end = start
+        return end
 
 
 def _group_to_json(group: Group) -> dict:

@@ -6,7 +6,7 @@ from signal import Signals
 from typing import Any, Protocol
 
 from grpo_megatron.errors import Stopped
-from grpo_megatron.run.checkpoints import newest_folder
+from grpo_megatron.run.checkpoints import NotWritten, newest_folder
 
 _CONTINUES = "the same command continues"
 
@@ -42,11 +42,15 @@ class StopRequest:
 
     def leave(self, saver: Saver, state: Callable[[], dict[str, Any]]) -> None:
         """After a step: save, and raise Stopped."""
-        saver.save(state())
-        saver.finish()
-        # Looked up, not claimed: a full disk may have no room for it.
+        saved, reason = "", ""
+        try:
+            saver.save(state())
+            saver.finish()
+        except NotWritten as error:
+            # Asked to stop is asked to stop: with the status of a failure a scheduler would not start the job again.
+            saved, reason = ", which is not saved", f"\n{error}"
         reached = outlook(str(saver.folder.parent))
-        raise Stopped(f"stopped on request ({self.signal.name}) after step {self.step}; {reached}")
+        raise Stopped(f"stopped on request ({self.signal.name}) after step {self.step}{saved}; {reached}{reason}")
 
     def must_not_be_made(self, folder: str) -> None:
         """Where a process was lost, which would be replaced: a scheduler may have ended it together with asking. Raises Stopped."""

@@ -9,7 +9,6 @@ import asyncio
 import base64
 import os
 import pickle
-import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -26,7 +25,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.sglang.memory import EngineMemory, Part, engine_bytes
 from grpo_megatron.sglang.node import Children
 from grpo_megatron.sglang.release import Accepted, EngineControl, weight_spans
-from grpo_megatron.sglang.start import start_engine
+from grpo_megatron.sglang.start import meeting_file, start_engine
 from grpo_megatron.sglang.weight_door import DOOR, answer_key, by_value
 from grpo_megatron.weights.buckets import Bucket
 from grpo_megatron.weights.sync.order import Answer, Order
@@ -104,8 +103,8 @@ class SGLangEngine:
         self._process, self._routed_layers = process, routed_layers
         if "dist_init_addr" not in arguments:
             # SGLang's ranks would find each other through a port that is open on every interface.
-            self._meeting = tempfile.TemporaryDirectory(prefix="grpo-engine-")
-            os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self._meeting.name}/store"
+            self._meeting, path = meeting_file()
+            os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{path}"
         self._control = EngineControl(start_engine(arguments))
         self._children = Children()
         self._ends = {other: node.end.remote().future() for other, node in others.items()}

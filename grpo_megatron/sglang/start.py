@@ -1,7 +1,19 @@
 """The start of SGLang on one node of an engine, in the process of a Ray actor."""
 
 import gc
-from typing import Any
+import os
+import tempfile
+from typing import Any, BinaryIO
+
+
+def meeting_file() -> tuple[BinaryIO, str]:
+    """A file by which the processes on this node find each other, and a path to it that is there as long as this process holds it.
+
+    It has no name of its own: an engine ends by SIGKILL, and each one would leave a file behind. It cannot be deleted when they have
+    met, because groups that are made later meet there too.
+    """
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - held as long as the engine
+    return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def start_engine(arguments: dict[str, Any]) -> Any:

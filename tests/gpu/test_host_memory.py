@@ -52,6 +52,15 @@ def test_what_is_parked_again_has_the_same_memory():
     assert len(places) == 1
 
 
+def test_what_is_parked_in_files_comes_back(tmp_path):
+    """The copies on the host on their way to the file were freed before they were written."""
+    parking, tensors = Parking(str(tmp_path)), [torch.randn(size, device="cuda") for size in (300, 3 << 20, 70_000)]
+    expected = [tensor.clone() for tensor in tensors]
+    parking.park("values", unique_storages(tensors))
+    parking.unpark("values")
+    assert all(torch.equal(tensor, before) for tensor, before in zip(tensors, expected, strict=True))
+
+
 @pytest.mark.parametrize("piece", [4096, 64 << 20], ids=["pieces", "whole"])
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
 def test_weights_are_exchanged_bit_for_bit(tmp_path, piece, on_host):

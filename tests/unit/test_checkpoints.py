@@ -1,17 +1,22 @@
 """The driver's side of checkpoints: what has a final name is whole, at any moment, and the right ones are kept."""
 
 import json
-import resource
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from grpo_megatron.config.schema import CheckpointConfig
-from grpo_megatron.errors import UserError
+from grpo_megatron.commands.assemble import Run
+from grpo_megatron.config.schema import CheckpointConfig, Config
+from grpo_megatron.errors import Stopped, UserError
+from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.run.checkpoints import Checkpoints, NotWritten, SaveReport
 from grpo_megatron.run.lock import in_use
 from grpo_megatron.run.manifest import record_of
 from grpo_megatron.run.resume import open_checkpoint
+from grpo_megatron.run.stop import StopRequest
+from tests.tools import no_file_beyond
 
 
 class SlowTrainer:
@@ -32,6 +37,10 @@ class SlowTrainer:
             raise NotWritten("no space left")
         self._file.write_text(self._value)
         return SaveReport(1.0, 0.1, 1, {"value": record_of(self._file)})
+
+    def save_hf(self, folder: str) -> None:
+        Path(folder).mkdir()
+        Path(folder, "value").write_text(str(self.steps))
 
 
 class Clock:
@@ -197,6 +206,36 @@ def test_a_disk_that_takes_no_state_is_the_same(saver, trainer, monkeypatch, cap
     assert contents(saver) == {"step_00000004": "4"}
 
 
+def finish(saver, trainer, tmp_path) -> dict:
+    config, monitor = Config(checkpoint=CheckpointConfig(export_hf=True)), SimpleNamespace(phases=Phases(), tensorboard_dir="")
+    return Run(config, str(tmp_path), monitor, saver, trainer, None, None, None, 0.0).finish({"step": trainer.steps})
+
+
+def test_a_model_is_exported_though_its_last_checkpoint_has_no_room(saver, trainer, tmp_path):
+    run_step(saver, trainer, 2)
+    trainer.full = True
+    run_step(saver, trainer, 4)
+    with pytest.raises(NotWritten, match=f"no space left; .*; the trained model is in {tmp_path}/hf"):
+        finish(saver, trainer, tmp_path)
+    assert (tmp_path / "hf" / "value").read_text() == "4"
+    assert not (tmp_path / "result.json").exists()  # by which the same command would take the run as done
+
+
+def test_a_request_to_stop_is_one_with_a_full_disk_too(saver, trainer):
+    run_step(saver, trainer, 2)
+    saver.finish()
+    stop, trainer.full = StopRequest(), True
+    stop.signal, stop.step = signal.SIGUSR1, 3
+    with pytest.raises(Stopped) as stopped:
+        stop.leave(saver, lambda: state_of(3))
+    first, second = str(stopped.value).splitlines()
+    assert first == (
+        "stopped on request (SIGUSR1) after step 3, which is not saved; "
+        f"its newest checkpoint is {saver.folder}/step_00000002, the same command continues"
+    )
+    assert second.startswith("no space left")
+
+
 def test_the_state_is_that_of_the_moment(saver):
     state = state_of(2) | {"order": {"taken": 1}}
     saver.save(state)
@@ -215,13 +254,9 @@ def test_what_was_trained_is_noted(saver, capsys):
     """Also what a full disk did not take at once; half a row is taken back."""
     path = saver.folder.parent / "trained.jsonl"
     saver.note_trained(1, [4, 2])
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, usual[1]))  # this file's disk is full
-    try:
+    with no_file_beyond(path.stat().st_size + 10):
         saver.note_trained(2, [7])
         saver.note_trained(3, [8])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert path.read_text() == '{"step": 1, "prompts": [4, 2]}\n'
     assert capsys.readouterr().out.count("could not be written (File too large); its rows wait") == 1
     saver.note_trained(4, [9])

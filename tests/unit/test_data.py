@@ -12,6 +12,7 @@ from grpo_megatron.data import EpochOrder, PromptSource, PromptTokenizer, load_p
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.record import Recorder, Replay
 from tests.models import random_samples
+from tests.tools import no_file_beyond
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,19 @@ def test_weighted_sources_keep_their_shares():
     assert [p.uid for p in restored.next(20)] == [p.uid for p in source.next(20)]
 
 
+def test_other_weights_count_from_where_a_run_goes_on_with_them():
+    sources = [[Prompt(1000 * s + i, np.array([i]), "", "") for i in range(500)] for s in range(2)]
+    source = PromptSource(sources, seed=0, shuffle=False, weights=[9, 1])
+    before = {prompt.uid for prompt in source.next(400)}
+    restored = PromptSource(sources, seed=0, shuffle=False, weights=[1, 1])
+    restored.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    after = [prompt.uid for prompt in restored.next(100)]
+    assert not before & set(after)
+    drawn = [uid // 1000 for uid in after]
+    for count in range(1, 101):
+        assert abs(drawn[:count].count(0) - 0.5 * count) <= 1
+
+
 def test_each_epoch_holds_every_index_once():
     order = EpochOrder(10, seed=3, shuffle=True)
     first, second = order.take(10), order.take(10)
@@ -216,14 +230,57 @@ def test_recordings_that_cannot_be_used(tmp_path):
         Replay(write(tmp_path / "b.jsonl", lines[0], lines[1][:200]))
     with pytest.raises(UserError, match=r"d.jsonl:3 is damaged \(step 1"):
         Replay(write(tmp_path / "d.jsonl", lines[0], lines[1], lines[1]))
+    with pytest.raises(UserError, match="step 1 is damaged"):
+        Replay(write(tmp_path / "e.jsonl", lines[0], '{"step": 1, "groups": [}]}')).read(1)
 
 
 def test_a_resumed_recording_keeps_the_steps_before(tmp_path):
     path, _ = recorded(tmp_path)
-    first = Replay(path).lines[1]
+    before = Path(path).read_text().splitlines()
+    groups = Replay(path).read(1)
     recorder = Recorder(path, resumed=1)
-    recorder.write(2, Replay(path).read(1))
+    assert Path(path).read_text().splitlines() == before[:2]  # whenever it is killed now, they are there
+    recorder.write(2, groups)
     recorder.close()
-    again = Replay(path)
-    assert again.lines[1] == first
-    assert again.read(2)[0].samples[0].reward == 0.1  # step 2 anew, now with the rewards of step 1
+    assert Replay(path).read(2)[0].samples[0].reward == 0.1  # step 2 anew, now with the rewards of step 1
+
+
+@pytest.mark.parametrize(("resumed", "kept"), [(1, 1), (2, 2), (9, 2)])
+@pytest.mark.parametrize("left", ["", '{"step": 3, "gro', '{"step": 3'])
+def test_half_a_row_of_a_killed_run_is_taken_back(tmp_path, left, resumed, kept):
+    path, _ = recorded(tmp_path)
+    whole = Path(path).read_text()
+    Path(path).write_text(whole + left)
+    with pytest.raises(UserError, match="holds 2 steps"):
+        Replay(path).read(3)
+    Recorder(path, resumed).close()
+    assert Path(path).read_text() == "".join(whole.splitlines(keepends=True)[: 1 + kept])
+
+
+@pytest.mark.parametrize("found", ["", '{"format": "grpo_meg'])
+def test_half_a_header_is_written_again(tmp_path, found):
+    path = tmp_path / "r.jsonl"
+    path.write_text(found)
+    Recorder(str(path), resumed=3).close()
+    with pytest.raises(UserError, match="holds 0 steps"):
+        Replay(str(path)).read(1)
+
+
+def test_a_file_that_is_no_recording_is_not_cut(tmp_path):
+    path = write(tmp_path / "prompts.jsonl", '{"prompt": 1}')
+    with pytest.raises(UserError, match=r"^rollout.record: .* is not a recording"):
+        Recorder(path, resumed=1)
+    assert Path(path).read_text() == '{"prompt": 1}\n'
+
+
+def test_a_step_that_has_no_room_is_left_out_of_a_recording(tmp_path, capsys):
+    path, _ = recorded(tmp_path)
+    groups, whole = Replay(path).read(2), Path(path).read_text()
+    recorder = Recorder(path, resumed=2)
+    with no_file_beyond(len(whole) + 50):
+        recorder.write(3, groups)
+    assert Path(path).read_text() == whole
+    assert "step 3 is missing in the recording" in capsys.readouterr().out
+    recorder.write(4, groups)
+    recorder.close()
+    assert len(Replay(path).read(4)) == 2

@@ -1,5 +1,10 @@
 """Memory of the host that is kept: its size, its life, and what waits in it. That it is page-locked is in tests/gpu."""
 
+import os
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 
 from grpo_megatron.cluster.memory import occupied
@@ -35,7 +40,7 @@ def test_tensors_of_an_arena_do_not_overlap_and_its_memory_is_used_again():
 
 def test_what_is_parked_again_waits_in_the_same_memory():
     parking, values = Parking(), torch.randn(300)
-    parking._files = None  # as with CUDA
+    parking._in_files = False  # as with CUDA
     expected, places = values.clone(), set()
     for _ in range(2):
         parking.park("values", unique_storages([values]))
@@ -49,3 +54,23 @@ def test_what_is_parked_again_waits_in_the_same_memory():
     parking.park("values", unique_storages([longer]))
     parking.unpark("values")
     assert torch.equal(longer, expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_file_of_what_is_parked_has_no_name(tmp_path):
+    """A rank ends by SIGKILL: what has a name would stay on the disk."""
+
+    def open_files() -> int:
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return sum(link.startswith(str(tmp_path)) for link in links)
+
+    parking, tensors = Parking(str(tmp_path)), [torch.randn(300), torch.randn(70_000), torch.arange(5)]
+    expected = [tensor.clone() for tensor in tensors]
+    for _ in range(2):
+        parking.park("values", unique_storages(tensors))
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        assert list(tmp_path.iterdir()) == []
+        assert open_files() == 1
+        parking.unpark("values")
+        assert all(torch.equal(tensor, before) for tensor, before in zip(tensors, expected, strict=True))
+        assert open_files() == 0
