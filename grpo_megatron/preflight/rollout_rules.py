@@ -47,7 +47,10 @@ def there_are_prompts(config: Config) -> Iterator[str]:
 
 
 @ROLLOUT.rule(
-    "Dynamic sampling takes the place of what filters drop.", "rollout.dynamic_sampling.enabled", "algorithm.filters", commands=_TRAIN
+    "Dynamic sampling takes the place of what filters drop.",
+    "rollout.dynamic_sampling.enabled",
+    "algorithm.filters",
+    commands=_TRAIN,
 )
 def something_is_filtered(config: Config) -> Iterator[str]:
     if config.rollout.dynamic_sampling.enabled and not config.algorithm.filters:

@@ -61,7 +61,9 @@ class EngineRollouts:
     def _fill(self, step: int, prompts: PromptSource) -> Filled:
         options = self._config.rollout.dynamic_sampling
         most = int(options.max_batches * self._batch_size)
-        filled = self._manager.fill(prompts.next, self._counts, self._sampling, Goal(self._batch_size, options.over_sampling, most))
+        filled = self._manager.fill(
+            prompts.next, self._counts, self._sampling, Goal(self._batch_size, options.over_sampling, most)
+        )
         short = self._batch_size - len(filled.groups)
         if short and (options.shortage == Shortage.error or not filled.groups):
             raise UserError(

@@ -125,7 +125,10 @@ def test_it_is_bounded():
         sampled.sample(1, prompts)
     assert len(engine.asked) == 10 * 2
     smaller = rollouts(
-        Engine(), lambda uid: uid in (0, 1), "rollout.dynamic_sampling.max_batches=2.5", "rollout.dynamic_sampling.shortage=smaller"
+        Engine(),
+        lambda uid: uid in (0, 1),
+        "rollout.dynamic_sampling.max_batches=2.5",
+        "rollout.dynamic_sampling.shortage=smaller",
     )
     prompts = source()
     found = smaller.sample(1, prompts)
