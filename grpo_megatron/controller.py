@@ -104,12 +104,12 @@ class Controller:
         self.monitor.start_step(self.step)
         memory = self.engines_turn()
         with phases("generate"):
-            generated = self.rollouts.groups(self.step, self.prompts)
+            rollout = self.rollouts.sample(self.step, self.prompts)
         self.ranks_turn()
         with phases("prepare"):
-            groups = self.shape_and_filter(generated)
+            groups = self.shape_and_filter(rollout.groups)
             version = self.weight_sync and self.weight_sync.version
-            sampled = step_statistics(groups, len(generated), self.config.eval.pass_reward, version)
+            sampled = step_statistics(groups, rollout, self.config.eval.pass_reward, version)
             mini_batches = make_mini_batches(groups, self.config, self.trainer.cost_model, self.step)
         with phases("logprobs"):
             mismatch = self.old_and_reference_logprobs(mini_batches)
@@ -128,7 +128,7 @@ class Controller:
         if any(metrics["actor/dropped_steps"].result() == 0 for metrics in trained):
             self.sync_weights()
         metrics = {name: value for name, value in merge(trained).items() if not name.startswith("mismatch/")}
-        self.saver.note_trained(self.step, [group.prompt.uid for group in generated])
+        self.saver.note_trained(self.step, rollout.used)
         self.report(groups, mini_batches, {**metrics, **mismatch, **measured}, sampled | memory)
 
     def shape_and_filter(self, groups: list[Group]) -> list[Group]:

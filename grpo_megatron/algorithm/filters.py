@@ -18,10 +18,7 @@ group_filter = Registry("filter", "algorithm.filters")
 
 @group_filter("nonzero_variance")
 def nonzero_variance(groups: list[Group]) -> list[Group]:
-    """Groups whose rewards differ: the others have no group-relative advantage (DAPO, arXiv:2503.14476 section 3.2).
-
-    Nothing is sampled in place of what is dropped.
-    """
+    """Groups whose rewards differ: the others have no group-relative advantage (DAPO, arXiv:2503.14476 section 3.2)."""
     return [group for group in groups if min(group.rewards) != max(group.rewards)]
 
 
@@ -41,9 +38,17 @@ def apply_filters(groups: list[Group], options: AlgorithmConfig) -> list[Group]:
 
     Raises UserError if a filter leaves nothing.
     """
-    for name in options.filters:
-        kept = group_filter.get(name)(groups)
-        if not kept:
-            raise UserError(f"algorithm.filters: {name} leaves none of the step's {len(groups)} groups")
-        groups = kept
-    return mask_truncated(groups) if options.overlong_filter else groups
+    kept = filtered(groups, options.filters)
+    if not kept:
+        raise UserError(
+            f"algorithm.filters={list(options.filters)} leave none of the step's {len(groups)} groups; "
+            "rollout.dynamic_sampling.enabled=true samples further ones"
+        )
+    return mask_truncated(kept) if options.overlong_filter else kept
+
+
+def filtered(groups: list[Group], names: list[str]) -> list[Group]:
+    """What the filters leave, one after the other."""
+    for name in names:
+        groups = group_filter.get(name)(groups) if groups else []
+    return groups

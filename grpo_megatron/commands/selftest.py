@@ -16,7 +16,7 @@ import torch
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.algorithm import MismatchAction, MismatchConfig
 from grpo_megatron.config.engine import LoadFormat
-from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, LrSchedule, OldLogprobs
+from grpo_megatron.config.schema import CheckpointConfig, Config, DynamicSamplingConfig, EvalConfig, LrSchedule, OldLogprobs
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.manager import StaleWeights
@@ -73,7 +73,7 @@ def selftest_config(config: Config, steps: int) -> Config:
         config,
         run=replace(config.run, name=f"{config.run.name}_selftest", total_steps=steps, resume="none"),
         data=replace(config.data, eval=None),
-        rollout=replace(config.rollout, engine=engine, record=None),
+        rollout=replace(config.rollout, engine=engine, record=None, dynamic_sampling=DynamicSamplingConfig()),
         optimizer=replace(config.optimizer, lr=0.0, lr_min=0.0, lr_schedule=LrSchedule.constant, lr_warmup_steps=0),
         # Every sample is looked at: a choice by outcome would bias what they say about the sampling.
         algorithm=replace(config.algorithm, filters=[]),
@@ -204,7 +204,7 @@ class Investigation:
         controller = self.controller
         controller.step += 1
         controller.engines_turn()
-        groups = controller.rollouts.groups(controller.step, controller.prompts)
+        groups = controller.rollouts.sample(controller.step, controller.prompts).groups
         controller.ranks_turn()
         mini_batches = make_mini_batches(groups, self.config, controller.trainer.cost_model, controller.step)
         controller.old_and_reference_logprobs(mini_batches)

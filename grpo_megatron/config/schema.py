@@ -133,6 +133,32 @@ class DataConfig:
     train_batch_size: int = option(32, "prompts per step (sft: examples per optimizer step)", "prompts", above=0)
 
 
+class Shortage(str, Enum):
+    error = "error"
+    smaller = "smaller"
+
+
+@dataclass
+class DynamicSamplingConfig:
+    enabled: bool = option(
+        False,
+        "sample further prompts in place of the groups that algorithm.filters drop, until data.train_batch_size are left (DAPO, "
+        "arXiv:2503.14476 section 3.2)",
+    )
+    over_sampling: float = option(
+        1.0,
+        "groups in flight over those that are missing; more fill a batch sooner, and those in flight when it is full are aborted",
+        at_least=1,
+        at_most=100,
+    )
+    max_batches: float = option(
+        10.0, "most prompts that one step samples, over data.train_batch_size", "batches", at_least=1, at_most=10000
+    )
+    shortage: Shortage = option(
+        Shortage.error, "where these leave the batch short: error, or train on the smaller one that there is"
+    )
+
+
 @dataclass
 class RolloutConfig:
     n: int = option(8, "responses sampled per prompt (the group size)", above=0)
@@ -153,6 +179,7 @@ class RolloutConfig:
     max_concurrency: int = option(256, "samples in flight per engine at a time", above=0)
     record: str | None = option(None, "file to write every step's samples to, for rollout.replay", text=Text.path)
     replay: str | None = option(None, "file of recorded samples to train on instead of generating", text=Text.path)
+    dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig, "prompts in place of those without a signal")
     engine: EngineConfig = section(EngineConfig, "the SGLang engines")
 
 

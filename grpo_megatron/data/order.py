@@ -60,16 +60,30 @@ class PromptSource:
         self._shares = [weight / sum(weights) for weight in weights] if weights else [1.0]
         self._orders = [EpochOrder(len(source), seed + i, shuffle) for i, source in enumerate(self._sources)]
         self._taken = [0] * len(self._sources)
+        # Places (source, index): of prompts to be handed out again first, and of those handed out since `settle`.
+        self._returned: list[tuple[int, int]] = []
+        self._lent: list[tuple[int, int, int]] = []
 
     def next(self, count: int) -> list[Prompt]:
-        handed_out = []
-        for _ in range(count):
-            total = sum(self._taken) + 1
-            behind = [share * total - taken for share, taken in zip(self._shares, self._taken, strict=True)]
-            source = behind.index(max(behind))
-            self._taken[source] += 1
-            handed_out.append(self._sources[source][self._orders[source].take(1)[0]])
-        return handed_out
+        return [self._prompt(*(self._returned.pop(0) if self._returned else self._next_place())) for _ in range(count)]
+
+    def settle(self, unused: list[Prompt]) -> None:
+        """Of the prompts handed out since the last call, these were not used: they come first in what is handed out next."""
+        places = {uid: (source, index) for source, index, uid in self._lent}
+        self._returned = [places[prompt.uid] for prompt in unused] + self._returned
+        self._lent = []
+
+    def _prompt(self, source: int, index: int) -> Prompt:
+        prompt = self._sources[source][index]
+        self._lent.append((source, index, prompt.uid))
+        return prompt
+
+    def _next_place(self) -> tuple[int, int]:
+        total = sum(self._taken) + 1
+        behind = [share * total - taken for share, taken in zip(self._shares, self._taken, strict=True)]
+        source = behind.index(max(behind))
+        self._taken[source] += 1
+        return source, self._orders[source].take(1)[0]
 
     def first(self, count: int) -> list[Prompt]:
         """The first prompts of the first source as its file has them; nothing is handed out. Fewer if it has fewer."""
@@ -81,7 +95,9 @@ class PromptSource:
         return max(order.epoch for order in self._orders)
 
     def state_dict(self) -> dict:
-        return {"orders": [order.state_dict() for order in self._orders], "taken": self._taken, "shares": self._shares}
+        returned = [list(place) for place in self._returned]
+        orders = [order.state_dict() for order in self._orders]
+        return {"orders": orders, "taken": self._taken, "shares": self._shares, "returned": returned}
 
     def load_state_dict(self, state: dict) -> None:
         if len(state["orders"]) != len(self._orders):
@@ -92,3 +108,4 @@ class PromptSource:
         for order, saved in zip(self._orders, state["orders"], strict=True):
             order.load_state_dict(saved)
         self._taken = list(state["taken"])
+        self._returned, self._lent = [(source, index) for source, index in state.get("returned", [])], []

@@ -80,7 +80,14 @@ def _discounting(estimators: tuple[str, ...], why: str):
 
 
 def _filter_groups(value: Any, source: Source) -> dict[str, Any]:
-    return {"algorithm.filters": ["nonzero_variance"]} if truth(value) else {}
+    return {"algorithm.filters": ["nonzero_variance"], "rollout.dynamic_sampling.enabled": True} if truth(value) else {}
+
+
+def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
+    """0: as many as it takes."""
+    if not truth(source["algorithm.filter_groups.enable"]):
+        return {}
+    return {"rollout.dynamic_sampling.max_batches": float(value) or 10000.0}
 
 
 def _off_is(neutral: Any, why: str):
@@ -165,11 +172,17 @@ ALGORITHM = (
     ),
     becomes(
         "algorithm.filter_groups.enable",
-        "algorithm.filters",
+        ("algorithm.filters", "rollout.dynamic_sampling.enabled"),
         _filter_groups,
-        "true: nonzero_variance; verl draws new prompts for the groups that go, here the step is the smaller for it",
+        "true: nonzero_variance, of the reward that is trained with, and new prompts for the groups that go",
     ),
-    dropped("algorithm.filter_groups.*", "new prompts are not drawn for groups that algorithm.filters takes out"),
+    becomes(
+        "algorithm.filter_groups.max_num_gen_batches",
+        "rollout.dynamic_sampling.max_batches",
+        _generated_batches,
+        "0, as many as it takes, is 10000 here",
+    ),
+    dropped("algorithm.filter_groups.*", "the reward that is trained with is what a group is judged by"),
     *ROLLOUT_CORRECTION,
 )
 

@@ -34,10 +34,6 @@ def findings(source: Source, settings: Settings) -> list[Finding]:
                 f"actor_rollout_ref.model.path={model}: a model for images, to judge by its name; only text is trained here"
             )
         )
-    if settings.values.get("algorithm.filter_groups.enable") is True:
-        found.append(
-            Finding("algorithm.filter_groups.enable=True: no new prompts are drawn for filtered groups; the step is smaller")
-        )
     if settings.program and not settings.program.endswith(("main_ppo", "main_ppo.py")):
         found.append(
             Finding(f"{settings.program}: another program than verl's main_ppo; what it does besides is not known here")

@@ -46,6 +46,17 @@ def there_are_prompts(config: Config) -> Iterator[str]:
         yield "data.train has no value: the file with the training prompts"
 
 
+@ROLLOUT.rule(
+    "Dynamic sampling takes the place of what filters drop.",
+    "rollout.dynamic_sampling.enabled",
+    "algorithm.filters",
+    commands=_TRAIN,
+)
+def something_is_filtered(config: Config) -> Iterator[str]:
+    if config.rollout.dynamic_sampling.enabled and not config.algorithm.filters:
+        yield "rollout.dynamic_sampling.enabled=true needs algorithm.filters, such as [nonzero_variance]: nothing is dropped without"
+
+
 @ROLLOUT.rule("The reference answer is looked for in at least one place.", "reward.answer_from")
 def answers_are_somewhere(config: Config) -> Iterator[str]:
     if not config.reward.answer_from:

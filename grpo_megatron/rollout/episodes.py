@@ -12,7 +12,7 @@ from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.workers import RewardTask
-from grpo_megatron.rollout.environments import Environments
+from grpo_megatron.rollout.environments import Environments, RemoteEnvironment
 from grpo_megatron.sglang.engine import Completion
 
 # (response ids so far, most new tokens) -> the model's next turn
@@ -119,6 +119,12 @@ class MultiTurn:
         observation would have left no room for the next)."""
         transcript = Transcript(episode.limit)
         world = self._environments.episode(episode.prompt)
+        try:
+            return await self._play(episode, respond, world, transcript)
+        finally:
+            world.close()
+
+    async def _play(self, episode: Episode, respond: Respond, world: RemoteEnvironment, transcript: Transcript) -> Sample:
         first = self._encode(await world.reset(self._initial_state(episode))).tolist()
         if not transcript.observe(first):
             raise UserError(
@@ -134,7 +140,6 @@ class MultiTurn:
             for name, value in result.components.items():
                 components[name] = components.get(name, 0.0) + value
             finish_reason = self._end(transcript, turn, result)
-        world.close()
         return transcript.sample(episode, finish_reason, self._decode).scored(reward, components)
 
     def _end(self, transcript: Transcript, turn: Completion, result) -> str | None:

@@ -1,7 +1,9 @@
 """RolloutManager: prompts in, groups of scored samples out."""
 
 import asyncio
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
@@ -35,6 +37,25 @@ class Sampling:
         }
 
 
+@dataclass(frozen=True)
+class Goal:
+    """When a batch is full. groups: that it needs. in_flight: groups over those that are missing. most: prompts that may be asked."""
+
+    groups: int
+    in_flight: float
+    most: int
+
+
+@dataclass
+class Filled:
+    """groups: those that were kept, at most as many as needed. dropped: prompts of those that were not. aborted: prompts of which
+    nothing came, because the batch was full before."""
+
+    groups: list[Group] = field(default_factory=list)
+    dropped: list[Prompt] = field(default_factory=list)
+    aborted: list[Prompt] = field(default_factory=list)
+
+
 class StaleWeights(UserError):
     """An engine generated with other weights than the trainer's newest."""
 
@@ -53,19 +74,58 @@ class RolloutManager:
         Blocks until all are done. Raises UserError if an engine dies or finishes nothing for
         rollout.engine.request_timeout seconds, or as a reward or an environment does.
         """
-        samples = asyncio.run(self._generate(prompts, sampling))
-        groups = [
-            Group(self._next_group + p, prompt, tuple(samples[p * sampling.n : (p + 1) * sampling.n]))
-            for p, prompt in enumerate(prompts)
-        ]
+        groups = asyncio.run(self._generate(prompts, sampling))
         self._next_group += len(prompts)
         return groups
 
-    async def _generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
-        # Samples of one group go to one engine, whose prefix cache then holds the prompt.
+    async def _generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Group]:
         clients = self._engines.clients()
-        keys = [(p, s) for p in range(len(prompts)) for s in range(sampling.n)]
-        return await asyncio.gather(*(self._play(prompts[p], (p, s), sampling, clients[p % len(clients)]) for p, s in keys))
+        return await asyncio.gather(*(self._group(prompt, p, sampling, clients) for p, prompt in enumerate(prompts)))
+
+    def fill(
+        self, draw: Callable[[int], list[Prompt]], keep: Callable[[Group], bool], sampling: Sampling, goal: Goal
+    ) -> Filled:
+        """Sample groups until `goal.groups` of them are kept, or `goal.most` prompts were asked; groups in the order of their prompts.
+
+        draw: the next so many prompts. Those that are kept first fill the batch. Raises UserError as `generate` does.
+        """
+        return asyncio.run(self._fill(draw, keep, sampling, goal))
+
+    async def _fill(self, draw, keep, sampling: Sampling, goal: Goal) -> Filled:
+        clients, filled, asked = self._engines.clients(), Filled(), 0
+        running: dict[asyncio.Task[Group], Prompt] = {}
+        while len(filled.groups) < goal.groups:
+            wanted = math.ceil((goal.groups - len(filled.groups)) * goal.in_flight) - len(running)
+            for prompt in draw(min(max(wanted, 0), goal.most - asked)):
+                running[asyncio.create_task(self._group(prompt, asked, sampling, clients))] = prompt
+                asked += 1
+            if not running:
+                break
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for group in sorted((task.result() for task in done), key=lambda group: group.group_id):
+                full = len(filled.groups) == goal.groups
+                if keep(group) and not full:
+                    filled.groups.append(group)
+                else:
+                    (filled.aborted if full else filled.dropped).append(group.prompt)
+            for task in done:
+                del running[task]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*(client.abort() for client in clients))
+        filled.aborted += running.values()
+        filled.groups.sort(key=lambda group: group.group_id)
+        self._next_group += asked
+        return filled
+
+    async def _group(self, prompt: Prompt, number: int, sampling: Sampling, clients: list[EngineClient]) -> Group:
+        """number: of the group among those of this call."""
+        # Samples of one group go to one engine, whose prefix cache then holds the prompt.
+        client = clients[number % len(clients)]
+        samples = await asyncio.gather(*(self._play(prompt, (number, s), sampling, client) for s in range(sampling.n)))
+        return Group(self._next_group + number, prompt, tuple(samples))
 
     async def _play(self, prompt: Prompt, key: tuple[int, int], sampling: Sampling, client: EngineClient) -> Sample:
         group = self._next_group + key[0]

@@ -1,9 +1,14 @@
 """Where a step's groups come from: engines, or a recording. The controller sees one interface."""
 
+from dataclasses import dataclass, field
+
+from grpo_megatron.algorithm.filters import filtered
 from grpo_megatron.batch.sample import Group
-from grpo_megatron.config.schema import Config, RolloutConfig
+from grpo_megatron.config.schema import Config, RolloutConfig, Shortage
 from grpo_megatron.data import PromptSource
-from grpo_megatron.rollout.manager import RolloutManager, Sampling
+from grpo_megatron.errors import UserError
+from grpo_megatron.rewards.shaping import shape_overlong
+from grpo_megatron.rollout.manager import Filled, Goal, RolloutManager, Sampling
 from grpo_megatron.rollout.record import Recorder, Replay
 
 
@@ -17,21 +22,62 @@ def training_sampling(config: RolloutConfig) -> Sampling:
     )
 
 
+@dataclass(frozen=True)
+class Rollout:
+    """What a step sampled. used: uids of all prompts that it used up. dropped, aborted: how many groups dynamic sampling left out,
+    because of the filters, and because the batch was full before they were done."""
+
+    groups: list[Group]
+    used: list[int] = field(default_factory=list)
+    dropped: int = 0
+    aborted: int = 0
+
+
 class EngineRollouts:
     """Groups sampled by the engines under the newest weights, optionally recorded."""
 
     def __init__(self, manager: RolloutManager, config: Config, resumed: int = 0):
         """resumed: the step a resumed run continues after."""
-        self._manager = manager
+        self._manager, self._config = manager, config
         self._batch_size = config.data.train_batch_size
         self._sampling = training_sampling(config.rollout)
         self._recorder = Recorder(config.rollout.record, resumed) if config.rollout.record else None
 
-    def groups(self, step: int, prompts: PromptSource | None) -> list[Group]:
-        groups = self._manager.generate(prompts.next(self._batch_size), self._sampling)
+    def sample(self, step: int, prompts: PromptSource | None) -> Rollout:
+        """data.train_batch_size groups; with dynamic sampling, of those that the filters keep.
+
+        Raises UserError as rollout.dynamic_sampling.shortage says.
+        """
+        if self._config.rollout.dynamic_sampling.enabled:
+            filled = self._fill(step, prompts)
+        else:
+            filled = Filled(self._manager.generate(prompts.next(self._batch_size), self._sampling))
+        prompts.settle(filled.aborted)
         if self._recorder:
-            self._recorder.write(step, groups)
-        return groups
+            self._recorder.write(step, filled.groups)
+        used = [*(group.prompt.uid for group in filled.groups), *(prompt.uid for prompt in filled.dropped)]
+        return Rollout(filled.groups, used, len(filled.dropped), len(filled.aborted))
+
+    def _fill(self, step: int, prompts: PromptSource) -> Filled:
+        options = self._config.rollout.dynamic_sampling
+        most = int(options.max_batches * self._batch_size)
+        filled = self._manager.fill(
+            prompts.next, self._counts, self._sampling, Goal(self._batch_size, options.over_sampling, most)
+        )
+        short = self._batch_size - len(filled.groups)
+        if short and (options.shortage == Shortage.error or not filled.groups):
+            raise UserError(
+                f"step {step}: of the {most} prompts of rollout.dynamic_sampling.max_batches, algorithm.filters left "
+                f"{len(filled.groups)} of the {self._batch_size} groups of data.train_batch_size: choose easier or harder prompts, raise "
+                "max_batches or rollout.n, or set rollout.dynamic_sampling.shortage=smaller"
+            )
+        return filled
+
+    def _counts(self, group: Group) -> bool:
+        """Whether the filters keep it, with the reward that it is trained with."""
+        config = self._config
+        shaped = shape_overlong([group], config.rollout.max_response_length, config.reward.overlong_buffer)
+        return bool(filtered(shaped, config.algorithm.filters))
 
     def state_dict(self) -> dict:
         return self._manager.state_dict()
@@ -51,8 +97,9 @@ class ReplayedRollouts:
     def __init__(self, path: str):
         self._replay = Replay(path)
 
-    def groups(self, step: int, prompts: PromptSource | None) -> list[Group]:
-        return self._replay.read(step)
+    def sample(self, step: int, prompts: PromptSource | None) -> Rollout:
+        groups = self._replay.read(step)
+        return Rollout(groups, [group.prompt.uid for group in groups])
 
     def state_dict(self) -> dict:
         return {}

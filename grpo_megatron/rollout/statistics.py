@@ -5,6 +5,7 @@ from math import comb
 import numpy as np
 
 from grpo_megatron.batch.sample import Group
+from grpo_megatron.rollout.source import Rollout
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -50,9 +51,12 @@ def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float
     return {name: float(value) for name, value in scalars.items()}
 
 
-def step_statistics(groups: list[Group], generated: int, pass_reward: float, version: int | None) -> dict[str, float]:
-    """All scalars of the groups that a step trains on. generated: how many there were before filters. version: see staleness."""
-    scalars = group_statistics(groups, pass_reward) | {"reward/filtered_groups": 1 - len(groups) / generated}
+def step_statistics(groups: list[Group], rollout: Rollout, pass_reward: float, version: int | None) -> dict[str, float]:
+    """All scalars of the groups that a step trains on. rollout: from which they are. version: see staleness."""
+    scored = len(rollout.groups) + rollout.dropped
+    scalars = group_statistics(groups, pass_reward)
+    scalars |= {"reward/filtered_groups": 1 - len(groups) / scored, "rollout/scored_groups": float(scored)}
+    scalars["rollout/aborted_groups"] = float(rollout.aborted)
     return scalars | (staleness(groups, version) if version is not None else {})
 
 

@@ -38,6 +38,17 @@ class EngineClient:
                 loop.call_soon(self._send)  # with what else comes until then
             return await answer
 
+    async def abort(self) -> None:
+        """End all requests in flight, which nobody may wait for any more. Raises UserError if the engine dies."""
+        self._answers.clear()
+        self._batch = []
+        if self._poller:
+            self._poller.cancel()
+        reference = self._engine.abort.remote()
+        with contextlib.suppress(Exception):
+            await reference  # what went wrong, fetch says
+        fetch(reference, self._process, "abort")
+
     def _send(self) -> None:
         # Nobody waits for this call, because the poll reports the same engine if it fails.
         self._engine.submit.remote(self._batch)

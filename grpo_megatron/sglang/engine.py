@@ -263,12 +263,16 @@ class SGLangEngine:
         if self._updating or self._dead():
             return False
         self._admitted = False
+        await self.abort()
+        return True
+
+    async def abort(self) -> None:
+        """End all requests, whose answers nobody gets."""
         self._control.abort()
         if self._tasks:
             await self._while_alive("abort", asyncio.wait(self._tasks))
-        # A poll of the caller that failed may still wait at the old one.
+        # A poll of the caller, who waits no more, may still be at the old one.
         self._finished = asyncio.Queue()
-        return True
 
     @_phase
     async def release_memory(self) -> None:

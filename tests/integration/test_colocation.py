@@ -185,4 +185,4 @@ def test_a_wrong_order_is_refused_by_each_side(run):
     assert len(parts.engines.score(sequences)[0]) == 2
     controller.ranks_turn()
     with pytest.raises(RuntimeError, match=r"engine 0 may not serve: nobody has compared its weights with the trainer's"):
-        controller.rollouts.groups(4, controller.prompts)
+        controller.rollouts.sample(4, controller.prompts)

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -28,7 +29,7 @@ from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.episodes import SingleTurn
-from grpo_megatron.rollout.manager import RolloutManager, Sampling
+from grpo_megatron.rollout.manager import Goal, RolloutManager, Sampling
 from grpo_megatron.sglang.engine import Request
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.weights.buckets import make_buckets
@@ -139,6 +140,25 @@ def test_groups_come_back_in_order_with_exact_logprobs(manager, tokenizer, model
             text = tokenizer.decode(sample.response_ids)
             assert sample.response_text == text
             assert sample.reward == sum(c.isdigit() for c in text) / max(1, len(text))
+
+
+def test_a_batch_that_is_full_aborts_what_runs_and_what_waits(manager, tokenizer, model):
+    """And leaves an engine that serves as before."""
+    asked = prompts(tokenizer) * 2
+    handed_out = iter(asked)
+    sampling = Sampling(n=4, temperature=1.0, max_response_length=120)
+    filled = manager.fill(
+        lambda count: [next(handed_out) for _ in range(count)], lambda group: group.prompt.uid != 0, sampling, Goal(2, 3, 8)
+    )
+    assert len(filled.groups) == 2
+    assert all(len(group.samples) == 4 and group.prompt.uid for group in filled.groups)
+    assert filled.aborted
+    assert len(filled.groups) + len(filled.dropped) + len(filled.aborted) == len(asked) - len(list(handed_out))
+    assert {prompt.uid for prompt in filled.dropped} <= {0}
+    assert largest_difference(filled.groups, model, 1.0) <= 1e-5
+    again = manager.generate(prompts(tokenizer), replace(sampling, max_response_length=12))
+    assert min(group.group_id for group in again) > max(group.group_id for group in filled.groups)
+    assert largest_difference(again, model, 1.0) <= 1e-5
 
 
 def test_how_responses_end(manager, tokenizer, model):

@@ -89,45 +89,38 @@ def test_top_p(controller, verdict, monkeypatch):
     assert [text.split(":")[0] for text in found.explanations] == ["top-p"]
 
 
+def change_samples(controller, monkeypatch, change):
+    """change: sample -> sample, after it was drawn."""
+    sampled = controller.rollouts.sample
+
+    def sample(step, prompts):
+        rollout = sampled(step, prompts)
+        return replace(rollout, groups=[replace(group, samples=tuple(map(change, group.samples))) for group in rollout.groups])
+
+    monkeypatch.setattr(controller.rollouts, "sample", sample)
+
+
 def test_log_probs_of_a_cut_distribution(controller, verdict, monkeypatch):
     """As an engine reports them that normalises the nucleus again."""
-    whole = controller.rollouts.groups
+    rng = np.random.default_rng(1)
 
-    def groups(step, prompts):
-        rng = np.random.default_rng(step)
-        return [
-            replace(
-                group,
-                samples=tuple(
-                    replace(
-                        s, rollout_logprobs=(s.rollout_logprobs - np.log(rng.uniform(0.8, 1, len(s.response_ids)))).astype("f4")
-                    )
-                    for s in group.samples
-                ),
-            )
-            for group in whole(step, prompts)
-        ]
+    def cut(sample):
+        shares = rng.uniform(0.8, 1, len(sample.response_ids))
+        return replace(sample, rollout_logprobs=(sample.rollout_logprobs - np.log(shares)).astype("f4"))
 
-    monkeypatch.setattr(controller.rollouts, "groups", groups)
+    change_samples(controller, monkeypatch, cut)
     assert verdict().explanations[0].startswith("top-p:")
 
 
 def test_token_ids_changed_after_sampling(controller, verdict, monkeypatch):
     """As by tokenizing the response's text again: here, two neighbours are exchanged."""
-    sampled = controller.rollouts.groups
 
-    def exchange(ids):
-        ids = ids.copy()
+    def exchange(sample):
+        ids = sample.response_ids.copy()
         ids[1:3] = ids[2:0:-1] if len(ids) > 2 else ids[1:3]
-        return ids
+        return replace(sample, response_ids=ids)
 
-    def groups(step, prompts):
-        return [
-            replace(group, samples=tuple(replace(s, response_ids=exchange(s.response_ids)) for s in group.samples))
-            for group in sampled(step, prompts)
-        ]
-
-    monkeypatch.setattr(controller.rollouts, "groups", groups)
+    change_samples(controller, monkeypatch, exchange)
     (found,) = verdict().explanations
     assert found.startswith("tokenizer:")
 

@@ -57,7 +57,6 @@ ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "roll
         ("reward_model.sandbox_fusion.url", "u", "sandbox"),
         ("algorithm.adv_estimator", "gae", "no critic"),
         ("algorithm.use_pf_ppo", True, "no such part"),
-        ("algorithm.filter_groups.enable", True, "no new prompts"),
         (f"{ROLLOUT}.top_p", 0.9, "another distribution"),
         (f"{ROLLOUT}.top_k", 50, "another distribution"),
         (f"{ROLLOUT}.multi_turn.enable", True, "rollout.environment"),

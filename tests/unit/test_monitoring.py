@@ -30,6 +30,7 @@ from grpo_megatron.monitoring.tensorboard import TensorBoard, verbatim
 from grpo_megatron.monitoring.terminal import Terminal, say
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.monitoring.timeline import TIMELINE, read_timeline
+from grpo_megatron.rollout.source import Rollout
 from grpo_megatron.rollout.statistics import step_statistics
 
 MARKUP = "<script>alert(1)</script>\n# no heading\n\r**not bold** ![](http://nowhere/x.png)\x0b<b>"
@@ -269,13 +270,15 @@ def test_every_chart_is_of_scalars_that_there_can_be():
 
 def test_statistics_of_a_step():
     groups = [group(0, (1.0, 1.0, 0.0, 0.0), version=3), group(1, (0.0, 0.0, 0.0, 0.0), version=5)]
-    scalars = step_statistics(groups, generated=4, pass_reward=1.0, version=5)
+    scalars = step_statistics(groups, Rollout(groups, dropped=2, aborted=3), pass_reward=1.0, version=5)
     assert scalars["reward/pass@2"] == pytest.approx((1 - 1 / 6) / 2)
     assert scalars["reward/pass@4"] == pytest.approx(1 / 2)
     assert scalars["reward/filtered_groups"] == 0.5
+    assert (scalars["rollout/scored_groups"], scalars["rollout/aborted_groups"]) == (4, 3)
     assert (scalars["staleness/mean"], scalars["staleness/max"]) == (1.0, 2.0)
-    assert "staleness/mean" not in step_statistics(groups, 2, 1.0, None)
-    assert not any("pass@" in name for name in step_statistics([group(0, (1.0,))], 1, 1.0, None))
+    assert "staleness/mean" not in step_statistics(groups, Rollout(groups), 1.0, None)
+    single = [group(0, (1.0,))]
+    assert not any("pass@" in name for name in step_statistics(single, Rollout(single), 1.0, None))
 
 
 def test_a_line_that_nobody_can_have_ends_no_run(monkeypatch):

@@ -19,6 +19,7 @@ EIGHT = ["cluster.gpu=h100-80g", "cluster.nodes=1", "cluster.gpus_per_node=8"]
 
 # One configuration for each rule that breaks it.
 BROKEN = {
+    "something_is_filtered": ["rollout.dynamic_sampling.enabled=true"],
     "disk_has_a_folder": ["weight_sync.transport=disk"],
     "hangs_are_found_first": ["cluster.hang_timeout=1800"],
     "delta_has_a_transport": ["weight_sync.transport=object_store", "weight_sync.delta=true"],
