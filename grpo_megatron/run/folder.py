@@ -75,11 +75,8 @@ def beginning(config: Config, command: str, say: Callable[[str], None]) -> Check
 
 
 def take_back(directory: str, checkpoint: Checkpoint | None) -> None:
-    """Before a run goes on from a checkpoint, None: from its beginning: what the folder has of later steps, and what a killed run
-    left half-written, goes.
-
-    Other checkpoints of this or later steps, which are damaged or of a course that was abandoned, are kept as
-    `step_XXXXXXXX.aside`. Raises UserError for a damaged row that would be kept.
+    """Before a run goes on from a checkpoint, None: from its beginning: rows of later steps, and what a killed run left
+    half-written, go. Raises UserError for a damaged row that would be kept.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):
@@ -91,7 +88,15 @@ def take_back(directory: str, checkpoint: Checkpoint | None) -> None:
     for suffix in ("partial", "deleted"):
         for left in checkpoints.glob(f"step_*.{suffix}"):
             shutil.rmtree(left)
-    for path in folders(checkpoints):
+
+
+def set_aside(directory: str, checkpoint: Checkpoint | None) -> None:
+    """Other checkpoints of this or later steps, which are damaged or of a course that was abandoned, become `step_XXXXXXXX.aside`.
+
+    Only when the checkpoint, None: the beginning, has been loaded: until then it is not known that the run can do without them.
+    """
+    step = checkpoint.step if checkpoint else 0
+    for path in folders(Path(directory, CHECKPOINTS)):
         if step_of(path) >= step and not (checkpoint and path.samefile(checkpoint.folder)):
             path.rename(aside(path, "aside"))
 

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_megatron.cli import main
 from grpo_megatron.errors import UserError
-from grpo_megatron.run.folder import METRICS, TRAINED, kept_rows, open_run_folder, take_back
+from grpo_megatron.run.folder import METRICS, TRAINED, kept_rows, open_run_folder, set_aside, take_back
 from grpo_megatron.run.lock import Ownership
 from grpo_megatron.run.resume import open_checkpoint
 from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
@@ -24,7 +24,9 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
     (folder / "result.json").write_text("{}")
     for name in ("step_00000004.deleted", "step_00000006.partial"):
         (folder / "checkpoints" / name).mkdir()
-    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"))
+    begun = open_checkpoint(folder / "checkpoints" / "step_00000002", "train")
+    take_back(str(folder), begun)
+    set_aside(str(folder), begun)
     assert (folder / METRICS).read_text() == (folder / TRAINED).read_text() == rows(1, 2)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000002", "step_00000004.aside"]
     assert not (folder / "result.json").exists()
