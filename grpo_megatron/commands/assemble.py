@@ -187,7 +187,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
     """
     config, engines = site.config, site.engines
     resumed = checkpoint.step if checkpoint else 0
-    take_back(site.directory, checkpoint)
+    take_back(site.directory, checkpoint, say)
     with ExitStack() as cleanup:
         monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site), site.listeners)
         cleanup.callback(monitor.close)
@@ -210,7 +210,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
             engines.wait_until_ready()
         if checkpoint:
             trainer.load_checkpoint(checkpoint.actor, checkpoint.files)
-        set_aside(site.directory, checkpoint)
+        set_aside(site.directory, checkpoint, say)
         monitor.say(f"everything is up after {time.perf_counter() - site.started:.1f} s")
         about, folder = {"config": as_saved(config)}, f"{site.directory}/{CHECKPOINTS}"
         saver = Checkpoints(folder, config.checkpoint, trainer, monitor.say, resumed, about)

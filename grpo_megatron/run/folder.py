@@ -1,7 +1,6 @@
 """The folder of a run: one run in it, and nothing of another."""
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +11,8 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import parse_object
 from grpo_megatron.monitoring.run_files import METRICS
-from grpo_megatron.paths import file_problem, is_absent, replace_text
-from grpo_megatron.run.checkpoints import CHECKPOINTS, TRAINED, aside, folders, step_of
+from grpo_megatron.paths import file_problem, is_absent, replace_text, writing
+from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, TRAINED, aside, discard, folders, step_of
 from grpo_megatron.run.lock import Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 
@@ -74,9 +73,9 @@ def beginning(config: Config, command: str, say: Callable[[str], None]) -> Check
     return checkpoint
 
 
-def take_back(directory: str, checkpoint: Checkpoint | None) -> None:
+def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
     """Before a run goes on from a checkpoint, None: from its beginning: rows of later steps, and what a killed run left
-    half-written, go. Raises UserError for a damaged row that would be kept.
+    half-written, go. say: shows a line. Raises UserError for a damaged row that would be kept.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):
@@ -85,12 +84,11 @@ def take_back(directory: str, checkpoint: Checkpoint | None) -> None:
             replace_text(folder / name, "".join(kept))
     (folder / RESULT).unlink(missing_ok=True)
     checkpoints = folder / CHECKPOINTS
-    for suffix in ("partial", "deleted"):
-        for left in checkpoints.glob(f"step_*.{suffix}"):
-            shutil.rmtree(left)
+    for left in [*checkpoints.glob("step_*.partial"), *checkpoints.glob(f"step_*{DELETED}*")]:
+        discard(left, say)
 
 
-def set_aside(directory: str, checkpoint: Checkpoint | None) -> None:
+def set_aside(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
     """Other checkpoints of this or later steps, which are damaged or of a course that was abandoned, become `step_XXXXXXXX.aside`.
 
     Only when the checkpoint, None: the beginning, has been loaded: until then it is not known that the run can do without them.
@@ -98,7 +96,8 @@ def set_aside(directory: str, checkpoint: Checkpoint | None) -> None:
     step = checkpoint.step if checkpoint else 0
     for path in folders(Path(directory, CHECKPOINTS)):
         if step_of(path) >= step and not (checkpoint and path.samefile(checkpoint.folder)):
-            path.rename(aside(path, "aside"))
+            with writing(path):
+                path.rename(aside(path, "aside", say))
 
 
 def kept_rows(path: Path, step: int) -> list[str] | None:

@@ -25,16 +25,47 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
     for name in ("step_00000004.deleted", "step_00000006.partial"):
         (folder / "checkpoints" / name).mkdir()
     begun = open_checkpoint(folder / "checkpoints" / "step_00000002", "train")
-    take_back(str(folder), begun)
-    set_aside(str(folder), begun)
+    take_back(str(folder), begun, print)
+    set_aside(str(folder), begun, print)
     assert (folder / METRICS).read_text() == (folder / TRAINED).read_text() == rows(1, 2)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000002", "step_00000004.aside"]
     assert not (folder / "result.json").exists()
 
 
+@pytest.fixture
+def held_open(monkeypatch):
+    """Files named `held` cannot be deleted, as on NFS those that somebody has open, which are only renamed."""
+    unlink = os.unlink
+
+    def kept(path, **options):
+        if os.path.basename(path) == "held":
+            raise OSError(errno.EBUSY, "Device or resource busy", path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", kept)
+
+
+def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
+    folder = run_with(tmp_path, 2, 4)
+    checkpoints = folder / "checkpoints"
+    for name in ("step_00000004.aside", "step_00000004.deleted", "step_00000006.partial"):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "held").touch()
+        (checkpoints / name / "other").touch()
+    begun = open_checkpoint(checkpoints / "step_00000002", "train")
+    take_back(str(folder), begun, print)
+    set_aside(str(folder), begun, print)
+    left = ["step_00000004.aside.deleted", "step_00000004.deleted", "step_00000006.partial.deleted"]
+    assert [line.split()[0] for line in sorted(capsys.readouterr().out.splitlines())] == [str(checkpoints / n) for n in left]
+    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(["step_00000002", "step_00000004.aside", *left])
+    assert all([path.name for path in (checkpoints / name).iterdir()] == ["held"] for name in left)
+    take_back(str(folder), begun, print)  # the next start
+    assert capsys.readouterr().out.count("could not be deleted") == 3
+
+
 def test_half_a_row_of_a_later_step_goes_with_it(tmp_path):
     folder = run_with(tmp_path, 2, metrics=rows(1, 2) + '{"step": 3, "los')
-    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"))
+    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"), print)
     assert (folder / METRICS).read_text() == rows(1, 2)
 
 
