@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from grpo_megatron.config.schema import CheckpointConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.paths import sync_to_disk
+from grpo_megatron.monitoring.run_files import METRICS
+from grpo_megatron.paths import is_absent, sync_to_disk
 from grpo_megatron.run.lock import is_in_use
 from grpo_megatron.run.manifest import FileRecord, record_of, write_manifest
 from grpo_megatron.run.rows import Rows
@@ -150,6 +151,9 @@ class Checkpoints:
         files = {f"{ACTOR}/{name}": record for name, record in report.files.items()}
         write_manifest(whole, files | {STATE: record_of(whole / STATE)})
         sync_to_disk(whole)
+        for name in (METRICS, TRAINED):  # a run that continues from here after the loss of a node needs their rows
+            if not is_absent(rows := self.folder.parent / name):
+                sync_to_disk(rows)
         whole.rename(final)
         sync_to_disk(self.folder)
 

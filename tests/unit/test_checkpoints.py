@@ -172,6 +172,22 @@ def test_an_old_one_that_cannot_be_deleted_ends_no_run(made, trainer, monkeypatc
     assert said == [str(saver.folder / name) for name in names]
 
 
+def test_the_rows_are_on_the_disk_before_the_checkpoint_is_there(saver, trainer, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def noted(descriptor):
+        if not list(saver.folder.glob("step_00000002")):
+            synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    saver.note_trained(1, [4, 2])
+    (saver.folder.parent / "metrics.jsonl").write_text("{}\n")
+    run_step(saver, trainer, 2)
+    saver.finish()
+    assert {"metrics.jsonl", "trained.jsonl", "manifest.json", "state.json", "step_00000002.partial"} <= set(synced)
+
+
 def test_one_that_is_there_is_not_written_again(saver, trainer):
     """As at a request to stop right after a step that was saved: a state of this step is this state."""
     run_step(saver, trainer, 2)

@@ -63,38 +63,65 @@ def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
     assert capsys.readouterr().out.count("could not be deleted") == 3
 
 
-def test_half_a_row_of_a_later_step_goes_with_it(tmp_path):
-    folder = run_with(tmp_path, 2, metrics=rows(1, 2) + '{"step": 3, "los')
-    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"), print)
-    assert (folder / METRICS).read_text() == rows(1, 2)
+def _begin(folder) -> None:
+    """As a start does, from step 2."""
+    with open_run_folder(config_of(folder.parent), "train", print) as (directory, begun):
+        take_back(directory, begun, print)
 
 
+@pytest.mark.parametrize("name", [METRICS, TRAINED])
 @pytest.mark.parametrize(
-    ("metrics", "place"),
+    "torn",
     [
-        (rows(1) + '{"step": 2, "los', 2),  # of a step that is kept
-        (rows(1) + '{"st', 2),
-        (rows(1) + '{"step": 3, "los\n' + rows(3), 2),  # not at the end
-        ("\n" + rows(1), 1),
-        ("[1]\n" + rows(1), 1),
-        ('{"loss": 1}\n', 1),
-        (b"\xff\n", 1),
+        '{"step": 3, "los',
+        '{"step": 2, "los',  # of a step that is kept
+        '{"step": 2, "loss": 0.5}',  # whole, for all one knows
+        '{"st',
+        '{"step": 2, "l' + 100 * "\0",
+        100 * "\0",
+        100 * "\0" + "\n",
+        '{"step": 3, ' + 100 * "\0" + '"loss": 0.5}\n' + rows(5),  # a part of the file that did not come to the disk
     ],
 )
-def test_any_other_damage_names_the_row_and_changes_nothing(metrics, place, tmp_path):
-    folder = run_with(tmp_path, 2, metrics=metrics)
-    before = (folder / METRICS).read_bytes()
-    with pytest.raises(UserError, match=f"{METRICS}:{place}"), open_run_folder(config_of(tmp_path), "train", print):
-        pass
-    assert (folder / METRICS).read_bytes() == before
+def test_what_the_loss_of_a_node_leaves_at_the_end_goes(name, torn, tmp_path, capsys):
+    folder = run_with(tmp_path, 2)
+    (folder / name).write_text(rows(1, 2) + torn)
+    _begin(folder)
+    assert (folder / name).read_text() == rows(1, 2)
+    assert capsys.readouterr().out.count(f"{folder / name}:3 ") == 1
+
+
+_DAMAGED = ['{"step": 3, "los\n', "\n", "[1]\n", '{"loss": 1}\n', b"\xff\n", 100 * "\0" + "\n"]
+
+
+@pytest.mark.parametrize("row", _DAMAGED)
+def test_a_damaged_row_of_what_was_trained_is_named_and_changes_nothing(row, tmp_path):
+    folder = _with_damage(tmp_path, TRAINED, row)
+    before = (folder / TRAINED).read_bytes()
+    with pytest.raises(UserError, match=f"{TRAINED}:2"):
+        _begin(folder)
+    assert (folder / TRAINED).read_bytes() == before
     Ownership(folder).release()  # nobody has it
 
 
-def test_check_reads_the_metrics_of_the_run_to_continue(capsys, tmp_path):
-    run_with(tmp_path, 3, metrics="damaged\n")
+@pytest.mark.parametrize("row", _DAMAGED)
+def test_a_damaged_row_of_the_metrics_goes(row, tmp_path, capsys):
+    _begin(_with_damage(tmp_path, METRICS, row))
+    assert (tmp_path / NAME / METRICS).read_text() == rows(1, 2)
+    assert capsys.readouterr().out.count(f"{METRICS}:2") == 1
+
+
+def _with_damage(tmp_path, name, row):
+    folder = run_with(tmp_path, 2)
+    (folder / name).write_bytes(rows(1).encode() + (row if isinstance(row, bytes) else row.encode()) + rows(2).encode())
+    return folder
+
+
+def test_check_reads_the_rows_of_the_run_to_continue(capsys, tmp_path):
+    (run_with(tmp_path, 3) / TRAINED).write_text("damaged\n" + rows(3))
     arguments = ["config", "check", "model.path=/nowhere", "data.train=/nowhere", f"run.root={tmp_path}"]
     assert main([*arguments, f"run.name={NAME}"]) == 2
-    assert f"{METRICS}:1 is not valid JSON" in capsys.readouterr().err
+    assert f"{TRAINED}:1 is not valid JSON" in capsys.readouterr().err
     assert main([*arguments, f"run.name={NAME}", "run.resume=none"]) == 0
     state = checkpoint(tmp_path / "another", state_of(5))
     assert main([*arguments, f"run.name={NAME}", f"run.resume={state}"]) == 2
@@ -102,7 +129,7 @@ def test_check_reads_the_metrics_of_the_run_to_continue(capsys, tmp_path):
 
 
 def test_a_run_without_rows_has_none(tmp_path):
-    assert kept_rows(tmp_path / METRICS, 2) is None
+    assert kept_rows(tmp_path / METRICS, 2, print) is None
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "file/below"])
