@@ -31,13 +31,13 @@ def open_run_folder(config: Config, command: str, say: Callable[[str], None]) ->
     """
     folder = run_folder(config)
     try:
-        ownership = Ownership(folder)
+        ownership = Ownership(folder, say)
         try:
             checkpoint = beginning(config, command, say)
             if checkpoint is None and _has_remains(folder):
                 _move_aside(config, folder, say)
                 ownership.release()
-                ownership = Ownership(folder)
+                ownership = Ownership(folder, say)
             if ownership.note:
                 say(ownership.note)
             replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))

@@ -101,7 +101,7 @@ def test_a_damaged_row_of_what_was_trained_is_named_and_changes_nothing(row, tmp
     with pytest.raises(UserError, match=f"{TRAINED}:2"):
         _begin(folder)
     assert (folder / TRAINED).read_bytes() == before
-    Ownership(folder).release()  # nobody has it
+    Ownership(folder, print).release()  # nobody has it
 
 
 @pytest.mark.parametrize("row", _DAMAGED)
@@ -167,7 +167,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from grpo_megatron.run.lock import Ownership
-ownership = Ownership(Path(sys.argv[1]))
+ownership = Ownership(Path(sys.argv[1]), print)
 print("has it", flush=True)
 sys.stdin.read()
 """
@@ -200,8 +200,8 @@ def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, 
     with open_run_folder(config_of(tmp_path, resume), "train", print) as (directory, _):
         assert directory == str(folder)
         with pytest.raises(UserError, match=f"pid {os.getpid()}"):
-            Ownership(folder)
-    Ownership(folder).release()
+            Ownership(folder, print)
+    Ownership(folder, print).release()
 
 
 def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(tmp_path, monkeypatch):
@@ -214,7 +214,7 @@ def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(t
         lock(file, kind)
 
     monkeypatch.setattr(fcntl, "flock", slow)
-    ownership = Ownership(folder)
+    ownership = Ownership(folder, print)
     assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
     assert (tmp_path / "moved" / "owner.json").read_text() == ""
     ownership.release()
@@ -225,6 +225,7 @@ def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(t
     [
         ({}, None, False),
         ({"host": "here", "pid": os.getpid(), "started": psutil.Process().create_time()}, None, True),
+        ({"host": "here", "pid": os.getpid(), "started": psutil.Process().create_time() + 1}, None, True),  # the clock was set
         ({"host": "here", "pid": os.getpid(), "started": 1.0}, None, False),  # the number was given to another process since
         ({"host": "here", "pid": "?"}, None, False),
         ({"host": "there", "pid": 1}, None, True),
@@ -245,7 +246,7 @@ def test_without_locks_the_owner_is_asked_for(owner, job, refused, tmp_path, mon
     (folder / "owner.json").write_text(json.dumps(owner) if owner else '{"half')
     if refused:
         with pytest.raises(UserError, match=r"another run writes .*; if that run has ended, delete .*owner\.json"):
-            Ownership(folder)
+            Ownership(folder, print)
         return
     with open_run_folder(config_of(tmp_path), "train", print):
         assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
