@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,6 +87,18 @@ def writing(path: str | Path) -> Iterator[None]:
         reason = os.strerror(errno.ENOSPC) if full else getattr(error, "strerror", None) or error
         what = "make room and call the same command again, which continues" if full else "is the disk writable, and in order?"
         raise UserError(f"{path} cannot be written: {reason}; {what}") from error
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Turns an OSError into a UserError that names the node and `path`: of a file that cannot be read nobody knows what it holds."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read on {socket.gethostname()}: {error.strerror or error}; see to the file system there, then call the "
+            "same command again"
+        ) from error
 
 
 _FULL = ("No space left on device", "inline_container.cc")

@@ -11,6 +11,18 @@ from multiprocessing.connection import wait
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
+_CLOCK_SECONDS = 2.0  # by which the start of one process may differ, asked at two times
+
+
+def is_running(pid: object, started: object) -> bool:
+    """Whether a process of this machine has this number and began at this time, in seconds since the epoch; False for what are none.
+
+    The number may have been given to another process. The times differ where the clock was set meanwhile.
+    """
+    try:
+        return abs(psutil.Process(pid).create_time() - started) < _CLOCK_SECONDS
+    except (psutil.Error, TypeError, ValueError):
+        return False
 
 
 def adopt_orphans() -> None:

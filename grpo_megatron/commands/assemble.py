@@ -24,7 +24,7 @@ from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.paths import replace_text
 from grpo_megatron.run.checkpoints import CHECKPOINTS, Checkpoints, NotWritten
-from grpo_megatron.run.folder import open_run_folder, take_back
+from grpo_megatron.run.folder import open_run_folder, set_aside, take_back
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, as_saved, differences, newest_checkpoint
@@ -195,7 +195,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
     """
     config, engines = site.config, site.engines
     resumed = checkpoint.step if checkpoint else 0
-    take_back(site.directory, checkpoint)
+    take_back(site.directory, checkpoint, say)
     with ExitStack() as cleanup:
         monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site), site.listeners)
         cleanup.callback(monitor.close)
@@ -218,6 +218,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
             engines.wait_until_ready()
         if checkpoint:
             trainer.load_checkpoint(checkpoint.actor, checkpoint.files)
+        set_aside(site.directory, checkpoint, say)
         monitor.say(f"everything is up after {time.perf_counter() - site.started:.1f} s")
         about, folder = {"config": as_saved(config)}, f"{site.directory}/{CHECKPOINTS}"
         saver = Checkpoints(folder, config.checkpoint, trainer, monitor.say, resumed, about)

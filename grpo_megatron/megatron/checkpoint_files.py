@@ -6,6 +6,7 @@ Megatron's own writers cannot be used: they copy all that they write. docs/check
 
 import ctypes
 import io
+import itertools
 import math
 import os
 import pickle
@@ -28,7 +29,7 @@ from grpo_megatron.errors import ANOTHER_RUN, UserError
 from grpo_megatron.megatron.shards import Rectangle
 from grpo_megatron.paths import sync_to_disk
 from grpo_megatron.run.checkpoints import NotWritten, SaveReport
-from grpo_megatron.run.manifest import DamagedCheckpoint, DigestedFile, FileRecord, damage, record_of
+from grpo_megatron.run.manifest import DigestedFile, FileRecord, must_be_sound, problems, record_of
 from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, load_metadata, write_metadata
 
 # What is no tensor; Megatron's own loader asks for a file of this name.
@@ -199,13 +200,12 @@ class _Targets:
 
 
 def verify(folder: str, files: dict[str, FileRecord]) -> None:
-    """Read all files of a folder, each on one rank. Collective. Raises DamagedCheckpoint on all ranks where one is not as recorded."""
+    """Read all files of a folder, each on one rank. Collective. Raises on all ranks DamagedCheckpoint where one is not as recorded,
+    and UserError where one cannot be read."""
     mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
     found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, damage(Path(folder), files, mine))
-    damaged = [sentence for sentences in found for sentence in sentences]
-    if damaged:
-        raise DamagedCheckpoint(f"{'; '.join(damaged)}; the checkpoint is damaged")
+    dist.all_gather_object(found, problems(Path(folder), files, mine))
+    must_be_sound(itertools.chain.from_iterable(found))
 
 
 def read(folder: str, pieces: list[Rectangle], objects: list[str], optional: Sequence[str] = ()) -> dict[str, io.BytesIO]:

@@ -18,6 +18,7 @@ import psutil
 from grpo_megatron.errors import Stopped, UserError
 from grpo_megatron.json_files import read_object
 from grpo_megatron.paths import folder_problem, is_absent
+from grpo_megatron.process_tree import is_running
 
 STATUS = "status.json"
 # Seconds between two writes: where something changed, and where nothing did.
@@ -147,10 +148,7 @@ def _writes(found: dict[str, Any]) -> bool:
     # A container, whose processes have numbers of their own, may have the name of its machine.
     if (found["host"], found.get("pid_namespace")) != (socket.gethostname(), _pid_namespace()):
         return time.time() - found["written"] < _OLD
-    try:
-        return abs(psutil.Process(found["pid"]).create_time() - found["pid_started"]) < 2
-    except psutil.Error:
-        return False
+    return is_running(found["pid"], found["pid_started"])
 
 
 def _pid_namespace() -> str:

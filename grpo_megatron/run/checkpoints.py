@@ -10,13 +10,15 @@ from typing import Any, Protocol
 
 from grpo_megatron.config.schema import CheckpointConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.paths import sync_to_disk
+from grpo_megatron.monitoring.run_files import METRICS
+from grpo_megatron.paths import is_absent, sync_to_disk
 from grpo_megatron.run.lock import is_in_use
 from grpo_megatron.run.manifest import FileRecord, record_of, write_manifest
 from grpo_megatron.run.rows import Rows
 
 CHECKPOINTS = "checkpoints"  # of a run's folder
 ACTOR, STATE = "actor", "state.json"
+DELETED = ".deleted"  # in the name of a folder that nobody needs any more
 # Beside the folder of checkpoints: the prompts that each step has used up, by which it can be seen that none is skipped or trained
 # twice, however often the run was killed.
 TRAINED = "trained.jsonl"
@@ -104,7 +106,7 @@ class Checkpoints:
         if final.exists():
             return
         try:
-            partial = aside(final, "partial")
+            partial = aside(final, "partial", self._say)
             partial.mkdir(parents=True)
             (partial / STATE).write_text(json.dumps(self._about | state), encoding="utf-8")
         except OSError as error:
@@ -149,6 +151,9 @@ class Checkpoints:
         files = {f"{ACTOR}/{name}": record for name, record in report.files.items()}
         write_manifest(whole, files | {STATE: record_of(whole / STATE)})
         sync_to_disk(whole)
+        for name in (METRICS, TRAINED):  # a run that continues from here after the loss of a node needs their rows
+            if not is_absent(rows := self.folder.parent / name):
+                sync_to_disk(rows)
         whole.rename(final)
         sync_to_disk(self.folder)
 
@@ -164,17 +169,32 @@ class Checkpoints:
         for path in folders(self.folder)[: -self._config.keep]:
             lasting = self._config.keep_every and step_of(path) % self._config.keep_every == 0
             if not lasting and not is_in_use(path):
-                removed = aside(path, "deleted")
-                path.rename(removed)
-                shutil.rmtree(removed)
+                discard(path, self._say)
 
 
-def aside(final: Path, suffix: str) -> Path:
+def aside(final: Path, suffix: str, say: Callable[[str], None]) -> Path:
     """The folder beside `final` for what is not, or no longer, in place; without what a killed run left there."""
     found = final.with_name(f"{final.name}.{suffix}")
     if found.exists():
-        shutil.rmtree(found)
+        discard(found, say)
     return found
+
+
+def discard(folder: Path, say: Callable[[str], None]) -> None:
+    """Delete a folder as far as possible; NFS keeps what somebody has open. First it is renamed, so that nothing takes it for whole.
+
+    say: shows a line if something stays. It is of no use to anybody, so that is no error.
+    """
+    try:
+        if DELETED not in folder.suffixes:
+            names = (f"{folder.name}{DELETED}{number}" for number in ("", *(f".{n}" for n in range(1, 10**6))))
+            folder = folder.rename(next(folder.with_name(name) for name in names if not folder.with_name(name).exists()))
+    except OSError as error:
+        say(f"{folder} could not be deleted: {error}")
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        say(f"{folder} could not be deleted wholly, such as where somebody has a file of it open; the next start tries again")
 
 
 def folders(root: Path) -> list[Path]:

@@ -1,7 +1,5 @@
 """The folder of a run: one run in it, and nothing of another."""
 
-import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +10,12 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import parse_object
 from grpo_megatron.monitoring.run_files import METRICS
-from grpo_megatron.paths import file_problem, is_absent, replace_text
-from grpo_megatron.run.checkpoints import CHECKPOINTS, TRAINED, aside, folders, step_of
+from grpo_megatron.paths import file_problem, is_absent, reading, replace_text, writing
+from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, TRAINED, aside, discard, folders, step_of
 from grpo_megatron.run.lock import Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 
 JOBS = "slurm"  # the outputs of the jobs that slurm/submit.py queued for a run of this name
-_BEGUN_ROW = re.compile(rb'\{"step": (\d{1,18}),')  # as monitoring.run_files writes it
 
 
 def run_folder(config: Config) -> Path:
@@ -34,13 +31,13 @@ def open_run_folder(config: Config, command: str, say: Callable[[str], None]) ->
     """
     folder = run_folder(config)
     try:
-        ownership = Ownership(folder)
+        ownership = Ownership(folder, say)
         try:
             checkpoint = beginning(config, command, say)
             if checkpoint is None and _has_remains(folder):
                 _move_aside(config, folder, say)
                 ownership.release()
-                ownership = Ownership(folder)
+                ownership = Ownership(folder, say)
             if ownership.note:
                 say(ownership.note)
             replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
@@ -70,53 +67,74 @@ def beginning(config: Config, command: str, say: Callable[[str], None]) -> Check
     checkpoint = newest_checkpoint(folder / CHECKPOINTS, command, say) if resume == AUTO else open_checkpoint(resume, command)
     if checkpoint:
         for name in (METRICS, TRAINED):
-            kept_rows(folder / name, checkpoint.step)
+            kept_rows(folder / name, checkpoint.step, lambda line: None)  # take_back says what goes
     return checkpoint
 
 
-def take_back(directory: str, checkpoint: Checkpoint | None) -> None:
-    """Before a run goes on from a checkpoint, None: from its beginning: what the folder has of later steps, and what a killed run
-    left half-written, goes.
-
-    Other checkpoints of this or later steps, which are damaged or of a course that was abandoned, are kept as
-    `step_XXXXXXXX.aside`. Raises UserError for a damaged row that would be kept.
+def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
+    """Before a run goes on from a checkpoint, None: from its beginning: rows of later steps, and what a killed run left
+    half-written, go. say: shows a line. Raises UserError for a damaged row of trained.jsonl that would be kept.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):
-        kept = kept_rows(folder / name, step)
+        kept = kept_rows(folder / name, step, say)
         if kept is not None:
             replace_text(folder / name, "".join(kept))
     (folder / RESULT).unlink(missing_ok=True)
     checkpoints = folder / CHECKPOINTS
-    for suffix in ("partial", "deleted"):
-        for left in checkpoints.glob(f"step_*.{suffix}"):
-            shutil.rmtree(left)
-    for path in folders(checkpoints):
+    for left in [*checkpoints.glob("step_*.partial"), *checkpoints.glob(f"step_*{DELETED}*")]:
+        discard(left, say)
+
+
+def set_aside(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
+    """Other checkpoints of this or later steps, which are damaged or of a course that was abandoned, become `step_XXXXXXXX.aside`.
+
+    Only when the checkpoint, None: the beginning, has been loaded: until then it is not known that the run can do without them.
+    """
+    step = checkpoint.step if checkpoint else 0
+    for path in folders(Path(directory, CHECKPOINTS)):
         if step_of(path) >= step and not (checkpoint and path.samefile(checkpoint.folder)):
-            path.rename(aside(path, "aside"))
+            with writing(path):
+                path.rename(aside(path, "aside", say))
 
 
-def kept_rows(path: Path, step: int) -> list[str] | None:
-    """The rows of a file of one JSON object a line, up to this step; None if there is none.
+def kept_rows(path: Path, step: int, say: Callable[[str], None]) -> list[str] | None:
+    """The rows of metrics.jsonl or trained.jsonl up to this step; None if there is no such file.
 
-    A killed run may leave half a row at the end: it goes if it is of a later step. Raises UserError, naming the row, for any other
-    damage.
+    The loss of a node may leave half a row or NULs at the end: that goes, and so does any damaged row of metrics.jsonl, whose curves
+    then have a gap. say: shows a line if there is any. Raises UserError, naming the row, for a damaged one of trained.jsonl before one
+    that is kept, because the file would no longer show that no prompt was skipped.
     """
     if is_absent(path):
         return None
     if file_problem(path):
         raise UserError(f"{path} {file_problem(path)}")
-    kept = []
-    for number, row in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        begun = _BEGUN_ROW.match(row)
-        if begun and int(begun[1]) > step and not row.endswith(b"\n"):
+    with reading(path):
+        rows = path.read_bytes().splitlines(keepends=True)
+    kept: list[str] = []
+    damaged: list[UserError] = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            of_step = _step_of_row(row, f"{path}:{number}")
+        except UserError as error:
+            damaged.append(error)
             continue
-        of_step = parse_object(row, f"{path}:{number}").get("step")
-        if type(of_step) is not int:
-            raise UserError(f"{path}:{number}: step must be the number of a step, is {shortened(repr(of_step))}")
         if of_step <= step:
+            if damaged and path.name == TRAINED:
+                raise damaged[0]
             kept.append(row.decode("utf-8"))
+    if damaged:
+        say(f"{damaged[0]}; damaged rows of {path.name} go, {len(damaged)} in all")
     return kept
+
+
+def _step_of_row(row: bytes, where: str) -> int:
+    step = parse_object(row, where).get("step")
+    if not row.endswith(b"\n"):
+        raise UserError(f"{where} has no end")
+    if type(step) is not int:
+        raise UserError(f"{where}: step must be the number of a step, is {shortened(repr(step))}")
+    return step
 
 
 def _has_remains(folder: Path) -> bool:

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -17,27 +17,36 @@ from typing import IO, Any
 import psutil
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.monitoring.status import State, read_status
+from grpo_megatron.process_tree import is_running
 from grpo_megatron.run.manifest import MANIFEST
 
 _OWNER = "owner.json"
+# A file server keeps the locks of a node that is lost for a while: NFS 90 seconds.
+_WAIT_SECONDS = 120
 
 
 class Ownership:
     """Of a folder, which is made where it is not there, until `release`.
 
-    Raises UserError, with the owner, where another run has it, and OSError where the folder cannot be made.
+    Waits for a run whose node is lost, or may be. Raises UserError, with the owner, where another run has the folder, and OSError where
+    it cannot be made.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, say: Callable[[str], None]):
+        """say: shows a line."""
         self.note = ""  # what is to be said of it
+        self._say = say
         self._file = self._take(folder)
         self._file.seek(0)
         self._file.truncate()
         json.dump(_self_description(), self._file)
         self._file.flush()
+        os.fsync(self._file.fileno())  # for other nodes, and for the next start if this node is lost
 
     def _take(self, folder: Path) -> IO[str]:
         path = folder / _OWNER
+        waited = 0
         while True:
             folder.mkdir(parents=True, exist_ok=True)
             try:
@@ -47,7 +56,18 @@ class Ownership:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                _refuse(folder, _record(file))
+                record = _record(file)
+                if not record or _may_live(record) or waited == _WAIT_SECONDS:
+                    _refuse(folder, record)
+                if not waited:
+                    self._say(
+                        f"{folder} is locked by {_named(record)}, which is gone or an earlier start of this job; waits up to "
+                        f"{_WAIT_SECONDS} s for the file server to release that"
+                    )
+                file.close()
+                time.sleep(1)
+                waited += 1
+                continue
             except OSError as error:
                 record = _record(file)
                 if _may_live(record):
@@ -55,10 +75,34 @@ class Ownership:
                 self.note = (
                     f"{folder}: this file system has no locks ({error.strerror}), so a second run is known by {_OWNER} alone"
                 )
+            else:
+                record = _record(file)
+                # Some file systems lock on each node for itself. On this one the kernel has just said that the owner is gone.
+                if record.get("host") != socket.gethostname() and _may_live(record) and self._goes_on(folder, record):
+                    file.close()
+                    _refuse(folder, record)
             # Whoever else was about to begin may have moved the folder aside before the lock was had.
             if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 return file
             file.close()
+
+    def _goes_on(self, folder: Path, record: dict[str, Any]) -> bool:
+        """Whether the owner, on another node, rewrites its status; one that was killed has left it as it was."""
+        written = None
+        for _ in range(_WAIT_SECONDS):
+            try:
+                status = read_status(str(folder))
+            except UserError:
+                return False  # it had not begun
+            if status["state"] != State.running:
+                return False
+            if written is None:
+                self._say(f"{folder} may be written to by {_named(record)}; looks whether that goes on")
+                written = status["written"]
+            elif status["written"] != written:
+                return True
+            time.sleep(1)
+        return False
 
     def release(self) -> None:
         self._file.seek(0)
@@ -67,10 +111,12 @@ class Ownership:
 
 
 def _refuse(folder: Path, record: dict[str, Any], advice: str = "") -> None:
-    known = ", ".join(f"{name} {value}" for name, value in record.items() if name != "started")
-    raise UserError(
-        f"another run writes to {folder} ({known or 'it is just starting'}): wait for its end, or choose another run.name{advice}"
-    )
+    known = _named(record) or "it is just starting"
+    raise UserError(f"another run writes to {folder} ({known}): wait for its end, or choose another run.name{advice}")
+
+
+def _named(record: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in record.items() if name != "started")
 
 
 def _self_description() -> dict[str, Any]:
@@ -90,15 +136,12 @@ def _record(file: IO[str]) -> dict[str, Any]:
 
 
 def _may_live(record: dict[str, Any]) -> bool:
-    """Without locks: whether the owner may still be there. Of another host nothing is known, except that a job's processes have ended
+    """Whether the owner may still be there, apart from locks. Of another host nothing is known, except that a job's processes have ended
     when the job starts again."""
     if not record:
         return False
     if record.get("host") == socket.gethostname():
-        try:
-            return psutil.Process(record.get("pid")).create_time() == record.get("started")
-        except (psutil.NoSuchProcess, TypeError, ValueError):
-            return False
+        return is_running(record.get("pid"), record.get("started"))
     job = os.environ.get("SLURM_JOB_ID")
     return job is None or job != record.get("Slurm job")
 

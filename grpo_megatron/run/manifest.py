@@ -8,15 +8,15 @@ from typing import BinaryIO, NamedTuple
 import xxhash
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import read_object
-from grpo_megatron.paths import file_problem, is_absent, sync_to_disk
+from grpo_megatron.json_files import parse_object
+from grpo_megatron.paths import is_absent, reading, sync_to_disk
 
 MANIFEST = "manifest.json"
 _READ_BYTES = 4 * 2**20
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not what was written; an earlier one may be."""
+    """A checkpoint is not what was written; an earlier one may be. One that cannot be read is not damaged: it may be whole."""
 
 
 class FileRecord(NamedTuple):
@@ -66,39 +66,52 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """The files of a checkpoint, all of which have the size they were written with.
 
-    Raises DamagedCheckpoint that names the file which is not right.
+    Raises DamagedCheckpoint that names the file which is not right, and UserError for one that cannot be read.
     """
     path = folder / MANIFEST
     if is_absent(path):
         raise DamagedCheckpoint(f"{folder} is not a whole checkpoint (it has no {MANIFEST}), or of a version that wrote none")
+    with reading(path):
+        raw = path.read_bytes()
     try:
-        content = read_object(path)
+        content = parse_object(raw, str(path))
     except UserError as error:
         raise DamagedCheckpoint(f"{error}; the checkpoint is damaged") from error
     if set(content) != {"files", "digest"} or _digest_of(content["files"]) != content["digest"]:
         raise DamagedCheckpoint(f"{path} does not match its own digest; the checkpoint is damaged")
     files = {name: FileRecord(*record) for name, record in content["files"].items()}
     for name, record in files.items():
-        problem = file_problem(folder / name)
-        if problem is None and (size := (folder / name).stat().st_size) != record.size:
-            problem = f"has {size} bytes, {record.size} were written"
-        if problem:
-            raise DamagedCheckpoint(f"{folder / name} {problem}; the checkpoint is damaged")
+        path = folder / name
+        if is_absent(path):
+            raise DamagedCheckpoint(f"{path} does not exist; the checkpoint is damaged")
+        with reading(path):
+            size = path.stat().st_size
+        if size != record.size:
+            raise DamagedCheckpoint(f"{path} has {size} bytes, {record.size} were written; the checkpoint is damaged")
     return files
 
 
-def damage(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
-    """One sentence for each of these files whose content is not what was written."""
-    found = []
+def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> list[UserError]:
+    """Of these files, which `read_manifest` has seen: DamagedCheckpoint for each whose content is not what was written, another
+    UserError for each that cannot be read here."""
+    found: list[UserError] = []
     for name in names:
         try:
-            right = record_of(folder / name) == files[name]
-        except OSError as error:
-            found.append(f"{folder / name} cannot be read: {error.strerror}")
+            with reading(folder / name):
+                right = record_of(folder / name) == files[name]
+        except UserError as error:
+            found.append(error)
             continue
         if not right:
-            found.append(f"{folder / name} does not match its digest")
+            found.append(DamagedCheckpoint(f"{folder / name} does not match its digest; the checkpoint is damaged"))
     return found
+
+
+def must_be_sound(found: Iterable[UserError]) -> None:
+    """Raises what `problems` found: what cannot be read before what is damaged, because no other checkpoint would help there."""
+    in_order = sorted(found, key=lambda error: isinstance(error, DamagedCheckpoint))
+    if in_order:
+        raise in_order[0]
 
 
 def _digest_of(listed: object) -> str:

@@ -1,6 +1,7 @@
 """Where a run begins: which checkpoint, whether it is sound, and what is configured otherwise than it was."""
 
 import json
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ from grpo_megatron.config.origins import leaves
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import ANOTHER_RUN, UserError, shortened
 from grpo_megatron.json_files import read_object
-from grpo_megatron.paths import folder_problem, is_absent
+from grpo_megatron.paths import folder_problem, is_absent, reading
 from grpo_megatron.run.checkpoints import ACTOR, STATE, folders, step_of
-from grpo_megatron.run.manifest import MANIFEST, DamagedCheckpoint, FileRecord, damage, read_manifest
+from grpo_megatron.run.manifest import MANIFEST, DamagedCheckpoint, FileRecord, must_be_sound, problems, read_manifest
 
 AUTO, ANEW = "auto", (None, "none")
 RESULT = "result.json"
@@ -50,7 +51,8 @@ class Checkpoint:
 def open_checkpoint(folder: str | Path, command: str) -> Checkpoint:
     """command: train or sft, which is to continue from it.
 
-    Raises UserError for what is no checkpoint, or one of the other command, and DamagedCheckpoint for a damaged one.
+    Raises UserError for what is no checkpoint, cannot be read, or is one of the other command, and DamagedCheckpoint for a damaged
+    one.
     """
     root = Path(folder)
     if folder_problem(root):
@@ -63,8 +65,7 @@ def open_checkpoint(folder: str | Path, command: str) -> Checkpoint:
     actor = {name.removeprefix(f"{ACTOR}/"): record for name, record in files.items() if name.startswith(f"{ACTOR}/")}
     if not actor or STATE not in files:
         raise UserError(f"run.resume={folder} is no checkpoint of a run: {MANIFEST} names no {STATE} or nothing in {ACTOR}/")
-    if found := damage(root, files, [STATE]):
-        raise DamagedCheckpoint(f"{found[0]}; the checkpoint is damaged")
+    must_be_sound(problems(root, files, [STATE]))
     return Checkpoint(str(folder), _read_state(root / STATE, command), actor)
 
 
@@ -92,9 +93,12 @@ def newest_checkpoint(
     """The newest sound checkpoint under a run's folder of them, of a step `above` this; without any, what is given `instead`.
 
     say: shows a line for each damaged one, which is passed over as those of `passed_over` are, which are known to be damaged.
-    Raises UserError for one of the other command, and where all are damaged and there is nothing instead: to begin anew without
-    a word would throw away what the run has learned.
+    Raises UserError for one of the other command or that cannot be read, and where all are damaged and there is nothing instead: to
+    begin anew without a word would throw away what the run has learned.
     """
+    if not is_absent(root):
+        with reading(root):
+            os.listdir(root)  # glob would take a folder that cannot be read for an empty one
     damaged = 0
     for folder in reversed(folders(root)):
         if step_of(folder) <= above:

@@ -14,7 +14,7 @@ from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import read_object
 from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
-from grpo_megatron.paths import file_problem, folder_problem, is_absent
+from grpo_megatron.paths import file_problem, folder_problem, is_absent, sync_to_disk
 from grpo_megatron.weights.file_bytes import fill
 from grpo_megatron.weights.pickled import pickled_weights
 from grpo_megatron.weights.safetensors_file import TYPES, starts
@@ -253,6 +253,7 @@ class HFWriter:
             return
         name = f"part-{self.tag}-{len(self.shards):05d}.safetensors"
         save_file(self._pending, self.folder / name, metadata={"format": "pt"})
+        sync_to_disk(self.folder / name)
         sizes = {tensor: value.numel() * value.element_size() for tensor, value in self._pending.items()}
         self.shards.append((name, sizes))
         self._pending, self._bytes = {}, 0
@@ -273,7 +274,7 @@ def start(partial: str, final: str, source: str) -> None:
 
 
 def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -> None:
-    """Give the shards of all writers their HF names, write the index, and put the folder in place.
+    """Give the shards of all writers their HF names, write the index, and put the folder in place, when all of it is on the disk.
 
     A folder with the final name goes away whole: an index or shards of another export beside the
     new files would be what loaders follow.
@@ -285,9 +286,12 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
         (root / part).rename(root / name)
         where.update(dict.fromkeys(sizes, name))
     write_index(root, where, sum(size for _, sizes in shards for size in sizes.values()))
+    for path in (*root.rglob("*"), root):  # shards of other nodes are on the disk already
+        sync_to_disk(path)
     if Path(final).exists():
         shutil.rmtree(final)
     root.rename(final)
+    sync_to_disk(Path(final).absolute().parent)
 
 
 def shard_name(number: int, count: int) -> str:

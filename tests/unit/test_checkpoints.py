@@ -1,6 +1,7 @@
 """The driver's side of checkpoints: what has a final name is whole, at any moment, and the right ones are kept."""
 
 import json
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from grpo_megatron.commands.assemble import Run
 from grpo_megatron.config.schema import CheckpointConfig, Config
 from grpo_megatron.errors import Stopped, UserError
 from grpo_megatron.monitoring.phases import Phases
-from grpo_megatron.run.checkpoints import Checkpoints, NotWritten, SaveReport
+from grpo_megatron.run.checkpoints import DELETED, Checkpoints, NotWritten, SaveReport
 from grpo_megatron.run.lock import in_use
 from grpo_megatron.run.manifest import record_of
 from grpo_megatron.run.resume import open_checkpoint
@@ -162,6 +163,38 @@ def test_one_that_a_run_begins_from_is_not_deleted(made, trainer):
     run_step(saver, trainer, 3)
     saver.finish()
     assert sorted(contents(saver)) == ["step_00000003"]
+
+
+def test_an_old_one_that_cannot_be_deleted_ends_no_run(made, trainer, monkeypatch, capsys):
+    """As on NFS where somebody has a file of it open."""
+    monkeypatch.setattr(os, "rmdir", lambda path, **options: os.stat("/nowhere"))
+    saver = made(every=1, keep=1)
+    for name in ("step_00000001.deleted", "step_00000002.partial"):  # from earlier starts
+        (saver.folder / name).mkdir(parents=True)
+    for step in (1, 2, 3):
+        run_step(saver, trainer, step)
+    saver.finish()
+    names = sorted(path.name for path in saver.folder.iterdir() if DELETED not in path.suffixes)
+    assert names == ["step_00000003"]
+    said = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "could not be deleted" in line]
+    names = ("step_00000002.partial.deleted", "step_00000001.deleted.1", "step_00000002.deleted")
+    assert said == [str(saver.folder / name) for name in names]
+
+
+def test_the_rows_are_on_the_disk_before_the_checkpoint_is_there(saver, trainer, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def noted(descriptor):
+        if not list(saver.folder.glob("step_00000002")):
+            synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    saver.note_trained(1, [4, 2])
+    (saver.folder.parent / "metrics.jsonl").write_text("{}\n")
+    run_step(saver, trainer, 2)
+    saver.finish()
+    assert {"metrics.jsonl", "trained.jsonl", "manifest.json", "state.json", "step_00000002.partial"} <= set(synced)
 
 
 def test_one_that_is_there_is_not_written_again(saver, trainer):

@@ -1,8 +1,11 @@
 """Which checkpoint a run begins from; a damaged one is never it."""
 
+import errno
 import json
 import os
 import shutil
+import socket
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +15,9 @@ from grpo_megatron.commands import assemble
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.checkpoints import NotWritten
-from grpo_megatron.run.folder import beginning, take_back
+from grpo_megatron.run.folder import beginning, set_aside, take_back
 from grpo_megatron.run.guard import Guard
-from grpo_megatron.run.manifest import DamagedCheckpoint
+from grpo_megatron.run.manifest import DamagedCheckpoint, must_be_sound, problems
 from grpo_megatron.run.resume import as_saved, differences, finished_result, open_checkpoint
 from tests.unit.run_folders import NAME, STATE, checkpoint, config_of, rows, run_with, state_of
 
@@ -84,6 +87,43 @@ def test_a_damaged_one_is_passed_over_or_refused_by_name(name, damage, tmp_path)
         beginning(config_of(tmp_path, str(newest)), "train", print)
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "actor/weights"])
+def test_what_cannot_be_read_is_not_damaged(name, tmp_path):
+    """As on a node without the mount, or with a stale handle of it: the run ends, rather than goes on from an earlier one."""
+    file = run_with(tmp_path, 2, 4) / "checkpoints" / "step_00000004" / name
+    file.unlink()
+    file.symlink_to(file)  # to look at it is an OSError, ELOOP
+    with pytest.raises(UserError, match=f"{file} cannot be read on {socket.gethostname()}") as caught:
+        beginning(config_of(tmp_path), "train", print)
+    assert not isinstance(caught.value, DamagedCheckpoint)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
+    def stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    run_with(tmp_path, 2)
+    monkeypatch.setattr(os, "scandir", stale)
+    monkeypatch.setattr(os, "listdir", stale)
+    with pytest.raises(UserError, match=r"checkpoints cannot be read on .*: Stale file handle"):
+        beginning(config_of(tmp_path), "train", print)
+
+
+def test_ranks_tell_what_they_cannot_read_from_damage(tmp_path):
+    found = open_checkpoint(checkpoint(tmp_path / "c", state_of(3)), "train")
+    weights = Path(found.actor, "weights")
+    assert problems(weights.parent, found.files, ["weights"]) == []
+    weights.write_bytes(bytes(256))
+    damaged = problems(weights.parent, found.files, ["weights"])
+    with pytest.raises(DamagedCheckpoint, match="does not match its digest"):
+        must_be_sound(damaged)
+    weights.unlink()  # the driver has seen it
+    unreadable = problems(weights.parent, found.files, ["weights"])
+    with pytest.raises(UserError, match=f"cannot be read on {socket.gethostname()}") as caught:
+        must_be_sound(damaged + unreadable)
+    assert not isinstance(caught.value, DamagedCheckpoint)
+
+
 def test_where_all_are_damaged_nothing_begins(tmp_path):
     folder = run_with(tmp_path, 2, 4)
     for step in (2, 4):
@@ -118,9 +158,11 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
     place = assemble.Site(config, "train", folder, status, start, _Cluster(), watch, None, Guard(), 0.0)
 
     def attempt(site, checkpoint):
-        take_back(site.directory, checkpoint)
+        take_back(site.directory, checkpoint, print)
         begun.append(checkpoint.step if checkpoint else 0)
         outcome = outcomes.pop(0)
+        if not isinstance(outcome, DamagedCheckpoint):
+            set_aside(site.directory, checkpoint, print)  # it has been loaded
         if isinstance(outcome, BaseException):
             raise outcome
         if callable(outcome):
@@ -137,6 +179,14 @@ def test_what_ranks_find_to_be_damaged_is_passed_over(tmp_path):
     assert attempts(tmp_path, "auto", [DamagedCheckpoint("6"), DamagedCheckpoint("4"), {}]) == [6, 4, 2]
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["step_00000002", "step_00000004.aside", "step_00000006.aside"]
+
+
+def test_nothing_is_set_aside_before_a_checkpoint_is_loaded(tmp_path):
+    folder = run_with(tmp_path, 2, 4, 6)
+    with pytest.raises(DamagedCheckpoint):
+        attempts(tmp_path, str(folder / "checkpoints" / "step_00000002"), [DamagedCheckpoint("2")])
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["step_00000002", "step_00000004", "step_00000006"]
 
 
 def test_a_restart_begins_from_what_was_saved_meanwhile(tmp_path):

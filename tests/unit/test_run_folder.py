@@ -12,7 +12,7 @@ import pytest
 
 from grpo_megatron.cli import main
 from grpo_megatron.errors import UserError
-from grpo_megatron.run.folder import METRICS, TRAINED, kept_rows, open_run_folder, take_back
+from grpo_megatron.run.folder import METRICS, TRAINED, kept_rows, open_run_folder, set_aside, take_back
 from grpo_megatron.run.lock import Ownership
 from grpo_megatron.run.resume import open_checkpoint
 from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
@@ -24,44 +24,104 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
     (folder / "result.json").write_text("{}")
     for name in ("step_00000004.deleted", "step_00000006.partial"):
         (folder / "checkpoints" / name).mkdir()
-    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"))
+    begun = open_checkpoint(folder / "checkpoints" / "step_00000002", "train")
+    take_back(str(folder), begun, print)
+    set_aside(str(folder), begun, print)
     assert (folder / METRICS).read_text() == (folder / TRAINED).read_text() == rows(1, 2)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000002", "step_00000004.aside"]
     assert not (folder / "result.json").exists()
 
 
-def test_half_a_row_of_a_later_step_goes_with_it(tmp_path):
-    folder = run_with(tmp_path, 2, metrics=rows(1, 2) + '{"step": 3, "los')
-    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"))
-    assert (folder / METRICS).read_text() == rows(1, 2)
+@pytest.fixture
+def held_open(monkeypatch):
+    """Files named `held` cannot be deleted, as on NFS those that somebody has open, which are only renamed."""
+    unlink = os.unlink
+
+    def kept(path, **options):
+        if os.path.basename(path) == "held":
+            raise OSError(errno.EBUSY, "Device or resource busy", path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", kept)
 
 
+def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
+    folder = run_with(tmp_path, 2, 4)
+    checkpoints = folder / "checkpoints"
+    for name in ("step_00000004.aside", "step_00000004.deleted", "step_00000006.partial"):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "held").touch()
+        (checkpoints / name / "other").touch()
+    begun = open_checkpoint(checkpoints / "step_00000002", "train")
+    take_back(str(folder), begun, print)
+    set_aside(str(folder), begun, print)
+    left = ["step_00000004.aside.deleted", "step_00000004.deleted", "step_00000006.partial.deleted"]
+    assert [line.split()[0] for line in sorted(capsys.readouterr().out.splitlines())] == [str(checkpoints / n) for n in left]
+    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(["step_00000002", "step_00000004.aside", *left])
+    assert all([path.name for path in (checkpoints / name).iterdir()] == ["held"] for name in left)
+    take_back(str(folder), begun, print)  # the next start
+    assert capsys.readouterr().out.count("could not be deleted") == 3
+
+
+def _begin(folder) -> None:
+    """As a start does, from step 2."""
+    with open_run_folder(config_of(folder.parent), "train", print) as (directory, begun):
+        take_back(directory, begun, print)
+
+
+@pytest.mark.parametrize("name", [METRICS, TRAINED])
 @pytest.mark.parametrize(
-    ("metrics", "place"),
+    "torn",
     [
-        (rows(1) + '{"step": 2, "los', 2),  # of a step that is kept
-        (rows(1) + '{"st', 2),
-        (rows(1) + '{"step": 3, "los\n' + rows(3), 2),  # not at the end
-        ("\n" + rows(1), 1),
-        ("[1]\n" + rows(1), 1),
-        ('{"loss": 1}\n', 1),
-        (b"\xff\n", 1),
+        '{"step": 3, "los',
+        '{"step": 2, "los',  # of a step that is kept
+        '{"step": 2, "loss": 0.5}',  # whole, for all one knows
+        '{"st',
+        '{"step": 2, "l' + 100 * "\0",
+        100 * "\0",
+        100 * "\0" + "\n",
+        '{"step": 3, ' + 100 * "\0" + '"loss": 0.5}\n' + rows(5),  # a part of the file that did not come to the disk
     ],
 )
-def test_any_other_damage_names_the_row_and_changes_nothing(metrics, place, tmp_path):
-    folder = run_with(tmp_path, 2, metrics=metrics)
-    before = (folder / METRICS).read_bytes()
-    with pytest.raises(UserError, match=f"{METRICS}:{place}"), open_run_folder(config_of(tmp_path), "train", print):
-        pass
-    assert (folder / METRICS).read_bytes() == before
-    Ownership(folder).release()  # nobody has it
+def test_what_the_loss_of_a_node_leaves_at_the_end_goes(name, torn, tmp_path, capsys):
+    folder = run_with(tmp_path, 2)
+    (folder / name).write_text(rows(1, 2) + torn)
+    _begin(folder)
+    assert (folder / name).read_text() == rows(1, 2)
+    assert capsys.readouterr().out.count(f"{folder / name}:3 ") == 1
 
 
-def test_check_reads_the_metrics_of_the_run_to_continue(capsys, tmp_path):
-    run_with(tmp_path, 3, metrics="damaged\n")
+_DAMAGED = ['{"step": 3, "los\n', "\n", "[1]\n", '{"loss": 1}\n', b"\xff\n", 100 * "\0" + "\n"]
+
+
+@pytest.mark.parametrize("row", _DAMAGED)
+def test_a_damaged_row_of_what_was_trained_is_named_and_changes_nothing(row, tmp_path):
+    folder = _with_damage(tmp_path, TRAINED, row)
+    before = (folder / TRAINED).read_bytes()
+    with pytest.raises(UserError, match=f"{TRAINED}:2"):
+        _begin(folder)
+    assert (folder / TRAINED).read_bytes() == before
+    Ownership(folder, print).release()  # nobody has it
+
+
+@pytest.mark.parametrize("row", _DAMAGED)
+def test_a_damaged_row_of_the_metrics_goes(row, tmp_path, capsys):
+    _begin(_with_damage(tmp_path, METRICS, row))
+    assert (tmp_path / NAME / METRICS).read_text() == rows(1, 2)
+    assert capsys.readouterr().out.count(f"{METRICS}:2") == 1
+
+
+def _with_damage(tmp_path, name, row):
+    folder = run_with(tmp_path, 2)
+    (folder / name).write_bytes(rows(1).encode() + (row if isinstance(row, bytes) else row.encode()) + rows(2).encode())
+    return folder
+
+
+def test_check_reads_the_rows_of_the_run_to_continue(capsys, tmp_path):
+    (run_with(tmp_path, 3) / TRAINED).write_text("damaged\n" + rows(3))
     arguments = ["config", "check", "model.path=/nowhere", "data.train=/nowhere", f"run.root={tmp_path}"]
     assert main([*arguments, f"run.name={NAME}"]) == 2
-    assert f"{METRICS}:1 is not valid JSON" in capsys.readouterr().err
+    assert f"{TRAINED}:1 is not valid JSON" in capsys.readouterr().err
     assert main([*arguments, f"run.name={NAME}", "run.resume=none"]) == 0
     state = checkpoint(tmp_path / "another", state_of(5))
     assert main([*arguments, f"run.name={NAME}", f"run.resume={state}"]) == 2
@@ -69,7 +129,7 @@ def test_check_reads_the_metrics_of_the_run_to_continue(capsys, tmp_path):
 
 
 def test_a_run_without_rows_has_none(tmp_path):
-    assert kept_rows(tmp_path / METRICS, 2) is None
+    assert kept_rows(tmp_path / METRICS, 2, print) is None
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "file/below"])
@@ -107,7 +167,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from grpo_megatron.run.lock import Ownership
-ownership = Ownership(Path(sys.argv[1]))
+ownership = Ownership(Path(sys.argv[1]), print)
 print("has it", flush=True)
 sys.stdin.read()
 """
@@ -140,8 +200,8 @@ def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, 
     with open_run_folder(config_of(tmp_path, resume), "train", print) as (directory, _):
         assert directory == str(folder)
         with pytest.raises(UserError, match=f"pid {os.getpid()}"):
-            Ownership(folder)
-    Ownership(folder).release()
+            Ownership(folder, print)
+    Ownership(folder, print).release()
 
 
 def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(tmp_path, monkeypatch):
@@ -154,7 +214,7 @@ def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(t
         lock(file, kind)
 
     monkeypatch.setattr(fcntl, "flock", slow)
-    ownership = Ownership(folder)
+    ownership = Ownership(folder, print)
     assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
     assert (tmp_path / "moved" / "owner.json").read_text() == ""
     ownership.release()
@@ -165,6 +225,7 @@ def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(t
     [
         ({}, None, False),
         ({"host": "here", "pid": os.getpid(), "started": psutil.Process().create_time()}, None, True),
+        ({"host": "here", "pid": os.getpid(), "started": psutil.Process().create_time() + 1}, None, True),  # the clock was set
         ({"host": "here", "pid": os.getpid(), "started": 1.0}, None, False),  # the number was given to another process since
         ({"host": "here", "pid": "?"}, None, False),
         ({"host": "there", "pid": 1}, None, True),
@@ -185,7 +246,7 @@ def test_without_locks_the_owner_is_asked_for(owner, job, refused, tmp_path, mon
     (folder / "owner.json").write_text(json.dumps(owner) if owner else '{"half')
     if refused:
         with pytest.raises(UserError, match=r"another run writes .*; if that run has ended, delete .*owner\.json"):
-            Ownership(folder)
+            Ownership(folder, print)
         return
     with open_run_folder(config_of(tmp_path), "train", print):
         assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()

@@ -1,6 +1,7 @@
 """FP8 in blocks, and layers of a checkpoint that are knowingly left out."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.stored import dequantised, scales_box, scales_shape
 from tests.models import tiny_model
@@ -102,3 +104,29 @@ def test_layers_that_predict_further_tokens_are_left_out_and_named(original, tmp
     assert HFCheckpoint(original).note is None
     _, violations = changed(original, tmp_path, further, num_nextn_predict_layers=0)
     assert "promises no tensor model.layers.4.eh_proj.weight" in violations[0]
+
+
+def test_an_export_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch):
+    """After the loss of a node a folder with the final name must have what was written: shards, index, companions, names."""
+    final, synced, fsync = tmp_path / "hf", [], os.fsync
+
+    def noted(descriptor):
+        synced.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, final.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    partial = str(final) + ".partial"
+    hf_checkpoint.start(partial, str(final), "elsewhere")
+    writer = hf_checkpoint.HFWriter(partial, "0", max_shard_bytes=8)
+    for name in ("a", "b"):
+        writer.add(name, torch.zeros(2))
+    shards = writer.close()
+    parts = [name for name, _ in shards]
+    assert [name for name, _ in synced] == parts  # by the node that has written them
+    Path(partial, "adapter").mkdir()
+    Path(partial, "adapter", "adapter_config.json").write_text("{}")
+    hf_checkpoint.finish(partial, shards, str(final))
+    written = {path.name for path in final.rglob("*")}
+    assert len(parts) == 2
+    assert written | {"hf.partial"} <= {name for name, in_place in synced if not in_place}
+    assert synced[-1] == (tmp_path.name, True)

@@ -1,0 +1,113 @@
+"""Who owns a run's folder where the kernel's locks do not tell: after the loss of a node, and where each node has locks of its own."""
+
+import fcntl
+import json
+import os
+import time
+
+import pytest
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.monitoring.status import STATUS, StatusFile
+from grpo_megatron.run.lock import Ownership
+
+THERE = {"host": "there", "pid": 1, "started": 1.0, "Slurm job": "7"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of a run of Slurm job 7 on another node, which was killed or goes on; its status has just been written."""
+    with StatusFile(str(tmp_path), "mine", 4):
+        pass
+    write(tmp_path, state="running", host="there", written=time.time())
+    (tmp_path / "owner.json").write_text(json.dumps(THERE))
+    return tmp_path
+
+
+def write(folder, **values) -> None:
+    status = json.loads((folder / STATUS).read_text())
+    (folder / STATUS).write_text(json.dumps(status | values))
+
+
+@pytest.fixture
+def sleeps(monkeypatch):
+    """What is called for each second that is waited; the waiting itself is left out."""
+    called = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: [call() for call in called])
+    return called
+
+
+def lock_is_held(monkeypatch, times: int) -> None:
+    """The file server has a lock of this file for so many attempts."""
+    lock, left = fcntl.flock, [None] * times
+
+    def flock(file, kind):
+        if left:
+            left.pop()
+            raise BlockingIOError
+        lock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def own(folder) -> list[str]:
+    """The lines that are said until this process owns the folder, which it then releases."""
+    said: list[str] = []
+    ownership = Ownership(folder, said.append)
+    assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
+    ownership.release()
+    return said
+
+
+def test_a_job_that_was_put_back_waits_for_the_lock_of_its_lost_node(folder, sleeps, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    lock_is_held(monkeypatch, 100)
+    said = own(folder)
+    assert len(said) == 1
+    assert "is locked by host there" in said[0]
+
+
+def test_it_does_not_wait_for_ever(folder, sleeps, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    lock_is_held(monkeypatch, 1000)
+    waited = []
+    sleeps.append(lambda: waited.append(1))
+    with pytest.raises(UserError, match=r"another run writes to .* Slurm job 7"):
+        own(folder)
+    assert len(waited) == 120
+
+
+@pytest.mark.parametrize("job", [None, "8"])
+def test_another_job_does_not_wait_for_a_lock(job, folder, sleeps, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    lock_is_held(monkeypatch, 1)
+    with pytest.raises(UserError, match="another run writes to"):
+        own(folder)
+
+
+@pytest.mark.parametrize("job", [None, "8"])
+def test_locks_of_this_node_alone_do_not_let_two_runs_in(job, folder, sleeps, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    sleeps.append(lambda: write(folder, written=time.time()))
+    with pytest.raises(UserError, match=r"another run writes to .*host there"):
+        own(folder)
+    assert json.loads((folder / "owner.json").read_text()) == THERE
+    sleeps.clear()  # it is killed
+    said = own(folder)
+    assert len(said) == 1
+    assert "may be written to by host there" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "job"),
+    [({"written": time.time() - 61}, "8"), ({"state": "failed"}, "8"), ({"step": "damaged"}, "8"), ({}, "7")],
+)
+def test_a_run_that_has_ended_is_not_waited_for(status, job, folder, sleeps, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    write(folder, **status)
+    sleeps.append(lambda: pytest.fail("waits"))
+    assert own(folder) == []
