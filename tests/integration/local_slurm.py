@@ -34,6 +34,7 @@ TopologyPlugin=topology/tree
 SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
+TaskProlog={dir}/prolog
 SlurmdSpoolDir={dir}/spool-%n
 SlurmdPidFile={dir}/slurmd-%n.pid
 SlurmdLogFile={dir}/slurmd-%n.log
@@ -72,6 +73,9 @@ def started(folder: Path) -> Iterator[dict[str, str]]:
     port = free_ports(3, 17000)
     conf.write_text(CONF.format(host=socket.gethostname(), dir=folder, port=port, first=port + 1, last=port + 2))
     (folder / "topology.conf").write_text(TOPOLOGY)
+    # As sites have it: each task of srun prints this first.
+    (folder / "prolog").write_text("#!/bin/sh\necho print welcome to this node\n")
+    (folder / "prolog").chmod(0o755)
     subprocess.run(["service", "munge", "start"], check=True, capture_output=True)
     env = {**os.environ, "SLURM_CONF": str(conf)}
     commands = [["slurmctld", "-D", "-f", conf]] + [["slurmd", "-D", "-f", conf, "-N", f"node{n}"] for n in (1, 2)]

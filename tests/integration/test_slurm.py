@@ -135,7 +135,9 @@ def test_what_cannot_run_is_refused_before_it_is_queued(slurm, arithmetic, tmp_p
     wrong = run_arguments(arithmetic, tmp_path, "megatron.tensor_parallel=3")
     says = submit(slurm, tmp_path, "--nodes", 2, *wrong, status=2)
     assert "megatron.tensor_parallel=3 does not divide the model's 4 attention heads" in says
-    says = submit(slurm, tmp_path, "--nodes", 2, "--partition", "gold", *run_arguments(arithmetic, tmp_path), status=2)
+    # What the shell says of a partition is not what is asked for.
+    env = slurm | {"SBATCH_PARTITION": "cpu"}
+    says = submit(env, tmp_path, "--nodes", 2, "--partition", "gold", *run_arguments(arithmetic, tmp_path), status=2)
     assert "error: Slurm refuses the job: " in says
     assert "invalid partition" in says
     assert asked(slurm, "scontrol", "show", "jobs", "-o").count("JobId=") == before
