@@ -48,6 +48,9 @@ SwitchName=leaf2 Nodes=node1
 SwitchName=top Switches=leaf[1-2]
 """
 
+# What each job's script and each task of srun prints first, as sites have it.
+WELCOME = "welcome to this node"
+
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -73,8 +76,7 @@ def started(folder: Path) -> Iterator[dict[str, str]]:
     port = free_ports(3, 17000)
     conf.write_text(CONF.format(host=socket.gethostname(), dir=folder, port=port, first=port + 1, last=port + 2))
     (folder / "topology.conf").write_text(TOPOLOGY)
-    # As sites have it: each task of srun prints this first.
-    (folder / "prolog").write_text("#!/bin/sh\necho print welcome to this node\n")
+    (folder / "prolog").write_text(f"#!/bin/sh\necho print {WELCOME}\n")
     (folder / "prolog").chmod(0o755)
     subprocess.run(["service", "munge", "start"], check=True, capture_output=True)
     env = {**os.environ, "SLURM_CONF": str(conf)}

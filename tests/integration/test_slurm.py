@@ -15,7 +15,7 @@ import pytest
 
 from grpo_megatron.config.schema import Config
 from tests.integration import local_slurm
-from tests.integration.local_slurm import asked, ended, facts, wait_in
+from tests.integration.local_slurm import WELCOME, asked, ended, facts, wait_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -190,7 +190,7 @@ def test_a_run_that_was_stopped_is_queued_again_and_the_rest_of_its_chain_ends_a
     assert (run / "result.json").exists()
     found = ended(slurm, second)
     assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0")
-    assert (run / "slurm" / f"{second}.log").read_text() == f"the run is finished: {run}/result.json\n"
+    assert (run / "slurm" / f"{second}.log").read_text() == f"{WELCOME}\nthe run is finished: {run}/result.json\n"
     assert not [
         process for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get("SLURM_JOB_ID") == first
     ]

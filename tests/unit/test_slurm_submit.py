@@ -236,14 +236,15 @@ def test_what_cannot_run_is_refused_with_a_message(capsys, arguments, says):
 
 @pytest.mark.parametrize(("root", "why"), [("/proc/runs", "No such file or directory"), ("setup.py", "Not a directory")])
 def test_nothing_is_queued_where_the_logs_cannot_be_written(capsys, root, why):
-    message = submit(capsys, "--config", "configs/quickstart.yaml", "--nodes", 1, f"run.root={root}", status=2)
+    run = (f"run.root={root}", "run.resume=none")
+    message = submit(capsys, "--config", "configs/quickstart.yaml", "--nodes", 1, *run, status=2)
     assert f"error: {Path(root).absolute()}/quickstart/slurm cannot be written: {why};" in message
 
 
 def test_what_could_not_be_checked_is_said(capsys):
     assert main(["--config", "configs/llama3_70b_16node.yaml", "--dry-run", ABSENT]) == 0
     assert "not checked: memory: /nowhere is not a folder here; --architecture names one" in capsys.readouterr().err
-    unused = ("--architecture", "configs/models/llama-3.1-70b", "run.root=setup.py")
+    unused = ("--architecture", "configs/models/llama-3.1-70b", "run.root=setup.py", "run.resume=none")
     assert main(["--config", "configs/quickstart.yaml", "--nodes", "1", "--dry-run", *unused]) == 0
     says = capsys.readouterr().err
     assert "not checked: memory: --architecture is of no use" in says
