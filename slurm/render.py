@@ -57,6 +57,9 @@ def apptainer(image: str, mounts: list[str], gpus: bool) -> list[str]:
 def pyxis(image: str, mounts: list[str], working_folder: str) -> list[str]:
     """Options of srun for a program in this image. mounts: as for `apptainer`."""
     both = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
+    # Enroot gives each container a /tmp of its own, and the programs of a node are in several: they meet in Ray's folder there.
+    if not any(mount.split(":")[1] == "/tmp" for mount in both):
+        both.append("/tmp:/tmp")
     return [f"--container-image={image}", f"--container-mounts={','.join(both)}", f"--container-workdir={working_folder}"]
 
 
@@ -79,10 +82,10 @@ def render(job: Job, submitted: int) -> str:
     body = [line for line in TEMPLATE.read_text(encoding="utf-8").splitlines() if not line.startswith(("#!", "#SBATCH"))]
     lines = [
         "#!/usr/bin/env bash",
-        *(f"#SBATCH {directive(argument)}" for argument in _sbatch_arguments(job)),
+        *(f"#SBATCH {directive(argument)}" for argument in sbatch_arguments(job)),
         "# Made by slurm/submit.py. Slurm does not make the folder of its output, which must be there.",
         "",
-        *job.setup,
+        *map(_setup, job.setup),
         # Also the empty ones: what the submitter's shell has does not reach the job.
         *(f"export {name}={shlex.quote(value)}" for name, value in settings.items()),
         shlex.join(["set", "--", *job.arguments]),
@@ -92,7 +95,14 @@ def render(job: Job, submitted: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sbatch_arguments(job: Job) -> list[str]:
+def _setup(command: str) -> str:
+    """A line that runs it in the script's shell and ends the job if it fails."""
+    failed = shlex.quote(f"error: --setup {command}: it failed with status")
+    return f'eval {shlex.quote(command)} || {{ echo {failed} "$?" >&2; exit 2; }}'
+
+
+def sbatch_arguments(job: Job) -> list[str]:
+    """The options of sbatch, as a shell would give them. Raises UserError for a folder that Slurm cannot write its output to."""
     named = {
         "job-name": job.name,
         "nodes": job.nodes,

@@ -9,22 +9,23 @@ docs/slurm.md.
 
 import argparse
 import dataclasses
+import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from render import TASK, Job, apptainer, pyxis, render
+from render import TASK, Job, apptainer, pyxis, render, sbatch_arguments
 
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.cluster.bundles import bundles
-from grpo_megatron.config.load import read_config
+from grpo_megatron.config.load import read_config, read_sources
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.paths import is_absent
+from grpo_megatron.paths import folder_problem, is_absent, writing
 from grpo_megatron.planner.advice import checked_plan
 from grpo_megatron.planner.time import Lengths
 from grpo_megatron.preflight.check import check
@@ -110,7 +111,7 @@ def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
         name = next((one for one in named[-1:] if TASK in one), f"{name}_{TASK}")
         given = [argument for argument in given if not argument.startswith("run.name=")] + [f"run.name={name}"]
     facts = {key: getattr(config.cluster, key) for key in ("gpu", "nodes", "gpus_per_node")}
-    given = [*given, *(f"cluster.{key}={value}" for key, value in facts.items() if value is not None)]
+    given = [*given, *_grace(options), *(f"cluster.{key}={value}" for key, value in facts.items() if value is not None)]
     job = _job(options, config, name, given)
     notes = [note for task in tasks for note in check_run(options, [argument.replace(TASK, task) for argument in given], task)]
     return job, list(dict.fromkeys(notes))
@@ -132,7 +133,7 @@ def task_numbers(spec: str) -> list[int]:
 
 
 def time_limit(text: str) -> float:
-    """Seconds of what sbatch takes as --time. Raises UserError for anything else."""
+    """Seconds of what sbatch takes as --time, where 0 is no limit. Raises UserError for anything else."""
     if text.lower() in ("infinite", "unlimited"):
         return float("inf")
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, flags=re.ASCII)
@@ -141,7 +142,7 @@ def time_limit(text: str) -> float:
     days, parts = match[1], [int(part) for part in match.groups()[1:] if part]
     # The first number is of hours after days or before two others, else of minutes.
     units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
-    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False)) or float("inf")
 
 
 def with_facts(options: argparse.Namespace, config: Config) -> Config:
@@ -165,20 +166,38 @@ def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> l
             report.violations.append(
                 "several jobs of a run (--requeue, --dependency-chain) need run.resume=auto, or each starts anew"
             )
+        if options.cpus_per_node and options.cpus_per_node < (needed := cpu_slots(config, options.command)):
+            report.violations.append(
+                f"--cpus-per-node {options.cpus_per_node}: a rank or engine takes a CPU, also with a GPU, and this run needs "
+                f"{needed} on a node"
+            )
         too_large, unknown = memory_problems(config, options.architecture, options.command)
         report.violations += too_large
         report.not_checked += unknown
+        if options.dry_run and (problem := _unwritable(Path(config.run.root).absolute())):
+            report.not_checked.append(f"run.root: {problem} here, so no logs could be written")
     if report.violations:
         of_task = f" for task {task} of the array" if task else ""
         raise UserError(f"nothing was submitted{of_task}:\n" + "\n".join(f"  - {problem}" for problem in report.violations))
     return report.not_checked
 
 
+def _unwritable(folder: Path) -> str | None:
+    """Why it cannot be made, as far as is seen without trying."""
+    there = next(path for path in (folder, *folder.parents) if not is_absent(path))
+    if problem := folder_problem(there):
+        return f"{there} {problem}"
+    return None if os.access(there, os.W_OK) else f"{there} cannot be written to"
+
+
 def memory_problems(config: Config, architecture: str | None, command: str) -> tuple[list[str], list[str]]:
     """(what does not fit, what cannot be known) of the GPUs' memory. architecture: folder with the model's config.json."""
     cluster, folder = config.cluster, architecture or config.model.path
+    if architecture and (problem := folder_problem(architecture)):
+        return [f"--architecture {architecture} {problem}; it must be a folder with the model's config.json"], []
     if cluster.gpu not in GPUS or command != "train":
-        return [], []
+        unused = "memory: --architecture is of no use without --command train on a known cluster.gpu"
+        return [], [unused] if architecture else []
     if config.megatron.lora.rank:
         return [], ["memory: the arithmetic is of training the whole model, not of adapters"]
     if is_absent(folder):
@@ -191,13 +210,17 @@ def memory_problems(config: Config, architecture: str | None, command: str) -> t
 
 
 def cpu_slots(config: Config, command: str) -> int:
-    """The fewest CPUs of a node with which all processes have one, and those that must be on one node are."""
+    """The fewest CPUs of a node with which all processes have one, and those that must be on one node are.
+
+    As cluster.placement.allocate asks for them: with each GPU comes a CPU.
+    """
     engine, colocated = config.rollout.engine, config.cluster.placement == Placement.colocated
     ranks = ParallelSizes.from_config(config.megatron).world_size
     engines = engine.num_engines if command == "train" and not config.rollout.replay else 0
     for cpus in range(1, ranks + engines * engine.tensor_parallel + 1):
         try:
-            wanted = bundles(ranks, config.megatron.tensor_parallel, engines, engine.tensor_parallel, cpus, colocated)
+            devices = config.cluster.gpus_per_node or cpus
+            wanted = bundles(ranks, config.megatron.tensor_parallel, engines, engine.tensor_parallel, devices, colocated)
         except UserError:  # a group is larger than that
             continue
         free = [cpus] * config.cluster.nodes
@@ -219,6 +242,13 @@ def _stop_before(options: argparse.Namespace) -> int | None:
             f"--time {options.time} ends less than a minute after the run would be told to stop; --stop-before is {seconds} s"
         )
     return seconds
+
+
+def _grace(options: argparse.Namespace) -> list[str]:
+    """How long a run that is told to stop may take, as an argument: what then is left before the limit is for Ray's end."""
+    seconds = _stop_before(options)
+    given = any("grace_usr1" in (layer.values.get("run") or {}) for layer in read_sources(options.config, options.overrides))
+    return [] if given or not seconds else [f"run.grace_usr1={max(seconds - 60, seconds // 2)}"]
 
 
 def _several_jobs(options: argparse.Namespace) -> bool:
@@ -287,16 +317,20 @@ def _mounts(wanted: list[str]) -> list[str]:
 def submit(job: Job, script: str, tasks: list[str], chain: int) -> list[str]:
     """Queues it `chain` times, each to start when the one before has ended; returns the jobs' numbers.
 
-    tasks: those of an array, or one empty text. Raises UserError where Slurm refuses.
+    tasks: those of an array, or one empty text. Raises UserError where Slurm refuses, or a folder of logs cannot be made.
     """
     for task in tasks:
         # Slurm does not make it, and a job that cannot write its output fails without a word.
-        Path(job.logs.replace(TASK, task)).mkdir(parents=True, exist_ok=True)
+        folder = Path(job.logs.replace(TASK, task))
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
     queued: list[str] = []
     for _ in range(chain):
         after = [f"--dependency=afterany:{queued[-1]}"] if queued else []
         try:
-            done = subprocess.run(["sbatch", "--parsable", *after], input=script, capture_output=True, text=True)
+            # The options are given here too: SBATCH_* variables of the shell go before those of the script.
+            command = ["sbatch", "--parsable", *sbatch_arguments(job), *after]
+            done = subprocess.run(command, input=script, capture_output=True, text=True)
         except FileNotFoundError:
             raise UserError(
                 "there is no sbatch here; submit from a login node, or give --dry-run and submit what it prints"

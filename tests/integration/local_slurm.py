@@ -34,6 +34,7 @@ TopologyPlugin=topology/tree
 SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
+TaskProlog={dir}/prolog
 SlurmdSpoolDir={dir}/spool-%n
 SlurmdPidFile={dir}/slurmd-%n.pid
 SlurmdLogFile={dir}/slurmd-%n.log
@@ -46,6 +47,9 @@ SwitchName=leaf1 Nodes=node2
 SwitchName=leaf2 Nodes=node1
 SwitchName=top Switches=leaf[1-2]
 """
+
+# What each job's script and each task of srun prints first, as sites have it.
+WELCOME = "welcome to this node"
 
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -72,6 +76,8 @@ def started(folder: Path) -> Iterator[dict[str, str]]:
     port = free_ports(3, 17000)
     conf.write_text(CONF.format(host=socket.gethostname(), dir=folder, port=port, first=port + 1, last=port + 2))
     (folder / "topology.conf").write_text(TOPOLOGY)
+    (folder / "prolog").write_text(f"#!/bin/sh\necho print {WELCOME}\n")
+    (folder / "prolog").chmod(0o755)
     subprocess.run(["service", "munge", "start"], check=True, capture_output=True)
     env = {**os.environ, "SLURM_CONF": str(conf)}
     commands = [["slurmctld", "-D", "-f", conf]] + [["slurmd", "-D", "-f", conf, "-N", f"node{n}"] for n in (1, 2)]

@@ -15,7 +15,7 @@ import pytest
 
 from grpo_megatron.config.schema import Config
 from tests.integration import local_slurm
-from tests.integration.local_slurm import asked, ended, facts, wait_in
+from tests.integration.local_slurm import WELCOME, asked, ended, facts, wait_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -135,7 +135,9 @@ def test_what_cannot_run_is_refused_before_it_is_queued(slurm, arithmetic, tmp_p
     wrong = run_arguments(arithmetic, tmp_path, "megatron.tensor_parallel=3")
     says = submit(slurm, tmp_path, "--nodes", 2, *wrong, status=2)
     assert "megatron.tensor_parallel=3 does not divide the model's 4 attention heads" in says
-    says = submit(slurm, tmp_path, "--nodes", 2, "--partition", "gold", *run_arguments(arithmetic, tmp_path), status=2)
+    # What the shell says of a partition is not what is asked for.
+    env = slurm | {"SBATCH_PARTITION": "cpu"}
+    says = submit(env, tmp_path, "--nodes", 2, "--partition", "gold", *run_arguments(arithmetic, tmp_path), status=2)
     assert "error: Slurm refuses the job: " in says
     assert "invalid partition" in says
     assert asked(slurm, "scontrol", "show", "jobs", "-o").count("JobId=") == before
@@ -188,7 +190,7 @@ def test_a_run_that_was_stopped_is_queued_again_and_the_rest_of_its_chain_ends_a
     assert (run / "result.json").exists()
     found = ended(slurm, second)
     assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0")
-    assert (run / "slurm" / f"{second}.log").read_text() == f"the run is finished: {run}/result.json\n"
+    assert (run / "slurm" / f"{second}.log").read_text() == f"{WELCOME}\nthe run is finished: {run}/result.json\n"
     assert not [
         process for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get("SLURM_JOB_ID") == first
     ]

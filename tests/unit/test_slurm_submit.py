@@ -1,5 +1,6 @@
 """What slurm/submit.py renders and what it refuses; tests/integration/test_slurm.py runs it on a real Slurm."""
 
+import os
 import re
 import shlex
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from plan_recipes import RECIPES
-from render import Job, apptainer, directive, pyxis, render
+from render import TEMPLATE, Job, apptainer, directive, pyxis, render
 from submit import cpu_slots, main, task_numbers, time_limit
 
 from grpo_megatron.config.load import read_config
@@ -65,6 +66,58 @@ def test_no_value_changes_its_meaning_on_the_way(tmp_path):
         assert shlex.split(shell_words(script, f'"${name}"')[0]) == words
 
 
+def test_setup_is_run_in_the_scripts_shell_and_ends_the_job_if_it_fails():
+    def begun(*setup):
+        return subprocess.run(["bash"], input=render(replace(JOB, setup=list(setup)), 7), capture_output=True, text=True)
+
+    script = render(replace(JOB, setup=[f"X={shlex.quote(HOSTILE)} # set", "Y=2; Z=$Y"]), 7)
+    assert shell_words(script, '"$X" "$Z"') == [HOSTILE, "2"]
+    for failing, status in (("module load cuda # first", "127"), ("(exit 3)", "3"), ("it's", "[12]")):
+        done = begun(failing, "echo not reached")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.search(rf"^error: --setup {re.escape(failing)}: it failed with status {status}$", done.stderr, re.MULTILINE)
+
+
+def part_of_script(*parts: str, **env) -> subprocess.CompletedProcess:
+    """Lines before and after the functions of slurm/train.sbatch that need no Slurm, run as a job's script."""
+    before, *after = parts
+    functions = TEMPLATE.read_text().partition("\ntask=")[0]
+    script = "\n".join([before, functions, *after])
+    env = {**os.environ, "SLURM_JOB_ID": "7", "GRPO_REQUEUE": "1", **env}
+    return subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("status", "says"), [(0, ""), (1, "error: Slurm does not queue job 7 again")])
+def test_a_run_that_has_stopped_is_a_job_that_has_stopped_whatever_scontrol_says(status, says):
+    done = part_of_script(f"scontrol() {{ echo scontrol $*; return {status}; }}", "asked=USR1", "leave 75")
+    assert done.returncode == 75
+    assert "scontrol requeue 7" in done.stdout
+    assert done.stderr.startswith(says)
+    assert bool(done.stderr) == bool(says)
+
+
+def test_a_signal_while_the_driver_is_being_started_stops_the_run(tmp_path):
+    """Slurm's signal may come before the script knows whom to pass it on to."""
+    (tmp_path / "grpo-megatron").write_text("#!/bin/sh\nexec sleep 45\n")
+    (tmp_path / "grpo-megatron").chmod(0o755)
+    start = '"${here[@]}" "$bin/grpo-megatron"'
+    just_before = "trap 'case $BASH_COMMAND in *bin/grpo-megatron*) trap - DEBUG; kill -s USR1 $$;; esac' DEBUG"
+    _, _, from_start = TEMPLATE.read_text().partition(start)
+    done = part_of_script("", "here=() address=", just_before, start + from_start, bin=str(tmp_path), GRPO_REQUEUE="")
+    assert (done.returncode, done.stderr) == (75, "")
+
+
+def test_what_a_sites_prolog_prints_is_no_node(tmp_path):
+    """TaskProlog prints to each task's output, and a job may have more tasks than nodes."""
+    script = TEMPLATE.read_text()
+    places = re.search(r"^places=.*?^mapfile [^\n]*\n", script, flags=re.MULTILINE | re.DOTALL)[0]
+    of = "node-order s2.node10 node10", "node-order s2.node9 node9", "node-order s1.node11 node11", "node-order s2.node9 node9"
+    printed = "\n".join(f"welcome\n{line}" for line in of)
+    srun = f"srun() {{ printf '%s\\n' {shlex.quote(printed)}; }}"
+    done = part_of_script(srun, "SLURM_JOB_NUM_NODES=3", places, 'echo "${nodes[*]}"')
+    assert done.stdout == "node11 node9 node10\n"
+
+
 def test_slurm_reads_each_value_as_it_is_or_it_is_refused():
     assert directive("--job-name=plain-1") == "--job-name=plain-1"
     assert directive("--requeue") == "--requeue"
@@ -110,6 +163,8 @@ def test_what_is_no_array_is_refused(spec):
         ("2-3", 183600),
         ("1-0:30", 88200),
         ("0-0:0:9", 9),
+        ("0", float("inf")),
+        ("0:00", float("inf")),
         ("UNLIMITED", float("inf")),
     ],
 )
@@ -149,6 +204,16 @@ def test_time_limits_are_read_as_slurm_does(text, seconds):
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "run.resume=here"],
             "--dependency-chain) need run.resume=auto",
         ),
+        (["--config", "configs/quickstart.yaml", "--nodes", 1, "--cpus-per-node", 2], "this run needs 3 on a node"),
+        (["--config", "configs/llama3_70b_16node.yaml", "--cpus-per-node", 7, ABSENT], "this run needs 8 on a node"),
+        (
+            ["--config", "configs/llama3_70b_16node.yaml", ABSENT, "--architecture", "/no/such"],
+            "--architecture /no/such does not exist; it must be a folder",
+        ),
+        (
+            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--architecture", "configs/models/llama-3.1-70b/config.json"],
+            "is a file, not a folder; it must be a folder with the model's config.json",
+        ),
         (
             [
                 "--config",
@@ -169,9 +234,21 @@ def test_what_cannot_run_is_refused_with_a_message(capsys, arguments, says):
     assert message.startswith("error: ")
 
 
+@pytest.mark.parametrize(("root", "why"), [("/proc/runs", "No such file or directory"), ("setup.py", "Not a directory")])
+def test_nothing_is_queued_where_the_logs_cannot_be_written(capsys, root, why):
+    run = (f"run.root={root}", "run.resume=none")
+    message = submit(capsys, "--config", "configs/quickstart.yaml", "--nodes", 1, *run, status=2)
+    assert f"error: {Path(root).absolute()}/quickstart/slurm cannot be written: {why};" in message
+
+
 def test_what_could_not_be_checked_is_said(capsys):
     assert main(["--config", "configs/llama3_70b_16node.yaml", "--dry-run", ABSENT]) == 0
     assert "not checked: memory: /nowhere is not a folder here; --architecture names one" in capsys.readouterr().err
+    unused = ("--architecture", "configs/models/llama-3.1-70b", "run.root=setup.py", "run.resume=none")
+    assert main(["--config", "configs/quickstart.yaml", "--nodes", "1", "--dry-run", *unused]) == 0
+    says = capsys.readouterr().err
+    assert "not checked: memory: --architecture is of no use" in says
+    assert f"not checked: run.root: {Path('setup.py').absolute()} is a file, not a folder" in says
 
 
 def test_every_process_of_a_run_on_cpus_has_a_cpu():
@@ -184,14 +261,19 @@ def test_every_process_of_a_run_on_cpus_has_a_cpu():
     assert slots(2, "megatron.data_parallel=2", "rollout.engine.num_engines=2") == 3
     assert slots(4, "megatron.data_parallel=2", "rollout.engine.num_engines=2") == 2
     assert slots(1, "rollout.replay=file") == 2
+    # Engines that share the ranks' GPUs share their CPUs too, and a run may leave GPUs of a node alone.
+    on_gpus = ("megatron.tensor_parallel=1", "cluster.gpu=h100-80g", "cluster.gpus_per_node=8", "cluster.placement=colocated")
+    assert slots(1, "megatron.data_parallel=4", *on_gpus) == 4
+    assert slots(2, "megatron.data_parallel=16", *on_gpus) == 8
 
 
 def test_containers():
     image = ["apptainer", "exec", "--nv", "--bind", "/a", "--bind", "/b:/c:ro", "i.sif"]
     assert apptainer("i.sif", ["/a", "/b:/c:ro"], gpus=True) == image
     assert "--nv" not in apptainer("i.sif", [], gpus=False)
-    options = ["--container-image=i.sqsh", "--container-mounts=/a:/a,/b:/c:ro", "--container-workdir=/w"]
+    options = ["--container-image=i.sqsh", "--container-mounts=/a:/a,/b:/c:ro,/tmp:/tmp", "--container-workdir=/w"]
     assert pyxis("i.sqsh", ["/a", "/b:/c:ro"], "/w") == options
+    assert "--container-mounts=/fast:/tmp" in pyxis("i.sqsh", ["/fast:/tmp"], "/w")
 
 
 def test_a_container_sees_the_folders_of_the_run_and_has_its_own_environment(capsys, tmp_path):
@@ -229,6 +311,39 @@ def test_a_job_that_is_queued_again_is_told_before_its_time_is_up(capsys):
     plain = header(submit(capsys, *common))
     assert "--no-requeue" in plain
     assert not any(argument.startswith("--signal") for argument in plain)
+
+
+def test_a_run_that_is_told_to_stop_leaves_time_for_the_end_of_its_job(capsys, tmp_path):
+    def grace(*arguments):
+        script = submit(capsys, "--nodes", 1, "--dry-run", "run.resume=auto", *arguments)
+        return [word for word in shell_words(script, '"$@"') if word.startswith("run.grace_usr1=")]
+
+    quickstart = ("--config", "configs/quickstart.yaml")
+    assert grace(*quickstart) == []
+    assert grace(*quickstart, "--requeue") == ["run.grace_usr1=540"]
+    assert grace(*quickstart, "--stop-before", 1800) == ["run.grace_usr1=1740"]
+    assert grace(*quickstart, "--requeue", "--stop-before", 90) == ["run.grace_usr1=45"]
+    assert grace(*quickstart, "--requeue", "run.grace_usr1=7") == ["run.grace_usr1=7"]
+    file = tmp_path / "own.yaml"
+    file.write_text(Path("configs/quickstart.yaml").read_text().replace("\nrun:\n", "\nrun:\n  grace_usr1: 7\n"))
+    assert "grace_usr1" in file.read_text()
+    assert grace("--config", file, "--requeue") == []
+
+
+def test_options_go_before_what_the_shell_tells_sbatch(capsys, monkeypatch, tmp_path):
+    """sbatch takes its arguments before SBATCH_* variables, and those before what a script says."""
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/sh\ncat > {tmp_path}/script\nprintf '%s\\0' \"$@\" > {tmp_path}/arguments\necho 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    options = ("--partition", "gold", f"--sbatch-arg=--comment={HOSTILE}", f"run.root={tmp_path}")
+    says = submit(capsys, "--config", "configs/quickstart.yaml", "--nodes", 1, *options)
+    assert says == f"queued as 7; output in {tmp_path}/quickstart/slurm\n"
+    given = (tmp_path / "arguments").read_text().split("\0")[:-1]
+    assert given[0] == "--parsable"
+    assert list(map(directive, given[1:])) == header((tmp_path / "script").read_text())
+    assert {"--partition=gold", "--no-requeue", f"--comment={HOSTILE}"} <= set(given)
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
