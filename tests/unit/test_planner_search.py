@@ -92,7 +92,7 @@ def suggestions(text):
         (
             "llama3_70b_16node",
             "megatron.sleep=false",
-            "training takes 127.5 GB of a GPU, more than 76.0 of the 80.0",
+            "training takes 131.4 GB of a GPU, more than 80.7 of the 84.9",
             "megatron.sleep=true",
         ),
         (
@@ -109,8 +109,8 @@ def suggestions(text):
         ),
         (
             "qwen3_8b_1node",
-            "rollout.engine.mem_fraction=0.21",
-            "an engine has room for 2,838 tokens",
+            "rollout.engine.mem_fraction=0.2",
+            "an engine has room for 4,103 tokens",
             "rollout.engine.mem_fraction=0.85",
         ),
     ],
