@@ -22,6 +22,9 @@ COMMUNICATOR = 10**8
 # Of a GPU's memory, not planned with: fragments, and what this arithmetic does not know.
 RESERVE = 0.05
 
+# As many as num_communicators can count.
+_MOST_COMMUNICATORS = 14
+
 CONTEXT, COMMUNICATION = "context, libraries", "communication buffers"
 
 
@@ -76,6 +79,13 @@ class Memory:
 def memory(config: Config, arch: Architecture) -> Memory:
     """Of a run of `train` that trains the whole model on the cluster that the configuration describes (cluster.gpu, gpus_per_node)."""
     return _Account(config, arch).memory()
+
+
+def most_engine_fraction(gpu: str) -> float:
+    """The largest rollout.engine.mem_fraction, in twentieths, that fits a GPU of GPUS beside a sleeping rank of any layout."""
+    capacity = GPUS[gpu].memory
+    beside = ENGINE_CONTEXT + RANK_CONTEXT + _MOST_COMMUNICATORS * COMMUNICATOR
+    return int(20 * (1 - RESERVE - beside / capacity)) / 20
 
 
 def takes_turns(config: Config) -> bool:
