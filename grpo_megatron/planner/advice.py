@@ -18,6 +18,8 @@ _GROWTHS = (2, 4, 8, 16, 32, 64)
 def planned_architecture(config: Config) -> Architecture:
     """Of model.path. Raises UserError for what there are no plans for, and for a config.json that cannot be read."""
     cluster = config.cluster
+    if cluster.gpu not in (None, "none", *GPUS):
+        raise UserError(f"cluster.gpu={cluster.gpu} is unknown; choose one of {', '.join(GPUS)}")
     if cluster.gpu not in GPUS or cluster.nodes is None or cluster.gpus_per_node is None:
         raise UserError(
             "the cluster is not known: set cluster.gpu (or --gpu), cluster.nodes (or --nodes) and cluster.gpus_per_node; "
