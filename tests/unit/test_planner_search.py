@@ -199,6 +199,14 @@ def test_the_command_on_a_recipe(capsys):
     assert "idle" not in out
 
 
+def test_what_is_parked_in_files_is_not_the_memory_of_the_host(capsys):
+    common = ["--config", "configs/qwen3_8b_1node.yaml", "model.path=configs/models/qwen3-8b"]
+    out = run(capsys, *common, "megatron.offload_folder=/nvme")[1]
+    assert "host memory of a node: 66 GB (reference 66)\n" in out
+    assert "in files of megatron.offload_folder, of a node: 164 GB (sleeping parameters 66, optimizer 98)\n" in out
+    assert "offload_folder" not in run(capsys, *common)[1]
+
+
 def test_nodes_gpu_and_lengths_of_the_command_line(capsys):
     common = ["--config", "configs/qwen3_8b_1node.yaml", "model.path=configs/models/qwen3-8b"]
     out = run(capsys, *common, "--nodes", 2, "--gpu", "h200", "--prompt-tokens", 100, "--response-tokens", 900)[1]
