@@ -37,25 +37,29 @@ class Speed:
 
 @dataclass(frozen=True)
 class GPU:
-    """compute_capability: CUDA's (major, minor). memory: bytes. speed: None where it is not known."""
+    """compute_capability: CUDA's (major, minor). memory: bytes, as CUDA reports them. speed: None where it is not known."""
 
     compute_capability: tuple[int, int]
     memory: int
     speed: Speed | None = None
 
 
-# By the names that configurations use; memory as NVIDIA's data sheets give it, in units of 10**9 bytes. Speeds are those of the data
-# sheets "A100 Tensor Core GPU", "L40S", "H100 Tensor Core GPU" and "H200 Tensor Core GPU" (SXM; half of the figures with sparsity),
-# "DGX B200" and "GB300 NVL72" (a share of the machine's); half of NVLink's, or of PCIe's, sum of both directions. Networks are
-# those of DGX A100 (200 Gb/s for each GPU), DGX H100, H200 and B200 (400), and GB300 NVL72 (800). L40S has neither NVLink nor a
-# machine of its own: PCIe, and 200 Gb/s.
+_GIB = 2**30
+
+# By the names that configurations use. Memory is the least that CUDA was found to report of such cards, with ECC, in whole tenths of a
+# GiB. Data sheets say 80 GB of a card with 84.9 * 10**9 bytes, and layouts that fit were refused. What CUDA reports of GB300 is not
+# known: its memory is the data sheet's.
+# Speeds are those of the data sheets "A100 Tensor Core GPU", "L40S", "H100 Tensor Core GPU" and "H200 Tensor Core GPU" (SXM; half of the
+# figures with sparsity), "DGX B200" and "GB300 NVL72" (a share of the machine's); half of NVLink's, or of PCIe's, sum of both directions.
+# Networks are those of DGX A100 (200 Gb/s for each GPU), DGX H100, H200 and B200 (400), and GB300 NVL72 (800). L40S has neither NVLink
+# nor a machine of its own: PCIe, and 200 Gb/s.
 GPUS = {
-    "a100-40g": GPU((8, 0), 40 * 10**9, Speed(312e12, None, 1.555e12, 300e9, 32e9, 25e9)),
-    "a100-80g": GPU((8, 0), 80 * 10**9, Speed(312e12, None, 2.039e12, 300e9, 32e9, 25e9)),
-    "l40s": GPU((8, 9), 48 * 10**9, Speed(362e12, 733e12, 0.864e12, 32e9, 32e9, 25e9)),
-    "h100-80g": GPU((9, 0), 80 * 10**9, Speed(989e12, 1979e12, 3.35e12, 450e9, 64e9, 50e9)),
-    "h200": GPU((9, 0), 141 * 10**9, Speed(989e12, 1979e12, 4.8e12, 450e9, 64e9, 50e9)),
-    "b200": GPU((10, 0), 180 * 10**9, Speed(2250e12, 4500e12, 7.7e12, 900e9, 64e9, 50e9)),
+    "a100-40g": GPU((8, 0), int(39.3 * _GIB), Speed(312e12, None, 1.555e12, 300e9, 32e9, 25e9)),
+    "a100-80g": GPU((8, 0), int(79.1 * _GIB), Speed(312e12, None, 2.039e12, 300e9, 32e9, 25e9)),
+    "l40s": GPU((8, 9), int(44.3 * _GIB), Speed(362e12, 733e12, 0.864e12, 32e9, 32e9, 25e9)),
+    "h100-80g": GPU((9, 0), int(79.1 * _GIB), Speed(989e12, 1979e12, 3.35e12, 450e9, 64e9, 50e9)),
+    "h200": GPU((9, 0), int(139.7 * _GIB), Speed(989e12, 1979e12, 4.8e12, 450e9, 64e9, 50e9)),
+    "b200": GPU((10, 0), int(178.3 * _GIB), Speed(2250e12, 4500e12, 7.7e12, 900e9, 64e9, 50e9)),
     "gb300": GPU((10, 3), 279 * 10**9, Speed(2500e12, 5000e12, 8.0e12, 900e9, 450e9, 100e9)),
 }
 

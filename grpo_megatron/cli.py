@@ -72,7 +72,19 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file's name need not be text that a terminal can show
-    return parser.parse_args(arguments)
+    return _intermixed(parser, arguments)
+
+
+def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """With key=value before, between and behind options. argparse takes one row of them, and cannot intermix for parsers with commands."""
+    options, left = parser.parse_known_args(arguments)
+    takes_more = hasattr(options, "overrides")
+    wrong = [word for word in left if word.startswith("-") or not takes_more]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if takes_more:
+        options.overrides += left
+    return options
 
 
 def _command(options: argparse.Namespace) -> Callable[[Guard], int]:

@@ -5,18 +5,21 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.planner.memory import most_engine_fraction
 from grpo_megatron.planner.plan import Plan, plan
 from grpo_megatron.planner.search import broken_in_any_layout, broken_rules, least_changes, search, with_values
 from grpo_megatron.planner.text import changes_text, cluster_text
 from grpo_megatron.planner.time import Lengths
 
-# A cluster this many times as large is the last one that is asked about, if a model fits none of the smaller ones.
-_MOST_GROWTH = 64
+# How many times as large the clusters are that are asked about, one after the other, if a model does not fit.
+_GROWTHS = (2, 4, 8, 16, 32, 64)
 
 
 def planned_architecture(config: Config) -> Architecture:
     """Of model.path. Raises UserError for what there are no plans for, and for a config.json that cannot be read."""
     cluster = config.cluster
+    if cluster.gpu not in (None, "none", *GPUS):
+        raise UserError(f"cluster.gpu={cluster.gpu} is unknown; choose one of {', '.join(GPUS)}")
     if cluster.gpu not in GPUS or cluster.nodes is None or cluster.gpus_per_node is None:
         raise UserError(
             "the cluster is not known: set cluster.gpu (or --gpu), cluster.nodes (or --nodes) and cluster.gpus_per_node; "
@@ -48,7 +51,7 @@ def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list
     found = search(config, arch, lengths)
     if not found:
         raise UserError(
-            f"no layout of {config.model.path} fits {cluster_text(config)}; what would fit:{_larger(config, arch, lengths)}"
+            f"no layout of {config.model.path} fits {cluster_text(config)}; what would fit:{_elsewhere(config, arch, lengths)}"
         )
     return found
 
@@ -67,17 +70,18 @@ def _what_would(config: Config, arch: Architecture, lengths: Lengths) -> str:
     if best:
         found.append(f"the quickest layout (--search has more) with {changes_text(config, best[0].config)}")
     if not found:
-        return _larger(config, arch, lengths)
+        return _elsewhere(config, arch, lengths)
     return "".join(f"\n  - {each}" for each in found)
 
 
-def _larger(config: Config, arch: Architecture, lengths: Lengths) -> str:
-    """What would fit on more nodes."""
-    growth = 2
-    while growth <= _MOST_GROWTH:
-        larger = with_values(config, "cluster", nodes=growth * config.cluster.nodes)
-        best = search(larger, arch, lengths, count=1)
+def _elsewhere(config: Config, arch: Architecture, lengths: Lengths) -> str:
+    """What would fit in any layout with another rollout.engine.mem_fraction, or on more nodes."""
+    fitting = with_values(config, "rollout.engine", mem_fraction=most_engine_fraction(config.cluster.gpu))
+    # More nodes are of no use to an engine that takes more than is left of its GPU.
+    grown = min(config, fitting, key=lambda each: each.rollout.engine.mem_fraction)
+    larger = [with_values(grown, "cluster", nodes=growth * config.cluster.nodes) for growth in _GROWTHS]
+    for other in (fitting, *larger):
+        best = search(other, arch, lengths, count=1)
         if best:
-            return f"\n  - {cluster_text(larger)}, with {changes_text(config, best[0].config)}"
-        growth *= 2
-    return f"\n  - no layout on up to {_MOST_GROWTH} times as many nodes; choose a GPU with more memory"
+            return f"\n  - {cluster_text(other)}, with {changes_text(config, best[0].config)}"
+    return f"\n  - no layout on up to {_GROWTHS[-1]} times as many nodes; choose a GPU with more memory"

@@ -22,6 +22,9 @@ COMMUNICATOR = 10**8
 # Of a GPU's memory, not planned with: fragments, and what this arithmetic does not know.
 RESERVE = 0.05
 
+# As many as num_communicators can count.
+_MOST_COMMUNICATORS = 14
+
 CONTEXT, COMMUNICATION = "context, libraries", "communication buffers"
 
 
@@ -48,6 +51,7 @@ class Memory:
 
     capacity: of a GPU; usable: of that, what may be planned with. rank_asleep, engine_asleep: what stays while the other has its turn.
     engine_weights: of one engine rank. kv_tokens: those that one engine's KV cache holds. host: {what: bytes of one node's memory}.
+    files: {what: bytes of one node in megatron.offload_folder}.
     """
 
     state: TrainingState
@@ -58,6 +62,7 @@ class Memory:
     engine_weights: int
     kv_tokens: int
     host: dict[str, int]
+    files: dict[str, int]
 
     @property
     def usable(self) -> int:
@@ -76,6 +81,13 @@ class Memory:
 def memory(config: Config, arch: Architecture) -> Memory:
     """Of a run of `train` that trains the whole model on the cluster that the configuration describes (cluster.gpu, gpus_per_node)."""
     return _Account(config, arch).memory()
+
+
+def most_engine_fraction(gpu: str) -> float:
+    """The largest rollout.engine.mem_fraction, in twentieths, that fits a GPU of GPUS beside a sleeping rank of any layout."""
+    capacity = GPUS[gpu].memory
+    beside = ENGINE_CONTEXT + RANK_CONTEXT + _MOST_COMMUNICATORS * COMMUNICATOR
+    return int(20 * (1 - RESERVE - beside / capacity)) / 20
 
 
 def takes_turns(config: Config) -> bool:
@@ -117,7 +129,8 @@ class _Account:
             engine_asleep=ENGINE_CONTEXT if turns else 0,
             engine_weights=self.weights,
             kv_tokens=kv_tokens(self.arch, self.config.rollout.engine, self.pool),
-            host=self._host(),
+            host=self._waiting(in_files=False),
+            files=self._waiting(in_files=True),
         )
 
     def _fullest(self, name: str, items: Callable[[int], dict[str, int]], beside: dict[str, int]) -> Moment:
@@ -160,15 +173,18 @@ class _Account:
         parts *= megatron.tensor_parallel if megatron.sequence_parallel else 1
         return min(int(config.ref.hidden_gib * 2**30), tokens * self.arch.hidden_size * itemsize(megatron) // parts)
 
-    def _host(self) -> dict[str, int]:
+    def _waiting(self, in_files: bool) -> dict[str, int]:
+        """What is not on the GPUs: in files, or else in the host's memory. The reference and what was synced last are never in files."""
         config = self.config
-        parked, per_node = config.megatron.sleep, config.cluster.gpus_per_node
-        found = {
-            "sleeping parameters": parked,
-            "optimizer": parked or config.optimizer.offload,
+        sleep, per_node = config.megatron.sleep, config.cluster.gpus_per_node
+        parked = {"sleeping parameters": sleep, "optimizer": sleep or config.optimizer.offload}
+        kept = {
             "reference": config.algorithm.needs_reference and config.ref.offload,
             "what was synced last": config.weight_sync.delta,
         }
+        if config.megatron.offload_folder is None:
+            parked, kept = {}, parked | kept
+        found = parked if in_files else kept
         sizes = {"optimizer": max(state.optimizer for state in self.states)}
         parameters = max(state.parameters for state in self.states)
         return {what: per_node * sizes.get(what, parameters) for what, waits in found.items() if waits}

@@ -102,13 +102,19 @@ def capacity_lines(found: Plan, lengths: Lengths) -> list[str]:
     lines = []
     if memory.rank_asleep:
         lines.append(f"asleep: a rank still holds {gb(memory.rank_asleep)} GB, an engine {gb(memory.engine_asleep)} GB")
-    host = ", ".join(f"{what} {size / 1e9:.0f}" for what, size in memory.host.items())
-    lines.append(f"host memory of a node: {sum(memory.host.values()) / 1e9:.0f} GB" + (f" ({host})" if host else ""))
+    lines.append(f"host memory of a node: {_sum_text(memory.host)}")
+    if memory.files:
+        lines.append(f"in files of megatron.offload_folder, of a node: {_sum_text(memory.files)}")
     lines.append(
         f"KV cache of an engine: {memory.kv_tokens:,} tokens, {memory.kv_tokens // longest:,} sequences of {longest:,} tokens, "
         f"{int(memory.kv_tokens / lengths.sequence):,} of {lengths.sequence:,.0f}"
     )
     return lines
+
+
+def _sum_text(sizes: dict[str, int]) -> str:
+    items = ", ".join(f"{what} {size / 1e9:.0f}" for what, size in sizes.items())
+    return f"{sum(sizes.values()) / 1e9:.0f} GB" + (f" ({items})" if items else "")
 
 
 def times_text(found: Plan, lengths: Lengths) -> str:

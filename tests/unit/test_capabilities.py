@@ -31,6 +31,15 @@ def check(capsys, *arguments) -> tuple[int, str]:
     return status, out + err
 
 
+# The least that torch was found to name, in GiB, where the memory of such a card had run out.
+REPORTED = {"a100-40g": 39.38, "a100-80g": 79.14, "l40s": 44.34, "h100-80g": 79.11, "h200": 139.72, "b200": 178.35}
+
+
+@pytest.mark.parametrize("gpu", REPORTED)
+def test_the_memory_of_a_gpu_is_what_cuda_reports_and_no_more(gpu):
+    assert REPORTED[gpu] - 0.1 < GPUS[gpu].memory / 2**30 <= REPORTED[gpu]
+
+
 def test_fp8_depends_on_the_gpu_that_was_named():
     for gpu in GPUS:
         assert bool(broken(FP8, f"cluster.gpu={gpu}")) == gpu.startswith("a100")

@@ -52,6 +52,27 @@ def test_show_says_where_each_value_comes_from(capsys):
     assert "  temperature: 1.0  # default" in lines
 
 
+def test_values_can_be_before_and_behind_options(capsys):
+    shown = config(capsys, "show", "rollout.n=4", "--config", QUICKSTART, "rollout.n=5", "--only-set", "run.seed=7")
+    assert "  n: 5  # command line" in shown
+    assert "  seed: 7  # command line" in shown
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "selftest", "config show", "config check --for sft", "plan --search"])
+def test_every_command_reads_values_behind_options(command, capsys):
+    assert main([*command.split(), "run.seed=7", "--config", QUICKSTART, "rollout.behind=1"]) == 2
+    assert "unknown key 'rollout.behind'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", ["plan run.seed=7 --nods 3", "train --steps=3 run.seed=7", "status one two", "doctor run.seed=7"]
+)
+def test_what_no_command_takes_is_refused_before_work(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert "unrecognized arguments: " in capsys.readouterr().err
+
+
 def test_show_names_the_preset(capsys, tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("algorithm:\n  preset: dapo\n  clip_ratio_low: 0.1\n")

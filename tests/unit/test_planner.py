@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.load import read_config
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.entries import EngineLayout
@@ -23,6 +24,8 @@ from grpo_megatron.weights.sync.plan import Layouts
 from tests.unit.published_runs import LIKE_QWEN35_397B, MLPERF, RUNS
 from tools.plan_recipes import recipe
 
+# What mem_fraction=0.8 is of an H100, and 0.3.
+POOL, SMALL_POOL = (int(fraction * GPUS["h100-80g"].memory) for fraction in (0.8, 0.3))
 # One GPU trains, one generates; a mini-batch is a whole step.
 SMALL = (
     "data.train=prompts.jsonl",
@@ -63,10 +66,10 @@ def test_a_dense_model_by_hand():
     model = 80 * (attention + mlp) + 2 * 128256 * 8192
     assert weights == 2 * (model // 8 + 80 * 2 * 8192 + 8192)
     # A key and a value of one of eight heads in each layer, in bf16.
-    assert found.memory.kv_tokens == (64 * 10**9 - weights) // (80 * 2 * 128 * 2)
+    assert found.memory.kv_tokens == (POOL - weights) // (80 * 2 * 128 * 2)
     assert found.memory.host == {"sleeping parameters": 8 * 2 * elements, "optimizer": 8 * 12 * (elements // 8)}
     assert found.memory.rank_asleep == items[CONTEXT] + items[COMMUNICATION]
-    assert moments(found)["generation"].total == found.memory.rank_asleep + 64 * 10**9 + ENGINE_CONTEXT
+    assert moments(found)["generation"].total == found.memory.rank_asleep + POOL + ENGINE_CONTEXT
 
 
 def test_a_model_with_experts_by_hand():
@@ -168,7 +171,7 @@ def test_colocated_engines_that_do_not_take_turns_are_beside_the_trainer_all_the
     beside, in_turns = small(*colocated), small(*colocated, "megatron.sleep=true")
     for name, moment in moments(beside).items():
         of_engines = {item: size for item, size in moment.items.items() if item.startswith("engine")}
-        assert sum(of_engines.values()) == 24 * 10**9 + ENGINE_CONTEXT
+        assert sum(of_engines.values()) == SMALL_POOL + ENGINE_CONTEXT
         assert moment.items["parameters"] > 0, name
     assert "engine: KV cache" not in moments(in_turns)["training"].items
     assert "parameters" not in moments(in_turns)["generation"].items
@@ -205,7 +208,7 @@ def test_published_runs_fit(name):
     assert found.problems == ()
     assert 1 < run.step / found.times.step < 6
     row = next(line for line in Path("docs/planner.md").read_text().splitlines() if line.startswith(f"| {name} |"))
-    fullest = f"{found.memory.fullest.total / 1e9:.1f} of 76.0 GB ({found.memory.fullest.name})"
+    fullest = f"{found.memory.fullest.total / 1e9:.1f} of 80.7 GB ({found.memory.fullest.name})"
     assert row.endswith(f"| {fullest} | {run.step} | {found.times.step:.0f} |")
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.capabilities import GPUS
 from grpo_megatron.cli import main
 from grpo_megatron.config.load import read_config
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.planner import search as searching
 from grpo_megatron.planner.advice import checked_plan, searched_plans
+from grpo_megatron.planner.memory import memory, most_engine_fraction
 from grpo_megatron.planner.plan import plan
 from grpo_megatron.planner.search import search, with_values
 from grpo_megatron.planner.text import changes_text
@@ -92,7 +94,7 @@ def suggestions(text):
         (
             "llama3_70b_16node",
             "megatron.sleep=false",
-            "training takes 127.5 GB of a GPU, more than 76.0 of the 80.0",
+            "training takes 131.4 GB of a GPU, more than 80.7 of the 84.9",
             "megatron.sleep=true",
         ),
         (
@@ -109,8 +111,8 @@ def suggestions(text):
         ),
         (
             "qwen3_8b_1node",
-            "rollout.engine.mem_fraction=0.21",
-            "an engine has room for 2,838 tokens",
+            "rollout.engine.mem_fraction=0.2",
+            "an engine has room for 4,103 tokens",
             "rollout.engine.mem_fraction=0.85",
         ),
     ],
@@ -138,6 +140,32 @@ def test_what_fits_nowhere_here_is_told_how_many_nodes_it_needs():
     assert fits(read_config("configs/llama3_70b_16node.yaml", [model, f"cluster.nodes={nodes}", *words]))
     half = with_values(config, "cluster", nodes=nodes // 2)
     assert search(half, model_of(config), Lengths.given(config), count=1) == []
+
+
+@pytest.mark.parametrize("fraction", [0.92, 0.01])
+def test_a_share_of_the_engine_with_which_nothing_fits_is_told_another(fraction):
+    path, given = "configs/qwen3_8b_1node.yaml", f"rollout.engine.mem_fraction={fraction}"
+    model = "model.path=configs/models/qwen3-8b"
+    config = read_config(path, [model, given])
+    with pytest.raises(UserError) as error:
+        searched_plans(config, model_of(config), Lengths.given(config))
+    assert "- 1 node of 8 h100-80g, with " in str(error.value)
+    (words,) = suggestions(str(error.value))
+    assert "rollout.engine.mem_fraction=0.85" in words
+    assert fits(read_config(path, [model, given, *words]))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_share_that_is_proposed_is_the_largest_beside_any_sleeping_rank(gpu):
+    """Of this layout a rank is in all groups that there are."""
+    parts = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel")
+    layout = [f"megatron.{part}=2" for part in parts] + ["megatron.data_parallel=4", f"cluster.gpu={gpu}", "cluster.nodes=4"]
+    model = "model.path=configs/models/qwen3-30b-a3b"
+    config = read_config("configs/qwen3_30b_a3b_4node.yaml", [model, *layout])
+    fraction = most_engine_fraction(gpu)
+    for share, is_free in ((fraction, True), (fraction + 0.05, False)):
+        found = memory(with_values(config, "rollout.engine", mem_fraction=share), model_of(config))
+        assert (found.moments[-1].total <= found.usable) == is_free
 
 
 def run(capsys, *arguments):
@@ -169,6 +197,14 @@ def test_the_command_on_a_recipe(capsys):
     ):
         assert phase in out
     assert "idle" not in out
+
+
+def test_what_is_parked_in_files_is_not_the_memory_of_the_host(capsys):
+    common = ["--config", "configs/qwen3_8b_1node.yaml", "model.path=configs/models/qwen3-8b"]
+    out = run(capsys, *common, "megatron.offload_folder=/nvme")[1]
+    assert "host memory of a node: 66 GB (reference 66)\n" in out
+    assert "in files of megatron.offload_folder, of a node: 164 GB (sleeping parameters 66, optimizer 98)\n" in out
+    assert "offload_folder" not in run(capsys, *common)[1]
 
 
 def test_nodes_gpu_and_lengths_of_the_command_line(capsys):
@@ -211,7 +247,7 @@ def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys):
     [
         (["--gpu", "none"], "there are no plans for machines without a GPU"),
         (["--nodes", "0"], "cluster.nodes"),
-        (["--gpu", "h100"], "cluster.gpu"),
+        (["--gpu", "H100"], "cluster.gpu=H100 is unknown; choose one of a100-40g, a100-80g, l40s, h100-80g, h200, b200, gb300"),
         (["megatron.tensor_parallel=3"], "megatron.tensor_parallel=3 does not divide"),
         (["model.path=nowhere"], "nowhere does not exist"),
         (["train.ppo_mini_batch_size=7", "--search"], "train.ppo_mini_batch_size=7 does not divide data.train_batch_size=128"),
