@@ -10,14 +10,13 @@ import mmap
 import os
 import pickle
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from grpo_megatron.cluster.store import StoreServer
-from grpo_megatron.weights.sync.channel import SizeOf
+from grpo_megatron.weights.sync.channel import SizeOf, parcel_key, wait_for
 from grpo_megatron.weights.sync.parcels import Parcel
 
 _SLOTS = 2
@@ -52,20 +51,12 @@ def _settle(memory: torch.Tensor) -> None:
         torch.cuda.synchronize(memory.device)
 
 
-def _wait(store: dist.Store, key: str, timeout: timedelta) -> None:
-    """Until a key is there. Raises TimeoutError."""
-    try:
-        store.wait([key], timeout)
-    except dist.DistStoreError as error:
-        raise TimeoutError(f"{key} did not come within {timeout.total_seconds():.0f} s") from error
-
-
 class SharedMemorySender:
     """store: reaches every receiver, to say where the memory is, and the store of this rank. slot_bytes: of the largest parcel.
     timeout: seconds that a slot may stay taken."""
 
     def __init__(self, store: dist.Store, rank: int, slot_bytes: int, device: torch.device, timeout: float):
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = timeout
         self._memory, handle, self._file = _make(_SLOTS * slot_bytes, device)
         self._slot_bytes = slot_bytes
         self._taken: list[str] = []  # of each parcel, the key that says so
@@ -85,13 +76,13 @@ class SharedMemorySender:
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
         number = len(self._taken)
-        self._taken.append(_key(self._sync, parcel, "taken"))
+        self._taken.append(parcel_key(self._sync, parcel, "taken"))
         start = number % _SLOTS * self._slot_bytes
         slot = self._memory[start : start + len(payload)]
         if payload.data_ptr() != slot.data_ptr():
             slot.copy_(payload.clone())  # a part of the slot itself may not be copied over itself
         _settle(slot)
-        self._store.set(_key(self._sync, parcel, "sent"), json.dumps((start, len(payload))))
+        self._store.set(parcel_key(self._sync, parcel, "sent"), json.dumps((start, len(payload))))
 
     def finish(self) -> None:
         for number in range(max(0, len(self._taken) - _SLOTS), len(self._taken)):
@@ -99,7 +90,7 @@ class SharedMemorySender:
 
     def _wait(self, number: int) -> None:
         key = self._taken[number]
-        _wait(self._store, key, self._timeout)
+        wait_for(self._store, key, self._timeout)
         self._store.delete_key(key)
 
     def close(self) -> None:
@@ -118,29 +109,29 @@ class SharedMemoryReceiver:
     """store: of the senders' `store`. timeout: seconds to wait for a parcel."""
 
     def __init__(self, store: dist.Store, timeout: float):
-        self._store, self._timeout = store, timedelta(seconds=timeout)
+        self._store, self._timeout = store, timeout
         self._carriers: dict[int, _Carrier] = {}
 
     def receive(self, number: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
         for parcel in parcels:
             memory, store = self._carrier(parcel.link.carrier)
-            start, size = json.loads(self._value(store, _key(number, parcel, "sent")))
+            start, size = json.loads(self._value(store, parcel_key(number, parcel, "sent")))
             yield parcel, memory[start : start + size]
             _settle(memory)
-            taken, receivers = _key(number, parcel, "taken"), len(parcel.link.receivers)
+            taken, receivers = parcel_key(number, parcel, "taken"), len(parcel.link.receivers)
             if receivers == 1 or store.add(f"{taken}/count", 1) == receivers:
-                for key in (_key(number, parcel, "sent"), f"{taken}/count"):
+                for key in (parcel_key(number, parcel, "sent"), f"{taken}/count"):
                     store.delete_key(key)
                 store.set(taken, b"1")
 
     def _carrier(self, rank: int) -> _Carrier:
         if rank not in self._carriers:
             address, handle = pickle.loads(self._value(self._store, _memory_key(rank)))
-            self._carriers[rank] = _Carrier(_open(handle), address.connect(self._timeout.total_seconds()))
+            self._carriers[rank] = _Carrier(_open(handle), address.connect(self._timeout))
         return self._carriers[rank]
 
     def _value(self, store: dist.Store, key: str) -> bytes:
-        _wait(store, key, self._timeout)
+        wait_for(store, key, self._timeout)
         return store.get(key)
 
     def close(self) -> None:
@@ -149,7 +140,3 @@ class SharedMemoryReceiver:
 
 def _memory_key(rank: int) -> str:
     return f"memory/{rank}"
-
-
-def _key(number: int, parcel: Parcel, what: str) -> str:
-    return f"{number}/{parcel.link.name}/{parcel.number}/{what}"
