@@ -107,6 +107,7 @@ class SGLangEngine:
             os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{path}"
         self._control = EngineControl(start_engine(arguments))
         self._children = Children()
+        self._children.unlink_shared_files()
         self._ends = {other: node.end.remote().future() for other, node in others.items()}
         self._memory = EngineMemory(process.name, self._control, self._while_alive)
         self._tp_size = arguments["tp_size"]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -10,6 +11,9 @@ import ray
 
 from grpo_megatron.cluster.processes import Process, redirect_output
 from grpo_megatron.sglang.start import start_engine
+
+# Of SGLang's files in memory that are shared by its processes. 24 MiB for each group of ranks, and some KiB for each engine.
+_SHARED = "/dev/shm/sgl"
 
 
 class Children:
@@ -32,6 +36,14 @@ class Children:
                 found.append(f"{child.cmdline()[0].split('_TP')[0]} (pid {child.pid}) {child.status()}")
         return found
 
+    def unlink_shared_files(self) -> None:
+        """Once all of them have opened what they share. SGLang ends them by SIGKILL, after which the files would fill /dev/shm for ever."""
+        for pid in self.pids:
+            with suppress(OSError):  # it has just died, which others notice
+                mapped = Path(f"/proc/{pid}/maps").read_text().split()
+                for path in {word for word in mapped if word.startswith(_SHARED)}:
+                    Path(path).unlink(missing_ok=True)
+
     @property
     def alive(self) -> bool:
         return all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self._processes)
@@ -45,6 +57,7 @@ class EngineNode:
         redirect_output(process.log)
         self._engine = start_engine(arguments)
         self._children = Children()
+        self._children.unlink_shared_files()
 
     async def ready(self) -> int:
         """Returns the process id once the node is up."""

@@ -3,7 +3,11 @@
 import gc
 import os
 import tempfile
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, BinaryIO
+
+import psutil
 
 
 def meeting_file() -> tuple[BinaryIO, str]:
@@ -18,6 +22,7 @@ def meeting_file() -> tuple[BinaryIO, str]:
 
 def start_engine(arguments: dict[str, Any]) -> Any:
     """sglang.Engine(**arguments), whose processes on this node are children of this one."""
+    unlink_files_of_the_dead()
     on_cpu = arguments.get("device") == "cpu"
     if on_cpu:
         from grpo_megatron.sglang import cpu_processes
@@ -35,3 +40,15 @@ def start_engine(arguments: dict[str, Any]) -> Any:
         cpu_memory.register()  # also asked for here, where schedulers are started
         engine = cpu_processes.forking(engine)
     return engine(**arguments)
+
+
+def unlink_files_of_the_dead() -> None:
+    """Those in memory, of 24 MiB, of SGLang's processes of this user that were killed during their start.
+
+    Later they have no names any more, see node.Children. SGLang names them sgl_shm_KIND_PID_RANDOM.
+    """
+    for path in Path("/dev/shm").glob("sgl_shm_*"):
+        pid = path.name.split("_")[-2]
+        with suppress(OSError):  # somebody else has removed it
+            if pid.isdigit() and path.stat().st_uid == os.getuid() and not psutil.pid_exists(int(pid)):
+                path.unlink()

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -216,9 +217,25 @@ def test_an_engine_follows_the_weights_through_an_update(manager, engines, token
     check_update(manager, engines, tokenizer, model, str(arithmetic / "model"))
 
 
+def check_no_names_of_shared_files(engines, kinds):
+    """That a SIGKILL would leave in /dev/shm. kinds: of the files that SGLang's processes have mapped there."""
+    mapped = set()
+    for engine in engines._engines:
+        for child in psutil.Process(ray.get(engine.ready.remote())).children(recursive=True):
+            words = Path(f"/proc/{child.pid}/maps").read_text().split()
+            mapped |= {word for word in words if word.startswith("/dev/shm/sgl")}
+    assert {kind for kind in ("sgl_shm_mq_", "sglang_loads_") if any(kind in path for path in mapped)} == kinds
+    assert not [path for path in mapped if os.path.exists(path)]
+
+
+def test_an_engine_keeps_no_name_of_a_file_that_its_processes_share(engines):
+    check_no_names_of_shared_files(engines, {"sglang_loads_"})
+
+
 @pytest.mark.slow
 def test_two_engines_with_two_tensor_parallel_ranks_each(ray_here, arithmetic, tokenizer, model, tmp_path):
     with running(arithmetic, tokenizer, tmp_path, num_engines=2, tensor_parallel=2) as (manager, engines):
+        check_no_names_of_shared_files(engines, {"sgl_shm_mq_", "sglang_loads_"})
         check_update(manager, engines, tokenizer, model, str(arithmetic / "model"))
 
 

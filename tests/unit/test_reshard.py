@@ -260,7 +260,11 @@ def test_every_transport_brings_every_parameter_and_its_digest(cluster, way, mul
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize(
     ("engine_nodes", "expected"),
-    [pytest.param("aabb", {0, 1, 2, 3}, id="within"), pytest.param("abab", {0, 3}, id="over")],
+    [
+        pytest.param("aabb", {0, 1, 2, 3}, id="within"),
+        pytest.param("abab", {0, 3}, id="over"),
+        pytest.param("aaaa", {0, 1}, id="on one node alone"),
+    ],
 )
 def test_ranks_of_engines_get_their_weights_from_a_rank_of_their_node(cluster, delta, engine_nodes, expected):
     """Stage 0 is on one node and stage 1 on the other, engines within one of them or over both: each needs what both have."""

@@ -1,9 +1,11 @@
 """What carries parcels from the trainer's ranks to the engines' ranks; one pair of classes for each transport."""
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from grpo_megatron.weights.sync.parcels import Parcel
 
@@ -39,3 +41,16 @@ class ReceivingChannel(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+def parcel_key(number: int, parcel: Parcel, what: str) -> str:
+    """Of a store. number: of the order."""
+    return f"{number}/{parcel.link.name}/{parcel.number}/{what}"
+
+
+def wait_for(store: dist.Store, key: str, timeout: float) -> None:
+    """Until a key is there. Raises TimeoutError after so many seconds."""
+    try:
+        store.wait([key], timedelta(seconds=timeout))
+    except dist.DistStoreError as error:
+        raise TimeoutError(f"{key} did not come within {timeout:.0f} s") from error

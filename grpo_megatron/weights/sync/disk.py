@@ -1,42 +1,53 @@
-"""Parcels as files in a folder that both sides see, such as NFS or a mounted object store; they need no network between them."""
+"""Parcels as files in a folder that both sides see, such as NFS or a mounted object store; they need no network between them.
+
+The store says which files are there. To look for a file before it is there would be slow on NFS, which may go on to answer for half a
+minute that it is not.
+"""
 
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.weights.sync.channel import SizeOf
+from grpo_megatron.weights.sync.channel import SizeOf, parcel_key, wait_for
 from grpo_megatron.weights.sync.parcels import Parcel
 
-_POLL_SECONDS = 0.005
+_RETRY_SECONDS = 0.05
 
 
-def _path(folder: Path, number: int, parcel: Parcel) -> Path:
-    return folder / f"sync{number:08d}" / f"{parcel.link.name}.{parcel.number}"
+def _folder(folder: Path, number: int) -> Path:
+    return folder / f"sync{number:08d}"
+
+
+def _name(parcel: Parcel) -> str:
+    return f"{parcel.link.name}.{parcel.number}"
 
 
 class DiskSender:
-    """folder: weight_sync.folder with the name of the run. Files of a sync go when the next one begins."""
+    """store: reaches every receiver. folder: weight_sync.folder with the name of the run. Files of a sync go when the next one begins."""
 
-    def __init__(self, folder: str, device: torch.device):
-        self._folder, self._device = Path(folder), device
-        self._written: list[Path] = []
+    def __init__(self, store: dist.Store, folder: str, device: torch.device):
+        self._store, self._root, self._device = store, Path(folder), device
+        self._written: dict[str, Path] = {}  # {key that says so: file}
 
     def begin(self, number: int) -> None:
-        for path in self._written:
-            path.unlink(missing_ok=True)
-        self._written, self._sync = [], number
-        (self._folder / f"sync{number:08d}").mkdir(parents=True, exist_ok=True)
+        self.close()
+        for key in self._written:
+            self._store.delete_key(key)
+        self._written, self._number, self._folder = {}, number, _folder(self._root, number)
+        self._folder.mkdir(parents=True, exist_ok=True)
 
     def buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
-        path = _path(self._folder, self._sync, parcel)
+        path = self._folder / _name(parcel)
         aside = path.with_name(f"{path.name}.partial")
         try:
             with open(aside, "wb") as file:
@@ -46,30 +57,42 @@ class DiskSender:
             raise UserError(
                 f"weights cannot be written to {path}: {error}; weight_sync.folder needs room for the model"
             ) from error
-        self._written.append(path)
+        key = parcel_key(self._number, parcel, "written")
+        self._written[key] = path
+        self._store.set(key, "")
 
     def finish(self) -> None:
         pass
 
     def close(self) -> None:
-        for path in self._written:
+        for path in self._written.values():
             path.unlink(missing_ok=True)
+        if self._written:
+            with suppress(OSError):  # files of other ranks are in it; the last one to go removes it
+                self._folder.rmdir()
 
 
 class DiskReceiver:
-    """timeout: seconds to wait for a file."""
+    """store: of the senders. timeout: seconds to wait for a file."""
 
-    def __init__(self, folder: str, device: torch.device, timeout: float):
-        self._folder, self._device, self._timeout = Path(folder), device, timeout
+    def __init__(self, store: dist.Store, folder: str, device: torch.device, timeout: float):
+        self._store, self._root, self._device, self._timeout = store, Path(folder), device, timeout
 
     def receive(self, number: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
         for parcel in parcels:
-            path, deadline = _path(self._folder, number, parcel), time.monotonic() + self._timeout
-            while not path.exists():
+            wait_for(self._store, parcel_key(number, parcel, "written"), self._timeout)
+            yield parcel, torch.from_numpy(self._read(_folder(self._root, number) / _name(parcel))).to(self._device)
+
+    def _read(self, path: Path) -> np.ndarray:
+        """uint8 [bytes] of a file that has been written, perhaps on a node whose news are slow to come."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                return np.fromfile(path, dtype=np.uint8)
+            except FileNotFoundError as error:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"{path} did not come within {self._timeout:.0f} s")
-                time.sleep(_POLL_SECONDS)
-            yield parcel, torch.from_numpy(np.fromfile(path, dtype=np.uint8)).to(self._device)
+                    raise TimeoutError(f"{path} did not come within {self._timeout:.0f} s") from error
+                time.sleep(_RETRY_SECONDS)
 
     def close(self) -> None:
         pass

@@ -63,15 +63,15 @@ class Setup:
     def sending_channel(self, rank: int, parcels: list[Parcel], device: torch.device) -> SendingChannel:
         """For the parcels that this rank of the trainer hands over."""
         if self.way == Way.disk:
-            return DiskSender(self.folder, device)
+            return DiskSender(self.connect(), self.folder, device)
         if self.way == Way.groups:
             return GroupSender(self.groups(rank, parcels, device), self.delta)
-        largest = max((self.size_of(parcel) for parcel in parcels), default=0)
-        return SharedMemorySender(self.connect(), self.store.port, rank, largest, device, self.timeout)
+        largest = max((self.size_of(parcel) for parcel in parcels), default=1)  # there is no memory of no bytes
+        return SharedMemorySender(self.connect(), rank, largest, device, self.timeout)
 
     def receiving_channel(self, me: EngineRank, parcels: list[Parcel], device: torch.device) -> ReceivingChannel:
         if self.way == Way.disk:
-            return DiskReceiver(self.folder, device, self.timeout)
+            return DiskReceiver(self.connect(), self.folder, device, self.timeout)
         if self.way == Way.groups:
             return GroupReceiver(self.groups(me, parcels, device), self.delta)
         return SharedMemoryReceiver(self.connect(), self.timeout)

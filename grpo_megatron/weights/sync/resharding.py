@@ -1,7 +1,6 @@
 """Shard to shard: the driver's side of a weight sync that follows a ReshardPlan."""
 
 import contextlib
-import glob
 import os
 import shutil
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from grpo_megatron.weights.sync.interface import Transport, WeightSource, Weight
 from grpo_megatron.weights.sync.object_store import ObjectStore
 from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task, Way
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
-from grpo_megatron.weights.sync.shared_memory import FILES
 
 _SHOWN = 5
 
@@ -116,10 +114,7 @@ class Resharding:
         return found
 
     def close(self) -> None:
-        """The ranks may be dead already: what they left is removed here, as far as this node sees it."""
-        for path in glob.glob(FILES.format(port=self._setup.store.port)):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        """The ranks may be dead already: what they left is removed here."""
         self._clear_folder()
 
     def _clear_folder(self) -> None:
