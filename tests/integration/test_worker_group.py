@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 
-from grpo_megatron.cluster.heart import Heart
+from grpo_megatron.cluster.heart import BEAT_SECONDS, Heart
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.cluster.store import StoreAddress
 from grpo_megatron.cluster.watch import ProcessHangs, Watch
@@ -168,6 +168,7 @@ def test_a_stopped_rank_is_reported_and_ended(group):
         pytest.raises(ProcessHangs, match=r"^rank 2 \(place 2\) has not been heard of"),
         group._watch,
     ):
+        time.sleep(2 * BEAT_SECONDS)  # for beats that have the ranks' places
         group.call("stop", [(2,)] * 3)
 
 
