@@ -163,12 +163,12 @@ def test_a_rank_asleep_is_told_from_those_that_wait_for_it(group, tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_reported_and_ended(group):
+    time.sleep(2 * BEAT_SECONDS)  # for beats that have the ranks' places
     with (
         ended([group.ranks[2].pid]),
         pytest.raises(ProcessHangs, match=r"^rank 2 \(place 2\) has not been heard of"),
         group._watch,
     ):
-        time.sleep(2 * BEAT_SECONDS)  # for beats that have the ranks' places
         group.call("stop", [(2,)] * 3)
 
 
