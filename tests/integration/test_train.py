@@ -234,13 +234,18 @@ def test_a_recording_trains_the_same_in_every_layout(recorded, arithmetic, root,
     assert len({row["actor/loss"] for row in rows}) == STEPS
 
 
-def test_a_resumed_run_continues_as_if_undisturbed(recorded, arithmetic, root):
+@pytest.fixture(scope="module")
+def resumed(recorded, arithmetic, root):
+    """Metrics of an undisturbed run, "whole", and of one that goes on from its second step in another layout, "rest"."""
     whole = replay(arithmetic, root, "whole", "checkpoint.every=2")
     checkpoint = root / "whole" / "checkpoints" / "step_00000002"
     assert checkpoint.is_dir()
     assert not list(checkpoint.parent.glob("*.partial"))
-    # In another layout than it was saved in.
-    rest = replay(arithmetic, root, "rest", f"run.resume={checkpoint}", "megatron.tensor_parallel=2")
+    return whole, replay(arithmetic, root, "rest", f"run.resume={checkpoint}", "megatron.tensor_parallel=2")
+
+
+def test_a_resumed_run_continues_as_if_undisturbed(resumed, root):
+    whole, rest = resumed
     assert [row["step"] for row in rest] == [3]
     assert_same(rest, whole[2:], rtol=1e-5)
     # From the original weights the third step is another one.
@@ -273,7 +278,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_ends_at_once(rec
 
 
 @pytest.mark.slow
-def test_a_resumed_run_takes_the_configured_rate(recorded, arithmetic, root):
+def test_a_resumed_run_takes_the_configured_rate(resumed, arithmetic, root):
     checkpoint = root / "whole" / "checkpoints" / "step_00000002"
     rows = replay(arithmetic, root, "slower", f"run.resume={checkpoint}", "optimizer.lr=0.0003")
     # 2 optimizer steps per batch: the fifth and sixth of 20 warm-up steps
@@ -281,7 +286,7 @@ def test_a_resumed_run_takes_the_configured_rate(recorded, arithmetic, root):
 
 
 @pytest.mark.slow
-def test_a_run_of_the_same_name_is_moved_aside(recorded, arithmetic, root):
+def test_a_run_of_the_same_name_is_moved_aside(resumed, arithmetic, root):
     before = (root / "rest" / "metrics.jsonl").read_text()
     rows = replay(arithmetic, root, "rest", "run.total_steps=1", "megatron.pipeline_parallel=2")
     assert [row["step"] for row in rows] == [1]
