@@ -53,7 +53,9 @@ def test_what_an_engine_shares_loses_its_name_and_nothing_else_does(in_memory):
     with own, stranger:
         assert own.stdout.readline() == stranger.stdout.readline() == b"mapped\n"
         children = Children()
-        assert children.pids == [own.pid]
+        # Tests with engines may have left some that have ended.
+        assert own.pid in children.pids
+        assert stranger.pid not in children.pids
         children.unlink_shared_files()
         assert not queue.exists()
         assert not loads.exists()
