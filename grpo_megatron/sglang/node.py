@@ -21,8 +21,11 @@ class Children:
 
     def __init__(self) -> None:
         # Python's own helpers are children too, which come and go.
-        found = psutil.Process().children(recursive=True)
-        self._processes = [child for child in found if "sglang::" in " ".join(child.cmdline())]
+        self._processes = []
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it has ended
+                if "sglang::" in " ".join(child.cmdline()):
+                    self._processes.append(child)
 
     @property
     def pids(self) -> list[int]:
