@@ -24,6 +24,8 @@ class EngineClient:
         self._answers: dict[tuple[int, int], asyncio.Future] = {}
         self._batch: list[Request] = []
         self._poller: asyncio.Task | None = None
+        self._submits: list[ray.ObjectRef] = []
+        self._polling: ray.ObjectRef | None = None
 
     async def generate(self, request: Request) -> Completion:
         """Waits while the engine has rollout.max_concurrency requests. One at a time for each key.
@@ -44,14 +46,18 @@ class EngineClient:
         self._batch = []
         if self._poller:
             self._poller.cancel()
+        # Ray may run the calls of an actor with an event loop in another order than they were made. What was submitted after the abort
+        # was answered in the next step, and a poll of then would take answers of then, so none of them is left.
+        await asyncio.gather(*self._submits, return_exceptions=True)
         reference = self._engine.abort.remote()
-        with contextlib.suppress(Exception):
-            await reference  # what went wrong, fetch says
+        for call in (reference, self._polling):
+            with contextlib.suppress(Exception):
+                await call  # what went wrong, fetch says
         fetch(reference, self._process, "abort")
 
     def _send(self) -> None:
         # Nobody waits for this call, because the poll reports the same engine if it fails.
-        self._engine.submit.remote(self._batch)
+        self._submits.append(self._engine.submit.remote(self._batch))
         self._batch = []
         if self._poller is None or self._poller.done():
             self._poller = asyncio.create_task(self._poll())
@@ -68,7 +74,7 @@ class EngineClient:
         clock = asyncio.get_running_loop().time
         last_progress = clock()
         while self._answers:
-            reference = self._engine.poll.remote(_POLL_SECONDS)
+            self._polling = reference = self._engine.poll.remote(_POLL_SECONDS)
             with contextlib.suppress(Exception):
                 await reference  # what went wrong, fetch says
             completions: list[Completion] = fetch(reference, self._process, "generate")
