@@ -62,14 +62,15 @@ def gather(references: dict[int, ray.ObjectRef], processes: list[Process], call:
             raise ProcessLost(f"`{call}` was not done within {timeout:.0f} s by {names}")
         # With all that are ready by now: one wait for each of 1,000 would look at all that are left each time.
         more, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
-        for number, reference in ((numbers[reference], reference) for reference in (*ready, *more)):
+        for reference in (*ready, *more):
+            number = numbers[reference]
             try:
                 results[number] = fetch(reference, processes[number], call)
             except ProcessDied:
                 raise
             except Exception:
                 # A process whose partner died in a collective, or in a weight sync, often fails before the death is known.
-                others = [one for one in (*ready, *more, *pending) if one != reference and numbers[one] not in results]
+                others = [one for one in numbers if one != reference and numbers[one] not in results]
                 _raise_if_one_died(others, numbers, processes, call)
                 raise
     return {number: results[number] for number in references}

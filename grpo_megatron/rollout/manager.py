@@ -94,26 +94,29 @@ class RolloutManager:
     async def _fill(self, draw, keep, sampling: Sampling, goal: Goal) -> Filled:
         clients, filled, asked = self._engines.clients(), Filled(), 0
         running: dict[asyncio.Task[Group], Prompt] = {}
-        while len(filled.groups) < goal.groups:
-            wanted = math.ceil((goal.groups - len(filled.groups)) * goal.in_flight) - len(running)
-            for prompt in draw(min(max(wanted, 0), goal.most - asked)):
-                running[asyncio.create_task(self._group(prompt, asked, sampling, clients))] = prompt
-                asked += 1
-            if not running:
-                break
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for group in sorted((task.result() for task in done), key=lambda group: group.group_id):
-                full = len(filled.groups) == goal.groups
-                if keep(group) and not full:
-                    filled.groups.append(group)
-                else:
-                    (filled.aborted if full else filled.dropped).append(group.prompt)
-            for task in done:
-                del running[task]
-        for task in running:
-            task.cancel()
-        if running:
+        try:
+            while len(filled.groups) < goal.groups:
+                wanted = math.ceil((goal.groups - len(filled.groups)) * goal.in_flight) - len(running)
+                for prompt in draw(min(max(wanted, 0), goal.most - asked)):
+                    running[asyncio.create_task(self._group(prompt, asked, sampling, clients))] = prompt
+                    asked += 1
+                if not running:
+                    break
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for group in sorted((task.result() for task in done), key=lambda group: group.group_id):
+                    full = len(filled.groups) == goal.groups
+                    if not full and keep(group):
+                        filled.groups.append(group)
+                    else:
+                        (filled.aborted if full else filled.dropped).append(group.prompt)
+                for task in done:
+                    del running[task]
+        finally:
+            # Also where one failed: nobody else would hear of the others' errors.
+            for task in running:
+                task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+        if running:
             await asyncio.gather(*(client.abort() for client in clients))
         filled.aborted += running.values()
         filled.groups.sort(key=lambda group: group.group_id)
