@@ -117,6 +117,8 @@ def connect(address: str | None, num_slots: int) -> bool:
     if not address:
         # Processes share the machine's cores, so slots, not cores, are what is counted here.
         common["num_cpus"] = max(num_slots, os.cpu_count() or 1)
+        # At Ray's own 15, whatever has the lowest priority of all, as the sandbox's helpers have, still takes a third of the engines'.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         # Ray's name for listening on loopback alone; what it starts here, nobody else needs to reach.
         ray_constants.ENABLE_RAY_CLUSTER = False
     else:

@@ -2,12 +2,15 @@
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
+from functools import cache
 
 import numpy as np
+
+from grpo_megatron.config.reward import RewardConfig
+from grpo_megatron.rewards.code import code
+from grpo_megatron.rewards.terms import Setup, terms_of
 
 
 def digits(prompt, response, answer, record):
@@ -16,10 +19,17 @@ def digits(prompt, response, answer, record):
 
 
 def runs_a_program(prompt, response, answer, record):
-    """As a reward that runs what the model wrote."""
-    program = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"
-    subprocess.run(["nice", "-n", "19", sys.executable, "-S", "-c", program], check=True)
+    """The reward `code`, as if the model had written a program that takes half a second of a processor."""
+    program = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass\nprint(4)"
+    found = _code()(prompt, f"```python\n{program}\n```", '{"inputs": [""], "outputs": ["4"]}', record)
+    assert found["passed"] == 1.0
     return digits(prompt, response, answer, record)
+
+
+@cache
+def _code():
+    config = RewardConfig(function="code", timeout=120.0)
+    return code(Setup(config, *terms_of(config)))
 
 
 def nan_reward(prompt, response, answer, record):
