@@ -45,7 +45,7 @@ _PATIENCE_SECONDS = 30.0
 
 
 class WorkerDied(ProcessLost):
-    """The process of a call died, and that of its second trial too."""
+    """The process of a call died; that of its second trial too, where there is one."""
 
 
 class WorkerHangs(UserError):

@@ -73,7 +73,8 @@ class RewardConfig:
     )
     on_failure: OnFailure = option(
         OnFailure.error,
-        "where a reward fails, hangs, or takes its process down: error ends the run, value gives that one sample failure_value",
+        "where a reward or an environment fails, hangs, or takes its process down: error ends the run, value gives that one sample "
+        "failure_value",
     )
     failure_value: float = option(0.0, "the reward of a sample whose reward failed, with on_failure=value")
     memory_gib: float = option(

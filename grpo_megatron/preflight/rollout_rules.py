@@ -18,7 +18,7 @@ from grpo_megatron.rollout.environments import BUILT_IN, offered_tools, resolve_
 ROLLOUT = RuleBook()
 
 _TRAIN = ("train",)
-_REWARDS = ("function", "args", "terms", "extract", "answer_from", "response_from", "on_failure", "failure_value")
+_REWARDS = ("function", "args", "terms", "extract", "answer_from", "response_from")
 
 
 @ROLLOUT.rule("Training prompts are given by a file, by hf:NAME, or by a list of these.", "data.train")

@@ -1,7 +1,13 @@
-"""A time limit for code from outside, in the process that runs it."""
+"""Limits for code from outside, in the process that runs it."""
 
 import asyncio
+import gc
+import math
+import os
+import resource
 import signal
+
+import psutil
 
 
 class OutOfTime(BaseException):
@@ -40,3 +46,35 @@ class time_limit:
         signal.signal(signal.SIGALRM, self._handler)
         self.reached = kind is OutOfTime
         return self.reached
+
+
+class FreeMemory:
+    """What calls find of their process' memory, and whether those that are over have kept it from them."""
+
+    def __init__(self) -> None:
+        self._lacked, self._at_first = False, math.nan
+
+    def begin(self) -> None:
+        """Before a batch. What is free at the first one is the measure of all."""
+        if math.isnan(self._at_first):
+            self._at_first = _free_bytes()
+
+    def lacks(self) -> None:
+        """A call of this batch has found too little."""
+        self._lacked = True
+
+    def leave_if_kept(self) -> None:
+        """Behind a batch: end this process if a call found too little, and less than half is free again. All later calls would fail, too;
+        so another process takes this one's place, and does the batch."""
+        if self._lacked:
+            self._lacked = False
+            gc.collect()
+            if _free_bytes() < self._at_first / 2:
+                print("out of memory, most of which earlier calls have kept; this process ends", flush=True)
+                os._exit(1)
+
+
+def _free_bytes() -> float:
+    """Until the limit of memory that is private and can be written."""
+    most, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return math.inf if most == resource.RLIM_INFINITY else most - psutil.Process().memory_info().data

@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.rewards.base import Reward, resolve_rewards
-from grpo_megatron.rewards.limits import interruptible_loop, time_limit
+from grpo_megatron.rewards.limits import FreeMemory, interruptible_loop, time_limit
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,14 @@ class Scorer:
         rewards = resolve_rewards(config, secrets)
         self._of_responses = [reward for reward in rewards if not reward.of_group]
         self._of_groups = [reward for reward in rewards if reward.of_group]
-        self._loop = interruptible_loop()
+        self._loop, self._memory = interruptible_loop(), FreeMemory()
 
     def work(self, tasks: Sequence[RewardTask | GroupTask], seconds: float) -> list[Scored | GroupScored | Failed]:
         """Of the first tasks: as many as could be begun within these seconds, but at least one."""
-        return self._loop.run_until_complete(self._score_all(tasks, time.monotonic() + seconds))
+        self._memory.begin()
+        found = self._loop.run_until_complete(self._score_all(tasks, time.monotonic() + seconds))
+        self._memory.leave_if_kept()
+        return found
 
     async def _score_all(self, tasks: Sequence[RewardTask | GroupTask], until: float) -> list[Scored | GroupScored | Failed]:
         async def score(number: int, task: RewardTask | GroupTask) -> Scored | GroupScored | Failed | None:
@@ -150,6 +153,8 @@ class Scorer:
         except _TooLong:
             raise _Failure(f"{failed}: took longer than reward.timeout={self._timeout} s") from None
         except (Exception, SystemExit) as error:
+            if isinstance(error, MemoryError):
+                self._memory.lacks()
             raise _Failure(f"{failed}: {type(error).__name__}: {error}") from error
 
 

@@ -18,18 +18,27 @@ from typing import Any, Protocol
 import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.cluster.worker_pool import Place, WorkerPool
+from grpo_megatron.cluster.worker_pool import Place, WorkerDied, WorkerHangs, WorkerPool
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.plugins import Registry
-from grpo_megatron.rewards.limits import interruptible_loop, time_limit
+from grpo_megatron.rewards.limits import FreeMemory, interruptible_loop, time_limit
 from grpo_megatron.rewards.workers import bounds
 
 Decode = Callable[[np.ndarray], str]
 
 BUILT_IN = ("gymnasium", "tools")
+
+
+class EnvironmentFailed(UserError):
+    """An environment raised an error, took too long, or returned what it must not."""
+
+
+# What costs an episode, where reward.on_failure says so; all other errors are the run's own.
+FAILURES = (EnvironmentFailed, WorkerDied, WorkerHangs)
+
 # It holds environments from elsewhere; the built-in ones are made from the configuration.
 environment = Registry("environment", "rollout.environment", BUILT_IN)
 
@@ -114,7 +123,7 @@ class Environments:
 
 
 class RemoteEnvironment:
-    """An environment in another process. Its methods but `close` raise UserError for what goes wrong there."""
+    """An environment in another process. Its methods but `close` raise one of FAILURES for what goes wrong there."""
 
     def __init__(self, pool: WorkerPool, number: int, prompt: Prompt, timeout: float, could_not_close: Callable[[str], None]):
         self._pool, self._number, self._prompt = pool, number, prompt
@@ -164,11 +173,12 @@ class _Host:
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode):
         self._name, self._timeout, self._decode = rollout.environment, reward.timeout, decode
         self._make = resolve_environment(rollout, reward)
-        self._loop = interruptible_loop()
+        self._loop, self._memory = interruptible_loop(), FreeMemory()
         self._alive: dict[int, tuple[Any, int]] = {}  # with the uid of the prompt
 
     def work(self, calls: Sequence[tuple[str, int, tuple]], seconds: float) -> list[Any]:
         """What the first calls return, or the UserError that they raise; as many as can be begun within these seconds."""
+        self._memory.begin()
         until, results = time.monotonic() + seconds, []
         for method, number, arguments in calls:
             try:
@@ -177,6 +187,7 @@ class _Host:
                 results.append(error)
             if time.monotonic() > until:
                 break
+        self._memory.leave_if_kept()
         return results
 
     def text(self, number: int, ids: np.ndarray) -> str:
@@ -192,7 +203,7 @@ class _Host:
 
         observation = self._limited(where, make_and_reset)
         if observation is not None and not _is_observation(observation):
-            raise UserError(
+            raise EnvironmentFailed(
                 f"{where} returned {str(observation)[:80]!r}; it must return text, chat messages with role and content, or None"
             )
         return observation or ""
@@ -200,7 +211,7 @@ class _Host:
     def step(self, number: int, response_ids: np.ndarray) -> tuple[str, StepResult]:
         if number not in self._alive:
             # Its death may have been noticed by a call that nobody minds, such as `close` of another episode.
-            raise ProcessLost(
+            raise WorkerDied(
                 f"environment {self._name}: the process of an episode has died between its turns, and the episode with it"
             )
         instance, uid = self._alive[number]
@@ -220,10 +231,12 @@ class _Host:
             with time_limit(self._timeout):
                 return self._loop.run_until_complete(call())
         except UserError as error:
-            raise UserError(f"{where} failed: {error}") from error
+            raise EnvironmentFailed(f"{where} failed: {error}") from error
         except (Exception, SystemExit) as error:
-            raise UserError(f"{where} failed: {type(error).__name__}: {error}") from error
-        raise UserError(f"{where} took longer than reward.timeout={self._timeout} s")
+            if isinstance(error, MemoryError):
+                self._memory.lacks()
+            raise EnvironmentFailed(f"{where} failed: {type(error).__name__}: {error}") from error
+        raise EnvironmentFailed(f"{where} took longer than reward.timeout={self._timeout} s")
 
 
 async def _awaited(value):
@@ -241,7 +254,7 @@ def _is_observation(value: Any) -> bool:
 def _checked(result, where: str) -> StepResult:
     """The result with plain Python numbers."""
     if not isinstance(result, StepResult):
-        raise UserError(f"{where} returned {str(result)[:80]!r}; it must return a StepResult")
+        raise EnvironmentFailed(f"{where} returned {str(result)[:80]!r}; it must return a StepResult")
     try:
         reward = float(result.reward)
         components = {str(name): float(value) for name, value in result.components.items()}
@@ -249,7 +262,7 @@ def _checked(result, where: str) -> StepResult:
     except (AttributeError, TypeError, ValueError):
         legal = False
     if not legal or not all(map(math.isfinite, [reward, *components.values()])):
-        raise UserError(
+        raise EnvironmentFailed(
             f"{where} returned {str(result)[:200]}; observation must be text or chat messages, done true or false, reward and all "
             "components finite numbers"
         )

@@ -8,12 +8,14 @@ import numpy as np
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.worker_pool import Place
+from grpo_megatron.config.reward import OnFailure
 from grpo_megatron.config.rollout import HistoryKind
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
+from grpo_megatron.monitoring.terminal import Rarely
 from grpo_megatron.rewards import RewardWorkers
-from grpo_megatron.rollout.environments import Environments, RemoteEnvironment
+from grpo_megatron.rollout.environments import FAILURES, Environments, RemoteEnvironment
 from grpo_megatron.rollout.history import HISTORIES, History
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
 from grpo_megatron.sglang.engine import Completion
@@ -58,23 +60,42 @@ class MultiTurn:
         seed: int,
         history: HistoryKind = HistoryKind.append,
         rewards: RewardWorkers | None = None,
+        failure_value: float | None = None,
     ):
-        """seed: of initial states. rewards: score the last turn of each episode, whose environment does not."""
+        """seed: of initial states. rewards: score the last turn of each episode, whose environment does not. failure_value: the
+        reward of an episode whose environment fails; None: that is an error."""
         self._environments, self._tokenizer, self._max_turns, self._seed = environments, tokenizer, max_turns, seed
         self._history, self._rewards = HISTORIES[history], rewards
+        self._failure_value, self._say = failure_value, Rarely()
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
-        """Finish reasons: stop (the environment is done), max_turns, or length (a turn was cut off, or an
+        """Finish reasons: stop (the environment is done, or has failed), max_turns, or length (a turn was cut off, or an
         observation would have left no room for the next)."""
-        history = self._history(episode.prompt, self._tokenizer)
+        history, trajectory = self._history(episode.prompt, self._tokenizer), Trajectory(episode)
         world = self._environments.episode(episode.prompt)
         try:
-            return await self._play(episode, respond, world, history)
+            return await self._play(episode, trajectory, respond, world, history)
+        except FAILURES as error:
+            if self._failure_value is None:
+                raise
+            self._say(f"{error}; the reward of this episode is reward.failure_value={self._failure_value}")
         finally:
             await world.close()
+        if not trajectory.turns:  # there must be something to train on
+            trajectory.write(await respond(trajectory.ids, trajectory.room))
+        return tuple(
+            replace(
+                sample.scored(self._failure_value, {}),
+                response_text=self._tokenizer.decode(sample.response_ids),
+                reward_failed=True,
+            )
+            for sample in trajectory.samples("stop")
+        )
 
-    async def _play(self, episode: Episode, respond: Respond, world: RemoteEnvironment, history: History) -> tuple[Sample, ...]:
-        trajectory, asked = Trajectory(episode), len(episode.prompt.ids)
+    async def _play(
+        self, episode: Episode, trajectory: Trajectory, respond: Respond, world: RemoteEnvironment, history: History
+    ) -> tuple[Sample, ...]:
+        asked = len(episode.prompt.ids)
         first = history.begin(await world.reset(self._initial_state(episode)))
         if not trajectory.read(first):
             raise UserError(
@@ -146,4 +167,5 @@ def make_episodes(config: Config, tokenizer: PromptTokenizer, places: Sequence[P
     environments = Environments(rollout, config.reward, tokenizer.decoder, places)
     asks = environments.asks_reward_function
     rewards = RewardWorkers(config.reward, tokenizer.decoder, places) if asks else None
-    return MultiTurn(environments, tokenizer, rollout.max_turns, config.run.seed, rollout.history, rewards)
+    failure_value = config.reward.failure_value if config.reward.on_failure == OnFailure.value else None
+    return MultiTurn(environments, tokenizer, rollout.max_turns, config.run.seed, rollout.history, rewards, failure_value)

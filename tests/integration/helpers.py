@@ -45,6 +45,9 @@ def spelled(ids):
     return "".join(map(chr, ids))
 
 
+_KEPT = []
+
+
 def obey(prompt, response, answer, record):
     """A reward that does what the response says."""
     if response == "raise":
@@ -56,6 +59,8 @@ def obey(prompt, response, answer, record):
         time.sleep(60)
     if response == "eat":
         return len(bytearray(10 * 2**30))
+    if response == "keep":
+        _KEPT.append(bytearray(100 * 2**20))
     if response == "write":
         with open(os.path.join(tempfile.gettempdir(), f"reward-{os.getpid()}"), "wb") as file:
             os.unlink(file.name)

@@ -76,6 +76,12 @@ def test_a_fault_costs_one_sample(forgiving, capsys, fault):
     assert re.search(FAULTS[fault] + ".*; the reward of this sample is reward.failure_value=-0.5", said), said
 
 
+def test_memory_that_calls_keep_costs_no_sample(forgiving, capsys):
+    """The worker has 500 MiB, and five of these fill it."""
+    assert [(one.reward, one.reward_failed) for one in run(forgiving, *["keep"] * 12)] == [(1.0, False)] * 12
+    assert "what it did is tried once more" in capsys.readouterr().out
+
+
 def test_a_full_log_costs_one_sample(forgiving):
     """The log is a file under the limit, and the next process would find it full."""
     (full,) = run(forgiving, "shout")

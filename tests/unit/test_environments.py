@@ -95,9 +95,10 @@ def obedient(places):
     environments.close()
 
 
-def play(environments, script, asked=None, limit=100, max_turns=8, state=(0, 0), seed=0):
+def play(environments, script, asked=None, limit=100, max_turns=8, state=(0, 0), seed=0, failure_value=None):
     episode = Episode(asked or prompt(), group_id=2, trajectory_id=5, limit=limit, state=state)
-    samples = asyncio.run(MultiTurn(environments, LETTERS, max_turns, seed).play(episode, script))
+    turns = MultiTurn(environments, LETTERS, max_turns, seed, failure_value=failure_value)
+    samples = asyncio.run(turns.play(episode, script))
     assert len(samples) == 1
     return samples[0]
 
@@ -337,6 +338,28 @@ def test_a_process_that_dies(places):
         environments.close()
 
 
+@pytest.mark.parametrize(
+    ("order", "asked", "played"),
+    [
+        ("raise", {}, "finefineraise"),
+        ("bad reward", {}, "finefinebad reward"),
+        ("spin", {}, "finefinespin"),
+        ("die", {}, "finefinedie"),
+        ("fine", {"do": "reset and raise"}, "fine"),
+    ],
+)
+def test_a_failure_costs_its_episode_where_it_may(obedient, capsys, order, asked, played):
+    """What was played is kept, and there is something to train on even if nothing was."""
+    turns = ["fine"] if asked else ["fine", order]
+    sample = play(obedient, Script(*turns), prompt(**asked), failure_value=-0.5)
+    assert (sample.reward, sample.reward_failed, sample.reward_components) == (-0.5, True, {})
+    assert sample.response_text == decode(sample.response_ids) == played
+    assert sample.loss_mask.sum() == sum(map(len, turns))
+    assert "; the reward of this episode is reward.failure_value=-0.5" in capsys.readouterr().out
+    fine = play(obedient, Script("fine"), max_turns=1, failure_value=-0.5)
+    assert (fine.reward, fine.reward_failed) == (1, False)
+
+
 def test_an_episode_whose_process_was_replaced_is_lost():
     """Not an error of the program: the run begins its step again."""
     rollout = RolloutConfig(environment="tests.unit.toy_environments:Obedient")
@@ -366,7 +389,8 @@ WORLD = "rollout.environment=tests.unit.toy_environments:counting"
 
 
 def test_an_environment_is_legal():
-    assert configured(WORLD, "rollout.max_turns=3").rollout.max_turns == 3
+    config = configured(WORLD, "rollout.max_turns=3", "reward.on_failure=value", "reward.failure_value=-1")
+    assert (config.rollout.max_turns, config.reward.failure_value) == (3, -1.0)
 
 
 @pytest.mark.parametrize(
