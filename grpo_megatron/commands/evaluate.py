@@ -17,7 +17,7 @@ from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.paths import replace_text
 from grpo_megatron.preflight.start import check_start
 from grpo_megatron.rollout.environments import offered_tools
-from grpo_megatron.rollout.episodes import make_episodes
+from grpo_megatron.rollout.episodes import make_episodes, record_check
 from grpo_megatron.rollout.evaluation import Evaluation, Scores, scalars
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.run.checkpoints import ACTOR
@@ -49,7 +49,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     config = evaluation_config(config)
     check_start(config, "eval")
     tokenizer = PromptTokenizer(config.model.path, config.data, offered_tools(config.rollout, config.reward))
-    held_out = held_out_prompts(config, tokenizer)
+    held_out = held_out_prompts(config, tokenizer, record_check(config))
 
     def attempt(site: Site, checkpoint: Checkpoint | None) -> dict[str, Any]:
         with ExitStack() as cleanup:

@@ -21,7 +21,7 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.preflight.start import check_start
 from grpo_megatron.rollout.environments import offered_tools
-from grpo_megatron.rollout.episodes import make_episodes
+from grpo_megatron.rollout.episodes import make_episodes, record_check
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
@@ -68,10 +68,11 @@ class _Data:
 
     def __init__(self, config: Config):
         self.tokenizer = PromptTokenizer(config.model.path, config.data, offered_tools(config.rollout, config.reward))
-        self.held_out = held_out_prompts(config, self.tokenizer)
+        check = None if config.rollout.replay else record_check(config)
+        self.held_out = held_out_prompts(config, self.tokenizer, check)
         scores = scores_on_ranks(config)
         self.conversations = conversations_of(config.reward.model.path, config.data) if scores else None
-        self._prompts = None if config.rollout.replay else training_prompts(config, self.tokenizer)
+        self._prompts = None if config.rollout.replay else training_prompts(config, self.tokenizer, check)
         self._beginning = deepcopy(self._prompts.state_dict()) if self._prompts else None
 
     def prompts(self) -> PromptSource | None:

@@ -3,7 +3,7 @@
 import math
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from grpo_megatron.data.store import Records
 from grpo_megatron.data.tokenizer import PromptTokenizer
 from grpo_megatron.data.values import required, shown
 from grpo_megatron.errors import UserError
+
+# Takes a prompt and the place of its record, and raises UserError for one that cannot be used.
+RecordCheck = Callable[[Prompt, str], None]
 
 
 def as_list(value: Any) -> list[str]:
@@ -85,13 +88,18 @@ def record_prompt(record: dict[str, Any], config: DataConfig, where: str) -> Any
 
 
 def load_prompts(
-    source: str, tokenizer: PromptTokenizer, config: DataConfig, first_uid: int = 0
+    source: str,
+    tokenizer: PromptTokenizer,
+    config: DataConfig,
+    first_uid: int = 0,
+    check: RecordCheck | None = None,
 ) -> tuple[Sequence[Prompt], dict[str, int]]:
     """The prompts of one source, and how many were skipped or truncated for their length.
 
     Every record is read, checked and tokenized here once, so that whatever is wrong is found before a run starts;
     kept is only which records are left. Each prompt is read and tokenized again when it is asked for.
-    uid counts records from first_uid. Raises UserError, naming the record, for a bad one, for an overlong prompt
+    uid counts records from first_uid. check: of the prompts that are left, such as
+    rollout.episodes.record_check. Raises UserError, naming the record, for a bad one, for an overlong prompt
     under data.overlong_prompts=error, and if none is left.
     """
     records = open_records(source)
@@ -99,7 +107,8 @@ def load_prompts(
     make = PromptMaker(records, tokenizer, config, first_uid, name)
     kept, counts = array("q"), {"skipped": 0, "truncated": 0}
     for number in range(len(records)):
-        length = len(make.whole(number).ids)
+        prompt = make.whole(number)
+        length = len(prompt.ids)
         if length > config.max_prompt_length:
             if config.overlong_prompts == OverlongPrompts.error:
                 raise UserError(
@@ -111,6 +120,8 @@ def load_prompts(
                 counts["skipped"] += 1
                 continue
             counts["truncated"] += 1
+        if check:
+            check(prompt, records.where(number))
         kept.append(number)
     if not kept:
         raise UserError(f"{source}: no prompt is left, all {counts['skipped']} are longer than data.max_prompt_length")

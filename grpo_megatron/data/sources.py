@@ -1,16 +1,16 @@
-"""The prompts of a run, from all of its sources."""
+"""The prompts of a run, from all of its sources. check: of each record, see load_prompts."""
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data.order import PromptSource
-from grpo_megatron.data.prompts import as_list, load_prompts
+from grpo_megatron.data.prompts import RecordCheck, as_list, load_prompts
 from grpo_megatron.data.tokenizer import PromptTokenizer
 
 
-def training_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSource:
+def training_prompts(config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None) -> PromptSource:
     sources, uid = [], 0
     for source in as_list(config.data.train):
-        prompts, counts = load_prompts(source, tokenizer, config.data, uid)
+        prompts, counts = load_prompts(source, tokenizer, config.data, uid, check)
         uid += len(prompts) + counts["skipped"]
         sources.append(prompts)
         changed = ", ".join(f"{count} {what} for their length" for what, count in counts.items() if count)
@@ -18,14 +18,14 @@ def training_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSource
     return PromptSource(sources, config.run.seed, config.data.shuffle, config.data.train_weights)
 
 
-def held_out_prompts(config: Config, tokenizer: PromptTokenizer) -> dict[str, list[Prompt]]:
+def held_out_prompts(config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None) -> dict[str, list[Prompt]]:
     """{name of the data set: its prompts}; a name that occurs twice gets a number, and so does `average`, which is that of all.
 
     These are held in memory: an evaluation samples them all at once.
     """
     datasets: dict[str, list[Prompt]] = {}
     for source in as_list(config.data.eval):
-        prompts, counts = load_prompts(source, tokenizer, config.data)
+        prompts, counts = load_prompts(source, tokenizer, config.data, check=check)
         if any(counts.values()):
             print(f"{source}: {counts['skipped']} skipped and {counts['truncated']} truncated for their length", flush=True)
         name = prompts[0].source

@@ -145,7 +145,7 @@ def _check_reward_model(config: Config, report: Report) -> Config:
 
 
 def _check_data(config: Config, command: str, model_is_here: bool, report: Report) -> None:
-    from grpo_megatron.data import PromptTokenizer, as_list, load_prompts, read_records
+    from grpo_megatron.data import PromptTokenizer, as_list, read_records
     from grpo_megatron.rollout.environments import offered_tools
 
     data = config.data
@@ -180,7 +180,14 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
         elif command == "reward-model":
             report.attempt(f"{key} {source}", partial(_read_pairs, source, *tokenizers, config))
         else:
-            report.attempt(f"{key} {source}", partial(load_prompts, source, *tokenizers, data))
+            report.attempt(f"{key} {source}", partial(_read_prompts, source, *tokenizers, config))
+
+
+def _read_prompts(source: str, tokenizer, config: Config) -> None:
+    from grpo_megatron.data import load_prompts
+    from grpo_megatron.rollout.episodes import record_check
+
+    load_prompts(source, tokenizer, config.data, check=record_check(config))
 
 
 def _read_pairs(source: str, tokenizer, config: Config) -> None:

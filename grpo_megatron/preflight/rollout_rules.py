@@ -12,7 +12,7 @@ from grpo_megatron.data.tokenizer import NO_TEMPLATE
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.rule import COMMANDS, ENGINE_COMMANDS, RuleBook
 from grpo_megatron.rewards import resolve_rewards
-from grpo_megatron.rollout.environments import BUILT_IN, offered_tools, resolve_environment
+from grpo_megatron.rollout.environments import BUILT_IN, asks_reward_function, offered_tools
 
 # Their checks take a Config.
 ROLLOUT = RuleBook()
@@ -254,10 +254,8 @@ def environment_gives_the_rewards(config: Config) -> Iterator[str]:
 
 def _asks_reward_function(config: Config) -> bool:
     """Whether reward.function scores: responses, or the last turns of episodes."""
-    if config.rollout.environment is None:
-        return True
     try:
-        return bool(getattr(resolve_environment(config.rollout, config.reward), "asks_reward_function", False))
+        return asks_reward_function(config.rollout, config.reward)
     except UserError:  # which is said elsewhere
         return True
 

@@ -1,10 +1,11 @@
 """Finding the rewards of a configuration by their names."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.reward import MODEL, RewardConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Registry
@@ -12,7 +13,8 @@ from grpo_megatron.rewards import compare, form, groups, remote
 from grpo_megatron.rewards.code import code
 from grpo_megatron.rewards.terms import Setup, Term, terms_of
 
-# Each makes its function from a Setup. A function's `needs` are terms whose values it reads, its `secrets` environment variables.
+# Each makes its function from a Setup. A function's `needs` are terms whose values it reads, its `secrets` environment variables; its
+# `check_record(answer, record)` raises an error for a record that it cannot score, before a run starts.
 _OF_RESPONSES = {
     "exact_match": compare.exact_match,
     "math": compare.math,
@@ -61,6 +63,11 @@ class Reward:
         return is_async or "components" in self.wants
 
     @property
+    def check_record(self) -> Callable[[str | list[str], dict], Any] | None:
+        """Raises an error for the answer and the fields of a record that it cannot score; None: it says so when it is called."""
+        return getattr(self.function, "check_record", None)
+
+    @property
     def name(self) -> str:
         """For messages."""
         return self.term.function if self.term.is_whole else f"{self.term.function} of {self.term.key}"
@@ -90,6 +97,18 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
 def resolve_reward(config: RewardConfig) -> Callable[..., Any]:
     """The function of a reward without terms, to be called here. Raises UserError as resolve_rewards does."""
     return resolve_rewards(config)[0].function
+
+
+def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
+    """Raises UserError, naming the record by `where`, if one of the rewards cannot score it."""
+    for reward in rewards:
+        try:
+            reward.check_record(prompt.answer, prompt.fields)
+        except Exception as error:
+            raise UserError(
+                f"{where}: reward {reward.name} cannot score this record: {type(error).__name__}: {error}; mend the record or leave it "
+                "out, or set reward.on_failure=value, with which its samples get reward.failure_value"
+            ) from error
 
 
 def secrets_of(rewards: list[Reward]) -> list[str]:

@@ -9,6 +9,7 @@ import math
 import re
 import textwrap
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,7 @@ def code(setup: Setup) -> Callable[..., dict[str, float]]:
         total = share if options.score == CodeScore.share else float(passed == len(tests))
         return {"reward": total, "passed": share, "timed_out": float(timed_out), "no_code": 0.0}
 
+    reward.check_record = read_tests
     return reward
 
 
@@ -142,7 +144,8 @@ def read_tests(answer: str | list[str], record: dict) -> list[Test]:
     tests = [StatementTest(f"{setup}\n{text}" if setup else text, function) for text in statements]
     for test in tests:
         try:
-            compile(test.statements, "tests", "exec")
+            with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # there may be one for each record
+                compile(test.statements, "tests", "exec")
         except SyntaxError as error:
             raise ValueError(
                 f"these tests are neither Python nor inputs and outputs: {test.statements[:80]!r} ({error})"

@@ -45,6 +45,7 @@ def exact_match(setup: Setup) -> Compare:
         found = find(response)
         return float(found is not None and found in _references(answer, config))
 
+    reward.check_record = lambda answer, record: _references(answer, config)
     return reward
 
 
@@ -52,13 +53,17 @@ def choice(setup: Setup) -> Compare:
     """1.0 if the response chooses the reference's letter, or one of several; see answers.find_letter."""
     config, letters = _with_own(setup, _Letters), setup.options(_Letters).letters
 
+    def golds(answer: str | list[str], record: dict) -> list[str]:
+        found = [find_letter(gold, letters) for gold in _references(answer, config)]
+        if None in found:
+            raise ValueError(f"the reference answer {str(answer)[-80:]!r} has none of the letters {letters}")
+        return found
+
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
         text = find_answer(response, config.response_from) if config.response_from else response
-        golds = [find_letter(gold, letters) for gold in _references(answer, config)]
-        if None in golds:
-            raise ValueError(f"the reference answer {str(answer)[-80:]!r} has none of the letters {letters}")
-        return float(text is not None and find_letter(text, letters) in golds)
+        return float(text is not None and find_letter(text, letters) in golds(answer, record))
 
+    reward.check_record = golds
     return reward
 
 
@@ -93,6 +98,8 @@ def math(setup: Setup) -> Compare:
             return float(any(verify(gold, answered, timeout_seconds=None) for gold in parsed))
         return {"reward": 0.0, "timed_out": float(limit.reached)}
 
+    # What math-verify makes of it is not asked: that takes milliseconds, and may take for ever.
+    reward.check_record = lambda answer, record: _references(answer, config)
     return reward
 
 

@@ -90,6 +90,15 @@ def resolve_environment(rollout: RolloutConfig, reward: RewardConfig) -> Callabl
     return environment.get(rollout.environment)
 
 
+def asks_reward_function(rollout: RolloutConfig, reward: RewardConfig) -> bool:
+    """Whether reward.function scores: responses, or the last turns of episodes. Raises UserError as resolve_environment does."""
+    return rollout.environment is None or _asks(resolve_environment(rollout, reward))
+
+
+def _asks(made: Callable[[Prompt], Environment]) -> bool:
+    return bool(getattr(made, "asks_reward_function", False))
+
+
 def offered_tools(rollout: RolloutConfig, reward: RewardConfig) -> list[dict[str, Any]]:
     """JSON schemas of what the model may call; none without an environment that has tools."""
     return list(getattr(resolve_environment(rollout, reward), "tools", ())) if rollout.environment else []
@@ -101,7 +110,7 @@ class Environments:
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode, places: Sequence[Place]):
         """decode: int32 ids -> text, to be sent to the workers."""
         made = resolve_environment(rollout, reward)  # what is wrong fails before any work is done
-        self.asks_reward_function = bool(getattr(made, "asks_reward_function", False))
+        self.asks_reward_function = _asks(made)
         what, build = f"environment {rollout.environment}", partial(_Host, rollout, reward, decode)
         # One pool per worker: an episode returns to the process that its instance is in, and ends with it.
         self._pools = [WorkerPool(what, build, bounds(reward), [place], again=False) for place in places]

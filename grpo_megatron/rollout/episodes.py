@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -12,10 +13,12 @@ from grpo_megatron.config.reward import OnFailure
 from grpo_megatron.config.rollout import HistoryKind
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptTokenizer
+from grpo_megatron.data.prompts import RecordCheck
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.terminal import Rarely
-from grpo_megatron.rewards import RewardWorkers
-from grpo_megatron.rollout.environments import FAILURES, Environments, RemoteEnvironment
+from grpo_megatron.rewards import RewardWorkers, resolve_rewards
+from grpo_megatron.rewards.base import check_record
+from grpo_megatron.rollout.environments import FAILURES, Environments, RemoteEnvironment, asks_reward_function
 from grpo_megatron.rollout.history import HISTORIES, History
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
 from grpo_megatron.sglang.engine import Completion
@@ -157,6 +160,18 @@ def _alone(turn: Completion, sample: Sample) -> Sample:
         routing=None,
         turns=1,
     )
+
+
+def record_check(config: Config) -> RecordCheck | None:
+    """By which the rewards of the episodes look at each record when data is loaded, so that one that they cannot score ends no run later.
+
+    None where they ask nothing of a record, or where a reward that fails does not end the run. Raises UserError for rewards that there
+    are not.
+    """
+    if config.reward.on_failure == OnFailure.value or not asks_reward_function(config.rollout, config.reward):
+        return None
+    rewards = [reward for reward in resolve_rewards(config.reward) if reward.check_record]
+    return partial(check_record, rewards) if rewards else None
 
 
 def make_episodes(config: Config, tokenizer: PromptTokenizer, places: Sequence[Place]) -> SingleTurn | MultiTurn:
