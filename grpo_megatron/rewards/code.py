@@ -4,6 +4,7 @@ The program never gets to see what is expected of it. Outputs and results are co
 process of their own (sandbox.run.Program.tests). So leaving early, printing anything or changing Python's functions is no pass.
 """
 
+import ast
 import json
 import math
 import re
@@ -123,6 +124,8 @@ class StatementTest:
 
 
 Test = StreamTest | CallTest | StatementTest
+# A test has one of them at least.
+_CAN_FAIL = (ast.Assert, ast.Call, ast.Raise)
 
 
 def read_tests(answer: str | list[str], record: dict) -> list[Test]:
@@ -145,11 +148,16 @@ def read_tests(answer: str | list[str], record: dict) -> list[Test]:
     for test in tests:
         try:
             with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # there may be one for each record
-                compile(test.statements, "tests", "exec")
+                tree = ast.parse(test.statements, "tests")
+                compile(tree, "tests", "exec")
         except SyntaxError as error:
             raise ValueError(
                 f"these tests are neither Python nor inputs and outputs: {test.statements[:80]!r} ({error})"
             ) from error
+        # A list or a dictionary as Python writes it, not JSON, is a program too, and every response would pass it.
+        if tree.body and not any(isinstance(node, _CAN_FAIL) for node in ast.walk(tree)):
+            asserts = f"this test asserts nothing: {test.statements[:80]!r}"
+            raise ValueError(f"{asserts}; inputs and outputs, and lists of tests, are written as JSON")
     if not any(test.statements.strip() for test in tests):
         raise ValueError("the reference answer has no tests")
     return tests
