@@ -1,6 +1,7 @@
 """Finding the rewards of a configuration by their names."""
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,9 +112,23 @@ def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
             ) from error
 
 
-def secrets_of(rewards: list[Reward]) -> list[str]:
-    """Names of the environment variables that they ask for."""
-    return [name for reward in rewards for name in getattr(reward.function, "secrets", ())]
+def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
+    """The values of the environment variables that they ask for, without white space around them, such as the newline of a file.
+
+    Raises UserError for one that is not set, or that cannot stand in the header of an HTTP request.
+    """
+    found = {}
+    for name in (name for reward in rewards for name in getattr(reward.function, "secrets", ())):
+        value = os.environ.get(name, "").strip()
+        if not value:
+            raise UserError(f"the environment variable {name}, which a reward of this run asks for, is not set")
+        if not (value.isascii() and value.isprintable()):
+            raise UserError(
+                f"the environment variable {name}, which a reward of this run asks for, has a line break or another character that is no "
+                "printable ASCII, which no HTTP header can hold; set it to the token alone"
+            )
+        found[name] = value
+    return found
 
 
 def _resolve(setup: Setup) -> Reward:

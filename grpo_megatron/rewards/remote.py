@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,6 +11,8 @@ from grpo_megatron.config.options import option
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.rewards.terms import Setup
 
+# What stands before the host, also where there is no scheme.
+_USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 # A server may answer these another time.
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -45,11 +48,18 @@ class Http:
     @classmethod
     def make(cls, setup: Setup) -> "Http":
         options = setup.options(_Http)
-        parts = urlsplit(options.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{setup.term.key}.url must be of the form http://HOST:PORT/PATH, is {shortened(options.url)!r}")
-        if parts.username is not None:
-            raise UserError(f"{setup.term.key}.url must not have a password, which logs would show; name one by token_env")
+        key, shown = f"{setup.term.key}.url", shortened(options.url.partition("?")[0])
+        if _USER.match(options.url):  # asked first: the other message shows the URL
+            raise UserError(
+                f"{key} must not have a user or a password, which config.yaml would show; name a token by token_env"
+            )
+        try:
+            parts = urlsplit(options.url)
+            legal = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port that is no number or too large, or brackets without an address
+            legal = False
+        if not legal:
+            raise UserError(f"{key} must be of the form http://HOST:PORT/PATH, is {shown!r}")
         return cls(options, setup.secrets.get(options.token_env) if options.token_env else None)
 
     async def __call__(self, prompt: str, response: str, answer: str | list[str], record: dict) -> float | dict[str, float]:

@@ -1,6 +1,5 @@
 """Rewards in processes of their own on all nodes, while generation goes on; and what becomes of a sample whose reward fails."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from grpo_megatron.cluster.worker_pool import Bounds, Place, WorkerDied, WorkerH
 from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.terminal import Rarely
-from grpo_megatron.rewards.base import resolve_rewards, secrets_of
+from grpo_megatron.rewards.base import read_secrets, resolve_rewards
 from grpo_megatron.rewards.scoring import Failed, GroupScored, GroupTask, RewardTask, Scored, ScorerSpec
 from grpo_megatron.rewards.terms import WHOLE, model_term, terms_of, total
 
@@ -26,19 +25,16 @@ class RewardWorkers:
     def __init__(self, config: RewardConfig, decode: Callable[[np.ndarray], str], places: Sequence[Place]):
         """decode: int32 ids -> text, to be sent to the workers. places: of the workers.
 
-        Raises UserError also for an environment variable that a reward asks for and that is not set.
+        Raises UserError as resolve_rewards and read_secrets do.
         """
         rewards = resolve_rewards(config)
-        names = secrets_of(rewards)
-        if missing := [name for name in names if not os.environ.get(name)]:
-            raise UserError(f"the environment variable {missing[0]}, which a reward of this run asks for, is not set")
         self._config, self._decode, self._say = config, decode, Rarely()
         self._of_groups = any(reward.of_group for reward in rewards)
         # Read once: reading them takes milliseconds, which each sample would cost the event loop of all requests.
         self._terms = terms_of(config)
         self._is_whole = model_term(self._terms) is None
         what = "reward " + ", ".join(dict.fromkeys(term.function for term in self._terms))
-        spec = ScorerSpec(config, decode, {name: os.environ[name] for name in names})
+        spec = ScorerSpec(config, decode, read_secrets(rewards))
         self._pool = WorkerPool(what, spec, bounds(config), places)
 
     async def score(self, prompt: Prompt, sample: Sample) -> Sample:

@@ -12,6 +12,7 @@ import pytest
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import RewardWorkers, resolve_reward, resolve_rewards
+from grpo_megatron.rewards.base import read_secrets
 from grpo_megatron.rewards.scoring import Failed, RewardTask, Scorer, ScorerSpec
 from tests.unit.toy_environments import decode, encode
 
@@ -238,6 +239,25 @@ def test_a_token_is_sent_and_shown_nowhere(server, monkeypatch):
     monkeypatch.delenv("MY_TOKEN", raising=False)
     with pytest.raises(UserError, match="environment variable MY_TOKEN, which a reward of this run asks for, is not set"):
         RewardWorkers(RewardConfig(function="http", args=args), decode, [])
+
+
+@pytest.mark.parametrize("value", ["s3cret\nX-Other: 1", "s3cret\x7f", "s3crét"])
+def test_a_token_that_no_header_can_hold_is_refused_at_the_start(server, monkeypatch, value):
+    rewards = resolve_rewards(RewardConfig(function="http", args={"url": server.url, "token_env": "MY_TOKEN"}))
+    monkeypatch.setenv("MY_TOKEN", value)
+    with pytest.raises(UserError, match=r"MY_TOKEN, .* which no HTTP header can hold; set it to the token alone") as found:
+        read_secrets(rewards)
+    assert "s3cr" not in str(found.value)
+
+
+def test_the_newline_of_a_file_is_no_part_of_a_token(server, monkeypatch):
+    rewards = resolve_rewards(RewardConfig(function="http", args={"url": server.url, "token_env": "MY_TOKEN"}))
+    monkeypatch.setenv("MY_TOKEN", "s3cret\n")
+    asked(server, "one", secrets=read_secrets(rewards), token_env="MY_TOKEN")
+    assert server.asked[0][1] == "Bearer s3cret"
+    monkeypatch.setenv("MY_TOKEN", "\n")
+    with pytest.raises(UserError, match="is not set"):
+        read_secrets(rewards)
 
 
 def test_a_server_may_be_asked_in_one_event_loop_after_another(server):

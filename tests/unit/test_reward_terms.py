@@ -119,7 +119,15 @@ def test_one_function_with_options():
         ({"form": {"function": "format", "tags": []}}, r"reward.terms.form.tags is empty"),
         ({"a": {"function": "linear_length"}}, r"linear_length needs target and width"),
         ({"a": {"function": "http", "url": "ftp://x"}}, r"reward.terms.a.url must be of the form http://HOST"),
-        ({"a": {"function": "http", "url": "http://me:secret@x/"}}, r"reward.terms.a.url must not have a password"),
+        ({"a": {"function": "http", "url": "http://me:secret@x/"}}, r"reward.terms.a.url must not have a user or a password"),
+        ({"a": {"function": "http", "url": "htp//me:secret@x/"}}, r"reward.terms.a.url must not have a user or a password"),
+        ({"a": {"function": "http", "url": "me:secret@x"}}, r"reward.terms.a.url must not have a user or a password"),
+        (
+            {"a": {"function": "http", "url": "http://x:99999/@?key=secret"}},
+            r"form http://HOST:PORT/PATH, is 'http://x:99999/@'",
+        ),
+        ({"a": {"function": "http", "url": "http://x:port/"}}, r"reward.terms.a.url must be of the form"),
+        ({"a": {"function": "http", "url": "http://[x/"}}, r"reward.terms.a.url must be of the form"),
     ],
 )
 def test_what_is_no_term(terms, says):
