@@ -14,8 +14,8 @@ from grpo_megatron.errors import UserError
 
 # How the term of a reward without reward.terms is called.
 WHOLE = "reward"
-# Names that components have which are no terms.
-_TAKEN = (WHOLE, "overlong_penalty")
+# Names that components have which are no terms; the last ones are those of rollout.tool_environment.
+_TAKEN = (WHOLE, "overlong_penalty", "tool_calls", "failed_tool_calls")
 
 Options = TypeVar("Options")
 

@@ -120,6 +120,10 @@ class MultiTurn:
         if self._rewards:
             answer = await self._rewards.score(episode.prompt, _alone(turn, samples[-1]))
             reward, failed, scored_text = reward + answer.reward, answer.reward_failed, text
+            if both := sorted(components.keys() & answer.reward_components):
+                raise UserError(
+                    f"both the environment and reward.* give the component {both[0]}: one must give it another name"
+                )
             components |= answer.reward_components
         texts = [await world.text(sample.response_ids) for sample in samples]
         return tuple(

@@ -16,6 +16,7 @@ from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import check
 from grpo_megatron.preflight.load import load_config
+from grpo_megatron.rewards.terms import terms_of
 from grpo_megatron.rollout.environments import Environments, offered_tools
 from grpo_megatron.rollout.episodes import MultiTurn
 from grpo_megatron.rollout.tool_environment import ToolEnvironment, tool
@@ -167,6 +168,12 @@ class Scorer:
     async def score(self, prompt, sample):
         self.asked.append((prompt, sample.response_ids.tolist()))
         return sample.scored(0.75, {"right": 1.0})
+
+
+def test_no_term_has_the_name_of_a_component():
+    for name in step("").components:
+        with pytest.raises(UserError, match=rf"reward.terms.{name}: a term's name is a word .* none of .*{name}"):
+            terms_of(RewardConfig(terms={name: {"function": "math"}}))
 
 
 @pytest.mark.parametrize("history", list(HistoryKind))

@@ -161,6 +161,23 @@ def test_every_token_is_trained_after_what_the_model_read(tokenizer, transcript,
     assert batch.rollout_logp[batch.loss_mask].tolist() == [logprob for _, _, logprob, _ in wanted]
 
 
+@pytest.mark.parametrize(("component", "collides"), [("right", False), ("steps", True)])
+def test_a_component_of_the_environment_and_one_of_the_reward_are_both_kept(tokenizer, component, collides):
+    class Reward:
+        async def score(self, prompt, sample):
+            return sample.scored(1.0, {component: 0.25})
+
+    world = Answers("", [])
+    world.decode = tokenizer.decode
+    turns = MultiTurn(world, tokenizer, 8, 0, HistoryKind.append, Reward())
+    playing = turns.play(Episode(prompt_of(tokenizer), 3, 0, 400, (0, 0)), Writer([ids_of(tokenizer, "5<eos>")]))
+    if collides:
+        with pytest.raises(UserError, match=r"both the environment and reward\.\* give the component steps"):
+            asyncio.run(playing)
+    else:
+        assert asyncio.run(playing)[0].reward_components == {"steps": 1, component: 0.25}
+
+
 def expected_contexts(tokenizer, requests, observed, history):
     """What the model must have read before each turn, from what it wrote before and the observations."""
     messages = joined([*message("ask")], observed[0])
