@@ -60,10 +60,10 @@ class Place:
     node: str
 
 
-def worker_places(nodes: Sequence[str], per_node: int, log_dir: str) -> list[Place]:
-    """nodes: ids of Ray's nodes. Workers that follow each other are on different nodes."""
+def worker_places(nodes: Sequence[str], per_node: int, log_dir: str, role: str = "reward") -> list[Place]:
+    """nodes: ids of Ray's nodes. Workers that follow each other are on different nodes. role: of this pool alone, for names and logs."""
     found = [node for _ in range(per_node) for node in nodes]
-    return [Place(Process(f"reward worker {n}", f"{log_dir}/reward_worker{n}.log"), node) for n, node in enumerate(found)]
+    return [Place(Process(f"{role} worker {n}", f"{log_dir}/{role}_worker{n}.log"), node) for n, node in enumerate(found)]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import json
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
     def attempt(site: Site, checkpoint: Checkpoint | None) -> dict[str, Any]:
         with ExitStack() as cleanup:
-            places = worker_places(site.cluster.nodes, config.reward.workers, site.logs)
+            places = partial(worker_places, site.cluster.nodes, config.reward.workers, site.logs)
             episodes = make_episodes(config, tokenizer, places)
             cleanup.callback(episodes.close)
             monitor = Monitor(site.directory, config, site.status, listeners=site.listeners)

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ def _loop(
     with ExitStack() as cleanup:
         if site.engines:
             # They start while the ranks build the model.
-            places = worker_places(site.cluster.nodes, config.reward.workers, site.logs)
+            places = partial(worker_places, site.cluster.nodes, config.reward.workers, site.logs)
             episodes = make_episodes(config, data.tokenizer, places)
             cleanup.callback(episodes.close)
         run = cleanup.enter_context(assemble(site, checkpoint))

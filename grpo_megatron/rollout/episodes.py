@@ -178,13 +178,15 @@ def record_check(config: Config) -> RecordCheck | None:
     return partial(check_record, rewards) if rewards else None
 
 
-def make_episodes(config: Config, tokenizer: PromptTokenizer, places: Sequence[Place]) -> SingleTurn | MultiTurn:
-    """As rollout.environment says. places: of the workers that score, or hold environments."""
+def make_episodes(
+    config: Config, tokenizer: PromptTokenizer, places: Callable[[str], Sequence[Place]]
+) -> SingleTurn | MultiTurn:
+    """As rollout.environment says. places: of the workers of a role, see worker_places."""
     rollout = config.rollout
     if rollout.environment is None:
-        return SingleTurn(RewardWorkers(config.reward, tokenizer.decoder, places))
-    environments = Environments(rollout, config.reward, tokenizer.decoder, places)
+        return SingleTurn(RewardWorkers(config.reward, tokenizer.decoder, places("reward")))
+    environments = Environments(rollout, config.reward, tokenizer.decoder, places("environment"))
     asks = environments.asks_reward_function
-    rewards = RewardWorkers(config.reward, tokenizer.decoder, places) if asks else None
+    rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward")) if asks else None
     failure_value = config.reward.failure_value if config.reward.on_failure == OnFailure.value else None
     return MultiTurn(environments, tokenizer, rollout.max_turns, config.run.seed, rollout.history, rewards, failure_value)

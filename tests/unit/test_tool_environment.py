@@ -5,10 +5,12 @@ import json
 import os
 import re
 import time
+from functools import partial
 
 import pytest
 
 from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.commands.sft import sft
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import HistoryKind, RolloutConfig
@@ -16,9 +18,11 @@ from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import check
 from grpo_megatron.preflight.load import load_config
+from grpo_megatron.rewards import workers
 from grpo_megatron.rewards.terms import terms_of
+from grpo_megatron.rollout import environments
 from grpo_megatron.rollout.environments import Environments, offered_tools
-from grpo_megatron.rollout.episodes import MultiTurn
+from grpo_megatron.rollout.episodes import MultiTurn, make_episodes
 from grpo_megatron.rollout.tool_environment import ToolEnvironment, tool
 from grpo_megatron.rollout.trajectory import Episode
 from tests.models import tiny_model
@@ -168,6 +172,20 @@ class Scorer:
     async def score(self, prompt, sample):
         self.asked.append((prompt, sample.response_ids.tolist()))
         return sample.scored(0.75, {"right": 1.0})
+
+
+def test_tools_and_rewards_have_workers_of_different_names(tmp_path, monkeypatch):
+    from make_tiny_model import make_tokenizer
+
+    make_tokenizer("bytes").save_pretrained(tmp_path)
+    config = load_config(None, ["model.path=m", "data.train=d", "rollout.environment=tools"])
+    found = []
+    for module in (environments, workers):  # no processes here
+        monkeypatch.setattr(module, "WorkerPool", lambda what, build, bounds, places, again=True: found.extend(places))
+    make_episodes(config, PromptTokenizer(str(tmp_path)), partial(worker_places, ["here", "there"], 1, "logs"))
+    names = [f"{role} worker {number}" for role in ("environment", "reward") for number in (0, 1)]
+    assert [place.process.name for place in found] == names
+    assert [place.process.log for place in found] == [f"logs/{name.replace(' worker ', '_worker')}.log" for name in names]
 
 
 def test_no_term_has_the_name_of_a_component():
