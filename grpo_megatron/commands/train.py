@@ -71,8 +71,8 @@ class _Data:
         self.tokenizer = PromptTokenizer(config.model.path, config.data, offered_tools(config.rollout, config.reward))
         check = None if config.rollout.replay else record_check(config)
         self.held_out = held_out_prompts(config, self.tokenizer, check)
-        scores = scores_on_ranks(config)
-        self.conversations = conversations_of(config.reward.model.path, config.data) if scores else None
+        scorer = config.reward.model.path if scores_on_ranks(config) else None
+        self.conversations = conversations_of(scorer, config.model.path, config.data) if scorer else None
         self._prompts = None if config.rollout.replay else training_prompts(config, self.tokenizer, check)
         self._beginning = deepcopy(self._prompts.state_dict()) if self._prompts else None
 

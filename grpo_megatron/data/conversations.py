@@ -1,13 +1,16 @@
 """A prompt and a response as a reward model reads them: one finished conversation, whose last token is scored."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from grpo_megatron.config.schema import DataConfig
-from grpo_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
+from grpo_megatron.data.tokenizer import FROM_TOKENIZER, NO_TEMPLATE, PromptTokenizer, load_tokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import read_object
+
+_TOKENIZER = "tokenizer.json"
 
 
 class Conversations:
@@ -30,10 +33,26 @@ class Conversations:
         return whole[: counts[-1] + 1] if len(counts) else whole[:0]
 
 
-def conversations_of(reward_model: str, data: DataConfig) -> Conversations:
-    """As a reward model that is not trained here reads them. Raises UserError where its folder has no tokenizer, or not the template
-    that data.chat_template asks for."""
+def same_tokenizer(folder: str, other: str) -> bool:
+    """Whether both have the same tokens, by their files."""
+    files = Path(folder, _TOKENIZER), Path(other, _TOKENIZER)
+    return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
+
+
+def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conversations:
+    """As a reward model that is not trained here reads them: with the policy's tokenizer as data.chat_template says; with another, in the
+    template of its own folder, unless data.chat_template=none. policy: its folder.
+
+    Raises UserError where there is no tokenizer, or no template.
+    """
     try:
+        if data.chat_template != NO_TEMPLATE and not same_tokenizer(reward_model, policy):
+            if not load_tokenizer(reward_model).chat_template:
+                raise UserError(
+                    f"{reward_model}: its tokenizer is not the policy's, so data.chat_template is not for it, and it has no chat template; "
+                    "put the one that it was trained with into this folder, as chat_template.jinja"
+                )
+            data = replace(data, chat_template=FROM_TOKENIZER, chat_template_args={})
         return Conversations(PromptTokenizer(reward_model, data), stated_pad_token(reward_model))
     except UserError as error:
         raise UserError(f"reward.model.path: {error}") from error

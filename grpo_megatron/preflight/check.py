@@ -140,7 +140,11 @@ def _check_reward_model(config: Config, report: Report) -> Config:
         return dataclasses.replace(config, reward=reward)
     from grpo_megatron.data.conversations import conversations_of
 
-    report.attempt(f"tokenizer of reward.model.path {path}", partial(conversations_of, path, config.data))
+    what, policy = f"tokenizer of reward.model.path {path}", config.model.path
+    if policy in (None, "", MISSING) or is_absent(policy):
+        report.not_checked.append(f"{what}: it is compared with that of model.path, which is not a folder here")
+    else:
+        report.attempt(what, partial(conversations_of, path, policy, config.data))
     return config
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.reward import MODEL
 from grpo_megatron.config.schema import Config
-from grpo_megatron.data.conversations import Conversations
+from grpo_megatron.data.conversations import Conversations, same_tokenizer
 from grpo_megatron.data.tokenizer import NO_TEMPLATE
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.spec import pack_limit
@@ -19,14 +18,6 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.rewards.terms import model_term, terms_of, total
 from grpo_megatron.trainer.mini_batch import enough, partition
 from grpo_megatron.trainer.policy import PolicyTrainer
-
-_TOKENIZER = "tokenizer.json"
-
-
-def same_tokenizer(folder: str, other: str) -> bool:
-    """Whether both have the same tokens, by their files."""
-    files = Path(folder, _TOKENIZER), Path(other, _TOKENIZER)
-    return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
 
 
 class ModelRewards:

@@ -10,13 +10,15 @@ import pytest
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.config.load import read_config
+from grpo_megatron.config.schema import DataConfig
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.data.conversations import conversations_of
+from grpo_megatron.data.conversations import conversations_of, same_tokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.check import check
 from grpo_megatron.preflight.model import model_violations
-from grpo_megatron.trainer.scoring import ModelRewards, same_tokenizer
+from grpo_megatron.trainer.scoring import ModelRewards
 from tests.models import tiny_model
 
 OTHER_TEMPLATE = (
@@ -68,7 +70,7 @@ class Ranks:
 def setup(folders, which: str, ranks: Ranks, *overrides: str) -> tuple[ModelRewards, PromptTokenizer]:
     changes = [f"model.path={folders['policy']}", "data.train=d.jsonl", "train.max_tokens_per_micro_batch=64", *overrides]
     config = read_config(None, [*changes, "reward.function=model", f"reward.model.path={folders[which]}"])
-    conversations = conversations_of(folders[which], config.data)
+    conversations = conversations_of(folders[which], folders["policy"], config.data)
     return ModelRewards(config, ranks, conversations, ranks_turn=lambda: None), conversations.tokenizer
 
 
@@ -111,6 +113,37 @@ def test_with_another_tokenizer_the_text_is_read_in_its_own_template(folders):
     score(groups(folders))
     assert ranks.read(tokenizer) == ["[user]1+1|[assistant]2|", "[user]1+1|[assistant]3|"]
     assert not same_tokenizer(folders["policy"], folders["other"])
+
+
+FILE_TEMPLATE = "{% for m in messages %}({{ style }}{{ m['content'] }}){% endfor %}"
+
+
+@pytest.mark.parametrize(("which", "reads"), [("other", "[user]1+1|[assistant]2|"), ("same", "<user>1+1<assistant>2)")])
+def test_a_template_file_is_the_policys(folders, tmp_path, which, reads):
+    """A reward model that reads the policy's tokens has what that template puts behind a response."""
+    (tmp_path / "t.jinja").write_text(FILE_TEMPLATE)
+    ranks, changes = Ranks(), [f"data.chat_template={tmp_path}/t.jinja", "data.chat_template_args={style: '7'}"]
+    score, tokenizer = setup(folders, which, ranks, *changes)
+    score(groups(folders, responses=("2",)))
+    assert ranks.read(tokenizer) == [reads]
+
+
+def test_a_reward_model_with_another_tokenizer_needs_a_template(folders, tmp_path):
+    from make_tiny_model import make_tokenizer
+
+    (tmp_path / "t.jinja").write_text(FILE_TEMPLATE)
+    tokenizer, folder = make_tokenizer("bytes"), tmp_path / "bare"
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text("{}")
+    for template in ("tokenizer", f"{tmp_path}/t.jinja"):
+        data = DataConfig(chat_template=template)
+        with pytest.raises(UserError, match=r"^reward\.model\.path: .*bare: .* no chat template; put .*chat_template\.jinja"):
+            conversations_of(str(folder), folders["policy"], data)
+    conversations_of(str(folder), folders["policy"], DataConfig(chat_template="none"))
+    (folder / "chat_template.jinja").write_text(OTHER_TEMPLATE)
+    read = conversations_of(str(folder), folders["policy"], data).tokenizer.text("1+1")
+    assert read == "[user]1+1|[assistant]"
 
 
 def test_prompts_of_token_ids_have_no_text_for_another_tokenizer(folders):
@@ -201,3 +234,11 @@ def test_a_reward_model_writes_nothing(folders):
     for command in ("train", "sft", "eval"):
         found = model_violations(config, read_architecture(folders["same"]), command)
         assert any(f"cannot be the model of `{command}`" in sentence for sentence in found)
+
+
+def test_its_tokenizer_is_looked_at_where_the_policy_is_here(folders):
+    arguments = ["data.train=d.jsonl", "reward.function=model", f"reward.model.path={folders['other']}"]
+    what = f"tokenizer of reward.model.path {folders['other']}"
+    assert what in check(None, [*arguments, f"model.path={folders['policy']}"]).checked
+    (sentence,) = [one for one in check(None, [*arguments, "model.path=elsewhere"]).not_checked if one.startswith(what)]
+    assert "model.path, which is not a folder here" in sentence
