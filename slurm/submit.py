@@ -23,6 +23,7 @@ from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.config.load import read_config, read_sources
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.paths import folder_problem, is_absent, writing
@@ -203,6 +204,8 @@ def memory_problems(config: Config, architecture: str | None, command: str) -> t
         return [], ["memory: the arithmetic is of training the whole model, not of adapters"]
     if is_absent(folder):
         return [], [f"memory: {folder} is not a folder here; --architecture names one with the model's config.json"]
+    if scores_on_ranks(config) and is_absent(config.reward.model.path):
+        return [], [f"memory: the reward model {config.reward.model.path}, which takes its share of it, is not a folder here"]
     try:
         checked_plan(config, read_architecture(folder), Lengths.given(config), with_sync=False)
     except UserError as error:  # it says what would fit

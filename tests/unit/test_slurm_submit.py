@@ -251,6 +251,12 @@ def test_what_could_not_be_checked_is_said(capsys):
     assert f"not checked: run.root: {Path('setup.py').absolute()} is a file, not a folder" in says
 
 
+def test_without_the_reward_model_the_memory_is_not_known(capsys):
+    model = ("--architecture", "configs/models/qwen3-8b", ABSENT, "reward.function=model", "reward.model.path=/nowhere")
+    assert main(["--config", "configs/qwen3_8b_1node.yaml", "--dry-run", *model]) == 0
+    assert "not checked: memory: the reward model /nowhere, which takes its share of it, is not" in capsys.readouterr().err
+
+
 def test_every_process_of_a_run_on_cpus_has_a_cpu():
     def slots(nodes, *changes):
         config = read_config("configs/quickstart.yaml", [f"cluster.nodes={nodes}", *changes])
