@@ -20,15 +20,17 @@ from render import TASK, Job, apptainer, pyxis, render, sbatch_arguments
 
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.cluster.bundles import bundles
+from grpo_megatron.commands.evaluate import evaluation_config
 from grpo_megatron.config.load import read_config, read_sources
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.model.families import read_architecture
-from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.paths import folder_problem, is_absent, writing
 from grpo_megatron.planner.advice import checked_plan
 from grpo_megatron.planner.time import Lengths
 from grpo_megatron.preflight.check import check
+from grpo_megatron.preflight.cluster_rules import num_processes
 from grpo_megatron.preflight.rule import COMMANDS
 
 # Where Dockerfile and apptainer.def install.
@@ -113,7 +115,8 @@ def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
         given = [argument for argument in given if not argument.startswith("run.name=")] + [f"run.name={name}"]
     facts = {key: getattr(config.cluster, key) for key in ("gpu", "nodes", "gpus_per_node")}
     given = [*given, *_grace(options), *(f"cluster.{key}={value}" for key, value in facts.items() if value is not None)]
-    job = _job(options, config, name, given)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
+    job = _job(options, _of_command(options.command, config), given)
     notes = [note for task in tasks for note in check_run(options, [argument.replace(TASK, task) for argument in given], task)]
     return job, list(dict.fromkeys(notes))
 
@@ -162,8 +165,13 @@ def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> l
     """What could not be checked. Raises UserError if this run cannot be. task: its number in an array, or empty."""
     report = check(options.config, overrides, options.command)
     if not report.violations:
-        config = read_config(options.config, overrides, options.command)
-        if _several_jobs(options) and config.run.resume != "auto":
+        config = _of_command(options.command, read_config(options.config, overrides, options.command))
+        if options.command == "eval" and (_several_jobs(options) or options.stop_before):
+            report.violations.append(
+                "an evaluation cannot be continued, it would begin anew in every job: leave out --requeue, --dependency-chain and "
+                "--stop-before, and give it the time that it needs (--time)"
+            )
+        elif _several_jobs(options) and config.run.resume != "auto":
             report.violations.append(
                 "several jobs of a run (--requeue, --dependency-chain) need run.resume=auto, or each starts anew"
             )
@@ -181,6 +189,11 @@ def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> l
         of_task = f" for task {task} of the array" if task else ""
         raise UserError(f"nothing was submitted{of_task}:\n" + "\n".join(f"  - {problem}" for problem in report.violations))
     return report.not_checked
+
+
+def _of_command(command: str, config: Config) -> Config:
+    """As the command has it: an evaluation has a folder beside that of the run, and no ranks to share devices with."""
+    return evaluation_config(config) if command == "eval" else config
 
 
 def _unwritable(folder: Path) -> str | None:
@@ -203,6 +216,8 @@ def memory_problems(config: Config, architecture: str | None, command: str) -> t
         return [], ["memory: the arithmetic is of training the whole model, not of adapters"]
     if is_absent(folder):
         return [], [f"memory: {folder} is not a folder here; --architecture names one with the model's config.json"]
+    if scores_on_ranks(config) and is_absent(config.reward.model.path):
+        return [], [f"memory: the reward model {config.reward.model.path}, which takes its share of it, is not a folder here"]
     try:
         checked_plan(config, read_architecture(folder), Lengths.given(config), with_sync=False)
     except UserError as error:  # it says what would fit
@@ -216,8 +231,7 @@ def cpu_slots(config: Config, command: str) -> int:
     As cluster.placement.allocate asks for them: with each GPU comes a CPU.
     """
     engine, colocated = config.rollout.engine, config.cluster.placement == Placement.colocated
-    ranks = ParallelSizes.from_config(config.megatron).world_size
-    engines = engine.num_engines if command == "train" and not config.rollout.replay else 0
+    ranks, engines = num_processes(config, command)
     for cpus in range(1, ranks + engines * engine.tensor_parallel + 1):
         try:
             devices = config.cluster.gpus_per_node or cpus
@@ -256,8 +270,8 @@ def _several_jobs(options: argparse.Namespace) -> bool:
     return options.requeue or options.dependency_chain > 1
 
 
-def _job(options: argparse.Namespace, config: Config, name: str, overrides: list[str]) -> Job:
-    """name: the run's; in an array it has TASK in it, and so may overrides."""
+def _job(options: argparse.Namespace, config: Config, overrides: list[str]) -> Job:
+    """config: see _of_command; in an array run.name has TASK in it, and so may overrides."""
     here, root, file = Path.cwd(), Path(config.run.root).absolute(), Path(options.config).absolute()
     gpus, in_image = config.cluster.gpus_per_node, options.apptainer or options.pyxis
     mounts = _mounts([str(here), str(root), str(file.parent), *options.mount]) if in_image else []
@@ -265,9 +279,9 @@ def _job(options: argparse.Namespace, config: Config, name: str, overrides: list
         if not argument.startswith("-"):
             raise UserError(f"--sbatch-arg={argument}: an option of sbatch begins with -")
     return Job(
-        name=name.replace(TASK, "array"),
+        name=config.run.name.replace(TASK, "array"),
         nodes=config.cluster.nodes,
-        folder=f"{root}/{name}",
+        folder=f"{root}/{config.run.name}",
         working_folder=str(here),
         bin=options.bin or (IN_IMAGE if in_image else str(Path(sys.executable).parent)),
         arguments=["--config", str(file), *overrides],

@@ -67,6 +67,11 @@ class Sample:
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
+    @property
+    def num_written(self) -> int:
+        """Response tokens that the model wrote, whether they are trained or not."""
+        return sum(span.end - span.start for span in self.weight_spans)
+
     def scored(self, reward: float, components: dict[str, float]) -> "Sample":
         return replace(self, reward=reward, reward_components=components)
 

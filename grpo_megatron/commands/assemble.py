@@ -15,7 +15,6 @@ from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.families import read_architecture
-from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.monitoring.listener import Listener
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.optional import listening
@@ -23,6 +22,7 @@ from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.paths import replace_text
+from grpo_megatron.preflight.cluster_rules import num_processes
 from grpo_megatron.run.checkpoints import CHECKPOINTS, Checkpoints, NotWritten
 from grpo_megatron.run.folder import open_run_folder, set_aside, take_back
 from grpo_megatron.run.guard import Guard
@@ -140,9 +140,7 @@ def open_site(config: Config, command: str, guard: Guard | None = None) -> Itera
     right, before any process starts.
     """
     started, guard = time.perf_counter(), guard or Guard()
-    generates = command == "eval" or (command == "train" and not config.rollout.replay)
-    num_engines = config.rollout.engine.num_engines if generates else 0
-    num_ranks = 0 if command == "eval" else ParallelSizes.from_config(config.megatron).world_size
+    num_ranks, num_engines = num_processes(config, command)
     with ExitStack() as cleanup:
         directory, checkpoint = cleanup.enter_context(open_run_folder(config, command, say))
         guard.entered(directory, config.run.grace, config.run.grace_usr1)
@@ -157,7 +155,7 @@ def open_site(config: Config, command: str, guard: Guard | None = None) -> Itera
         cleanup.callback(cluster.close)
         watch = Watch(f"{directory}/logs", config.cluster.hang_timeout, lambda work: status.note(processes=work))
         engines = None
-        if generates:
+        if num_engines:
             # Engines are slow to start: on devices of their own they do so while the ranks build the model.
             engines = EnginePool(
                 cluster,

@@ -1,5 +1,7 @@
 """The prompts of a run, from all of its sources. check: of each record, see load_prompts."""
 
+from itertools import count
+
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data.order import PromptSource
@@ -23,11 +25,19 @@ def held_out_prompts(config: Config, tokenizer: PromptTokenizer, check: RecordCh
 
     These are held in memory: an evaluation samples them all at once.
     """
-    datasets: dict[str, list[Prompt]] = {}
+    loaded: list[tuple[str, list[Prompt]]] = []
     for source in as_list(config.data.eval):
         prompts, counts = load_prompts(source, tokenizer, config.data, check=check)
         if any(counts.values()):
             print(f"{source}: {counts['skipped']} skipped and {counts['truncated']} truncated for their length", flush=True)
-        name = prompts[0].source
-        datasets[name if name not in (*datasets, "average") else f"{name}_{len(datasets)}"] = list(prompts)
+        loaded.append((prompts[0].source, list(prompts)))
+    datasets: dict[str, list[Prompt]] = {}
+    own = {name for name, _ in loaded}
+    for name, prompts in loaded:
+        free = name
+        if name in (*datasets, "average"):
+            numbered = (f"{name}_{number}" for number in count(len(datasets)))
+            # It may be what another data set is called itself, which would take its place.
+            free = next(one for one in numbered if one not in {*own, *datasets})
+        datasets[free] = prompts
     return datasets

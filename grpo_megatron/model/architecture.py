@@ -165,6 +165,11 @@ class Architecture:
         return self.rope_scaling.softmax_factor if isinstance(self.rope_scaling, Yarn) else 1.0
 
     @property
+    def num_outputs(self) -> int:
+        """Rows of the output projection."""
+        return 1 if self.scalar_head else self.vocab_size
+
+    @property
     def cost_model(self) -> CostModel:
         """FLOPs of a forward pass, two per multiply-add; a backward pass costs the same in proportion.
 
@@ -172,8 +177,7 @@ class Architecture:
         vocabulary head (a quarter of the weights of a 0.5B model). Norms, rotary embedding and softmax are left out.
         """
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
-        words = 1 if self.scalar_head else self.vocab_size
-        weights = self.num_layers * (self._attention_weights() + mlp) + self.hidden_size * words
+        weights = self.num_layers * (self._attention_weights() + mlp) + self.hidden_size * self.num_outputs
         if self.moe is not None:
             ffn = self.moe.top_k * self.moe.ffn_hidden_size + self.moe.shared_ffn_hidden_size
             weights += sum(self.moe.layers) * (self.hidden_size * (self.moe.num_experts + 3 * ffn) - mlp)

@@ -15,7 +15,7 @@ def group_text(group: Group, characters: int) -> str:
         parts += ["=== reference answer", _shortened(str(group.prompt.answer), characters)]
     trajectories = group.trajectories
     for number, sequences in enumerate(trajectories, start=1):
-        sample, tokens = sequences[0], sum(len(sample.response_ids) for sample in sequences)
+        sample, tokens = sequences[0], sum(sample.num_written for sample in sequences)
         components = "".join(f", {name} {value:.4g}" for name, value in sorted(sample.reward_components.items()))
         parts += [
             f"=== response {number} of {len(trajectories)}: reward {sample.reward:.4g}{components}; "
@@ -40,7 +40,7 @@ def chosen(groups: Sequence[Group], number: int) -> list[Group]:
 
 def distributions(groups: Sequence[Group], batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:
     """Rewards and response lengths of all samples, and the advantages of all trained tokens; what is empty is left out."""
-    lengths = [sum(len(s.response_ids) for s in sequences) for group in groups for sequences in group.trajectories]
+    lengths = [sum(s.num_written for s in sequences) for group in groups for sequences in group.trajectories]
     found = {
         "reward/samples": np.array([reward for group in groups for reward in group.rewards], dtype=np.float64),
         "response/lengths": np.array(lengths),

@@ -75,14 +75,17 @@ def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
     return int(config.train.max_tokens_per_micro_batch * micro_batches * per_token)
 
 
-def working_activations(arch: Architecture, config: Config, stage: int) -> int:
+def working_activations(arch: Architecture, config: Config, stage: int, backward: bool = True) -> int:
     """Bytes of the layer whose backward pass is being computed: all that it keeps, now computed again where it was not kept,
-    gradients of about the same size, and its inputs gathered over the tensor-parallel ranks."""
+    gradients of about the same size, and its inputs gathered over the tensor-parallel ranks.
+
+    backward: else of a layer in a pass that keeps nothing, which has no gradients.
+    """
     dense, experts = layers_of(arch, ParallelSizes.from_config(config.megatron))[stage]
     kinds = [kind for count, kind in ((dense, False), (experts, True)) if count]
     whole = max(layer_activations(arch, config.megatron, kind, frozenset()) for kind in kinds)
     gathered = 4 * itemsize(config.megatron) * arch.hidden_size
-    return int(config.train.max_tokens_per_micro_batch * (2 * whole + gathered))
+    return int(config.train.max_tokens_per_micro_batch * ((2 if backward else 1) * whole + gathered))
 
 
 def head_bytes(arch: Architecture, config: Config) -> int:

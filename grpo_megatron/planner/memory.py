@@ -13,6 +13,7 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.activations import head_bytes, kept_activations, working_activations
 from grpo_megatron.planner.engines import engine_weight_bytes, kv_tokens
+from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import TrainingState, itemsize, training_states
 
 # Assumed. Of a trainer's rank: CUDA's context, code and workspaces of libraries. Of an engine's: the same with CUDA graphs.
@@ -47,7 +48,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. state: of the fullest stage's rank. moments: training, optimizer step, weight sync, generation.
+    """Bytes. state: of the fullest stage's rank. moments: training, optimizer step, weight sync, generation, and scoring if the
+    ranks have a reward model.
 
     capacity: of a GPU; usable: of that, what may be planned with. rank_asleep, engine_asleep: what stays while the other has its turn.
     engine_weights: of one engine rank. kv_tokens: those that one engine's KV cache holds. host: {what: bytes of one node's memory}.
@@ -99,6 +101,13 @@ class _Account:
     def __init__(self, config: Config, arch: Architecture):
         self.config, self.arch = config, arch
         self.states = training_states(arch, config.megatron)
+        self.scorer = scorer(config)
+        # Its weights alone: there are no gradients and no optimizer.
+        self.scorer_weights = (
+            [state.parameters for state in training_states(self.scorer.arch, self.scorer.config.megatron)]
+            if self.scorer
+            else []
+        )
         self.capacity = GPUS[config.cluster.gpu].memory
         self.weights = engine_weight_bytes(arch, config.rollout.engine)
         self.pool = int(config.rollout.engine.mem_fraction * self.capacity)
@@ -120,6 +129,7 @@ class _Account:
             self._fullest("optimizer step", self._stepping, beside),
             self._fullest("weight sync", self._resident, beside | parcels | (weights if turns else {})),
             generation,
+            *([self._fullest("scoring", self._scoring, beside)] if self.scorer else []),
         )
         return Memory(
             state=max(self.states, key=lambda state: state.parameters + state.gradients + state.optimizer),
@@ -162,6 +172,11 @@ class _Account:
     def _stepping(self, stage: int) -> dict[str, int]:
         return self._resident(stage) | {"optimizer": self.states[stage].optimizer}
 
+    def _scoring(self, stage: int) -> dict[str, int]:
+        """The reward model's weights come beside the policy's, and leave when all samples have their scores."""
+        working = working_activations(self.scorer.arch, self.scorer.config, stage, backward=False)
+        return self._resident(stage) | {"reward model": self.scorer_weights[stage], "layer being computed": working}
+
     def _reference_hidden(self) -> int:
         """Of the exact KL: the reference's hidden states of a replica's samples, as far as they may stay on the device."""
         config, megatron = self.config, self.config.megatron
@@ -174,18 +189,23 @@ class _Account:
         return min(int(config.ref.hidden_gib * 2**30), tokens * self.arch.hidden_size * itemsize(megatron) // parts)
 
     def _waiting(self, in_files: bool) -> dict[str, int]:
-        """What is not on the GPUs: in files, or else in the host's memory. The reference and what was synced last are never in files."""
+        """What is not on the GPUs: in files, or else in the host's memory. The reference, a reward model and what was synced last are
+        never in files."""
         config = self.config
         sleep, per_node = config.megatron.sleep, config.cluster.gpus_per_node
         parked = {"sleeping parameters": sleep, "optimizer": sleep or config.optimizer.offload}
         kept = {
             "reference": config.algorithm.needs_reference and config.ref.offload,
+            "reward model": self.scorer is not None,
             "what was synced last": config.weight_sync.delta,
         }
         if config.megatron.offload_folder is None:
             parked, kept = {}, parked | kept
         found = parked if in_files else kept
-        sizes = {"optimizer": max(state.optimizer for state in self.states)}
+        sizes = {
+            "optimizer": max(state.optimizer for state in self.states),
+            "reward model": max(self.scorer_weights, default=0),
+        }
         parameters = max(state.parameters for state in self.states)
         return {what: per_node * sizes.get(what, parameters) for what, waits in found.items() if waits}
 

@@ -15,10 +15,11 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.engines import kv_tokens
 from grpo_megatron.planner.memory import takes_turns
 from grpo_megatron.planner.plan import Plan, plan
+from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import training_states
 from grpo_megatron.planner.time import Lengths, times
 from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
-from grpo_megatron.preflight.model import architecture_violations
+from grpo_megatron.preflight.model import architecture_violations, reward_model_violations
 from grpo_megatron.preflight.rules import violations
 
 # The longest pipeline that is tried.
@@ -78,7 +79,7 @@ def with_values(config: Config, section: str, **values) -> Config:
 
 def broken_rules(config: Config, arch: Architecture) -> list[str]:
     """One sentence for each."""
-    return list(dict.fromkeys(violations(config) + architecture_violations(config, arch)))
+    return list(dict.fromkeys(violations(config) + architecture_violations(config, arch) + reward_model_violations(config)))
 
 
 def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
@@ -146,8 +147,8 @@ def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
 
 
 def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[ParallelSizes]:
-    """Those that use all these GPUs, and that the rules of layouts allow."""
-    per_node = config.cluster.gpus_per_node
+    """Those that use all these GPUs, and that the rules of layouts allow, for a reward model too."""
+    per_node, scoring = config.cluster.gpus_per_node, scorer(config)
     stages = _doublings(min(gpus, arch.num_layers, _MOST_STAGES))
     experts = _doublings(arch.moe.num_experts) if arch.moe else [1]
     for tp, pp, cp, ep, vpp in product(_doublings(per_node), stages, _doublings(per_node), experts, (1, 2)):
@@ -157,8 +158,11 @@ def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[Parallel
         each, more = divmod(arch.num_layers, pp * vpp)
         layers = tuple(each + (chunk < more) for chunk in range(pp * vpp)) if more else None
         sizes = ParallelSizes(tp, pp, dp, cp, tp > 1, vpp, ep, pipeline_layers=layers)
-        if not layout_violations(sizes) and not layout_violations_of_model(sizes, arch):
-            yield sizes
+        if layout_violations(sizes) or layout_violations_of_model(sizes, arch):
+            continue
+        if scoring and layout_violations_of_model(replace(sizes, pipeline_layers=None), scoring.arch):
+            continue
+        yield sizes
 
 
 def _with_layout(config: Config, sizes: ParallelSizes) -> Config:

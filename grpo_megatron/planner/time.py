@@ -10,7 +10,7 @@ Work is divided by the data sheet's speed (capabilities.GPUS) times the assumed 
   doi:10.1145/1498765.1498785, as Pope et al., arXiv:2211.05102, apply it).
 - weight sync: the plan of weights.sync.cost.
 
-Not in it: rewards, data, checkpoints, evaluation, and stragglers.
+Not in it: rewards but those of a reward model, data, checkpoints, evaluation, and stragglers.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.activations import layers_of, recomputed_modules
 from grpo_megatron.planner.engines import engine_expert_bytes, engine_weight_bytes, kv_bytes_per_token
 from grpo_megatron.planner.memory import takes_turns
-from grpo_megatron.planner.states import TrainingState, itemsize, stage_elements
+from grpo_megatron.planner.reward_model import scorer
+from grpo_megatron.planner.states import TrainingState, itemsize, stage_elements, training_states
 
 # Assumed shares of the data sheet's speeds. Matrix products of dense layers, with the norms and activations between them; those of
 # experts, which are smaller, with the sorting of tokens; attention's kernel.
@@ -97,7 +98,7 @@ def times(config: Config, arch: Architecture, states: list[TrainingState], kv_to
     """Without the weight sync. states: as planner.states gives them. kv_tokens: of an engine's cache, above 0."""
     passes = _Passes(config, arch, lengths)
     seconds = {"generation": generation_seconds(config, arch, kv_tokens, lengths)}
-    seconds |= passes.logprob_seconds(states)
+    seconds |= _scoring_seconds(config, lengths) | passes.logprob_seconds(states)
     seconds["training"] = config.train.ppo_epochs * passes.seconds(training=True)
     seconds["gradients, optimizer"] = passes.optimizer_seconds(states)
     if takes_turns(config):
@@ -105,6 +106,16 @@ def times(config: Config, arch: Architecture, states: list[TrainingState], kv_to
         seconds["sleep, wake"] = 2 * held / (LINKS * passes.speed.host)
     samples = config.data.train_batch_size * config.rollout.n
     return Times(seconds, samples * lengths.sequence, num_gpus(config), passes.mfu())
+
+
+def _scoring_seconds(config: Config, lengths: Lengths) -> dict[str, float]:
+    """Of a reward model, where there is one: its weights come from the host, once, and it reads all samples."""
+    found = scorer(config)
+    if found is None:
+        return {}
+    passes = _Passes(found.config, found.arch, lengths)
+    weights = max(state.parameters for state in training_states(found.arch, found.config.megatron))
+    return {"scoring": weights / (LINKS * passes.speed.host) + passes.seconds(training=False)}
 
 
 def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengths: Lengths) -> float:
@@ -171,7 +182,7 @@ class _Flops:
         if moe:
             ffn = moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size
             experts = 2.0 * with_experts * arch.hidden_size * (moe.num_experts + 3 * ffn)
-        head = 2.0 * arch.hidden_size * arch.vocab_size
+        head = 2.0 * arch.hidden_size * arch.num_outputs
         attention = float(cost.flops([length])[0]) - cost.per_token * length
         return cls((cost.per_token - mlp - experts - head) * length, mlp * length, experts * length, head * length, attention)
 

@@ -10,7 +10,7 @@ from grpo_megatron.config.schema import Config, Placement, Precision, Recompute,
 from grpo_megatron.config.weight_sync import SyncTransport
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.rule import ENGINE_COMMANDS, RuleBook
+from grpo_megatron.preflight.rule import ENGINE_COMMANDS, TRAINING_COMMANDS, RuleBook
 
 # Their checks take a Config and the Capabilities of the machines that will run it.
 CLUSTER = RuleBook()
@@ -100,7 +100,7 @@ def experts_activations_have_their_layers(config: Config, capabilities: Capabili
     commands=("train",),
 )
 def ranks_and_engines_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
-    ranks, engines, have = _num_ranks(config), _num_engines(config), capabilities.num_gpus
+    (ranks, engines), have = num_processes(config, "train"), capabilities.num_gpus
     engine_gpus = engines * config.rollout.engine.tensor_parallel
     colocated = config.cluster.placement == Placement.colocated
     needed = max(ranks, engine_gpus) if colocated else ranks + engine_gpus
@@ -120,7 +120,7 @@ def ranks_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
 
 
 @CLUSTER.rule(
-    "Engines have GPUs of their own.",
+    "Engines have GPUs of their own, each on one node or on several whole ones.",
     "rollout.engine.num_engines",
     "rollout.engine.tensor_parallel",
     *_FACTS,
@@ -128,6 +128,12 @@ def ranks_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
 )
 def engines_alone_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
     engines, tp, have = config.rollout.engine.num_engines, config.rollout.engine.tensor_parallel, capabilities.num_gpus
+    per_node = capabilities.gpus_per_node or tp
+    if tp > per_node and tp % per_node:
+        yield (
+            f"rollout.engine.tensor_parallel={tp}: an engine over several nodes takes all GPUs of each, and {capabilities.where} each "
+            f"has {per_node}"
+        )
     if have is not None and engines * tp > have:
         yield (
             f"rollout.engine.num_engines={engines} of rollout.engine.tensor_parallel={tp} need {engines * tp} GPUs; {capabilities.where} "
@@ -149,9 +155,10 @@ def engines_fit_nodes(config: Config, capabilities: Capabilities) -> Iterator[st
     per_node, colocated = capabilities.gpus_per_node, config.cluster.placement == Placement.colocated
     if per_node and not config.rollout.replay:
         group, engine_tp = config.megatron.tensor_parallel, config.rollout.engine.tensor_parallel
+        ranks, engines = num_processes(config, "train")
         try:
             # Groups that are larger than a node break a rule of their own.
-            bundles(_num_ranks(config), min(group, per_node), _num_engines(config), engine_tp, per_node, colocated)
+            bundles(ranks, min(group, per_node), engines, engine_tp, per_node, colocated)
         except UserError as error:
             yield f"{capabilities.where}: {error}"
 
@@ -217,8 +224,13 @@ def _num_ranks(config: Config) -> int:
     return ParallelSizes.from_config(config.megatron).world_size
 
 
-def _num_engines(config: Config) -> int:
-    return 0 if config.rollout.replay else config.rollout.engine.num_engines
+def num_processes(config: Config, command: str) -> tuple[int, int]:
+    """(trainer ranks, engines) that a command starts, see rule.COMMANDS."""
+    generates = command in ENGINE_COMMANDS and not (command == "train" and config.rollout.replay)
+    return (
+        _num_ranks(config) if command in TRAINING_COMMANDS else 0,
+        config.rollout.engine.num_engines if generates else 0,
+    )
 
 
 def _crosses_a_node(first: int, end: int, size: int, per_node: int) -> bool:

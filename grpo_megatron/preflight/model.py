@@ -49,13 +49,17 @@ def model_violations(config: Config, arch: Architecture, command: str = "train")
     reference = config.ref.path if command != "eval" else None
     for path in dict.fromkeys([config.model.path, reference or config.model.path]):
         found += _weights(path, arch)
-    if scores_on_ranks(config) and config.reward.model.path:
-        found += _reward_model(config, config.reward.model.path)
-    return found
+    return found + reward_model_violations(config, weights=True)
 
 
-def _reward_model(config: Config, path: str) -> list[str]:
-    """Whether it fits the ranks, which have the parallel sizes of the model that is trained."""
+def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
+    """Whether it fits the ranks, which have the parallel sizes of the model that is trained; nothing if there is none.
+
+    weights: the headers of its weights are read too, not its config.json alone.
+    """
+    path = config.reward.model.path
+    if not scores_on_ranks(config) or not path:
+        return []
     try:
         arch = read_architecture(path)
     except UserError as error:
@@ -64,7 +68,8 @@ def _reward_model(config: Config, path: str) -> list[str]:
         return [f"reward.model.path: {path} is a language model; a reward model of it is made by `grpo-megatron reward-model`"]
     sizes = replace(ParallelSizes.from_config(config.megatron), pipeline_layers=None)
     unfit = layout_violations_of_model(sizes, arch, frozenset(out_of_limits(config)))
-    return [f"reward.model.path={path} cannot be divided as megatron.* says: {rule}" for rule in unfit] + _weights(path, arch)
+    found = [f"reward.model.path={path} cannot be divided as megatron.* says: {rule}" for rule in unfit]
+    return found + _weights(path, arch) if weights else found
 
 
 def architecture_violations(config: Config, arch: Architecture, command: str = "train") -> list[str]:

@@ -128,7 +128,7 @@ def _line(group: Group) -> str:
         {
             "text": "\n".join(sample.response_text for sample in sequences),
             "reward": sequences[0].reward,
-            "tokens": sum(len(sample.response_ids) for sample in sequences),
+            "tokens": sum(sample.num_written for sample in sequences),
             "finish_reason": sequences[0].finish_reason,
         }
         for sequences in group.trajectories

@@ -44,7 +44,8 @@ def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float
     """Scalars of a step's trajectories: reward and its components, pass@k, lengths, how they ended."""
     trajectories = [sequences for group in groups for sequences in group.trajectories]
     samples = [sequences[0] for sequences in trajectories]  # reward, components and end are the same in all of them
-    lengths = np.array([sum(len(sample.response_ids) for sample in sequences) for sequences in trajectories])
+    # Observations are in the response of one sequence and in the prompt of the next, as rollout.history has it.
+    lengths = np.array([sum(sample.num_written for sample in sequences) for sequences in trajectories])
     rewards = np.array([sample.reward for sample in samples])
     scalars = {
         "reward/mean": rewards.mean(),

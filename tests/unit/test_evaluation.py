@@ -14,7 +14,9 @@ from grpo_megatron.commands.evaluate import evaluate, table
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig, Strategy
-from grpo_megatron.config.schema import Config, EvalConfig, ModelConfig
+from grpo_megatron.config.schema import Config, DataConfig, EvalConfig, ModelConfig
+from grpo_megatron.data import PromptTokenizer
+from grpo_megatron.data.sources import held_out_prompts
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.preflight.model import architecture_violations
@@ -31,6 +33,30 @@ from tests.tools import no_file_beyond
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n, c, k):
     subsets = list(combinations([True] * c + [False] * (n - c), k))
     assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (["a", "a", "b", "a"], ["a", "a_1", "b", "a_3"]),
+        (["average", "average"], ["average_0", "average_1"]),
+        (["a", "a", "a_1"], ["a", "a_2", "a_1"]),
+        (["a_2", "a", "a"], ["a_2", "a", "a_3"]),
+        (["a", "a", "a_1", "a_1", "a"], ["a", "a_2", "a_1", "a_1_3", "a_4"]),
+    ],
+)
+def test_data_sets_of_one_name_are_all_there(tmp_path, sources, names):
+    from make_tiny_model import make_tokenizer
+
+    make_tokenizer().save_pretrained(tmp_path)
+    files = [tmp_path / str(number) / f"{name}.jsonl" for number, name in enumerate(sources)]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text(json.dumps({"prompt": str(number), "answer": "1"}))
+    config = Config(data=DataConfig(eval=[str(file) for file in files], chat_template="none"))
+    found = held_out_prompts(config, PromptTokenizer(str(tmp_path), config.data))
+    assert [(name, prompt.text) for name, (prompt,) in found.items()] == [(name, str(i)) for i, name in enumerate(names)]
 
 
 def evaluation_of(engines, datasets, folder, show=lambda *text: None, greedy=False, n=4, **reward):

@@ -24,6 +24,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.charts import OTHERS, SECTIONS, charts_of
 from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.monitoring.samples import group_text
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.tensorboard import TensorBoard, verbatim
@@ -150,6 +151,24 @@ def test_times_and_throughput_add_up(monitor_of, tmp_path):
         1e6 * (scalars["time/generate"] + scalars["time/train"]), abs=1
     )
     assert all(step["ts"] <= phase["ts"] for phase in phases)
+
+
+def test_a_phase_within_another_counts_once():
+    """As in an evaluation that ranks score: engines on their devices give back their memory in the midst of it."""
+    begun = []
+    phases, start = Phases(begun.append), time.perf_counter()
+    with phases("evaluate"):
+        time.sleep(0.02)
+        with phases("release"):
+            time.sleep(0.1)
+        with phases("wake"):
+            time.sleep(0.1)
+    whole, seconds = time.perf_counter() - start, phases.total
+    assert sum(seconds.values()) <= whole
+    assert min(seconds["release"], seconds["wake"]) >= 0.1
+    assert 0.02 <= seconds["evaluate"] <= whole - 0.2
+    assert phases.take() == seconds
+    assert begun == ["evaluate", "release", "evaluate", "wake", "evaluate"]
 
 
 def test_utilisation_counts_forward_and_backward_of_every_epoch():

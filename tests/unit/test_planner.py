@@ -22,6 +22,7 @@ from grpo_megatron.preflight.rules import violations
 from grpo_megatron.weights.sync.cost import Machine, cost, on_nodes
 from grpo_megatron.weights.sync.plan import Layouts
 from tests.unit.published_runs import LIKE_QWEN35_397B, MLPERF, RUNS
+from tests.unit.reward_models import scored_by
 from tools.plan_recipes import recipe
 
 # What mem_fraction=0.8 is of an H100, and 0.3.
@@ -107,6 +108,37 @@ def test_decoding_on_one_gpu_by_hand():
     step = (weights + cache) / (BANDWIDTH * 3.35e12) + 28 * LAYER_SECONDS
     prefill = found.times.seconds["generation"] - 512 * step
     assert 0 < prefill < 0.05 * found.times.seconds["generation"]
+
+
+def test_a_reward_model_by_hand(tmp_path):
+    """Like Qwen3-0.6B, with a row in place of the output projection; its stages are equally large, and it is in bf16, whatever the
+    policy's are. Its weights come to a GPU while it scores, and wait in the host's memory for good."""
+    layer = 2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072
+    of_a_stage, row = 14 * (layer + 2 * 1024 + 2 * 128), 2 * 1024
+    stages = ("megatron.pipeline_parallel=2", "megatron.pipeline_layers=[13,15]", "megatron.precision=fp8")
+    stages += ("train.constant_length_packs=true", "megatron.offload_folder=/nvme")
+    found = small(*stages, *scored_by(tmp_path))
+    assert found.memory.host == {"reward model": 8 * 2 * (of_a_stage + 151936 * 1024)}
+    assert "reward model" not in moments(found)["training"].items
+    scoring, fullest = moments(found)["scoring"], (of_a_stage + 151936 * 1024, of_a_stage + row)
+    assert scoring.items["reward model"] == 2 * fullest[scoring.stage]
+    assert all(scoring.items[item] > 0 for item in ("parameters", "gradients", "optimizer"))
+    # Of one layer: norms in and out, queries twice, keys and values twice, both once more before their norms, and the MLP; then what
+    # is gathered for it. Nothing is kept, and there are no gradients.
+    kept = 4 * 1024 + 2 * 2048 + 2 * 1024 + (2048 + 1024) + 3 * 3072
+    micro_batch = read_config(None, [*SMALL]).train.max_tokens_per_micro_batch
+    assert scoring.items["layer being computed"] == 2 * micro_batch * (kept + 4 * 1024)
+    assert "scoring" not in moments(small())
+
+
+def test_a_reward_model_takes_its_transfer_and_a_forward_pass_without_an_output_layer(tmp_path):
+    found, length = small(*scored_by(tmp_path)), 512
+    layer = 2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072
+    products, attention = 2 * (28 * layer + 1024) * length, 4 * 28 * 16 * 128 * length * (length + 1) / 2
+    computing = 32 * 8 * (products / (PRODUCTS * 989e12) + attention / (ATTENTION * 989e12))
+    weights = 2 * (28 * (layer + 2 * 1024 + 2 * 128) + 151936 * 1024 + 2 * 1024)
+    assert found.times.seconds["scoring"] == pytest.approx(computing + weights / (LINKS * 64e9), rel=1e-6)
+    assert found.times.step == pytest.approx(small().times.step + found.times.seconds["scoring"])
 
 
 def test_a_pipeline_idles_by_its_bubble():

@@ -18,8 +18,9 @@ from grpo_megatron.planner.plan import plan
 from grpo_megatron.planner.search import search, with_values
 from grpo_megatron.planner.text import changes_text
 from grpo_megatron.planner.time import Lengths
-from grpo_megatron.preflight.model import architecture_violations
+from grpo_megatron.preflight.model import architecture_violations, reward_model_violations
 from grpo_megatron.preflight.rules import violations
+from tests.unit.reward_models import scored_by
 from tools.plan_recipes import RECIPES, recipe
 
 
@@ -29,7 +30,8 @@ def model_of(config):
 
 def fits(config):
     arch = model_of(config)
-    return plan(config, arch, with_sync=False).fits and not violations(config) and not architecture_violations(config, arch)
+    broken = violations(config) + architecture_violations(config, arch) + reward_model_violations(config)
+    return plan(config, arch, with_sync=False).fits and not broken
 
 
 def test_a_layout_that_is_not_legal_as_configured_does_not_stop_the_search():
@@ -73,6 +75,33 @@ def test_rules_beyond_those_of_layouts_hold_too():
     variants = [variant for each in replicas for variant in searching._variants(each, arch)]
     assert any(plan(variant, arch, with_sync=False).fits for variant in variants)
     assert [searching._quickest(each, arch, lengths) for each in replicas] == [None] * len(replicas)
+
+
+QWEN3_8B = ("configs/qwen3_8b_1node.yaml", ["model.path=configs/models/qwen3-8b"])
+
+
+def test_what_is_found_has_room_for_a_reward_model_and_divides_it(tmp_path):
+    """With 30 layers it cannot have four stages; of its heads 24 can be divided by eight, and six KV heads by two at most."""
+    sizes = {"num_hidden_layers": 30, "num_attention_heads": 24, "num_key_value_heads": 6, "hidden_size": 6144}
+    path, model = QWEN3_8B
+    config = read_config(path, [*model, *scored_by(tmp_path, "qwen3-8b", **sizes)])
+    found = search(config, model_of(config), Lengths.given(config), count=20)
+    assert {each.config.megatron.tensor_parallel for each in found} == {1, 2}
+    assert {each.config.megatron.pipeline_parallel for each in found} <= {1, 2}
+    for each in found:
+        assert each.memory.moments[-1].items["reward model"] > 0
+        assert fits(each.config)
+
+
+def test_a_reward_model_for_which_there_is_no_room_is_refused(tmp_path):
+    path, model = QWEN3_8B
+    scored = scored_by(tmp_path, "qwen3-8b", num_hidden_layers=360)
+    assert fits(read_config(path, model))
+    text = refusal(read_config(path, [*model, *scored]))
+    assert "scoring takes 114.3 GB of a GPU, more than 80.7 of the 84.9 GB of h100-80g: reward model 70" in text
+    assert all(fits(read_config(path, [*model, *scored, *words])) for words in suggestions(text))
+    config = read_config(path, [*model, *scored, "reward.model.path=configs/models/qwen3-8b"])
+    assert "configs/models/qwen3-8b is a language model; a reward model of it" in refusal(config)
 
 
 def refusal(config):
@@ -223,11 +252,12 @@ LARGE = ("deepseek_v3_32node", "qwen3_235b_a22b_16node", "qwen3_30b_a3b_4node", 
 
 @pytest.mark.slow_when(lambda path: path.stem in LARGE)
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys):
+def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys, tmp_path):
     """Those for CPUs as if they were for one node of eight GPUs; emulated kernels are not for GPUs."""
     model = RECIPES.get(path.stem, "qwen3-0.6b")
     arguments = ["--gpu", "h100-80g", "--config", path, f"model.path=configs/models/{model}", "cluster.gpus_per_node=8"]
     arguments += [] if path.stem in RECIPES else ["cluster.nodes=1", "data.train=prompts.jsonl"]
+    arguments += scored_by(tmp_path) if path.stem == "reward_model_grpo" else []
     status, out, err = run(capsys, *arguments)
     refused = {
         "quickstart_fp8": "this is for machines without a GPU",

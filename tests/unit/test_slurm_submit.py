@@ -241,6 +241,40 @@ def test_nothing_is_queued_where_the_logs_cannot_be_written(capsys, root, why):
     assert f"error: {Path(root).absolute()}/quickstart/slurm cannot be written: {why};" in message
 
 
+EVALUATION = ("--config", "configs/qwen3_8b_1node.yaml", "--command", "eval", "data.eval=e.jsonl", ABSENT)
+
+
+def test_an_evaluation_is_a_job_of_its_engines_in_a_folder_of_its_own(capsys, tmp_path):
+    """The configuration's ranks, which would not fit that node, are not started; the result of its training is not that of this job."""
+    ranks = ("megatron.tensor_parallel=8", "megatron.data_parallel=4")
+    engines = ("rollout.engine.num_engines=2", "rollout.engine.tensor_parallel=2")
+    script = submit(capsys, *EVALUATION, *ranks, *engines, "--dry-run", "--nodes", 1, "--gpus-per-node", 4)
+    folder = Path("runs/qwen3_8b_eval").absolute()
+    assert {"--nodes=1", "--gpus-per-node=4", f"--output={folder}/slurm/%j.log", "--no-requeue"} <= set(header(script))
+    assert shell_words(script, '"$GRPO_COMMAND" "$GRPO_RESULT"') == ["eval", f"{folder}/result.json"]
+    tasks = submit(capsys, *EVALUATION, "--dry-run", "--array", "0-1", "run.seed={task}")
+    assert shell_words(tasks, '"$GRPO_LOGS"') == [f"{Path('runs').absolute()}/qwen3_8b_{{task}}_eval/slurm"]
+    assert "run.name=qwen3_8b_{task}" in shell_words(tasks, '"$@"')
+    (tmp_path / "actor").mkdir()
+    assert "is a checkpoint of a run" in submit(capsys, *EVALUATION, f"model.path={tmp_path}", status=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--requeue"], "an evaluation cannot be continued"),
+        (["--dependency-chain", 2], "an evaluation cannot be continued"),
+        (["--stop-before", 90], "an evaluation cannot be continued"),
+        (["rollout.engine.num_engines=9"], "need 9 GPUs; with cluster.gpu=h100-80g there are 8"),
+        (["rollout.engine.num_engines=1", "rollout.engine.tensor_parallel=12", "--nodes", 2], "takes all GPUs of each"),
+        (["rollout.engine.tensor_parallel=3", "rollout.engine.num_engines=2", "--cpus-per-node", 5], "needs 6 on a node"),
+        (["reward.function=model", "reward.model.path=r"], "eval has engines alone; choose another reward"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused(capsys, arguments, says):
+    assert says in submit(capsys, *EVALUATION, *arguments, status=2)
+
+
 def test_what_could_not_be_checked_is_said(capsys):
     assert main(["--config", "configs/llama3_70b_16node.yaml", "--dry-run", ABSENT]) == 0
     assert "not checked: memory: /nowhere is not a folder here; --architecture names one" in capsys.readouterr().err
@@ -251,16 +285,25 @@ def test_what_could_not_be_checked_is_said(capsys):
     assert f"not checked: run.root: {Path('setup.py').absolute()} is a file, not a folder" in says
 
 
+def test_without_the_reward_model_the_memory_is_not_known(capsys):
+    model = ("--architecture", "configs/models/qwen3-8b", ABSENT, "reward.function=model", "reward.model.path=/nowhere")
+    assert main(["--config", "configs/qwen3_8b_1node.yaml", "--dry-run", *model]) == 0
+    assert "not checked: memory: the reward model /nowhere, which takes its share of it, is not" in capsys.readouterr().err
+
+
 def test_every_process_of_a_run_on_cpus_has_a_cpu():
-    def slots(nodes, *changes):
+    def slots(nodes, *changes, command="train"):
         config = read_config("configs/quickstart.yaml", [f"cluster.nodes={nodes}", *changes])
-        return cpu_slots(config, "train")
+        return cpu_slots(config, command)
 
     assert slots(1) == 3
     assert slots(2) == 2  # two ranks that stay together, and an engine
     assert slots(2, "megatron.data_parallel=2", "rollout.engine.num_engines=2") == 3
     assert slots(4, "megatron.data_parallel=2", "rollout.engine.num_engines=2") == 2
     assert slots(1, "rollout.replay=file") == 2
+    assert slots(1, command="sft") == slots(1, command="reward-model") == 2
+    assert slots(1, command="eval") == 1
+    assert slots(1, "rollout.engine.num_engines=3", "rollout.engine.tensor_parallel=2", command="eval") == 6
     # Engines that share the ranks' GPUs share their CPUs too, and a run may leave GPUs of a node alone.
     on_gpus = ("megatron.tensor_parallel=1", "cluster.gpu=h100-80g", "cluster.gpus_per_node=8", "cluster.placement=colocated")
     assert slots(1, "megatron.data_parallel=4", *on_gpus) == 4

@@ -1,12 +1,14 @@
 """What an episode becomes: sequences whose tokens, masks, log-probs and routing are those of the requests, token by token."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_megatron.algorithm.filters import mask_truncated
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, WeightSpan
 from grpo_megatron.batch.token_weights import LOSS_AGG_MODES, token_weights
@@ -261,12 +263,29 @@ def test_a_trajectory_of_several_sequences_counts_once(group):
     scalars = group_statistics([group], pass_reward=1.0)
     assert (scalars["reward/mean"], scalars["reward/component/x"], scalars["reward/pass@2"]) == (0.5, 2, 1)
     assert (scalars["response/turns_mean"], scalars["response/sequences_mean"]) == (2, 1.5)
-    lengths = [len(first.response_ids) + len(second.response_ids), len(other.response_ids)]
+    lengths = [
+        len(first.response_ids) + len(second.response_ids),
+        len("de") + 2,
+    ]  # and two end tokens; the answer is not the model's
     assert scalars["response/length_mean"] == np.mean(lengths)
     assert distributions([group], [TrainBatch.from_samples(samples)])["response/lengths"].tolist() == lengths
     text = group_text(group, 1000)
     assert "response 1 of 2: reward 1, x 4" in text
     assert "<think>hm</think>a\n<think>hm</think>bc" in text
+
+
+def test_the_length_of_a_response_is_that_of_what_the_model_wrote_in_every_history(tokenizer):
+    """Observations are in the response of one long sequence, and in the prompts of those that the template makes of it."""
+    prompt, turns = prompt_of(tokenizer), ["<think>hm</think>a<eos>", "<think>hm</think>bc<eos>"]
+    written = sum(len(ids_of(tokenizer, turn)) for turn in turns)
+    found = {}
+    for history in HistoryKind:
+        writer = Writer([ids_of(tokenizer, turn) for turn in turns])
+        samples = play(tokenizer, prompt, writer, Answers("", [message("next")]), history)
+        # Also where the overlong filter leaves nothing of it to be trained.
+        (group,) = mask_truncated([Group(3, prompt, tuple(replace(s, finish_reason="length") for s in samples))])
+        found[len(samples)] = group_statistics([group], pass_reward=1.0)["response/length_mean"]
+    assert found == {1: written, 2: written}
 
 
 def test_rewards_are_shaped_by_trajectories(group):
