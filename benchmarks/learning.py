@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from plot_runs import plot
-from quickstart import CLI, CONFIGS, call, prepare
+from quickstart import CLI, CONFIGS, call, grpo_arguments, prepare
 
 SETTINGS = [
     "train.ppo_mini_batch_size=16",
@@ -37,8 +37,9 @@ def main() -> None:
     parser.add_argument("--root", default="runs/learning")
     parser.add_argument("--set", nargs="*", default=[], dest="overrides", metavar="key=value")
     options = parser.parse_args()
-    root = options.root
-    arguments = prepare(root, str(options.seed))
+    root, seed = options.root, str(options.seed)
+    prepare(root, seed)
+    arguments = grpo_arguments(root, seed)
     config = OmegaConf.load(CONFIGS / "quickstart.yaml")
     del config["algorithm"]
     OmegaConf.save(config, f"{root}/learning.yaml")
