@@ -277,5 +277,6 @@ def test_a_run_outlives_a_hang(ray_here, arithmetic, tmp_path, capsys, plant, fa
 def test_a_node_that_leaves_ends_the_run(two_nodes, arithmetic, tmp_path, capsys, plant):
     """The last one here, because its cluster stays until the end of the module."""
     plant(Fault(PolicyTrainer, "train_step", 2, "/raylet/raylet "))
-    assert main(["train", *arguments(arithmetic, tmp_path, "checkpoint.every=1")]) == 3
+    # With few steps it could be done before the death of the node is noticed.
+    assert main(["train", *arguments(arithmetic, tmp_path, "run.total_steps=1000", "checkpoint.every=1")]) == 3
     assert "1 of the 2 nodes of this run have left the Ray cluster; start it again on whole nodes" in capsys.readouterr().err
