@@ -23,7 +23,10 @@ def listening(root: psutil.Process) -> dict[Socket, str]:
 
 
 class SocketWatch:
-    """Within this context: notes on which addresses this process and all that it started listen. found: {address: command lines}."""
+    """Within this context: notes on which addresses this process and all that it started listen. found: {address: command lines}.
+
+    Left out is what this process itself listened on before, as a store of an earlier test does for as long as the process lives.
+    """
 
     def __init__(self):
         self.found: dict[str, set[str]] = {}
@@ -35,11 +38,13 @@ class SocketWatch:
         while not self._ended.wait(0.3):
             now = listening(psutil.Process())
             # Whoever asks for this machine's own address opens a socket for a moment, and listens to nobody.
-            for key in now.keys() & before.keys():
+            for key in (now.keys() & before.keys()) - self._earlier:
                 self.found.setdefault(key[1], set()).add(now[key])
             before = now
 
     def __enter__(self) -> "SocketWatch":
+        own = psutil.Process()
+        self._earlier = {key for key in listening(own) if key[0] == own.pid}
         self._thread.start()
         return self
 

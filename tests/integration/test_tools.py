@@ -102,7 +102,7 @@ def test_two_engines_two_replicas_and_two_evaluation_sets(ray_here, arithmetic, 
     ]
     assert main(["train", *arguments(arithmetic, tmp_path, *changes)]) == 0
     result = json.loads((tmp_path / "wide" / "result.json").read_text())
-    expected = {f"eval/{name}/{m}" for name in ("eval", "hard") for m in ("mean@4", "pass@2", "pass@4", "greedy")}
+    expected = {f"eval/{name}/{m}" for name in ("eval", "hard", "average") for m in ("mean@4", "pass@2", "pass@4", "greedy")}
     assert set(result["after"]) == expected
     assert result["after"]["eval/hard/greedy"] == pytest.approx(result["after"]["eval/eval/greedy"], abs=1e-6)
     assert result["mismatch_max"] <= 1e-4
