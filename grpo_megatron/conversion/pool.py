@@ -89,9 +89,16 @@ def _workers(job: Job, count: int):
 
 def _distribute(workers: dict, units: list, advance: Callable[[int], None]) -> Iterator[tuple[Any, Any]]:
     waiting, busy = list(units), {}
-    for connection in workers:
+
+    def give(connection) -> None:
         busy[connection] = waiting.pop(0)
-        connection.send(busy[connection])
+        try:
+            connection.send(busy[connection])
+        except OSError:
+            raise _lost(workers[connection]) from None
+
+    for connection in workers:
+        give(connection)
     while busy:
         for connection in wait(list(busy)):
             kind, value = _receive(connection, workers[connection])
@@ -100,25 +107,28 @@ def _distribute(workers: dict, units: list, advance: Callable[[int], None]) -> I
                 continue
             unit = busy.pop(connection)
             if waiting:
-                busy[connection] = waiting.pop(0)
-                connection.send(busy[connection])
+                give(connection)
             yield unit, value
 
 
 def _receive(connection, process) -> tuple[str, Any]:
     try:
         kind, value = connection.recv()
-    except EOFError:
-        process.join()
-        how = f"was killed by signal {-process.exitcode}" if process.exitcode < 0 else f"ended with status {process.exitcode}"
-        raise UserError(
-            f"a process of the conversion (pid {process.pid}) {how}; if the machine ran out of memory, use fewer (--processes)"
-        ) from None
+    except (EOFError, OSError):  # it is reset where the process had not read its unit yet
+        raise _lost(process) from None
     if kind == "user error":
         raise UserError(value)
     if kind == "defect":
         raise RuntimeError(f"in a process of the conversion:\n{value}")
     return kind, value
+
+
+def _lost(process) -> UserError:
+    process.join()
+    how = f"was killed by signal {-process.exitcode}" if process.exitcode < 0 else f"ended with status {process.exitcode}"
+    return UserError(
+        f"a process of the conversion (pid {process.pid}) {how}; if the machine ran out of memory, use fewer (--processes)"
+    )
 
 
 def _serve(connection, parent: int, job: Job) -> None:
