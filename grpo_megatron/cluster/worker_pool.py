@@ -96,7 +96,8 @@ def _limit(which: int, most: int) -> None:
 @ray.remote
 class PoolWorker:
     """Holds what `build` makes: an object with `work(items, seconds)`, which returns what came of the first items, of as many as it
-    could begin within these seconds but at least of one."""
+    could begin within these seconds but at least of one. It may have an attribute `is_worn`: whether another process is to take the
+    place of this one; it may return less then, but not in its first call."""
 
     def __init__(self, log: str):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which closes the pool
@@ -111,12 +112,14 @@ class PoolWorker:
         self._target, self._bounds = build(), bounds
         bounds.apply()
 
-    def work(self, items: bytes) -> bytes:
+    def work(self, items: bytes) -> tuple[bytes, bool]:
+        """The results, and whether this process is worn."""
         self._shorten_log()
         # Ends this process even in code that never returns to Python, and says in the log where it is.
         faulthandler.dump_traceback_later(_BATCH_SECONDS + self._bounds.seconds + _GRACE_SECONDS, exit=True, file=2)
         try:
-            return pickle.dumps(self._target.work(pickle.loads(items), _BATCH_SECONDS))
+            results = self._target.work(pickle.loads(items), _BATCH_SECONDS)
+            return pickle.dumps(results), getattr(self._target, "is_worn", False)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -172,8 +175,13 @@ class _Worker:
             with contextlib.suppress(Exception):  # nobody wants to know any more
                 await self._answer(self._forgotten.pop(0))
         await self._started()
-        self._asked.append(self._actor.work.remote(items))
-        return await self._answer(self._asked[-1])
+        actor = self._actor
+        asked = actor.work.remote(items)
+        self._asked.append(asked)
+        results, is_worn = await self._answer(asked)
+        if is_worn and actor is self._actor:  # it may have said so with its other batch, too
+            self._replace(None)
+        return results
 
     async def _started(self) -> None:
         for trial in range(_STARTS):
@@ -192,15 +200,19 @@ class _Worker:
                     f"{self._place.process.name} did not start within {_START_SECONDS:.0f} s; its log is {self._place.process.log}"
                 ) from error
 
-    async def _answer(self, reference: ray.ObjectRef) -> bytes:
+    def _replace(self, guilty: ray.ObjectRef | None) -> None:
+        """Another process, and nothing asked of it yet. guilty: see _guilty."""
+        self._guilty, self._asked = guilty, []
+        self.close()
+        self._start()
+
+    async def _answer(self, reference: ray.ObjectRef) -> tuple[bytes, bool]:
         asked = time.monotonic()
         try:
             answer = await asyncio.wait_for(_fetched(reference), self._longest * len(self._asked) + _PATIENCE_SECONDS)
         except (*_GONE, asyncio.TimeoutError) as error:
             if reference in self._asked:  # else who waited for its other batch has done this already
-                self._guilty, self._asked = self._asked[0], []
-                self.close()
-                self._start()
+                self._replace(self._asked[0])
             begun = reference == self._guilty
             # It was not at this one before it was done with the one before.
             hung = begun and time.monotonic() - max(asked, self._answered) >= self._bounds.seconds + _GRACE_SECONDS
@@ -330,7 +342,7 @@ class WorkerPool:
                 job.answer(result)
             self._waiting.extendleft(reversed(jobs[len(results) :]))
             if len(results) < len(jobs):
-                self._most = max(len(results), self._most // 2)  # a worker may just have had to wait for its core
+                self._most = max(1, len(results), self._most // 2)  # a worker may just have had to wait for its core
             elif len(jobs) == self._most:
                 self._most = min(2 * self._most, _LARGEST_BATCH)
         finally:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import math
-import os
 import resource
 import signal
 
@@ -49,29 +48,14 @@ class time_limit:
 
 
 class FreeMemory:
-    """What calls find of their process' memory, and whether those that are over have kept it from them."""
+    """Whether calls that are over keep the memory of their process. What is free when this is made is the measure."""
 
     def __init__(self) -> None:
-        self._lacked, self._at_first = False, math.nan
+        self._at_first = _free_bytes()
 
-    def begin(self) -> None:
-        """Before a batch. What is free at the first one is the measure of all."""
-        if math.isnan(self._at_first):
-            self._at_first = _free_bytes()
-
-    def lacks(self) -> None:
-        """A call of this batch has found too little."""
-        self._lacked = True
-
-    def leave_if_kept(self) -> None:
-        """Behind a batch: end this process if a call found too little, and less than half is free again. All later calls would fail, too;
-        so another process takes this one's place, and does the batch."""
-        if self._lacked:
-            self._lacked = False
-            gc.collect()
-            if _free_bytes() < self._at_first / 2:
-                print("out of memory, most of which earlier calls have kept; this process ends", flush=True)
-                os._exit(1)
+    def is_kept(self) -> bool:
+        gc.collect()
+        return _free_bytes() < self._at_first / 2
 
 
 def _free_bytes() -> float:

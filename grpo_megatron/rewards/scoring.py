@@ -56,10 +56,11 @@ class GroupScored:
 
 @dataclass(frozen=True)
 class Failed:
-    """A reward has failed; why is a sentence. text: of the response."""
+    """A reward has failed; why is a sentence. text: of the response. no_memory: for want of it."""
 
     why: str
     text: str = ""
+    no_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,33 +82,42 @@ _LEAST_SECONDS = 0.01
 class _Failure(Exception):
     """Of one reward; its text says all that is to be said."""
 
+    def failed(self, text: str = "") -> Failed:
+        return Failed(str(self), text, isinstance(self.__cause__, MemoryError))
+
 
 class _TooLong(Exception):
     """Not TimeoutError, which may be of the reward itself."""
 
 
 class Scorer:
-    """Scores tasks by the rewards that the configuration names; those of async functions all at once."""
+    """Scores tasks by the rewards that the configuration names; those of async functions all at once.
+
+    is_worn: earlier calls keep so much memory that later ones fail; another process is to take the place of this one.
+    """
 
     def __init__(self, config: RewardConfig, decode: Callable[[np.ndarray], str], secrets: Mapping[str, str] | None = None):
         self._timeout, self._decode = config.timeout, decode
         rewards = resolve_rewards(config, secrets)
         self._of_responses = [reward for reward in rewards if not reward.of_group]
         self._of_groups = [reward for reward in rewards if reward.of_group]
-        self._loop, self._memory = interruptible_loop(), FreeMemory()
+        self._loop, self.is_worn = interruptible_loop(), False
+        self._memory: FreeMemory | None = None  # from the first call on, when the process has its limits
 
     def work(self, tasks: Sequence[RewardTask | GroupTask], seconds: float) -> list[Scored | GroupScored | Failed]:
-        """Of the first tasks: as many as could be begun within these seconds, but at least one."""
-        self._memory.begin()
-        found = self._loop.run_until_complete(self._score_all(tasks, time.monotonic() + seconds))
-        self._memory.leave_if_kept()
-        return found
+        """Of the first tasks: as many as could be begun within these seconds, but at least one, unless it is worn."""
+        return self._loop.run_until_complete(self._score_all(tasks, time.monotonic() + seconds))
 
     async def _score_all(self, tasks: Sequence[RewardTask | GroupTask], until: float) -> list[Scored | GroupScored | Failed]:
         async def score(number: int, task: RewardTask | GroupTask) -> Scored | GroupScored | Failed | None:
-            if number and time.monotonic() > until:
+            if self.is_worn or (number and time.monotonic() > until):
                 return None
-            return await (self._score_group(task) if isinstance(task, GroupTask) else self._score(task))
+            is_first, self._memory = self._memory is None, self._memory or FreeMemory()
+            found = await (self._score_group(task) if isinstance(task, GroupTask) else self._score(task))
+            if isinstance(found, Failed) and found.no_memory and self._memory.is_kept():
+                self.is_worn = True
+                return found if is_first else None  # what others keep is no fault of this one
+            return found
 
         found = await asyncio.gather(*(score(number, task) for number, task in enumerate(tasks)))
         return found[: found.index(None)] if None in found else found
@@ -126,7 +136,7 @@ class Scorer:
                 values[reward.term.name] = own.pop("reward")
                 others |= {prefix + name: number for name, number in own.items()}
         except _Failure as failure:
-            return Failed(str(failure), text)
+            return failure.failed(text)
         return Scored(text, values | others)
 
     async def _score_group(self, task: GroupTask) -> GroupScored | Failed:
@@ -142,7 +152,7 @@ class Scorer:
                 for one, number in zip(components, own, strict=True):
                     one[reward.term.name] = number
         except _Failure as failure:
-            return Failed(str(failure))
+            return failure.failed()
         return GroupScored(values)
 
     async def _call(self, reward: Reward, until: float, where: str, given: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -153,8 +163,6 @@ class Scorer:
         except _TooLong:
             raise _Failure(f"{failed}: took longer than reward.timeout={self._timeout} s") from None
         except (Exception, SystemExit) as error:
-            if isinstance(error, MemoryError):
-                self._memory.lacks()
             raise _Failure(f"{failed}: {type(error).__name__}: {error}") from error
 
 

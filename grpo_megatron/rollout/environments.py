@@ -24,7 +24,7 @@ from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.plugins import Registry
-from grpo_megatron.rewards.limits import FreeMemory, interruptible_loop, time_limit
+from grpo_megatron.rewards.limits import interruptible_loop, time_limit
 from grpo_megatron.rewards.workers import bounds
 
 Decode = Callable[[np.ndarray], str]
@@ -182,12 +182,11 @@ class _Host:
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode):
         self._name, self._timeout, self._decode = rollout.environment, reward.timeout, decode
         self._make = resolve_environment(rollout, reward)
-        self._loop, self._memory = interruptible_loop(), FreeMemory()
+        self._loop = interruptible_loop()
         self._alive: dict[int, tuple[Any, int]] = {}  # with the uid of the prompt
 
     def work(self, calls: Sequence[tuple[str, int, tuple]], seconds: float) -> list[Any]:
         """What the first calls return, or the UserError that they raise; as many as can be begun within these seconds."""
-        self._memory.begin()
         until, results = time.monotonic() + seconds, []
         for method, number, arguments in calls:
             try:
@@ -196,7 +195,6 @@ class _Host:
                 results.append(error)
             if time.monotonic() > until:
                 break
-        self._memory.leave_if_kept()
         return results
 
     def text(self, number: int, ids: np.ndarray) -> str:
@@ -242,8 +240,6 @@ class _Host:
         except UserError as error:
             raise EnvironmentFailed(f"{where} failed: {error}") from error
         except (Exception, SystemExit) as error:
-            if isinstance(error, MemoryError):
-                self._memory.lacks()
             raise EnvironmentFailed(f"{where} failed: {type(error).__name__}: {error}") from error
         raise EnvironmentFailed(f"{where} took longer than reward.timeout={self._timeout} s")
 

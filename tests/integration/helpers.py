@@ -19,8 +19,8 @@ def digits(prompt, response, answer, record):
 
 
 def runs_a_program(prompt, response, answer, record):
-    """The reward `code`, as if the model had written a program that takes half a second of a processor."""
-    program = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass\nprint(4)"
+    """The reward `code`, as if the model had written a program that takes a fifth of a second of a processor."""
+    program = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass\nprint(4)"
     found = _code()(prompt, f"```python\n{program}\n```", '{"inputs": [""], "outputs": ["4"]}', record)
     assert found["passed"] == 1.0
     return digits(prompt, response, answer, record)
