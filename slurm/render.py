@@ -63,11 +63,8 @@ def pyxis(image: str, mounts: list[str], working_folder: str) -> list[str]:
     return [f"--container-image={image}", f"--container-mounts={','.join(both)}", f"--container-workdir={working_folder}"]
 
 
-def render(job: Job, submitted: int) -> str:
-    """The job's script. submitted: now, in seconds since 1970; the run's result is its own if it is not older.
-
-    Raises UserError for a value that Slurm cannot be given.
-    """
+def render(job: Job) -> str:
+    """The job's script. Raises UserError for a value that Slurm cannot be given."""
     settings = {
         "GRPO_BIN": job.bin,
         "GRPO_COMMAND": job.command,
@@ -75,8 +72,6 @@ def render(job: Job, submitted: int) -> str:
         "GRPO_SRUN": shlex.join(job.step_options),
         "GRPO_LOGS": _pattern(job.logs),
         "GRPO_REQUEUE": "1" if job.requeue else "",
-        "GRPO_RESULT": f"{job.folder}/result.json",
-        "GRPO_SUBMITTED": str(submitted),
         **job.variables,
     }
     body = [line for line in TEMPLATE.read_text(encoding="utf-8").splitlines() if not line.startswith(("#!", "#SBATCH"))]

@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from render import TASK, Job, apptainer, pyxis, render, sbatch_arguments
@@ -362,7 +361,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         job, notes = prepare(options)
-        script = render(job, int(time.time()))
+        script = render(job)
         for note in notes:
             print(f"not checked: {note}", file=sys.stderr)
         if options.dry_run:

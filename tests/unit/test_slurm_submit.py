@@ -1,16 +1,15 @@
-"""What slurm/submit.py renders and what it refuses; tests/integration/test_slurm.py runs it on a real Slurm."""
+"""What slurm/submit.py renders and what it refuses; test_slurm_script.py runs the script, and the integration tests a real Slurm."""
 
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from plan_recipes import RECIPES
-from render import TEMPLATE, Job, apptainer, directive, pyxis, render
+from render import Job, apptainer, directive, pyxis, render
 from submit import cpu_slots, main, task_numbers, time_limit
 
 from grpo_megatron.config.load import read_config
@@ -57,7 +56,7 @@ def test_every_recipe_is_a_job_of_its_cluster(capsys, name):
 def test_no_value_changes_its_meaning_on_the_way(tmp_path):
     variables, launcher = {"SECRET_OF_NONE": HOSTILE}, ["apptainer", "exec", HOSTILE]
     job = replace(JOB, variables=variables, launcher=launcher, step_options=[f"--container-image={HOSTILE}"], bin=HOSTILE)
-    script = render(job, submitted=7)
+    script = render(job)
     assert shell_words(script, '"$@"') == job.arguments
     assert shell_words(script, '"$SECRET_OF_NONE" "$GRPO_BIN"') == [HOSTILE, HOSTILE]
     # As slurm/train.sbatch reads them.
@@ -68,54 +67,14 @@ def test_no_value_changes_its_meaning_on_the_way(tmp_path):
 
 def test_setup_is_run_in_the_scripts_shell_and_ends_the_job_if_it_fails():
     def begun(*setup):
-        return subprocess.run(["bash"], input=render(replace(JOB, setup=list(setup)), 7), capture_output=True, text=True)
+        return subprocess.run(["bash"], input=render(replace(JOB, setup=list(setup))), capture_output=True, text=True)
 
-    script = render(replace(JOB, setup=[f"X={shlex.quote(HOSTILE)} # set", "Y=2; Z=$Y"]), 7)
+    script = render(replace(JOB, setup=[f"X={shlex.quote(HOSTILE)} # set", "Y=2; Z=$Y"]))
     assert shell_words(script, '"$X" "$Z"') == [HOSTILE, "2"]
     for failing, status in (("module load cuda # first", "127"), ("(exit 3)", "3"), ("it's", "[12]")):
         done = begun(failing, "echo not reached")
         assert (done.returncode, done.stdout) == (2, "")
         assert re.search(rf"^error: --setup {re.escape(failing)}: it failed with status {status}$", done.stderr, re.MULTILINE)
-
-
-def part_of_script(*parts: str, **env) -> subprocess.CompletedProcess:
-    """Lines before and after the functions of slurm/train.sbatch that need no Slurm, run as a job's script."""
-    before, *after = parts
-    functions = TEMPLATE.read_text().partition("\ntask=")[0]
-    script = "\n".join([before, functions, *after])
-    env = {**os.environ, "SLURM_JOB_ID": "7", "GRPO_REQUEUE": "1", **env}
-    return subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)
-
-
-@pytest.mark.parametrize(("status", "says"), [(0, ""), (1, "error: Slurm does not queue job 7 again")])
-def test_a_run_that_has_stopped_is_a_job_that_has_stopped_whatever_scontrol_says(status, says):
-    done = part_of_script(f"scontrol() {{ echo scontrol $*; return {status}; }}", "asked=USR1", "leave 75")
-    assert done.returncode == 75
-    assert "scontrol requeue 7" in done.stdout
-    assert done.stderr.startswith(says)
-    assert bool(done.stderr) == bool(says)
-
-
-def test_a_signal_while_the_driver_is_being_started_stops_the_run(tmp_path):
-    """Slurm's signal may come before the script knows whom to pass it on to."""
-    (tmp_path / "grpo-megatron").write_text("#!/bin/sh\nexec sleep 45\n")
-    (tmp_path / "grpo-megatron").chmod(0o755)
-    start = '"${here[@]}" "$bin/grpo-megatron"'
-    just_before = "trap 'case $BASH_COMMAND in *bin/grpo-megatron*) trap - DEBUG; kill -s USR1 $$;; esac' DEBUG"
-    _, _, from_start = TEMPLATE.read_text().partition(start)
-    done = part_of_script("", "here=() address=", just_before, start + from_start, bin=str(tmp_path), GRPO_REQUEUE="")
-    assert (done.returncode, done.stderr) == (75, "")
-
-
-def test_what_a_sites_prolog_prints_is_no_node(tmp_path):
-    """TaskProlog prints to each task's output, and a job may have more tasks than nodes."""
-    script = TEMPLATE.read_text()
-    places = re.search(r"^places=.*?^mapfile [^\n]*\n", script, flags=re.MULTILINE | re.DOTALL)[0]
-    of = "node-order s2.node10 node10", "node-order s2.node9 node9", "node-order s1.node11 node11", "node-order s2.node9 node9"
-    printed = "\n".join(f"welcome\n{line}" for line in of)
-    srun = f"srun() {{ printf '%s\\n' {shlex.quote(printed)}; }}"
-    done = part_of_script(srun, "SLURM_JOB_NUM_NODES=3", places, 'echo "${nodes[*]}"')
-    assert done.stdout == "node11 node9 node10\n"
 
 
 def test_slurm_reads_each_value_as_it_is_or_it_is_refused():
@@ -124,10 +83,10 @@ def test_slurm_reads_each_value_as_it_is_or_it_is_refused():
     assert directive('--comment=a "b" \\ #1') == '--comment="a \\"b\\" \\\\ #1"'
     with pytest.raises(UserError, match="characters that sbatch cannot be given"):
         directive("--comment=a\n#SBATCH --nodes=999")
-    output = next(line for line in header(render(replace(JOB, folder="/runs/100%j"), 7)) if line.startswith("--output="))
+    output = next(line for line in header(render(replace(JOB, folder="/runs/100%j"))) if line.startswith("--output="))
     assert output == "--output=/runs/100%%j/slurm/%j.log"
     with pytest.raises(UserError, match="has a backslash"):
-        render(replace(JOB, folder="/runs/a\\b"), 7)
+        render(replace(JOB, folder="/runs/a\\b"))
 
 
 def test_tasks_of_an_array_have_runs_of_their_own(capsys):
@@ -251,7 +210,7 @@ def test_an_evaluation_is_a_job_of_its_engines_in_a_folder_of_its_own(capsys, tm
     script = submit(capsys, *EVALUATION, *ranks, *engines, "--dry-run", "--nodes", 1, "--gpus-per-node", 4)
     folder = Path("runs/qwen3_8b_eval").absolute()
     assert {"--nodes=1", "--gpus-per-node=4", f"--output={folder}/slurm/%j.log", "--no-requeue"} <= set(header(script))
-    assert shell_words(script, '"$GRPO_COMMAND" "$GRPO_RESULT"') == ["eval", f"{folder}/result.json"]
+    assert shell_words(script, '"$GRPO_COMMAND"') == ["eval"]
     tasks = submit(capsys, *EVALUATION, "--dry-run", "--array", "0-1", "run.seed={task}")
     assert shell_words(tasks, '"$GRPO_LOGS"') == [f"{Path('runs').absolute()}/qwen3_8b_{{task}}_eval/slurm"]
     assert "run.name=qwen3_8b_{task}" in shell_words(tasks, '"$@"')
@@ -344,7 +303,7 @@ def test_what_submits_the_job_does_not_set_it_up(monkeypatch):
     """An earlier job's settings may be in the shell, which Slurm passes on."""
     monkeypatch.setenv("GRPO_REQUEUE", "1")
     monkeypatch.setenv("GRPO_SRUN", "--container-image=other")
-    assert shell_words(render(JOB, 7), '"$GRPO_REQUEUE" "$GRPO_SRUN"') == ["", ""]
+    assert shell_words(render(JOB), '"$GRPO_REQUEUE" "$GRPO_SRUN"') == ["", ""]
 
 
 def test_a_job_that_is_queued_again_is_told_before_its_time_is_up(capsys):
@@ -387,12 +346,3 @@ def test_options_go_before_what_the_shell_tells_sbatch(capsys, monkeypatch, tmp_
     assert given[0] == "--parsable"
     assert list(map(directive, given[1:])) == header((tmp_path / "script").read_text())
     assert {"--partition=gold", "--no-requeue", f"--comment={HOSTILE}"} <= set(given)
-
-
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
-@pytest.mark.parametrize("name", ["as it is", "rendered"])
-def test_shellcheck_finds_nothing(name, tmp_path):
-    script = tmp_path / "job.sbatch"
-    script.write_text(Path("slurm/train.sbatch").read_text() if name == "as it is" else render(JOB, 7))
-    done = subprocess.run(["shellcheck", "--severity=warning", str(script)], capture_output=True, text=True)
-    assert done.stdout == ""

@@ -1,0 +1,98 @@
+"""What a job's script does, slurm/train.sbatch with its head, without a Slurm; tests/integration/test_slurm.py has a real one."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from render import TEMPLATE, Job, render
+
+JOB = Job("run", 2, "/runs/run", "/here", "/env/bin", ["--config", "a.yaml", "data.eval=code.jsonl"], cpus_per_node=3)
+
+
+def part_of_script(*parts: str, **env) -> subprocess.CompletedProcess:
+    """Lines before and after the functions of slurm/train.sbatch that need no Slurm, run as a job's script."""
+    before, *after = parts
+    functions = TEMPLATE.read_text().partition("\ntask=")[0]
+    script = "\n".join([before, functions, *after])
+    env = {**os.environ, "SLURM_JOB_ID": "7", "GRPO_REQUEUE": "1", **env}
+    return subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("status", "says"), [(0, ""), (1, "error: Slurm does not queue job 7 again")])
+def test_a_run_that_has_stopped_is_a_job_that_has_stopped_whatever_scontrol_says(status, says):
+    done = part_of_script(f"scontrol() {{ echo scontrol $*; return {status}; }}", "asked=USR1", "leave 75")
+    assert done.returncode == 75
+    assert "scontrol requeue 7" in done.stdout
+    assert done.stderr.startswith(says)
+    assert bool(done.stderr) == bool(says)
+
+
+def test_a_signal_while_the_driver_is_being_started_stops_the_run(tmp_path):
+    """Slurm's signal may come before the script knows whom to pass it on to."""
+    (tmp_path / "grpo-megatron").write_text("#!/bin/sh\nexec sleep 45\n")
+    (tmp_path / "grpo-megatron").chmod(0o755)
+    start = '"${here[@]}" "$bin/grpo-megatron"'
+    just_before = "trap 'case $BASH_COMMAND in *bin/grpo-megatron*) trap - DEBUG; kill -s USR1 $$;; esac' DEBUG"
+    _, _, from_start = TEMPLATE.read_text().partition(start)
+    done = part_of_script("", "here=() address=", just_before, start + from_start, bin=str(tmp_path), GRPO_REQUEUE="")
+    assert (done.returncode, done.stderr) == (75, "")
+
+
+def test_what_a_sites_prolog_prints_is_no_node(tmp_path):
+    """TaskProlog prints to each task's output, and a job may have more tasks than nodes."""
+    script = TEMPLATE.read_text()
+    places = re.search(r"^places=.*?^mapfile [^\n]*\n", script, flags=re.MULTILINE | re.DOTALL)[0]
+    of = "node-order s2.node10 node10", "node-order s2.node9 node9", "node-order s1.node11 node11", "node-order s2.node9 node9"
+    printed = "\n".join(f"welcome\n{line}" for line in of)
+    srun = f"srun() {{ printf '%s\\n' {shlex.quote(printed)}; }}"
+    done = part_of_script(srun, "SLURM_JOB_NUM_NODES=3", places, 'echo "${nodes[*]}"')
+    assert done.stdout == "node11 node9 node10\n"
+
+
+# What the script calls, on one node. Ray stays until it is ended, the run says what it was given.
+PROGRAMS = {
+    "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"',
+    "scontrol": "echo NodeAddr=node1",
+    "python": 'case "$*" in *.address*) echo 10.0.0.1;; *.ports*) echo 20000;; esac',
+    "ray": "exec sleep 60",
+    "grpo-megatron": 'echo "run $*"\nexit 3',
+}
+
+
+def whole_script(job: Job, folder: Path) -> subprocess.CompletedProcess:
+    """The job's script from its first line to its last, with stand-ins for Slurm, Ray and the run."""
+    for name, lines in PROGRAMS.items():
+        (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (folder / name).chmod(0o755)
+    slurm = {"JOB_ID": "7", "JOB_NUM_NODES": "1", "SUBMIT_DIR": str(folder)}
+    env = {f"SLURM_{name}": value for name, value in slurm.items()} | {"SLURMD_NODENAME": "node1"}
+    env = {**os.environ, **env, "PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["bash"], input=render(replace(job, bin=str(folder))), env=env, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_what_another_job_has_left_since_this_one_was_queued_does_not_end_it(command, tmp_path):
+    """It was taken for this job's own: the second evaluation in a folder, and a run of more steps, ended at once with status 0."""
+    result = tmp_path / "result.json"
+    result.write_text('{"step": 50}')
+    os.utime(result, (time.time() + 3600,) * 2)
+    done = whole_script(replace(JOB, folder=str(tmp_path), command=command), tmp_path)
+    assert f"run {command} --config a.yaml data.eval=code.jsonl cluster.ray_address=10.0.0.1:20000\n" in done.stdout
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+@pytest.mark.parametrize("name", ["as it is", "rendered"])
+def test_shellcheck_finds_nothing(name, tmp_path):
+    script = tmp_path / "job.sbatch"
+    script.write_text(Path("slurm/train.sbatch").read_text() if name == "as it is" else render(JOB))
+    done = subprocess.run(["shellcheck", "--severity=warning", str(script)], capture_output=True, text=True)
+    assert done.stdout == ""
