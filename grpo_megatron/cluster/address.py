@@ -6,6 +6,7 @@ python -m grpo_megatron.cluster.address (--interface NAME | --host NAME)
 import argparse
 import socket
 import sys
+from ipaddress import ip_address
 
 import psutil
 
@@ -14,10 +15,7 @@ from grpo_megatron.errors import UserError
 
 def of_interface(name: str) -> str:
     """Of this node. Raises UserError, with the interfaces that there are, for one that is not there or has no IPv4 address."""
-    found = {
-        interface: [address.address for address in addresses if address.family == socket.AF_INET]
-        for interface, addresses in psutil.net_if_addrs().items()
-    }
+    found = _by_interface()
     if found.get(name):
         return found[name][0]
     others = ", ".join(f"{interface} ({addresses[0]})" for interface, addresses in found.items() if addresses)
@@ -25,12 +23,29 @@ def of_interface(name: str) -> str:
     raise UserError(f"network interface {name} {problem} on node {socket.gethostname()}; it has {others}")
 
 
+def loopback_interface() -> str:
+    """Its name on this node, by 127.0.0.1 or its like. Raises UserError where there is none."""
+    for interface, addresses in _by_interface().items():
+        if any(ip_address(address).is_loopback for address in addresses):
+            return interface
+    raise UserError(f"node {socket.gethostname()} has no loopback interface, which processes of a machine meet at; bring it up")
+
+
+def _by_interface() -> dict[str, list[str]]:
+    """The IPv4 addresses of each."""
+    return {
+        interface: [address.address for address in addresses if address.family == socket.AF_INET]
+        for interface, addresses in psutil.net_if_addrs().items()
+    }
+
+
 def of_host(name: str) -> str:
-    """As this node resolves it. Raises UserError if it does not."""
+    """As this node resolves it, and not a loopback address where it has another. Raises UserError if it does not."""
     try:
-        return socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0]
+        addresses = [found[4][0] for found in socket.getaddrinfo(name, None, socket.AF_INET)]
     except OSError as error:
         raise UserError(f"node {socket.gethostname()} cannot resolve {name}: {error}") from error
+    return min(addresses, key=lambda address: ip_address(address).is_loopback)
 
 
 def main() -> int:

@@ -22,6 +22,7 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from grpo_megatron.cluster.address import loopback_interface
 from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import ProcessLost, UserError
@@ -100,10 +101,10 @@ class Cluster:
 
 def _loopback_alone() -> dict[str, str]:
     """Environment of a process that talks to others on this machine alone; empty where Ray is not on loopback."""
-    own = ray.util.get_node_ip_address()
-    if not ip_address(own).is_loopback:
+    if not ip_address(ray.util.get_node_ip_address()).is_loopback:
         return {}
-    interface = next(name for name, found in psutil.net_if_addrs().items() if any(address.address == own for address in found))
+    # No interface need have the address itself: the first node of a job is at 127.0.1.1 where Debian's /etc/hosts has its name there.
+    interface = loopback_interface()
     # Else gloo and NCCL listen where the machine's name leads to.
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 

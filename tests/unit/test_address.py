@@ -1,12 +1,13 @@
 """The address that the nodes of a job reach the first one at."""
 
+import socket
 import subprocess
 import sys
 
 import psutil
 import pytest
 
-from grpo_megatron.cluster import address
+from grpo_megatron.cluster import address, placement
 from grpo_megatron.errors import UserError
 
 
@@ -27,6 +28,28 @@ def test_a_host_name_stands_for_an_address():
     assert address.of_host("localhost") == address.of_host("127.0.0.1") == "127.0.0.1"
     with pytest.raises(UserError, match=r"cannot resolve no-such-host\.invalid"):
         address.of_host("no-such-host.invalid")
+
+
+@pytest.mark.parametrize(
+    ("known", "chosen"),
+    [
+        (["10.0.0.5"], "10.0.0.5"),
+        (["127.0.1.1", "10.0.0.5", "10.0.0.6"], "10.0.0.5"),
+        (["127.0.1.1"], "127.0.1.1"),
+    ],
+)
+def test_a_host_that_has_another_address_is_not_reached_at_loopback(known, chosen, monkeypatch):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in known]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    assert address.of_host("node1") == chosen
+
+
+def test_processes_meet_on_loopback_where_a_node_is_known_by_an_address_that_no_interface_has(monkeypatch):
+    """Debian's /etc/hosts has 127.0.1.1 for the machine's name, its loopback interface has 127.0.0.1: a run of one node ended there."""
+    for at, alone in (("127.0.0.1", True), ("127.0.1.1", True), ("10.0.0.5", False)):
+        monkeypatch.setattr(placement.ray.util, "get_node_ip_address", lambda at=at: at)
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        assert placement._loopback_alone() == (dict.fromkeys(names, "lo") if alone else {})
 
 
 @pytest.mark.parametrize(
