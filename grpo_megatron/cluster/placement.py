@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_megatron.cluster.address import loopback_interface
 from grpo_megatron.cluster.bundles import bundles
+from grpo_megatron.cluster.joining import refusals_said
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -110,7 +111,10 @@ def _loopback_alone() -> dict[str, str]:
 
 
 def connect(address: str | None, num_slots: int) -> bool:
-    """Join the Ray cluster at `address`, or start one here; True if this call started it. Leaves all signal handlers as they are."""
+    """Join the Ray cluster at `address`, or start one here; True if this call started it. Leaves all signal handlers as they are.
+
+    Raises UserError where nobody answers at the address, the cluster lets nobody in, or Ray cannot have its files here.
+    """
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -125,7 +129,7 @@ def connect(address: str | None, num_slots: int) -> bool:
     else:
         del common["include_dashboard"]
     ray._private.worker.print_to_stdstream = _into_the_log  # there is no setting for it
-    with _handlers_stay():
+    with _handlers_stay(), refusals_said(address):
         ray.init(address=address or "local", **common)
     return not address
 

@@ -1,0 +1,92 @@
+"""What is said where a Ray cluster cannot be joined or started; tests/integration/test_cluster_probe.py asks a real one."""
+
+import socket
+
+import pytest
+import ray
+from ray._private.utils import validate_socket_filepath
+
+from grpo_megatron.cluster import joining
+from grpo_megatron.cluster.placement import connect
+from grpo_megatron.errors import UserError
+
+
+@pytest.fixture
+def somebody_listens(monkeypatch):
+    """The address of one who is no Ray."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def raises(monkeypatch, call):
+    monkeypatch.setattr(ray, "init", lambda **_: call())
+
+
+def test_nobody_listens(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(joining, "ANSWER_SECONDS", 0.0)
+    raises(monkeypatch, lambda: pytest.fail("Ray would try for minutes"))
+    says = r"^nothing answers at cluster\.ray_address=127\.0\.0\.1:1 \(.*refused\); start Ray there, correct the address, or leave it null"
+    with pytest.raises(UserError, match=says):
+        connect("127.0.0.1:1", 0)
+
+
+@pytest.mark.parametrize("address", ["head", "head:", ":6379", "head:99999", "head:0", "local"])
+def test_what_is_no_address(address, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(UserError, match=rf"^cluster\.ray_address={address} is no HOST:PORT, such as"):
+        connect(address, 0)
+
+
+def not_joined(reason):
+    """As ray.init does, with the traceback of what it met in the text."""
+    raise ConnectionError("Failed to connect to Ray cluster at head:1") from RuntimeError(
+        f"Failed to connect to GCS. Last connection error: Traceback ...\n{reason}"
+    )
+
+
+def no_token():
+    raise ray.exceptions.AuthenticationError("Token authentication is enabled but no authentication token was found")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            no_token,
+            r"^the Ray cluster at cluster\.ray_address=127\.\S+ asks for a token, .* set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
+        ),
+        (lambda: not_joined("RPC error: InvalidAuthToken: Authentication token is missing or incorrect"), "asks for a token"),
+        (
+            lambda: not_joined("TimedOut"),
+            r"is not to be joined: Failed to connect to Ray cluster at head:1; it must be that of a Ray",
+        ),
+    ],
+)
+def test_a_cluster_that_lets_nobody_in(call, says, somebody_listens, monkeypatch):
+    raises(monkeypatch, call)
+    with pytest.raises(UserError, match=says):
+        connect(somebody_listens, 0)
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_folder_whose_name_is_too_long_for_sockets(variable, somebody_listens, monkeypatch):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(variable, folder := "/tmp/" + "x" * 90)
+    raises(monkeypatch, lambda: validate_socket_filepath(f"{folder}/ray/session/sockets/plasma_store"))
+    with pytest.raises(
+        UserError, match=rf"^the name of Ray's socket {folder}/\S+ is too long for the system; set {variable} to a folder"
+    ):
+        connect(None, 2)
+
+
+def test_what_is_no_users_fault_stays_what_it_is(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+    def fail():
+        raise OSError("of ours")
+
+    raises(monkeypatch, fail)
+    with pytest.raises(OSError, match="of ours"):
+        connect(None, 2)
