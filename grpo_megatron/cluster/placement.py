@@ -7,6 +7,7 @@ starts; libraries that must be preloaded can be.
 """
 
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -32,6 +33,8 @@ from grpo_megatron.run.guard import Guard
 
 # A label of Ray's nodes: a node's place in the network, among the others'. slurm/train.sbatch sets it.
 NODE_ORDER = "node-order"
+# What the user may have said of Ray's token. Without the first Ray asks for one where it is started here.
+_ASKED_FOR = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,10 @@ def connect(address: str | None, num_slots: int) -> bool:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # Ray's name for listening on loopback alone; what it starts here, nobody else needs to reach.
         ray_constants.ENABLE_RAY_CLUSTER = False
+        # Other users of the machine reach its loopback. Ray would write a token into ~/.ray/auth_token, which everybody may read who can
+        # enter that home, and fails where it cannot write there. What it starts inherits this one.
+        if not _ASKED_FOR & os.environ.keys():
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     else:
         del common["include_dashboard"]
     ray._private.worker.print_to_stdstream = _into_the_log  # there is no setting for it

@@ -1,5 +1,6 @@
 """What a Ray cluster says of its machines, and what is refused there."""
 
+import os
 import subprocess
 import sys
 
@@ -53,3 +54,50 @@ def test_gpus_that_ray_counts_and_torch_does_not_find():
     (text,) = probe(1)
     assert text.startswith("error Ray counts GPUs on node ")
     assert text.endswith("but torch finds none there: its driver or its build of torch is not right")
+
+
+# A run starts Ray, and another user of the machine, who has a home of his own, tries to join it.
+OWNER = """
+import os, subprocess, sys
+from pathlib import Path
+import ray
+from grpo_megatron.cluster.placement import connect
+before = set(os.environ)
+assert connect(None, 2)
+token = os.environ["RAY_AUTH_TOKEN"]
+print("ran", ray.get(ray.remote(lambda: len(os.environ["RAY_AUTH_TOKEN"])).remote()))
+session = Path(ray._private.worker._global_node.get_session_dir_path())
+files = [path for path in session.rglob("*") if path.is_file()]
+assert len(files) > 5
+print("written", [path.name for path in files if token.encode() in path.read_bytes()], os.path.exists(os.environ["HOME"] + "/.ray"))
+address = ray.get_runtime_context().gcs_address
+others = {name: value for name, value in os.environ.items() if name in before}
+print(subprocess.run([sys.executable, "-c", sys.argv[1], address], env=others, stdout=subprocess.PIPE, text=True).stdout)
+ray.shutdown()
+assert connect(None, 2)
+print("ran again", ray.get(ray.remote(lambda: 3).remote()))
+ray.shutdown()
+"""
+STRANGER = """
+import sys
+from ray._private import ray_constants
+from grpo_megatron.cluster.placement import connect
+from grpo_megatron.errors import UserError
+ray_constants.ENABLE_RAY_CLUSTER = False
+try:
+    print("joined", connect(sys.argv[1], 0))
+except UserError as error:
+    print("refused", error)
+"""
+
+
+@pytest.mark.slow
+def test_another_user_of_the_machine_cannot_join_the_ray_of_a_run(tmp_path):
+    """Without a token of the run's own, Ray's was in ~/.ray, where others may read it."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")} | {"HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", OWNER, STRANGER], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ran, written, refused, again = filter(None, done.stdout.splitlines())
+    assert (ran, written, again) == ("ran 64", "written [] False", "ran again 3")
+    assert refused.startswith("refused the Ray cluster at cluster.ray_address=127.0.0.1:")
+    assert "asks for a token" in refused

@@ -1,5 +1,6 @@
 """What is said where a Ray cluster cannot be joined or started; tests/integration/test_cluster_probe.py asks a real one."""
 
+import os
 import socket
 
 import pytest
@@ -90,3 +91,33 @@ def test_what_is_no_users_fault_stays_what_it_is(monkeypatch):
     raises(monkeypatch, fail)
     with pytest.raises(OSError, match="of ours"):
         connect(None, 2)
+
+
+@pytest.mark.parametrize("said", [None, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_the_ray_of_a_run_has_a_token_of_its_own_unless_the_user_has_said_otherwise(said, monkeypatch):
+    """Ray's own was in a file that others may read; the home folder may also be one that cannot be written."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")} | (
+        {said: "x"} if said else {}
+    )
+    seen = []
+    raises(
+        monkeypatch, lambda: seen.append({name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")})
+    )
+    for _ in range(2):
+        monkeypatch.setattr(os, "environ", environment)
+        assert connect(None, 2)
+    first, second = seen
+    if said:
+        assert first == second == {said: "x"}
+    else:
+        assert len(first["RAY_AUTH_TOKEN"]) == 64
+        assert first == second  # this process has it for good
+        assert connect_elsewhere(monkeypatch, seen) != first
+
+
+def connect_elsewhere(monkeypatch, seen):
+    """Another process's."""
+    monkeypatch.setattr(os, "environ", {})
+    connect(None, 2)
+    return seen[-1]
