@@ -92,7 +92,9 @@ class Ownership:
         for _ in range(_WAIT_SECONDS):
             try:
                 status = read_status(str(folder))
-            except UserError:
+            except UserError as error:
+                if isinstance(error.__cause__, OSError):
+                    raise  # a file that cannot be read says nothing about its run
                 return False  # it had not begun
             if status["state"] != State.running:
                 return False

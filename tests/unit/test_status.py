@@ -1,11 +1,13 @@
 """status.json, and `grpo-megatron status` about runs that go on, have ended, or are gone."""
 
+import errno
 import json
 import math
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -135,6 +137,40 @@ def test_a_damaged_file_is_one_message(text, said, tmp_path, capsys):
     assert said in message
     assert STATUS in message
     assert message.count("\n") == 1
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    """As by a file server, which forgets the file that was opened: the message was a traceback, and the status that of a lost run."""
+    read, failures = Path.read_bytes, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def stale(path):
+        if failures:
+            raise failures.pop()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", stale)
+    assert recorded(tmp_path) == "running"
+    assert failures == []
+
+
+def test_a_file_that_stays_unreadable_is_one_message(tmp_path, monkeypatch, capsys):
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    recorded(tmp_path)
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert main(["status", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert f"{tmp_path / STATUS} cannot be read" in message
+    assert message.count("\n") == 1
+
+
+def test_a_checkpoint_that_went_since_it_was_listed(tmp_path, monkeypatch, capsys):
+    """As with checkpoint.keep=1, where the next one has just taken its place."""
+    recorded(tmp_path)
+    monkeypatch.setattr("grpo_megatron.commands.status.newest_folder", lambda folder: tmp_path / "step_00000008")
+    assert main(["status", str(tmp_path)]) == 0
+    assert "step_00000008, of unknown age (No such file or directory)" in capsys.readouterr().out
 
 
 def test_metrics_of_another_type_are_damage(tmp_path, capsys):
