@@ -8,20 +8,24 @@ Exit status:
     3        a process that the run needs is lost (a rank, an engine, Ray's daemons), and could not be replaced
     75       stopped on request (SIGINT, SIGTERM, SIGHUP, SIGUSR1): the same command continues
     130      interrupted twice, and left at once
+    141      of the commands that are no run: nobody reads stdout any more, as behind `| head`; a run goes on then, and ends as it would
     128 + N  the driver was killed by signal N
 """
 
 import argparse
 import io
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from grpo_megatron.commands import config as config_commands
 from grpo_megatron.commands import plan as plan_command
 from grpo_megatron.errors import Stopped, UserError
+from grpo_megatron.paths import disk_is_full
 from grpo_megatron.run.guard import Guard
 
 
@@ -39,16 +43,61 @@ def main(arguments: list[str] | None = None) -> int:
 
         return keep(partial(_drive, command))
     try:
-        return command(Guard())
+        status = command(Guard())
+        if options.command not in _RUNS and sys.stdout:
+            sys.stdout.flush()  # while a failure can still be told
+        return status
     except (UserError, Stopped) as error:
-        print(error if isinstance(error, Stopped) else f"error: {error}", file=sys.stderr)
+        _say(error if isinstance(error, Stopped) else f"error: {error}")
         return error.exit_status
+    except OSError as error:
+        if options.command in _RUNS:
+            raise
+        if isinstance(error, BrokenPipeError):
+            return _NO_READER
+        if not disk_is_full(error):
+            raise
+        _say(f"error: no space left on the disk of {error.filename or 'what stdout goes to'}; make room")
+        return UserError.exit_status
+    finally:
+        _let_go()
+
+
+# What a shell makes of a tool that SIGPIPE has killed; Python ignores that signal.
+_NO_READER = 128 + 13
 
 
 def _drive(command, keeper) -> int:
     from grpo_megatron.commands.driver import drive
 
-    return drive(command, keeper)
+    status = drive(command, keeper)
+    _let_go()
+    return status
+
+
+def _say(message: object) -> None:
+    with suppress(OSError):  # a terminal that is gone
+        print(message, file=sys.stderr, flush=True)
+
+
+def _let_go() -> None:
+    """What is left for a terminal or pipe that is gone goes nowhere: the interpreter's last flush would fail, and make the status 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream:
+                stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
+def _tell(result: str) -> None:
+    """On stdout, what came of a run. A file in its folder has it too, so the run has not failed where it cannot be told here."""
+    try:
+        print(result, flush=True)
+    except OSError as error:
+        _say(f"stdout takes no result ({error.strerror}), which is in the run's folder")
 
 
 _RUNS = {
@@ -136,8 +185,7 @@ def _selftest(options: argparse.Namespace, guard: Guard) -> int:
     from grpo_megatron.preflight.load import load_config
 
     verdict = selftest(load_config(options.config, options.overrides), guard=guard)
-    print(verdict.text())
-    print(json.dumps(as_json(verdict)))
+    _tell(f"{verdict.text()}\n{json.dumps(as_json(verdict))}")
     return 0 if verdict.passed else 1
 
 
@@ -153,7 +201,7 @@ def _train(options: argparse.Namespace, guard: Guard) -> int:
         from grpo_megatron.commands.reward_model import reward_model as run
     else:
         from grpo_megatron.commands.train import train as run
-    print(json.dumps(run(config, guard)))
+    _tell(json.dumps(run(config, guard)))
     return 0
 
 

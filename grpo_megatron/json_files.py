@@ -5,15 +5,24 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.paths import file_problem
+from grpo_megatron.paths import file_problem, reading
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """The JSON object of a file. Raises UserError that names the file for one that cannot be read or holds anything else."""
+    """The JSON object of a file. Raises UserError that names the file for one that cannot be read or holds anything else.
+
+    Its cause is an OSError where that came while the file was read.
+    """
     problem = file_problem(path)
     if problem:
         raise UserError(f"{path} {problem}")
-    return parse_object(Path(path).read_bytes(), str(path))
+    with reading(path):
+        try:
+            raw = Path(path).read_bytes()
+        except OSError:
+            # On NFS, the file that was opened goes when another takes its place, as a status does every second. The second look finds that.
+            raw = Path(path).read_bytes()
+    return parse_object(raw, str(path))
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:

@@ -3,18 +3,46 @@
 import ctypes
 import os
 import time
+from pathlib import Path
 
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CLOCK_SECONDS = 2.0  # by which the start of one process may differ, asked at two times
+_STARTED = 19  # of /proc/PID/stat, counted from the first field behind the name; `man proc_pid_stat` has it as field 22
+
+
+def start_mark(pid: object) -> str | None:
+    """When the process of this number began: `ID of the machine's boot:clock ticks since`; None where this machine has none.
+
+    It stays the same when the clock is set. The time since the epoch, which psutil tells, does not: the kernel counts from the boot, whose
+    time is what the clock says now less the time since.
+    """
+    if type(pid) is not int:
+        return None
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # A process gives itself its name, in which there may be blanks and brackets.
+    return f"{_boot_id()}:{stat.rpartition(')')[2].split()[_STARTED]}"
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # some sandboxes have none; that the same number begins in the same tick of another boot is unlikely enough
+        return ""
 
 
 def is_running(pid: object, started: object) -> bool:
-    """Whether a process of this machine has this number and began at this time, in seconds since the epoch; False for what are none.
+    """Whether a process of this machine has this number and this start_mark; False for what are none. The number may have been given to
+    another process.
 
-    The number may have been given to another process. The times differ where the clock was set meanwhile.
+    Earlier versions recorded seconds since the epoch, which are compared as they are: a clock that was set meanwhile makes them differ.
     """
+    if isinstance(started, str):
+        return start_mark(pid) == started
     try:
         return abs(psutil.Process(pid).create_time() - started) < _CLOCK_SECONDS
     except (psutil.Error, TypeError, ValueError):

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ from tqdm import tqdm
 from grpo_megatron.errors import UserError, printable
 from grpo_megatron.monitoring.status import STATUS, State, read_status
 from grpo_megatron.monitoring.terminal import SHOWN
-from grpo_megatron.run.checkpoints import newest_folder
+from grpo_megatron.paths import reading
+from grpo_megatron.run.checkpoints import CHECKPOINTS, newest_folder
 
 
 def status(folder: str, as_json: bool) -> int:
     """Print it. Exit status: 0 for a run that goes on or has finished, 1 for one that ended in another way. Raises UserError."""
     found = read_status(folder)
-    checkpoint = newest_folder(folder)
-    newest = Path(checkpoint) if checkpoint else None
+    with reading(Path(folder, CHECKPOINTS)):
+        newest = newest_folder(folder)
     if as_json:
         text = json.dumps(found | {"checkpoint": newest.name if newest else None})
         # NaN and Infinity are no JSON, although Python reads and writes them.
@@ -57,11 +59,20 @@ def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[
         rows.append(("metrics", _scalars({label: metrics[name] for name, label in SHOWN.items() if name in metrics})))
     if found.get("evaluation"):
         rows.append(("evaluation", f"{_scalars(found['evaluation'])} after {found['evaluation_step']} steps"))
-    rows.append(("checkpoint", f"{newest.name}, {ago(newest.stat().st_mtime)} ago" if newest else "none yet"))
+    rows.append(("checkpoint", _checkpoint(newest, ago)))
     rows.append(("restarts", str(found["restarts"])))
     for process in found.get("processes", []) if state in (State.running, State.gone) else []:
         rows.append((process["name"], f"{process['phase']} for {ago(process['since'])}, heard {ago(process['heard'])} ago"))
     return rows
+
+
+def _checkpoint(newest: Path | None, ago: Callable[[float], str]) -> str:
+    if newest is None:
+        return "none yet"
+    try:
+        return f"{newest.name}, {ago(newest.stat().st_mtime)} ago"
+    except OSError as error:  # deleted for a newer one since it was listed, or on another node, which still lists it
+        return f"{newest.name}, of unknown age ({error.strerror})"
 
 
 def _scalars(values: dict[str, float]) -> str:

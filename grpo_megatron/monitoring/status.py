@@ -13,12 +13,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from grpo_megatron.errors import Stopped, UserError
 from grpo_megatron.json_files import read_object
 from grpo_megatron.paths import folder_problem, is_absent
-from grpo_megatron.process_tree import is_running
+from grpo_megatron.process_tree import is_running, start_mark
 
 STATUS = "status.json"
 # Seconds between two writes: where something changed, and where nothing did.
@@ -53,7 +51,7 @@ class StatusFile:
             "started": now,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "pid_started": psutil.Process().create_time(),
+            "pid_started": start_mark(os.getpid()),
             "pid_namespace": _pid_namespace(),
         }
         self._seconds = 0.0
@@ -116,8 +114,8 @@ class StatusFile:
         self._seconds += time.perf_counter() - start
 
 
-# What a status has at least, and of which type.
-_NEEDED = {"state": str, "written": float, "started": float, "host": str, "pid": int, "pid_started": float, "step": int}
+# What a status has at least, and of which type. pid_started is a start_mark; of earlier versions it is a time.
+_NEEDED = {"state": str, "written": float, "started": float, "host": str, "pid": int, "pid_started": str | float, "step": int}
 _NEEDED |= {"run": str, "total_steps": int, "phase": str, "phase_since": float, "restarts": int}
 
 
@@ -133,7 +131,7 @@ def read_status(folder: str) -> dict[str, Any]:
     if is_absent(path):
         raise UserError(f"{folder} has no {STATUS}: no run has been in this folder")
     found = read_object(path)
-    wrong = [name for name, kind in _NEEDED.items() if type(found.get(name)) is not kind]
+    wrong = [name for name, kind in _NEEDED.items() if not isinstance(found.get(name), kind)]
     if wrong or found["state"] not in State.__members__:
         raise UserError(
             f"{path} is damaged: {', '.join(wrong) or 'state'} is not what a run writes; a run that goes on rewrites it"

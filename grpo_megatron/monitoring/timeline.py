@@ -122,6 +122,12 @@ def read_timeline(path: Path) -> list[dict[str, Any]]:
 
 
 def _take_back(path: Path, resumed: int) -> None:
-    if path.exists():
-        kept = [event for event in read_timeline(path) if event["args"].get("step", 0) <= resumed]
+    if not path.exists():
+        return
+    kept = [event for event in read_timeline(path) if event["args"].get("step", 0) <= resumed]
+    if kept:
         replace_text(path, "[\n" + ",\n".join(json.dumps(event) for event in kept))
+    else:
+        # Empty, or full of zero bytes, as the loss of a node leaves what it had just begun. A bracket alone would pass for a file in which
+        # the driver has its name.
+        path.unlink()

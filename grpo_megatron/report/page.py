@@ -11,8 +11,9 @@ from grpo_megatron.report.chart import Line, line_chart, share_bars
 from grpo_megatron.report.idle import busy_shares
 from grpo_megatron.report.read import RecordedRun
 
-# How many of the last texts of a kind are shown.
-_TEXTS = 4
+# How many of the last texts of a section are shown, and at least of each name in it: a section may have several groups a step, and data
+# sets, of which the last would hide the others.
+_TEXTS, _TEXTS_OF_A_NAME = 4, 2
 _NO_PHASES = ("time/step", "time/monitor")
 
 # {key: (value here, value in the other run)} of the configurations, as texts.
@@ -112,8 +113,13 @@ def _texts(run: RecordedRun, wanted) -> str:
     chosen = [row for row in run.texts if wanted(row["name"])]
     if not chosen:
         return _none()
-    shown = [f"<h3>step {row['step']}</h3><pre>{escape(row['text'])}</pre>" for row in reversed(chosen[-_TEXTS:])]
-    return "".join(shown)
+    named: dict[str, list[dict[str, Any]]] = {}
+    for row in chosen:
+        named.setdefault(row["name"], []).append(row)
+    most = max(_TEXTS // len(named), _TEXTS_OF_A_NAME)
+    shown = [row for rows in named.values() for row in rows[-most:]]
+    shown.sort(key=lambda row: -row["step"])  # those of a step stay side by side
+    return "".join(f"<h3>step {row['step']}: {escape(row['name'])}</h3><pre>{escape(row['text'])}</pre>" for row in shown)
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:

@@ -14,11 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.status import State, read_status
-from grpo_megatron.process_tree import is_running
+from grpo_megatron.process_tree import is_running, start_mark
 from grpo_megatron.run.manifest import MANIFEST
 
 _OWNER = "owner.json"
@@ -92,7 +90,9 @@ class Ownership:
         for _ in range(_WAIT_SECONDS):
             try:
                 status = read_status(str(folder))
-            except UserError:
+            except UserError as error:
+                if isinstance(error.__cause__, OSError):
+                    raise  # a file that cannot be read says nothing about its run
                 return False  # it had not begun
             if status["state"] != State.running:
                 return False
@@ -122,7 +122,7 @@ def _named(record: dict[str, Any]) -> str:
 def _self_description() -> dict[str, Any]:
     own = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     job = os.environ.get("SLURM_JOB_ID")
-    return own | {"started": psutil.Process().create_time()} | ({"Slurm job": job} if job else {})
+    return own | {"started": start_mark(os.getpid())} | ({"Slurm job": job} if job else {})
 
 
 def _record(file: IO[str]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Who owns a run's folder where the kernel's locks do not tell: after the loss of a node, and where each node has locks of its own."""
 
+import errno
 import fcntl
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -111,3 +113,15 @@ def test_a_run_that_has_ended_is_not_waited_for(status, job, folder, sleeps, mon
     write(folder, **status)
     sleeps.append(lambda: pytest.fail("waits"))
     assert own(folder) == []
+
+
+def test_a_status_that_cannot_be_read_does_not_let_a_second_run_in(folder, sleeps, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+
+    def fail(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(UserError, match=rf"{STATUS} cannot be read on .*: Stale file handle; see to the file system"):
+        own(folder)
+    assert json.loads((folder / "owner.json").read_text()) == THERE

@@ -99,6 +99,16 @@ def test_all_that_is_known_is_on_the_page(tmp_path, capsys):
     assert "against" not in found.text
 
 
+def test_samples_are_of_every_data_set_and_say_of_which(tmp_path):
+    folder = make_run(tmp_path / "mine")
+    names = [f"eval/{name}/{number}" for name in ("sums", "<i>", "words") for number in range(2)]
+    rows = [{"step": step, "name": name, "text": f"{name} after {step}"} for step in (3, 6, 9) for name in names]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = Elements(page_of(folder)).text
+    shown = re.findall(r"step (\d): (\S+/\d)(\S+) after (\d)", text)
+    assert shown == [(str(step), name, name, str(step)) for step in (9, 6) for name in names]
+
+
 def test_nothing_that_a_model_wrote_is_markup_and_nothing_is_loaded(tmp_path):
     found = Elements(page_of(make_run(tmp_path / ATTACK.replace("/", "_"), sample=ATTACK)))
     names = {tag for tag, _ in found.tags}

@@ -12,6 +12,7 @@ import pytest
 
 from grpo_megatron.cli import main
 from grpo_megatron.errors import UserError
+from grpo_megatron.process_tree import start_mark
 from grpo_megatron.run.folder import METRICS, TRAINED, kept_rows, open_run_folder, set_aside, take_back
 from grpo_megatron.run.lock import Ownership
 from grpo_megatron.run.resume import open_checkpoint
@@ -224,9 +225,10 @@ def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(t
     ("owner", "job", "refused"),
     [
         ({}, None, False),
-        ({"host": "here", "pid": os.getpid(), "started": psutil.Process().create_time()}, None, True),
-        ({"host": "here", "pid": os.getpid(), "started": psutil.Process().create_time() + 1}, None, True),  # the clock was set
-        ({"host": "here", "pid": os.getpid(), "started": 1.0}, None, False),  # the number was given to another process since
+        ({"host": "here", "pid": os.getpid(), "started": start_mark(os.getpid())}, None, True),
+        ({"host": "here", "pid": os.getpid(), "started": "boot:1"}, None, False),  # the number is another process's now
+        ({"host": "here", "pid": os.getpid(), "started": psutil.Process().create_time() + 1}, None, True),  # earlier versions
+        ({"host": "here", "pid": os.getpid(), "started": 1.0}, None, False),
         ({"host": "here", "pid": "?"}, None, False),
         ({"host": "there", "pid": 1}, None, True),
         ({"host": "there", "pid": 1, "Slurm job": "7"}, "7", False),  # started again elsewhere

@@ -1,12 +1,15 @@
 """status.json, and `grpo-megatron status` about runs that go on, have ended, or are gone."""
 
+import errno
 import json
 import math
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from grpo_megatron.cli import main
@@ -96,7 +99,20 @@ def recorded(tmp_path, **changes):
 
 def test_another_process_of_the_same_number_is_not_the_run(tmp_path):
     assert recorded(tmp_path) == "running"
+    assert recorded(tmp_path, pid_started="another-boot:1") == "gone"
     assert recorded(tmp_path, pid_started=1.0) == "gone"
+
+
+def test_a_run_whose_clock_was_set_is_not_gone(tmp_path, monkeypatch):
+    """The kernel then tells another time since the epoch at which its process began."""
+    assert recorded(tmp_path) == "running"
+    began = psutil.Process().create_time()
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: began + 3600.0)
+    assert read_status(str(tmp_path))["state"] == "running"
+
+
+def test_of_an_earlier_version_the_time_tells(tmp_path):
+    assert recorded(tmp_path, pid_started=psutil.Process().create_time()) == "running"
 
 
 def test_on_another_machine_the_age_of_the_file_tells(tmp_path):
@@ -106,7 +122,7 @@ def test_on_another_machine_the_age_of_the_file_tells(tmp_path):
 
 def test_in_another_pid_namespace_the_age_of_the_file_tells(tmp_path):
     """Such as in a container with its machine's name: there a run that went on was gone."""
-    elsewhere = {"pid_namespace": "pid:[1]", "pid_started": 1.0}
+    elsewhere = {"pid_namespace": "pid:[1]", "pid_started": "another-boot:1"}
     assert recorded(tmp_path, **elsewhere) == "running"
     assert recorded(tmp_path, **elsewhere, written=time.time() - 120) == "gone"
 
@@ -135,6 +151,40 @@ def test_a_damaged_file_is_one_message(text, said, tmp_path, capsys):
     assert said in message
     assert STATUS in message
     assert message.count("\n") == 1
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    """As by a file server, which forgets the file that was opened: the message was a traceback, and the status that of a lost run."""
+    read, failures = Path.read_bytes, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def stale(path):
+        if failures:
+            raise failures.pop()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", stale)
+    assert recorded(tmp_path) == "running"
+    assert failures == []
+
+
+def test_a_file_that_stays_unreadable_is_one_message(tmp_path, monkeypatch, capsys):
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    recorded(tmp_path)
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert main(["status", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert f"{tmp_path / STATUS} cannot be read" in message
+    assert message.count("\n") == 1
+
+
+def test_a_checkpoint_that_went_since_it_was_listed(tmp_path, monkeypatch, capsys):
+    """As with checkpoint.keep=1, where the next one has just taken its place."""
+    recorded(tmp_path)
+    monkeypatch.setattr("grpo_megatron.commands.status.newest_folder", lambda folder: tmp_path / "step_00000008")
+    assert main(["status", str(tmp_path)]) == 0
+    assert "step_00000008, of unknown age (No such file or directory)" in capsys.readouterr().out
 
 
 def test_metrics_of_another_type_are_damage(tmp_path, capsys):

@@ -72,6 +72,21 @@ def test_a_resumed_run_takes_back_later_spans_and_keeps_the_processes(tmp_path):
     assert len(set(numbers)) == 3
 
 
+@pytest.mark.parametrize("left", [b"", b"[\n", bytes(4096)])
+def test_a_resumed_run_begins_anew_where_a_lost_node_left_nothing(left, tmp_path):
+    """It went on behind a bracket alone: with a comma, which is no JSON, and without the driver's name, by which idle shares are found."""
+    (tmp_path / TIMELINE).write_bytes(left)
+    (tmp_path / PREVIOUS).write_bytes(left)
+    timeline = Timeline(str(tmp_path), LIMIT, resumed=2)
+    timeline.add("driver", "train", 1.0, 1.0)
+    timeline.flush()
+    events = as_viewers_load((tmp_path / TIMELINE).read_text())
+    assert [(event["name"], event["pid"]) for event in events] == [("process_name", 0), ("train", 0)]
+    assert events[0]["args"] == {"name": "driver"}
+    timeline.close()
+    assert not (tmp_path / PREVIOUS).exists()
+
+
 def test_a_new_run_begins_a_new_file(tmp_path):
     (tmp_path / TIMELINE).write_text('[\n{"name": "old", "ph": "X", "args": {"step": 0}}')
     Timeline(str(tmp_path), LIMIT).close()
