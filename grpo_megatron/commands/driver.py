@@ -22,6 +22,7 @@ import psutil
 
 from grpo_megatron.commands.keeper import INTERRUPTED, LOST, STOP_SIGNALS
 from grpo_megatron.errors import Stopped, UserError, shortened
+from grpo_megatron.monitoring.status import State
 from grpo_megatron.paths import disk_is_full, within
 from grpo_megatron.process_tree import adopt_orphans, kill_descendants
 from grpo_megatron.run.guard import Guard
@@ -195,6 +196,7 @@ class DriverGuard(Guard):
             sys.exit()  # of the thread: the run has ended by itself just now
         try:
             self._end(message)
+            self._note_end(State.interrupted if status in (Stopped.exit_status, INTERRUPTED) else State.failed, message)
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what other threads say to what follows is no news
             kill_descendants()
         finally:
@@ -205,6 +207,12 @@ class DriverGuard(Guard):
         if message:
             self._say(message)
         self.log.close()
+
+    def _note_end(self, state: State, message: str) -> None:
+        """In status.json, which would go on to say that the run is running: no context of this process is left by its end."""
+        if self.status:
+            with contextlib.suppress(TimeoutError):  # a disk that hangs
+                within(_WRITING_SECONDS, lambda: self.status.overrule(state, message.removeprefix("error: ")))
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_megatron.monitoring.status import read_status
 from tests.tools import default_signals
 
 # The command becomes the driver's: it starts a process that no parent watches, in a session of its own, and a child of that.
@@ -29,6 +30,7 @@ class Saver:
     def save(self, state): (self.folder / f"step_{state['step']:08d}").mkdir(parents=True)
     def finish(self): pass
 
+from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run import stop
 def stale(folder): raise OSError(116, "Stale file handle", folder)
 if "disk hangs" in what: stop.newest_folder = lambda folder: time.sleep(1000)
@@ -38,6 +40,7 @@ def command(guard):
     if what == "refuse": raise UserError("planted refusal")
     if what == "fail": {}["planted defect"]
     guard.entered(str(folder), 3.0, 600.0)
+    guard.status = StatusFile(str(folder), "mine", 40).__enter__()
     daemon = subprocess.Popen(["sh", "-c", "sleep 1000 & wait"], start_new_session=True)
     orphan = subprocess.run(["sh", "-c", "sleep 1000 > /dev/null & echo $!"], stdout=subprocess.PIPE, text=True).stdout
     import psutil
@@ -205,6 +208,29 @@ def test_a_second_interrupt_leaves_at_once(kept):
     status, errors = run.end()
     assert status == 130
     assert errors.splitlines()[1:] == ["interrupted; it had no checkpoint yet"]
+
+
+@pytest.mark.parametrize(
+    ("what", "by", "state", "said"),
+    [
+        ("wait", [signal.SIGTERM], "interrupted", "stopped on request (SIGTERM) with no step to finish; "),
+        pytest.param(
+            "long step", [signal.SIGTERM], "interrupted", "stopped on request (SIGTERM) in step 7, ", marks=pytest.mark.slow
+        ),
+        pytest.param("long step", [signal.SIGINT] * 2, "interrupted", "interrupted; ", marks=pytest.mark.slow),
+        pytest.param("needs its port", [], "failed", "Ray's GCS closed its port", marks=pytest.mark.slow),
+    ],
+)
+def test_the_status_says_how_the_guard_has_ended_the_run(kept, tmp_path, what, by, state, said):
+    """It went on to say `running`, and was shown as gone without a word, as if the run had been killed."""
+    run = kept(what).up()
+    for number in by:
+        run.keeper.send_signal(number)
+        time.sleep(1)
+    run.end()
+    found = read_status(str(tmp_path))
+    assert found["state"] == state
+    assert found["error"].startswith(said)
 
 
 @pytest.mark.parametrize(("disk", "said"), [("hangs", "does not answer"), ("is stale", "cannot be read .*Stale file handle.*")])
