@@ -14,6 +14,8 @@ from grpo_megatron.cluster.heart import Beat, Heart, PythonThreads
 from grpo_megatron.cluster.processes import Process, ProcessDied
 from grpo_megatron.cluster.watch import Watched, at_work, find_hang
 from grpo_megatron.errors import UserError
+from grpo_megatron.progress import moves
+from grpo_megatron.run import manifest
 
 LIMIT = 600.0
 
@@ -146,6 +148,69 @@ def test_a_process_stands_still_unless_its_place_or_its_counter_changes():
         assert look(1).still == 0.0
         asleep.set()
         sleeper.join()
+
+
+class _Slow:
+    """A file; while it is in a call, what the heart of its process has seen since the call before."""
+
+    def __init__(self, file, heart: Heart, seen: list):
+        self._file, self._heart, self._seen = file, heart, seen
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+    def read(self, size):
+        self._look()
+        return self._file.read(size)
+
+    def write(self, data):
+        self._look()
+        return self._file.write(data)
+
+    def _look(self):
+        self._heart._look()
+        self._seen.append(self._heart._beat.still)
+
+
+class _OnePlace:
+    """As a process looks that is in the same call whenever anybody looks."""
+
+    def progress(self):
+        return "read"
+
+    def place(self):
+        return "manifest.py:1 read"
+
+    stacks = place
+
+
+def test_a_rank_that_reads_or_writes_a_checkpoint_slowly_moves(tmp_path, monkeypatch):
+    """In a `read` of its file it was found whenever anybody looked: killed as hanging, the same after each restart."""
+    heart, seen = Heart(_OnePlace()), []
+    monkeypatch.setattr(manifest, "_READ_BYTES", 4)
+    monkeypatch.setattr(manifest, "_WRITE_BYTES", 4)
+    path = tmp_path / "file"
+    with heart.phase("verify_checkpoint"):
+        with path.open("wb") as file:
+            written = manifest.DigestedFile(_Slow(file, heart, seen))
+            assert written.write(b"ten bytes.") == 10
+        monkeypatch.setattr(manifest, "open", lambda *of, **how: _Slow(open(*of, **how), heart, seen), raising=False)  # noqa: SIM115
+        assert manifest.record_of(path) == written.record()
+        assert seen == [0.0] * (3 + 4)
+        heart._look()
+        heart._look()
+        assert heart._beat.still > 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_its_pieces_from_a_checkpoint_moves():
+    from grpo_megatron.megatron import checkpoint_files  # loads Megatron
+    before = moves()
+    checkpoint_files._Targets({}).commit_tensor(None, None)
+    assert moves() != before
 
 
 def test_a_file_system_that_hangs_does_not_keep_the_watch_from_its_verdict(tmp_path, monkeypatch):
