@@ -4,11 +4,33 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from grpo_megatron.errors import UserError
+
+T = TypeVar("T")
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """call(), in a thread that is given up after so many seconds: nothing else gets away from a file system that hangs.
+
+    Raises TimeoutError, which is an OSError, and what `call` raises.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="within", daemon=True).start()
+    return answer.result(seconds)
 
 
 def file_problem(path: str | Path) -> str | None:

@@ -10,9 +10,9 @@ Every two seconds the thread puts one small value into the key-value store of Ra
 The store needs no port, and serves threads of plain and of async actors alike. A beat costs its process less than 1 ms of CPU, which is
 0.05%; the driver reads 1,000 beats of 3 kB with one call in 65 ms.
 
-A process moves on if its threads are at other places in their Python code than at the last beat, or if its counter has changed.
-Places alone would not do: a loop that waits in one place nearly all the time, such as passes over micro-batches, could be found
-there at every beat.
+A process moves on if its threads are at other places in their Python code than at the last beat, or if a counter has changed: its
+own, or that of `grpo_megatron.progress`. Places alone would not do: a loop that waits in one place nearly all the time, such as passes
+over micro-batches or reads of a file, could be found there at every beat.
 """
 
 import json
@@ -30,6 +30,8 @@ from typing import Any, NamedTuple, Protocol
 
 import ray
 from ray.experimental import internal_kv
+
+from grpo_megatron.progress import moves
 
 BEAT_SECONDS = 2.0
 NAMESPACE = b"grpo_megatron"
@@ -163,7 +165,7 @@ class Heart:
             time.sleep(BEAT_SECONDS)
 
     def _look(self) -> None:
-        now, seen = time.monotonic(), (self._moves, self._view.progress())
+        now, seen = time.monotonic(), (self._moves, moves(), self._view.progress())
         same, passed = seen == self._seen, now - self._looked
         self._seen, self._looked = seen, now
         with self._lock:

@@ -6,12 +6,12 @@ device, so that neighbouring ranks are neighbours in hardware. What a process mu
 starts; libraries that must be preloaded can be.
 """
 
+import contextlib
 import os
 import secrets
 import signal
 import socket
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from itertools import groupby
@@ -147,7 +147,7 @@ def _into_the_log(data: dict, ignore_prefix: bool) -> None:
     os.write(2, "".join(f"(ray) {line}\n" for line in data["lines"]).encode("utf-8", "backslashreplace"))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _handlers_stay():
     """ray.init takes SIGTERM for itself, in Python at several moments and in C++: a request to stop was lost, or ended in SIGABRT."""
     utils, handler = ray._private.utils, signal.getsignal(signal.SIGTERM)
@@ -168,7 +168,12 @@ def _end_ray(guard: Guard) -> None:
 
 def _daemons() -> list[psutil.Process]:
     """Of the Ray that this process has started, or is starting."""
-    return [child for child in psutil.Process().children() if child.name() in ("raylet", "gcs_server")]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ray.init starts many that end at once
+            if child.name() in ("raylet", "gcs_server"):
+                found.append(child)
+    return found
 
 
 def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0, guard: Guard | None = None) -> Cluster:

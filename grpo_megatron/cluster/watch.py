@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import ray
+from ray.exceptions import ActorDiedError, RayError
 from ray.experimental import internal_kv
 
 from grpo_megatron.cluster.heart import BEAT_SECONDS, NAMESPACE, Beat
-from grpo_megatron.cluster.processes import Process, ProcessLost
+from grpo_megatron.cluster.processes import Process
+from grpo_megatron.errors import ProcessLost, UserError
 
 logger = logging.getLogger(__name__)
 # What takes a phase that has ended: process, phase, its start in seconds since the epoch, seconds.
@@ -26,6 +28,8 @@ _SHOWN = 3
 _COLLECTIVE = "distributed_c10d.py"
 _FLUSH_SECONDS = 5.0
 _STACKS_SECONDS = 20.0
+# What a living process may take to answer, which is asked because it has said nothing for long; a dead one's call fails at once.
+_ANSWER_SECONDS = 5.0
 
 
 class ProcessHangs(ProcessLost):
@@ -174,7 +178,9 @@ class Watch:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self._stop.set()
         self._thread.join(_FLUSH_SECONDS)  # it may wait for Ray's head, which may be dead
-        if self._verdict and isinstance(error, Exception):
+        # A refusal is no consequence of the end of a process, and would come again.
+        refused = isinstance(error, UserError) and not isinstance(error, ProcessLost)
+        if self._verdict and isinstance(error, Exception) and not refused:
             raise ProcessHangs(self._verdict) from error
 
     def _run(self, stop: threading.Event) -> None:
@@ -185,20 +191,35 @@ class Watch:
             passed, looked = min(now - looked, 2 * BEAT_SECONDS), now
             try:
                 self._read(passed)
+                hang = self._judge()
             except Exception:
-                # Nobody can be judged while Ray's store does not answer.
+                # Nobody can be judged while Ray does not answer.
                 logger.warning("the processes of the run cannot be watched", exc_info=True)
                 continue
             if stop.is_set():
                 return
             with self._lock:
-                hang = find_hang(list(self._watched.values()), self._timeout)
                 work = at_work(list(self._watched.values()), time.time())
             if self._take_work:
                 self._take_work(work)
             if hang:
                 self._end(hang)
                 return
+
+    def _judge(self) -> Hang | None:
+        """A process that is dead says nothing either, and does not hang: whoever calls it next hears of its death, with its cause and its
+        log. To `end` it has no effect, so it must not be the verdict, after which nothing is watched."""
+        with self._lock:
+            watched = dict(self._watched)
+        hang = find_hang(list(watched.values()), self._timeout)
+        dead = _dead(hang.silent) if hang else []
+        if not dead:
+            return hang
+        logger.warning("not watched any more, because they are dead: %s", ", ".join(one.name for one in dead))
+        with self._lock:
+            # Meanwhile another one may have taken its place, or the driver removed it.
+            self._watched = {key: one for key, one in self._watched.items() if one not in dead}
+        return find_hang([one for one in watched.values() if one not in dead], self._timeout)
 
     def _end(self, hang: Hang) -> None:
         self._verdict = hang.message()
@@ -242,6 +263,21 @@ class Watch:
             self._verdict += f"\ntheir Python stacks could not be written: {error}"
         else:
             self._verdict += f"\nPython stacks: {path}"
+
+
+def _dead(silent: list[Watched]) -> list[Watched]:
+    """Those whose process has ended, as far as Ray knows."""
+    asked = {one.actor.beat.remote(): one for one in silent}
+    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])
+    dead = []
+    for answer in ready:
+        try:
+            ray.get(answer)
+        except ActorDiedError:
+            dead.append(asked[answer])
+        except RayError:
+            continue  # it cannot be reached, or failed: nobody knows
+    return dead
 
 
 def _key(actor: ray.actor.ActorHandle) -> str:

@@ -144,7 +144,7 @@ def open_site(config: Config, command: str, guard: Guard | None = None) -> Itera
     with ExitStack() as cleanup:
         directory, checkpoint = cleanup.enter_context(open_run_folder(config, command, say))
         guard.entered(directory, config.run.grace, config.run.grace_usr1)
-        status = cleanup.enter_context(StatusFile(directory, config.run.name, config.run.total_steps))
+        guard.status = status = cleanup.enter_context(StatusFile(directory, config.run.name, config.run.total_steps))
         for line in [f"continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []:
             say(line)
         say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")

@@ -22,7 +22,8 @@ import psutil
 
 from grpo_megatron.commands.keeper import INTERRUPTED, LOST, STOP_SIGNALS
 from grpo_megatron.errors import Stopped, UserError, shortened
-from grpo_megatron.paths import disk_is_full
+from grpo_megatron.monitoring.status import State
+from grpo_megatron.paths import disk_is_full, within
 from grpo_megatron.process_tree import adopt_orphans, kill_descendants
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.stop import outlook
@@ -30,6 +31,10 @@ from grpo_megatron.run.stop import outlook
 UNEXPECTED = 1
 # A signal to every process of a job reaches the driver twice, by the keeper too.
 _SAME_SIGNAL_SECONDS = 0.5
+# The guard looks around as often.
+_LOOK_SECONDS = 0.5
+# What a disk that hangs may take of the time of a process that is about to end.
+_WRITING_SECONDS = 2.0
 
 
 def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
@@ -112,19 +117,32 @@ class DriverGuard(Guard):
         self._end(message)
 
     def _watch(self) -> None:
+        told = ""
         while True:
             try:
-                ready = wait([self._keeper, self._signals, *self._needed], timeout=0.5)
-            except (OSError, ValueError):  # closed meanwhile by `needs`
-                continue
-            if self._keeper in ready:
-                self._hear_keeper()
-            if self._signals in ready:
-                for number in os.read(self._signals, 64):
-                    self._asked(signal.Signals(number))
-            self._look_at_needed()
-            if self._deadline is not None and time.monotonic() >= self._deadline:
-                self._out_of_time()
+                self._look()
+            except Exception as error:
+                # Without this thread no signal would end the run, and no death of Ray's be noticed.
+                if repr(error) != told:
+                    told = repr(error)
+                    with contextlib.suppress(OSError):
+                        within(_WRITING_SECONDS, lambda error=error: self.log.failed("the guard", error))
+                time.sleep(_LOOK_SECONDS)
+
+    def _look(self) -> None:
+        """Waits a little for news, and answers it. Requests come first: what else fails here must not keep the run from its end."""
+        try:
+            ready = wait([self._keeper, self._signals, *self._needed], timeout=_LOOK_SECONDS)
+        except (OSError, ValueError):  # closed meanwhile by `needs`
+            return
+        if self._keeper in ready:
+            self._hear_keeper()
+        if self._signals in ready:
+            for number in os.read(self._signals, 64):
+                self._asked(signal.Signals(number))
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._out_of_time()
+        self._look_at_needed()
 
     def _look_at_needed(self) -> None:
         with self._finding:
@@ -176,16 +194,25 @@ class DriverGuard(Guard):
         """End this process and all that descends from it, now. For the thread."""
         if not self._ending.acquire(blocking=False):
             sys.exit()  # of the thread: the run has ended by itself just now
-        self._end(message)
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what other threads say to what follows is no news
-        kill_descendants()
-        os._exit(status)
+        try:
+            self._end(message)
+            self._note_end(State.interrupted if status in (Stopped.exit_status, INTERRUPTED) else State.failed, message)
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what other threads say to what follows is no news
+            kill_descendants()
+        finally:
+            os._exit(status)  # whatever fails above: nobody else would end the process
 
     def _end(self, message: str | None) -> None:
         self._tell(spoken=True)
         if message:
             self._say(message)
         self.log.close()
+
+    def _note_end(self, state: State, message: str) -> None:
+        """In status.json, which would go on to say that the run is running: no context of this process is left by its end."""
+        if self.status:
+            with contextlib.suppress(TimeoutError):  # a disk that hangs
+                within(_WRITING_SECONDS, lambda: self.status.overrule(state, message.removeprefix("error: ")))
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone
@@ -228,7 +255,10 @@ class _Log:
         self.path, self._temporary = path, False
 
     def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
-        self._write([f"in thread {failure.thread}:\n", *traceback.format_exception(failure.exc_value)])
+        self.failed(f"thread {failure.thread}", failure.exc_value)
+
+    def failed(self, where: str, error: BaseException) -> None:
+        self._write([f"in {where}:\n", *traceback.format_exception(error)])
 
     def unexpected(self, error: BaseException) -> str:
         """The message for what is no UserError, whose traceback is in the log."""
@@ -244,7 +274,7 @@ class _Log:
     def close(self) -> None:
         """Nothing but a driver without a run's folder and without a defect leaves a temporary file, which goes."""
         if self._temporary:
-            os.unlink(self.path)
+            Path(self.path).unlink(missing_ok=True)
             self._temporary = False
 
 

@@ -42,7 +42,7 @@ def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[
     words = {
         State.gone: f"gone: {where} has ended without a word (killed, or its machine is); last heard {ago(found['written'])} ago",
         State.failed: f"failed {ago(found['written'])} ago: {found.get('error')}",
-        State.interrupted: f"interrupted {ago(found['written'])} ago by {found.get('error')}",
+        State.interrupted: f"interrupted {ago(found['written'])} ago: {found.get('error')}",
         State.finished: f"finished {ago(found['written'])} ago",
         State.running: f"running for {ago(found['started'])}: {where}, heard {ago(found['written'])} ago",
     }

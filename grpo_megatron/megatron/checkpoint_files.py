@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from grpo_megatron.errors import ANOTHER_RUN, UserError
 from grpo_megatron.megatron.shards import Rectangle
 from grpo_megatron.paths import sync_to_disk
+from grpo_megatron.progress import moved
 from grpo_megatron.run.checkpoints import NotWritten, SaveReport
 from grpo_megatron.run.manifest import DigestedFile, FileRecord, must_be_sound, problems, record_of
 from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, load_metadata, write_metadata
@@ -193,7 +194,7 @@ class _Targets:
         return narrow_tensor_by_index(piece.data, item.dest_offsets, item.lengths)
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
+        moved()
 
     def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
         self.objects[item.dest_index.fqn] = value

@@ -56,6 +56,7 @@ class StatusFile:
         }
         self._seconds = 0.0
         self._lock, self._changed, self._end = threading.Lock(), True, threading.Event()
+        self._writing, self._is_overruled = threading.Lock(), False
         self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
 
     def __enter__(self) -> "StatusFile":
@@ -74,6 +75,16 @@ class StatusFile:
         elif error is not None:  # such as KeyboardInterrupt
             state, words = State.interrupted, type(error).__name__
         self.note(state=state.value, error=words)
+        self._close()
+
+    def overrule(self, state: State, words: str) -> None:
+        """The run's end as whoever ends the process knows it, from another thread: what then fails within the context is no news."""
+        with self._lock:
+            self._values |= {"state": state.value, "error": words}
+            self._is_overruled = True
+        self._close()
+
+    def _close(self) -> None:
         self._end.set()
         self._thread.join()
         self._write()
@@ -85,8 +96,9 @@ class StatusFile:
     def note(self, **values: Any) -> None:
         """Values that JSON has, by name. "processes": a list of {"name", "phase", "since", "heard"}, times in seconds since the epoch."""
         with self._lock:
-            self._values |= values
-            self._changed = True
+            if not self._is_overruled:
+                self._values |= values
+                self._changed = True
 
     def take_seconds(self) -> float:
         """Spent writing since the last call."""
@@ -102,15 +114,16 @@ class StatusFile:
 
     def _write(self) -> None:
         start = time.perf_counter()
-        with self._lock:
-            self._values["written"] = time.time()
-            text, self._changed = json.dumps(self._values), False
-        aside = self._path.with_name(f"{STATUS}.partial")
-        try:
-            aside.write_text(text, encoding="utf-8", errors="backslashreplace")
-            aside.replace(self._path)
-        except OSError:
-            self._changed = True  # a full disk may have room again; what matters more says that it is full
+        with self._writing:
+            with self._lock:
+                self._values["written"] = time.time()
+                text, self._changed = json.dumps(self._values), False
+            aside = self._path.with_name(f"{STATUS}.partial")
+            try:
+                aside.write_text(text, encoding="utf-8", errors="backslashreplace")
+                aside.replace(self._path)
+            except OSError:
+                self._changed = True  # a full disk may have room again; what matters more says that it is full
         self._seconds += time.perf_counter() - start
 
 

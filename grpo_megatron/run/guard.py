@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import psutil
 
+from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.stop import StopRequest
 
 
@@ -12,6 +13,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.stop = StopRequest()
+        self.status: StatusFile | None = None  # of the run, once it has one: for who ends the process
 
     def entered(self, folder: str, grace: float, grace_usr1: float) -> None:
         """The run's folder is there. grace, grace_usr1: seconds, as the configuration has them."""

@@ -10,9 +10,12 @@ import xxhash
 from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import parse_object
 from grpo_megatron.paths import is_absent, reading, sync_to_disk
+from grpo_megatron.progress import moved
 
 MANIFEST = "manifest.json"
 _READ_BYTES = 4 * 2**20
+# At once: a tensor of gigabytes takes a slow disk minutes, in which the rank must be seen to move.
+_WRITE_BYTES = 64 * 2**20
 
 
 class DamagedCheckpoint(UserError):
@@ -33,10 +36,13 @@ class DigestedFile:
         self._file, self._digest, self._size = file, xxhash.xxh3_128(), 0
 
     def write(self, data) -> int:
-        self._digest.update(data)
-        written = self._file.write(data)
-        self._size += written
-        return written
+        memory, before = memoryview(data).cast("B"), self._size
+        for start in range(0, len(memory), _WRITE_BYTES):
+            part = memory[start : start + _WRITE_BYTES]
+            self._digest.update(part)
+            self._size += self._file.write(part)
+            moved()
+        return self._size - before
 
     def tell(self) -> int:
         return self._size
@@ -52,6 +58,7 @@ def record_of(path: Path) -> FileRecord:
         while data := file.read(_READ_BYTES):
             digest.update(data)
             size += len(data)
+            moved()
     return FileRecord(size, digest.hexdigest())
 
 

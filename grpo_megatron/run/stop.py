@@ -6,14 +6,22 @@ from signal import Signals
 from typing import Any, Protocol
 
 from grpo_megatron.errors import Stopped
+from grpo_megatron.paths import within
 from grpo_megatron.run.checkpoints import NotWritten, newest_folder
 
 _CONTINUES = "the same command continues"
+# What a file system may take to list the checkpoints: whoever ends a process says so before, and must not wait for one that hangs.
+_LOOKING_SECONDS = 2.0
 
 
 def outlook(folder: str | None) -> str:
-    """What the run with this folder has reached: the end of a sentence. None: it has no folder yet."""
-    checkpoint = newest_folder(folder) if folder else None
+    """What the run with this folder has reached: the end of a sentence. None: it has no folder yet. Never raises, and takes two seconds
+    at most: the end of a run must not fail, nor wait, for its last word."""
+    try:
+        checkpoint = within(_LOOKING_SECONDS, lambda: newest_folder(folder)) if folder else None
+    except (OSError, RuntimeError) as error:  # the latter where there can be no more threads
+        why = "does not answer" if isinstance(error, TimeoutError) else f"cannot be read ({error})"
+        return f"{folder} {why}, so its newest checkpoint is not known; {_CONTINUES} from it"
     return f"its newest checkpoint is {checkpoint}, {_CONTINUES}" if checkpoint else "it had no checkpoint yet"
 
 

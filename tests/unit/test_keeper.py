@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_megatron.monitoring.status import read_status
 from tests.tools import default_signals
 
 # The command becomes the driver's: it starts a process that no parent watches, in a session of its own, and a child of that.
@@ -29,10 +30,17 @@ class Saver:
     def save(self, state): (self.folder / f"step_{state['step']:08d}").mkdir(parents=True)
     def finish(self): pass
 
+from grpo_megatron.monitoring.status import StatusFile
+from grpo_megatron.run import stop
+def stale(folder): raise OSError(116, "Stale file handle", folder)
+if "disk hangs" in what: stop.newest_folder = lambda folder: time.sleep(1000)
+if "disk is stale" in what: stop.newest_folder = stale
+
 def command(guard):
     if what == "refuse": raise UserError("planted refusal")
     if what == "fail": {}["planted defect"]
     guard.entered(str(folder), 3.0, 600.0)
+    guard.status = StatusFile(str(folder), "mine", 40).__enter__()
     daemon = subprocess.Popen(["sh", "-c", "sleep 1000 & wait"], start_new_session=True)
     orphan = subprocess.run(["sh", "-c", "sleep 1000 > /dev/null & echo $!"], stdout=subprocess.PIPE, text=True).stdout
     import psutil
@@ -47,6 +55,7 @@ def command(guard):
     (folder / "up").touch()
     if what == "needs its port": time.sleep(1); server.close()
     if what == "quit": os._exit(1)
+    if "defect" in what: guard._find = lambda: {}["planted"]
     if what == "done": return 0
     if what == "full":
         with open("/dev/full", "w") as file: file.write("x")
@@ -199,6 +208,62 @@ def test_a_second_interrupt_leaves_at_once(kept):
     status, errors = run.end()
     assert status == 130
     assert errors.splitlines()[1:] == ["interrupted; it had no checkpoint yet"]
+
+
+@pytest.mark.parametrize(
+    ("what", "by", "state", "said"),
+    [
+        ("wait", [signal.SIGTERM], "interrupted", "stopped on request (SIGTERM) with no step to finish; "),
+        pytest.param(
+            "long step", [signal.SIGTERM], "interrupted", "stopped on request (SIGTERM) in step 7, ", marks=pytest.mark.slow
+        ),
+        pytest.param("long step", [signal.SIGINT] * 2, "interrupted", "interrupted; ", marks=pytest.mark.slow),
+        pytest.param("needs its port", [], "failed", "Ray's GCS closed its port", marks=pytest.mark.slow),
+    ],
+)
+def test_the_status_says_how_the_guard_has_ended_the_run(kept, tmp_path, what, by, state, said):
+    """It went on to say `running`, and was shown as gone without a word, as if the run had been killed."""
+    run = kept(what).up()
+    for number in by:
+        run.keeper.send_signal(number)
+        time.sleep(1)
+    run.end()
+    found = read_status(str(tmp_path))
+    assert found["state"] == state
+    assert found["error"].startswith(said)
+
+
+@pytest.mark.parametrize(("disk", "said"), [("hangs", "does not answer"), ("is stale", "cannot be read .*Stale file handle.*")])
+def test_a_disk_that_fails_keeps_nobody_from_leaving(kept, tmp_path, disk, said):
+    """The driver looks for the newest checkpoint before it leaves. Its thread stayed there for ever, or died of the error; from then
+    on no signal ended the run."""
+    run = kept(f"long step, disk {disk}").up()
+    run.keeper.send_signal(signal.SIGTERM)
+    status, errors = run.end()
+    assert status == 75
+    assert re.search(
+        f"in step 7, .*; {tmp_path} {said}, so its newest checkpoint is not known; the same command continues", errors
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", ["hangs", "is stale"])
+def test_the_keeper_too_gives_the_status_where_the_disk_fails(kept, disk):
+    run = kept(f"wait, disk {disk}").up()
+    os.kill(run.driver, signal.SIGKILL)
+    status, errors = run.end()
+    assert status == 128 + signal.SIGKILL
+    assert "was killed by SIGKILL" in errors
+
+
+def test_a_defect_of_the_guard_does_not_make_it_deaf(kept, tmp_path):
+    """Such as a child that vanished while it was asked for its name."""
+    run = kept("long step, defect").up()
+    run.keeper.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 75
+    log = (tmp_path / "logs" / "driver.log").read_text()
+    assert log.count("in the guard:\nTraceback") == 1
+    assert log.count("KeyError: 'planted'") == 1
 
 
 @pytest.mark.slow

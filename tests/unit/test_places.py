@@ -1,10 +1,12 @@
 """Which rank is where in the network, where a job listens, and whether its nodes have come."""
 
 import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from grpo_megatron.cluster import wait
+from grpo_megatron.cluster import placement, wait
 from grpo_megatron.cluster.placement import neighbouring_stages
 from grpo_megatron.cluster.ports import free_ports
 from grpo_megatron.config.load import read_config
@@ -73,3 +75,15 @@ def test_nodes_are_counted_whatever_else_ray_prints(monkeypatch, said, nodes):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         assert wait.alive_nodes(f"127.0.0.1:{listener.getsockname()[1]}") == nodes
+
+
+def test_a_child_that_ends_while_it_is_asked_for_its_name_is_none_of_rays(monkeypatch):
+    """It ended the thread that answers signals."""
+
+    def vanished():
+        raise psutil.NoSuchProcess(4711)
+
+    raylet = SimpleNamespace(name=lambda: "raylet")
+    children = [SimpleNamespace(name=vanished), raylet, SimpleNamespace(name=lambda: "sh")]
+    monkeypatch.setattr(placement.psutil, "Process", lambda: SimpleNamespace(children=lambda: children))
+    assert placement._daemons() == [raylet]

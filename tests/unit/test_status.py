@@ -14,7 +14,7 @@ import pytest
 
 from grpo_megatron.cli import main
 from grpo_megatron.errors import UserError
-from grpo_megatron.monitoring.status import STATUS, StatusFile, read_status
+from grpo_megatron.monitoring.status import STATUS, State, StatusFile, read_status
 
 
 def wait_until(holds, seconds=30.0):
@@ -69,6 +69,16 @@ def test_how_a_run_ended(error, state, exit_status, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert state in shown
     assert str(error or "") in shown
+
+
+def test_whoever_ends_the_process_has_the_last_word(tmp_path):
+    """What then fails in the main thread, such as a call to a process that was just ended, is no news."""
+    status = StatusFile(str(tmp_path), "mine", total_steps=4).__enter__()
+    status.overrule(State.interrupted, "stopped on request")
+    status.note(phase="restart")
+    status.__exit__(UserError, UserError("rank 3 died"), None)
+    found = read_status(str(tmp_path))
+    assert (found["state"], found["error"]) == ("interrupted", "stopped on request")
 
 
 KILLED = """

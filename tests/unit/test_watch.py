@@ -7,11 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from grpo_megatron.cluster import watch
 from grpo_megatron.cluster.heart import Beat, Heart, PythonThreads
-from grpo_megatron.cluster.processes import Process
+from grpo_megatron.cluster.processes import Process, ProcessDied
 from grpo_megatron.cluster.watch import Watched, at_work, find_hang
+from grpo_megatron.errors import UserError
+from grpo_megatron.progress import moves
+from grpo_megatron.run import manifest
 
 LIMIT = 600.0
 
@@ -146,6 +150,70 @@ def test_a_process_stands_still_unless_its_place_or_its_counter_changes():
         sleeper.join()
 
 
+class _Slow:
+    """A file; while it is in a call, what the heart of its process has seen since the call before."""
+
+    def __init__(self, file, heart: Heart, seen: list):
+        self._file, self._heart, self._seen = file, heart, seen
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+    def read(self, size):
+        self._look()
+        return self._file.read(size)
+
+    def write(self, data):
+        self._look()
+        return self._file.write(data)
+
+    def _look(self):
+        self._heart._look()
+        self._seen.append(self._heart._beat.still)
+
+
+class _OnePlace:
+    """As a process looks that is in the same call whenever anybody looks."""
+
+    def progress(self):
+        return "read"
+
+    def place(self):
+        return "manifest.py:1 read"
+
+    stacks = place
+
+
+def test_a_rank_that_reads_or_writes_a_checkpoint_slowly_moves(tmp_path, monkeypatch):
+    """In a `read` of its file it was found whenever anybody looked: killed as hanging, the same after each restart."""
+    heart, seen = Heart(_OnePlace()), []
+    monkeypatch.setattr(manifest, "_READ_BYTES", 4)
+    monkeypatch.setattr(manifest, "_WRITE_BYTES", 4)
+    path = tmp_path / "file"
+    with heart.phase("verify_checkpoint"):
+        with path.open("wb") as file:
+            written = manifest.DigestedFile(_Slow(file, heart, seen))
+            assert written.write(b"ten bytes.") == 10
+        monkeypatch.setattr(manifest, "open", lambda *of, **how: _Slow(open(*of, **how), heart, seen), raising=False)  # noqa: SIM115
+        assert manifest.record_of(path) == written.record()
+        assert seen == [0.0] * (3 + 4)
+        heart._look()
+        heart._look()
+        assert heart._beat.still > 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_its_pieces_from_a_checkpoint_moves():
+    from grpo_megatron.megatron import checkpoint_files  # loads Megatron
+
+    before = moves()
+    checkpoint_files._Targets({}).commit_tensor(None, None)
+    assert moves() != before
+
+
 def test_a_file_system_that_hangs_does_not_keep_the_watch_from_its_verdict(tmp_path, monkeypatch):
     """Where the stacks go may be what the processes hang in."""
     monkeypatch.setattr(watch, "_STACKS_SECONDS", 0.2)
@@ -159,6 +227,89 @@ def test_a_file_system_that_hangs_does_not_keep_the_watch_from_its_verdict(tmp_p
     assert time.monotonic() - start < 4
     assert killed == [one.actor for one in hang.at_fault]
     assert eye._verdict.endswith("could not be written within 0 s")
+
+
+class _Ray:
+    """What a watch asks of Ray, where only these actors are dead."""
+
+    def __init__(self, dead):
+        self.dead, self.killed = dead, []
+
+    def wait(self, calls, num_returns, timeout):
+        return [call for call in calls if call in self.dead], []
+
+    def get(self, call):
+        raise ActorDiedError
+
+    def kill(self, actor):
+        self.killed.append(actor)
+
+
+@pytest.fixture
+def eye(tmp_path, monkeypatch):
+    """(processes, those of them that are dead) -> a watch of them that looks often."""
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.01)
+
+    def make(processes, dead=()) -> watch.Watch:
+        for one in processes:
+            one.actor.beat = SimpleNamespace(remote=lambda one=one: one.name)
+        eye = watch.Watch(str(tmp_path), LIMIT)
+        eye._watched = {one.name: one for one in processes}
+        eye._read = lambda passed: None
+        monkeypatch.setattr(watch, "ray", _Ray([one.name for one in dead]))
+        return eye
+
+    return make
+
+
+def leave_with(eye: watch.Watch, error: Exception, once) -> Exception | None:
+    """What comes out of the watch's context where this is raised within it, once this holds."""
+    try:
+        with eye:
+            deadline = time.monotonic() + 20
+            while not once():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            raise error
+    except Exception as raised:
+        return raised
+
+
+def test_a_process_that_has_died_is_no_hang_and_does_not_end_the_watch(eye):
+    """An engine that was killed while it was idle became "has not been heard of", to which every later failure was changed; and a rank
+    that hung in the same attempt was not noticed any more."""
+    idle, rank = watched("engine 0", silent=610.0), watched("rank 0", phase="train_step", still=3.0)
+    one = eye([idle, rank], dead=[idle])
+    died = ProcessDied("engine 0 died in `begin_update`")
+    assert leave_with(one, died, once=lambda: "engine 0" not in one._watched) is died
+    assert watch.ray.killed == []
+
+    def later() -> bool:
+        rank.beat = replace(rank.beat, still=700.0, seconds=700.0)
+        return bool(watch.ray.killed)
+
+    idle.silent, one._watched["engine 0"] = 610.0, idle
+    error = leave_with(one, ProcessDied("rank 0 died in `train_step`"), once=later)
+    assert isinstance(error, watch.ProcessHangs)
+    assert str(error).startswith("rank 0 in `train_step` for 700 s")
+    assert watch.ray.killed == [rank.actor]
+
+
+def test_a_silent_process_that_lives_or_cannot_be_reached_hangs(eye, monkeypatch):
+    stopped, cut_off = watched("rank 0", silent=610.0), watched("rank 1", silent=610.0)
+    one = eye([stopped, cut_off], dead=[cut_off])
+
+    def cannot_be_reached(call):
+        raise ActorUnavailableError("planted", None)
+
+    monkeypatch.setattr(watch.ray, "get", cannot_be_reached)
+    assert isinstance(leave_with(one, RuntimeError("planted"), once=lambda: len(watch.ray.killed) == 2), watch.ProcessHangs)
+
+
+def test_a_refusal_after_a_hang_stays_a_refusal(eye):
+    """It would come again after a restart."""
+    refusal = UserError("the weights are NaN")
+    assert leave_with(eye([watched("rank 0", silent=610.0)]), refusal, once=lambda: watch.ray.killed) is refusal
 
 
 def test_what_is_being_done_is_told_by_call_with_the_one_that_is_longest_in_it():
