@@ -133,16 +133,18 @@ class Site:
 
 
 @contextmanager
-def open_site(config: Config, command: str, guard: Guard | None = None) -> Iterator[Site]:
+def open_site(
+    config: Config, command: str, guard: Guard | None = None, must_fit: Callable[[dict], None] = lambda state: None
+) -> Iterator[Site]:
     """Within this context Ray is up, and engines start, if `command` (see preflight.rule) generates.
 
-    The configuration has passed preflight.start.check_start. Raises UserError for a checkpoint or a folder that is not
-    right, before any process starts.
+    The configuration has passed preflight.start.check_start. must_fit: see open_run_folder. Raises UserError for a checkpoint or
+    a folder that is not right, before any process starts.
     """
     started, guard = time.perf_counter(), guard or Guard()
     num_ranks, num_engines = num_processes(config, command)
     with ExitStack() as cleanup:
-        directory, checkpoint = cleanup.enter_context(open_run_folder(config, command, say))
+        directory, checkpoint = cleanup.enter_context(open_run_folder(config, command, say, must_fit))
         guard.entered(directory, config.run.grace, config.run.grace_usr1)
         status = cleanup.enter_context(StatusFile(directory, config.run.name, config.run.total_steps))
         for line in [f"continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []:
@@ -193,7 +195,6 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
     """
     config, engines = site.config, site.engines
     resumed = checkpoint.step if checkpoint else 0
-    take_back(site.directory, checkpoint, say)
     with ExitStack() as cleanup:
         monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site), site.listeners)
         cleanup.callback(monitor.close)
@@ -217,6 +218,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
         if checkpoint:
             trainer.load_checkpoint(checkpoint.actor, checkpoint.files)
         set_aside(site.directory, checkpoint, say)
+        take_back(site.directory, checkpoint, say)
         monitor.say(f"everything is up after {time.perf_counter() - site.started:.1f} s")
         about, folder = {"config": as_saved(config)}, f"{site.directory}/{CHECKPOINTS}"
         saver = Checkpoints(folder, config.checkpoint, trainer, monitor.say, resumed, about)

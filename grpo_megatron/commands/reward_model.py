@@ -38,7 +38,8 @@ def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
         with assemble(site, checkpoint) as run:
             return run.finish(_Training(run, training, held_out).run(site.guard.stop))
 
-    with open_site(config, "reward-model", guard) as site:
+    order = EpochOrder(len(training), config.run.seed, config.data.shuffle)
+    with open_site(config, "reward-model", guard, lambda state: order.must_fit(state["order"])) as site:
         return persist(site, attempt)
 
 

@@ -38,7 +38,8 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
         with assemble(site, checkpoint) as run:
             return run.finish(_run(run, examples, site.guard.stop))
 
-    with open_site(config, "sft", guard) as site:
+    order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
+    with open_site(config, "sft", guard, lambda state: order.must_fit(state["order"])) as site:
         return persist(site, attempt)
 
 

@@ -76,6 +76,12 @@ class _Data:
         self._prompts = None if config.rollout.replay else training_prompts(config, self.tokenizer, check)
         self._beginning = deepcopy(self._prompts.state_dict()) if self._prompts else None
 
+    def must_fit(self, state: dict[str, Any]) -> None:
+        """Raises UserError for a checkpoint's state that is of other data."""
+        # A replayed run has no prompts.
+        if self._prompts and state["prompts"]:
+            self._prompts.must_fit(state["prompts"])
+
     def prompts(self) -> PromptSource | None:
         """From the first one on; None where recorded rollouts are replayed."""
         if self._prompts:
@@ -142,7 +148,11 @@ def assembled_loop(
     """The whole GRPO loop, ready to run: a controller with all that it calls. It saves nothing when it is asked to stop."""
     check_start(config, "train")
     data = _Data(config)
-    with open_site(config, "train", guard) as site, site.watch, _loop(site, data, site.checkpoint, controller_class) as loop:
+    with (
+        open_site(config, "train", guard, data.must_fit) as site,
+        site.watch,
+        _loop(site, data, site.checkpoint, controller_class) as loop,
+    ):
         yield loop
 
 
@@ -157,5 +167,5 @@ def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
         with _loop(site, data, checkpoint, stop=site.guard.stop) as (controller, run):
             return run.finish(controller.run())
 
-    with open_site(config, "train", guard) as site:
+    with open_site(config, "train", guard, data.must_fit) as site:
         return persist(site, attempt)

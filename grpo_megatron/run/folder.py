@@ -23,17 +23,23 @@ def run_folder(config: Config) -> Path:
 
 
 @contextmanager
-def open_run_folder(config: Config, command: str, say: Callable[[str], None]) -> Iterator[tuple[str, Checkpoint | None]]:
+def open_run_folder(
+    config: Config, command: str, say: Callable[[str], None], must_fit: Callable[[dict], None] = lambda state: None
+) -> Iterator[tuple[str, Checkpoint | None]]:
     """Within this context the run owns its folder. Gives the absolute path, and the checkpoint to begin from, None for a new run.
 
-    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ... say: shows a line. Raises UserError for a
-    folder that another run writes to, that cannot be made or is damaged, and for a checkpoint that does not fit.
+    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ... say: shows a line. must_fit: raises UserError for a
+    checkpoint's state that is of other data. Raises UserError for a folder that another run writes to, that cannot be made or is damaged,
+    and for a checkpoint that does not fit; the folder is then as it was.
     """
     folder = run_folder(config)
     try:
         ownership = Ownership(folder, say)
         try:
             checkpoint = beginning(config, command, say)
+            if checkpoint:
+                # Found later, it would be found when this run's own checkpoints are set aside already, for one of another run.
+                must_fit(checkpoint.state)
             if checkpoint is None and _has_remains(folder):
                 _move_aside(config, folder, say)
                 ownership.release()
@@ -72,8 +78,10 @@ def beginning(config: Config, command: str, say: Callable[[str], None]) -> Check
 
 
 def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """Before a run goes on from a checkpoint, None: from its beginning: rows of later steps, and what a killed run left
-    half-written, go. say: shows a line. Raises UserError for a damaged row of trained.jsonl that would be kept.
+    """A run goes on from a checkpoint, None: from its beginning: rows of later steps, and what a killed run left half-written, go.
+
+    Only when it has been loaded, and others have been set aside: a start that is refused until then leaves the rows of those that it
+    did not touch. say: shows a line. Raises UserError for a damaged row of trained.jsonl that would be kept.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):

@@ -158,11 +158,11 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
     place = assemble.Site(config, "train", folder, status, start, _Cluster(), watch, None, Guard(), 0.0)
 
     def attempt(site, checkpoint):
-        take_back(site.directory, checkpoint, print)
         begun.append(checkpoint.step if checkpoint else 0)
         outcome = outcomes.pop(0)
         if not isinstance(outcome, DamagedCheckpoint):
             set_aside(site.directory, checkpoint, print)  # it has been loaded
+            take_back(site.directory, checkpoint, print)
         if isinstance(outcome, BaseException):
             raise outcome
         if callable(outcome):
