@@ -106,7 +106,9 @@ class Checkpoints:
         if final.exists():
             return
         try:
-            partial = aside(final, "partial", self._say)
+            partial = final.with_name(f"{final.name}.partial")
+            if partial.exists():  # a killed run left it there
+                discard(partial, self._say)
             partial.mkdir(parents=True)
             (partial / STATE).write_text(json.dumps(self._about | state), encoding="utf-8")
         except OSError as error:
@@ -170,14 +172,6 @@ class Checkpoints:
             lasting = self._config.keep_every and step_of(path) % self._config.keep_every == 0
             if not lasting and not is_in_use(path):
                 discard(path, self._say)
-
-
-def aside(final: Path, suffix: str, say: Callable[[str], None]) -> Path:
-    """The folder beside `final` for what is not, or no longer, in place; without what a killed run left there."""
-    found = final.with_name(f"{final.name}.{suffix}")
-    if found.exists():
-        discard(found, say)
-    return found
 
 
 def discard(folder: Path, say: Callable[[str], None]) -> None:

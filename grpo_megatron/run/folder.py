@@ -10,8 +10,8 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import parse_object
 from grpo_megatron.monitoring.run_files import METRICS
-from grpo_megatron.paths import file_problem, is_absent, reading, replace_text, writing
-from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, TRAINED, aside, discard, folders, step_of
+from grpo_megatron.paths import file_problem, is_absent, numbered, reading, replace_text, writing
+from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, TRAINED, discard, folders, step_of
 from grpo_megatron.run.lock import Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 
@@ -95,15 +95,19 @@ def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str]
 
 
 def set_aside(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """Other checkpoints of this or later steps, which are damaged or of a course that was abandoned, become `step_XXXXXXXX.aside`.
+    """Other checkpoints of this or later steps, which are damaged or of a course that was abandoned, become `step_XXXXXXXX.aside`,
+    `.aside.1`, ..., which is said.
 
-    Only when the checkpoint, None: the beginning, has been loaded: until then it is not known that the run can do without them.
+    What has such a name stays: the run may have begun from it just now. Only when the checkpoint, None: the beginning, has been
+    loaded: until then it is not known that the run can do without them.
     """
     step = checkpoint.step if checkpoint else 0
     for path in folders(Path(directory, CHECKPOINTS)):
         if step_of(path) >= step and not (checkpoint and path.samefile(checkpoint.folder)):
+            left = path.with_name(f"{path.name}.aside")
             with writing(path):
-                path.rename(aside(path, "aside", say))
+                left = path.rename(numbered(left) if left.exists() else left)
+            say(f"set aside: {path} is now {left.name}, which no run deletes")
 
 
 def kept_rows(path: Path, step: int, say: Callable[[str], None]) -> list[str] | None:
@@ -155,9 +159,7 @@ def _move_aside(config: Config, folder: Path, say: Callable[[str], None]) -> Non
     for path in (config.model.path, config.ref.path):
         if path and folder in Path(path).absolute().parents:
             raise UserError(f"{path} lies in the folder of this run, {folder}; choose another run.name")
-    number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
-    moved = folder.with_name(f"{folder.name}.{number}")
-    folder.rename(moved)
+    moved = folder.rename(numbered(folder))
     if (moved / JOBS).exists():
         # One of these jobs may be what starts this run, and Slurm opens a file of each of its nodes by its name.
         folder.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_megatron.cli import main
 from grpo_megatron.errors import UserError
-from grpo_megatron.run.folder import METRICS, TRAINED, kept_rows, open_run_folder, set_aside, take_back
+from grpo_megatron.run.folder import METRICS, TRAINED, beginning, kept_rows, open_run_folder, set_aside, take_back
 from grpo_megatron.run.lock import Ownership
 from grpo_megatron.run.resume import open_checkpoint
 from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
@@ -32,6 +32,22 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
     assert not (folder / "result.json").exists()
 
 
+def test_one_that_was_set_aside_stays_when_the_run_begins_from_it(tmp_path, capsys):
+    folder = run_with(tmp_path, 2, 4)
+    checkpoints = folder / "checkpoints"
+    first = checkpoints / "step_00000004"
+    for number in (1, 2):  # the user goes back to step 2 twice
+        (first / "course").write_text(str(number))
+        set_aside(str(folder), open_checkpoint(checkpoints / "step_00000002", "train"), print)
+        checkpoint(first, state_of(4))
+    capsys.readouterr()
+    set_aside(str(folder), open_checkpoint(checkpoints / "step_00000004.aside", "train"), print)
+    assert capsys.readouterr().out.startswith(f"set aside: {first} is now step_00000004.aside.2")
+    assert (checkpoints / "step_00000004.aside" / "course").read_text() == "1"
+    assert (checkpoints / "step_00000004.aside.1" / "course").read_text() == "2"
+    assert beginning(config_of(tmp_path), "train", print).step == 2
+
+
 @pytest.fixture
 def held_open(monkeypatch):
     """Files named `held` cannot be deleted, as on NFS those that somebody has open, which are only renamed."""
@@ -48,19 +64,18 @@ def held_open(monkeypatch):
 def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
     folder = run_with(tmp_path, 2, 4)
     checkpoints = folder / "checkpoints"
-    for name in ("step_00000004.aside", "step_00000004.deleted", "step_00000006.partial"):
+    for name in ("step_00000004.deleted", "step_00000006.partial"):
         (checkpoints / name).mkdir()
         (checkpoints / name / "held").touch()
         (checkpoints / name / "other").touch()
     begun = open_checkpoint(checkpoints / "step_00000002", "train")
     take_back(str(folder), begun, print)
-    set_aside(str(folder), begun, print)
-    left = ["step_00000004.aside.deleted", "step_00000004.deleted", "step_00000006.partial.deleted"]
+    left = ["step_00000004.deleted", "step_00000006.partial.deleted"]
     assert [line.split()[0] for line in sorted(capsys.readouterr().out.splitlines())] == [str(checkpoints / n) for n in left]
-    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(["step_00000002", "step_00000004.aside", *left])
+    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(["step_00000002", "step_00000004", *left])
     assert all([path.name for path in (checkpoints / name).iterdir()] == ["held"] for name in left)
     take_back(str(folder), begun, print)  # the next start
-    assert capsys.readouterr().out.count("could not be deleted") == 3
+    assert capsys.readouterr().out.count("could not be deleted") == 2
 
 
 def _begin(folder) -> None:
