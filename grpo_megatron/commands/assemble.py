@@ -87,11 +87,12 @@ class Run:
         return result
 
 
-@dataclass(frozen=True)
+@dataclass
 class Site:
     """What of a run outlives the loss of its trainer. directory: the run's folder. status: of the run until its end. checkpoint: to
     begin from, None for a new run. watch: of all processes. engines: None where the command or a replay needs none. started: by
-    time.perf_counter. damaged: folders of checkpoints that ranks found to be so. listeners: of monitor.listeners."""
+    time.perf_counter. damaged: folders of checkpoints that ranks found to be so. listeners: of monitor.listeners. begun: an attempt has
+    loaded what it begins from, and set aside what is of another course."""
 
     config: Config
     command: str
@@ -105,6 +106,7 @@ class Site:
     started: float
     damaged: set[str] = field(default_factory=set)
     listeners: Sequence[Listener] = ()
+    begun: bool = False
 
     @property
     def logs(self) -> str:
@@ -117,8 +119,11 @@ class Site:
 
     def last_checkpoint(self) -> Checkpoint | None:
         """To continue from after a failure: the newest sound one of the run's own, else that which it began from."""
-        # Of the run's own folder, earlier ones than that which run.resume names are of another course.
+        # Of the run's own folder, earlier ones than that which run.resume names are of another course, and so are later ones
+        # until they have been set aside.
         named = self.checkpoint if self.config.run.resume not in (AUTO, *ANEW) else None
+        if named and not self.begun:
+            return named
         above = named.step if named else 0
         return newest_checkpoint(Path(self.directory, CHECKPOINTS), self.command, say, above, self.damaged, named)
 
@@ -219,6 +224,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
             trainer.load_checkpoint(checkpoint.actor, checkpoint.files)
         set_aside(site.directory, checkpoint, say)
         take_back(site.directory, checkpoint, say)
+        site.begun = True
         monitor.say(f"everything is up after {time.perf_counter() - site.started:.1f} s")
         about, folder = {"config": as_saved(config)}, f"{site.directory}/{CHECKPOINTS}"
         saver = Checkpoints(folder, config.checkpoint, trainer, monitor.say, resumed, about)

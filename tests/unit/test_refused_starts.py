@@ -10,7 +10,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.commands import assemble, reward_model, sft, train
 from grpo_megatron.data import EpochOrder, PromptSource
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.folder import METRICS, TRAINED, beginning, open_run_folder
 from grpo_megatron.run.guard import Guard
@@ -123,3 +123,24 @@ def test_rows_stay_until_a_named_checkpoint_has_been_loaded(place, tmp_path):
     with assemble.assemble(site, site.checkpoint):
         assert [(folder / name).read_text() for name in (METRICS, TRAINED)] == [rows(*range(1, 6))] * 2
         assert not (folder / "result.json").exists()
+
+
+def test_a_rank_that_is_lost_while_a_named_checkpoint_is_loaded_does_not_bring_back_what_the_user_left(place, tmp_path):
+    folder, begun = run_with(tmp_path, 2, 4), []
+
+    def load(*_):
+        if len(begun) == 1:
+            raise ProcessLost("a rank died")
+
+    def attempt(site, start):
+        begun.append(start.step)
+        with assemble.assemble(site, start):
+            if len(begun) == 2:
+                checkpoint(folder / "checkpoints" / "step_00000004", state_of(4))
+                raise ProcessLost("later")
+        return {}
+
+    site = place(tmp_path, str(folder / "checkpoints" / "step_00000002"), load)
+    site.config.run.max_restarts = 2
+    assemble.persist(site, attempt)
+    assert begun == [2, 2, 4]
