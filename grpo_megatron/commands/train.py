@@ -25,6 +25,7 @@ from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.rollout.episodes import make_episodes, record_check
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.record import must_be_free
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import Checkpoint, finished_result
@@ -68,6 +69,8 @@ class _Data:
     """What is read before any process starts, so that what is wrong with it costs nothing."""
 
     def __init__(self, config: Config):
+        if config.rollout.record:
+            must_be_free(config.rollout.record)
         self.tokenizer = PromptTokenizer(config.model.path, config.data, offered_tools(config.rollout, config.reward))
         check = None if config.rollout.replay else record_check(config)
         self.held_out = held_out_prompts(config, self.tokenizer, check)
