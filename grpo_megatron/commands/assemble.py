@@ -53,6 +53,7 @@ class Run:
     turns: Turns | None
     state: dict | None
     started: float
+    command: str
 
     @property
     def resumed(self) -> int:
@@ -80,6 +81,7 @@ class Run:
         if failure:
             exported = f"; the trained model is in {result['model']}" if "model" in result else ""
             raise NotWritten(f"{failure}{exported}") from failure
+        result["command"] = self.command  # another one of the same run.name has not done its work
         result["phases"] = self.monitor.phases.total
         result["run_dir"], result["tensorboard"] = self.directory, self.monitor.tensorboard_dir
         result["wall_seconds"] = time.perf_counter() - self.started
@@ -230,7 +232,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
         saver = Checkpoints(folder, config.checkpoint, trainer, monitor.say, resumed, about)
         state = checkpoint.state if checkpoint else None
         try:
-            yield Run(config, site.directory, monitor, saver, trainer, engines, turns, state, site.started)
+            yield Run(config, site.directory, monitor, saver, trainer, engines, turns, state, site.started, site.command)
             site.watch.flush()
         except BaseException:
             # Whatever failed, the state that ranks are still writing was sound; those that cannot are not waited for.

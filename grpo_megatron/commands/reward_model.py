@@ -27,7 +27,7 @@ _SHOWN_EVERY = 10
 
 def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Train on preferences and export the model; returns what came out. Raises Stopped if asked to stop."""
-    if result := finished_result(config, say):
+    if result := finished_result(config, "reward-model", say):
         return result
     check_start(config, "reward-model")
     conversations = Conversations(PromptTokenizer(config.model.path, config.data), pad_token(config.model.path))

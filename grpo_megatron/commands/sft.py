@@ -28,7 +28,7 @@ _SHOWN_EVERY = 50
 
 def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Fine-tune on prompt/response pairs and export the model; returns what came out. Raises Stopped if asked to stop."""
-    if result := finished_result(config, say):
+    if result := finished_result(config, "sft", say):
         return result
     check_start(config, "sft")
     tools = offered_tools(config.rollout, config.reward)  # which the model reads before its episodes, too

@@ -161,7 +161,7 @@ def assembled_loop(
 
 def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Run GRPO; returns (and writes to result.json in the run's folder) what came out. Raises Stopped if asked to stop."""
-    if result := finished_result(config, say):
+    if result := finished_result(config, "train", say):
         return result
     check_start(config, "train")
     data = _Data(config)
