@@ -1,7 +1,7 @@
 """The folder of a run: one run in it, and nothing of another."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -56,7 +56,9 @@ def open_run_folder(
         if checkpoint is None:
             yield str(folder), None
         else:
-            with in_use(Path(checkpoint.folder)):
+            # With auto it is the run's own, which no other run deletes: in use it would be kept beyond checkpoint.keep. One that is named
+            # is where the next start of this command begins, too.
+            with nullcontext() if config.run.resume == AUTO else in_use(Path(checkpoint.folder)):
                 yield str(folder), checkpoint
     finally:
         ownership.release()

@@ -13,7 +13,7 @@ import pytest
 from grpo_megatron.cli import main
 from grpo_megatron.errors import UserError
 from grpo_megatron.run.folder import METRICS, TRAINED, beginning, kept_rows, open_run_folder, set_aside, take_back
-from grpo_megatron.run.lock import Ownership
+from grpo_megatron.run.lock import Ownership, is_in_use
 from grpo_megatron.run.resume import open_checkpoint
 from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
 
@@ -46,6 +46,13 @@ def test_one_that_was_set_aside_stays_when_the_run_begins_from_it(tmp_path, caps
     assert (checkpoints / "step_00000004.aside" / "course").read_text() == "1"
     assert (checkpoints / "step_00000004.aside.1" / "course").read_text() == "2"
     assert beginning(config_of(tmp_path), "train", print).step == 2
+
+
+@pytest.mark.parametrize(("resume", "kept"), [("auto", False), ("named", True)])
+def test_a_run_that_continues_by_itself_keeps_no_more_than_others(resume, kept, tmp_path):
+    newest = run_with(tmp_path, 2) / "checkpoints" / "step_00000002"
+    with open_run_folder(config_of(tmp_path, resume if resume == "auto" else str(newest)), "train", print):
+        assert is_in_use(newest) is kept
 
 
 @pytest.fixture
