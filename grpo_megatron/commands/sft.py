@@ -49,8 +49,8 @@ def _run(run: Run, examples: Sequence[Sample], stop: StopRequest) -> dict[str, A
     order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
     if run.state:
         order.load_state_dict(run.state["order"])
-    metrics: dict[str, float] = {}
     tokens, last = run.state["tokens"] if run.state else 0, config.run.total_steps
+    loss = run.state.get("loss") if run.state else None  # which a checkpoint of an earlier version has not
     for step in range(run.resumed + 1, last + 1):
         stop.step = step
         run.monitor.start_step(step)
@@ -59,19 +59,20 @@ def _run(run: Run, examples: Sequence[Sample], stop: StopRequest) -> dict[str, A
         with run.monitor.phases("train"):
             metrics = to_floats(run.trainer.train_step(batch, plan, CrossEntropyLoss(), key=(step, 0)))
         tokens += batch.num_tokens
+        loss = metrics["sft/loss_per_token"]
         scalars = run.monitor.finish_step(step, metrics, [batch])
         if step in (1, last) or step % _SHOWN_EVERY == 0:
             run.monitor.line(step, scalars)
-        state = partial(_state, step, order, tokens)
+        state = partial(_state, step, order, tokens, loss)
         if stop.is_made:
             stop.leave(run.saver, state)
         with run.monitor.phases("checkpoint"):
             run.saver.after_step(state() if run.saver.is_due(step, last=step == last) else None)
-    return {"step": max(run.resumed, last), "loss": metrics.get("sft/loss_per_token"), "tokens": tokens}
+    return {"step": max(run.resumed, last), "loss": loss, "tokens": tokens}
 
 
-def _state(step: int, order: EpochOrder, tokens: int) -> dict[str, Any]:
-    return {"step": step, "order": order.state_dict(), "tokens": tokens}
+def _state(step: int, order: EpochOrder, tokens: int, loss: float) -> dict[str, Any]:
+    return {"step": step, "order": order.state_dict(), "tokens": tokens, "loss": loss}
 
 
 def next_batch(
