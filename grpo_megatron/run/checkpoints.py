@@ -91,10 +91,14 @@ class Checkpoints:
 
     def after_step(self, state: dict | None) -> None:
         """Complete what the ranks have written meanwhile, and begin a checkpoint of `state`; None: none is due."""
-        if self._writing and self._trainer.checkpoint_written():
-            self._complete()
+        self.complete_written()
         if state is not None:
             self.save(state)
+
+    def complete_written(self) -> None:
+        """Put in place what the ranks have written meanwhile, if they have."""
+        if self._writing and self._trainer.checkpoint_written():
+            self._complete()
 
     def save(self, state: dict) -> None:
         """Begin a checkpoint, which is there after `finish`; nothing if there is one of this step. state: JSON-serialisable, with

@@ -117,6 +117,15 @@ def test_a_checkpoint_appears_when_the_ranks_have_written_it(saver, trainer, cap
     assert [folder.name for folder in sorted(saver.folder.iterdir())] == [f"step_0000000{step}" for step in (2, 4, 6)]
 
 
+def test_one_that_is_written_is_put_in_place_within_a_step(saver, trainer):
+    run_step(saver, trainer, 2)
+    saver.complete_written()
+    assert contents(saver) == {}
+    trainer.written = True
+    saver.complete_written()
+    assert contents(saver) == {"step_00000002": "2"}
+
+
 def test_one_is_due_after_its_minutes_and_at_the_end(made, clock):
     saver = made(minutes=15)
     assert not saver.is_due(1)
