@@ -108,6 +108,8 @@ class Controller:
         with phases("generate"):
             rollout = self.rollouts.sample(self.step, self.prompts)
         self.ranks_turn()
+        # Not at the end of the step alone: a run that is stopped in it, and has no time for the rest, would leave it unnamed.
+        self.saver.complete_written()
         scored = rollout.groups
         if self.score:
             with phases("score"):

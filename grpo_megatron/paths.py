@@ -97,6 +97,11 @@ def replace_text(path: Path, text: str) -> None:
         raise
 
 
+def numbered(path: Path) -> Path:
+    """The first of PATH.1, PATH.2, ... that is not there: where to move what is at `path`, so that nothing is lost."""
+    return next(free for n in range(1, 10**6) if not (free := path.with_name(f"{path.name}.{n}")).exists())
+
+
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
     """Turns what the disk says into a UserError that names `path`; what else is raised goes through."""

@@ -53,6 +53,7 @@ class Run:
     turns: Turns | None
     state: dict | None
     started: float
+    command: str
 
     @property
     def resumed(self) -> int:
@@ -80,6 +81,7 @@ class Run:
         if failure:
             exported = f"; the trained model is in {result['model']}" if "model" in result else ""
             raise NotWritten(f"{failure}{exported}") from failure
+        result["command"] = self.command  # another one of the same run.name has not done its work
         result["phases"] = self.monitor.phases.total
         result["run_dir"], result["tensorboard"] = self.directory, self.monitor.tensorboard_dir
         result["wall_seconds"] = time.perf_counter() - self.started
@@ -87,11 +89,12 @@ class Run:
         return result
 
 
-@dataclass(frozen=True)
+@dataclass
 class Site:
     """What of a run outlives the loss of its trainer. directory: the run's folder. status: of the run until its end. checkpoint: to
     begin from, None for a new run. watch: of all processes. engines: None where the command or a replay needs none. started: by
-    time.perf_counter. damaged: folders of checkpoints that ranks found to be so. listeners: of monitor.listeners."""
+    time.perf_counter. damaged: folders of checkpoints that ranks found to be so. listeners: of monitor.listeners. begun: an attempt has
+    loaded what it begins from, and set aside what is of another course."""
 
     config: Config
     command: str
@@ -105,6 +108,7 @@ class Site:
     started: float
     damaged: set[str] = field(default_factory=set)
     listeners: Sequence[Listener] = ()
+    begun: bool = False
 
     @property
     def logs(self) -> str:
@@ -117,8 +121,11 @@ class Site:
 
     def last_checkpoint(self) -> Checkpoint | None:
         """To continue from after a failure: the newest sound one of the run's own, else that which it began from."""
-        # Of the run's own folder, earlier ones than that which run.resume names are of another course.
+        # Of the run's own folder, earlier ones than that which run.resume names are of another course, and so are later ones
+        # until they have been set aside.
         named = self.checkpoint if self.config.run.resume not in (AUTO, *ANEW) else None
+        if named and not self.begun:
+            return named
         above = named.step if named else 0
         return newest_checkpoint(Path(self.directory, CHECKPOINTS), self.command, say, above, self.damaged, named)
 
@@ -133,16 +140,18 @@ class Site:
 
 
 @contextmanager
-def open_site(config: Config, command: str, guard: Guard | None = None) -> Iterator[Site]:
+def open_site(
+    config: Config, command: str, guard: Guard | None = None, must_fit: Callable[[dict], None] = lambda state: None
+) -> Iterator[Site]:
     """Within this context Ray is up, and engines start, if `command` (see preflight.rule) generates.
 
-    The configuration has passed preflight.start.check_start. Raises UserError for a checkpoint or a folder that is not
-    right, before any process starts.
+    The configuration has passed preflight.start.check_start. must_fit: see open_run_folder. Raises UserError for a checkpoint or
+    a folder that is not right, before any process starts.
     """
     started, guard = time.perf_counter(), guard or Guard()
     num_ranks, num_engines = num_processes(config, command)
     with ExitStack() as cleanup:
-        directory, checkpoint = cleanup.enter_context(open_run_folder(config, command, say))
+        directory, checkpoint = cleanup.enter_context(open_run_folder(config, command, say, must_fit))
         guard.entered(directory, config.run.grace, config.run.grace_usr1)
         guard.status = status = cleanup.enter_context(StatusFile(directory, config.run.name, config.run.total_steps))
         for line in [f"continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []:
@@ -193,7 +202,6 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
     """
     config, engines = site.config, site.engines
     resumed = checkpoint.step if checkpoint else 0
-    take_back(site.directory, checkpoint, say)
     with ExitStack() as cleanup:
         monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site), site.listeners)
         cleanup.callback(monitor.close)
@@ -217,12 +225,14 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
         if checkpoint:
             trainer.load_checkpoint(checkpoint.actor, checkpoint.files)
         set_aside(site.directory, checkpoint, say)
+        take_back(site.directory, checkpoint, say)
+        site.begun = True
         monitor.say(f"everything is up after {time.perf_counter() - site.started:.1f} s")
         about, folder = {"config": as_saved(config)}, f"{site.directory}/{CHECKPOINTS}"
         saver = Checkpoints(folder, config.checkpoint, trainer, monitor.say, resumed, about)
         state = checkpoint.state if checkpoint else None
         try:
-            yield Run(config, site.directory, monitor, saver, trainer, engines, turns, state, site.started)
+            yield Run(config, site.directory, monitor, saver, trainer, engines, turns, state, site.started, site.command)
             site.watch.flush()
         except BaseException:
             # Whatever failed, the state that ranks are still writing was sound; those that cannot are not waited for.

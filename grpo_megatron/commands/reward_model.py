@@ -27,7 +27,7 @@ _SHOWN_EVERY = 10
 
 def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Train on preferences and export the model; returns what came out. Raises Stopped if asked to stop."""
-    if result := finished_result(config, say):
+    if result := finished_result(config, "reward-model", say):
         return result
     check_start(config, "reward-model")
     conversations = Conversations(PromptTokenizer(config.model.path, config.data), pad_token(config.model.path))
@@ -38,7 +38,8 @@ def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
         with assemble(site, checkpoint) as run:
             return run.finish(_Training(run, training, held_out).run(site.guard.stop))
 
-    with open_site(config, "reward-model", guard) as site:
+    order = EpochOrder(len(training), config.run.seed, config.data.shuffle)
+    with open_site(config, "reward-model", guard, lambda state: order.must_fit(state["order"])) as site:
         return persist(site, attempt)
 
 
@@ -62,31 +63,32 @@ class _Training:
         config = run.config
         self._run, self._config, self._pairs, self._held_out = run, config, training, held_out
         self._order = EpochOrder(len(training), config.run.seed, config.data.shuffle)
-        self._tokens, self._evaluations = 0, {}
+        self._tokens, self._evaluations, self._loss = 0, {}, None
         if run.state:
             self._order.load_state_dict(run.state["order"])
             self._tokens, self._evaluations = run.state["trained_tokens"], run.state["evaluations"]
+            self._loss = run.state.get("loss")  # which a checkpoint of an earlier version has not
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
         """Train to run.total_steps; returns evaluation before and after, the last loss, and the tokens of all steps."""
         run, every, last = self._run, self._config.eval.every, self._config.run.total_steps
-        metrics: dict[str, float] = {}
         if "before" not in self._evaluations:
             self._evaluations["before"] = self._evaluate(run.resumed)
         for step in range(run.resumed + 1, last + 1):
             stop.step = step
-            metrics = self._step(step, shown=step in (1, last) or step % _SHOWN_EVERY == 0)
-            if step == last or (every and step % every == 0):
+            self._step(step, shown=step in (1, last) or step % _SHOWN_EVERY == 0)
+            # A request to stop may leave no time for an evaluation. The last one is of the result, which nobody makes up for.
+            if step == last or (every and step % every == 0 and not stop.is_made):
                 self._evaluations["after"] = self._evaluate(step)
             state = partial(self._state, step)
             if stop.is_made:
                 stop.leave(run.saver, state)
             with run.monitor.phases("checkpoint"):
                 run.saver.after_step(state() if run.saver.is_due(step, last=step == last) else None)
-        result = {"step": max(run.resumed, last), "loss": metrics.get("reward_model/loss"), "tokens": self._tokens}
+        result = {"step": max(run.resumed, last), "loss": self._loss, "tokens": self._tokens}
         return result | self._evaluations
 
-    def _step(self, step: int, shown: bool) -> dict[str, float]:
+    def _step(self, step: int, shown: bool) -> None:
         run, config = self._run, self._config
         run.monitor.start_step(step)
         with run.monitor.phases("prepare"):
@@ -95,10 +97,10 @@ class _Training:
         with run.monitor.phases("train"):
             metrics = to_floats(run.trainer.train_step(batch, plan, PreferenceLoss(), key=(step, 0)))
         self._tokens += batch.num_tokens
+        self._loss = metrics["reward_model/loss"]
         scalars = run.monitor.finish_step(step, metrics, [batch])
         if shown:
             run.monitor.line(step, scalars)
-        return metrics
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Of the held-out pairs, in parts of the size of a training batch; nothing if there are none."""
@@ -124,4 +126,5 @@ class _Training:
             "order": self._order.state_dict(),
             "trained_tokens": self._tokens,
             "evaluations": self._evaluations,
+            "loss": self._loss,
         }

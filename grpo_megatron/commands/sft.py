@@ -28,7 +28,7 @@ _SHOWN_EVERY = 50
 
 def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Fine-tune on prompt/response pairs and export the model; returns what came out. Raises Stopped if asked to stop."""
-    if result := finished_result(config, say):
+    if result := finished_result(config, "sft", say):
         return result
     check_start(config, "sft")
     tools = offered_tools(config.rollout, config.reward)  # which the model reads before its episodes, too
@@ -38,7 +38,8 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
         with assemble(site, checkpoint) as run:
             return run.finish(_run(run, examples, site.guard.stop))
 
-    with open_site(config, "sft", guard) as site:
+    order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
+    with open_site(config, "sft", guard, lambda state: order.must_fit(state["order"])) as site:
         return persist(site, attempt)
 
 
@@ -48,8 +49,8 @@ def _run(run: Run, examples: Sequence[Sample], stop: StopRequest) -> dict[str, A
     order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
     if run.state:
         order.load_state_dict(run.state["order"])
-    metrics: dict[str, float] = {}
     tokens, last = run.state["tokens"] if run.state else 0, config.run.total_steps
+    loss = run.state.get("loss") if run.state else None  # which a checkpoint of an earlier version has not
     for step in range(run.resumed + 1, last + 1):
         stop.step = step
         run.monitor.start_step(step)
@@ -58,19 +59,20 @@ def _run(run: Run, examples: Sequence[Sample], stop: StopRequest) -> dict[str, A
         with run.monitor.phases("train"):
             metrics = to_floats(run.trainer.train_step(batch, plan, CrossEntropyLoss(), key=(step, 0)))
         tokens += batch.num_tokens
+        loss = metrics["sft/loss_per_token"]
         scalars = run.monitor.finish_step(step, metrics, [batch])
         if step in (1, last) or step % _SHOWN_EVERY == 0:
             run.monitor.line(step, scalars)
-        state = partial(_state, step, order, tokens)
+        state = partial(_state, step, order, tokens, loss)
         if stop.is_made:
             stop.leave(run.saver, state)
         with run.monitor.phases("checkpoint"):
             run.saver.after_step(state() if run.saver.is_due(step, last=step == last) else None)
-    return {"step": max(run.resumed, last), "loss": metrics.get("sft/loss_per_token"), "tokens": tokens}
+    return {"step": max(run.resumed, last), "loss": loss, "tokens": tokens}
 
 
-def _state(step: int, order: EpochOrder, tokens: int) -> dict[str, Any]:
-    return {"step": step, "order": order.state_dict(), "tokens": tokens}
+def _state(step: int, order: EpochOrder, tokens: int, loss: float) -> dict[str, Any]:
+    return {"step": step, "order": order.state_dict(), "tokens": tokens, "loss": loss}
 
 
 def next_batch(

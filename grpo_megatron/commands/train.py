@@ -25,6 +25,7 @@ from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.rollout.episodes import make_episodes, record_check
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.record import must_be_free
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import Checkpoint, finished_result
@@ -68,6 +69,8 @@ class _Data:
     """What is read before any process starts, so that what is wrong with it costs nothing."""
 
     def __init__(self, config: Config):
+        if config.rollout.record:
+            must_be_free(config.rollout.record)
         self.tokenizer = PromptTokenizer(config.model.path, config.data, offered_tools(config.rollout, config.reward))
         check = None if config.rollout.replay else record_check(config)
         self.held_out = held_out_prompts(config, self.tokenizer, check)
@@ -75,6 +78,12 @@ class _Data:
         self.conversations = conversations_of(scorer, config.model.path, config.data) if scorer else None
         self._prompts = None if config.rollout.replay else training_prompts(config, self.tokenizer, check)
         self._beginning = deepcopy(self._prompts.state_dict()) if self._prompts else None
+
+    def must_fit(self, state: dict[str, Any]) -> None:
+        """Raises UserError for a checkpoint's state that is of other data."""
+        # A replayed run has no prompts.
+        if self._prompts and state["prompts"]:
+            self._prompts.must_fit(state["prompts"])
 
     def prompts(self) -> PromptSource | None:
         """From the first one on; None where recorded rollouts are replayed."""
@@ -142,13 +151,17 @@ def assembled_loop(
     """The whole GRPO loop, ready to run: a controller with all that it calls. It saves nothing when it is asked to stop."""
     check_start(config, "train")
     data = _Data(config)
-    with open_site(config, "train", guard) as site, site.watch, _loop(site, data, site.checkpoint, controller_class) as loop:
+    with (
+        open_site(config, "train", guard, data.must_fit) as site,
+        site.watch,
+        _loop(site, data, site.checkpoint, controller_class) as loop,
+    ):
         yield loop
 
 
 def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Run GRPO; returns (and writes to result.json in the run's folder) what came out. Raises Stopped if asked to stop."""
-    if result := finished_result(config, say):
+    if result := finished_result(config, "train", say):
         return result
     check_start(config, "train")
     data = _Data(config)
@@ -157,5 +170,5 @@ def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
         with _loop(site, data, checkpoint, stop=site.guard.stop) as (controller, run):
             return run.finish(controller.run())
 
-    with open_site(config, "train", guard) as site:
+    with open_site(config, "train", guard, data.must_fit) as site:
         return persist(site, attempt)

@@ -36,13 +36,17 @@ class EpochOrder:
     def state_dict(self) -> dict:
         return {"epoch": self.epoch, "position": self.position, "size": self.size, "seed": self.seed, "shuffle": self.shuffle}
 
-    def load_state_dict(self, state: dict) -> None:
+    def must_fit(self, state: dict) -> None:
+        """Raises UserError for a state of other data."""
         saved = (state["size"], state["seed"], state["shuffle"])
         if saved != (self.size, self.seed, self.shuffle):
             raise UserError(
                 "the checkpoint's data had {} records, seed {} and shuffle={}, now {}, {} and {}; the order of the rest of the "
                 "epoch would be another; {}".format(*saved, self.size, self.seed, self.shuffle, ANOTHER_RUN)
             )
+
+    def load_state_dict(self, state: dict) -> None:
+        self.must_fit(state)
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._make_order()
 
@@ -99,9 +103,15 @@ class PromptSource:
         orders = [order.state_dict() for order in self._orders]
         return {"orders": orders, "taken": self._taken, "shares": self._shares, "returned": returned}
 
-    def load_state_dict(self, state: dict) -> None:
+    def must_fit(self, state: dict) -> None:
+        """Raises UserError for a state of other data."""
         if len(state["orders"]) != len(self._orders):
             raise UserError(f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}; {ANOTHER_RUN}")
+        for order, saved in zip(self._orders, state["orders"], strict=True):
+            order.must_fit(saved)
+
+    def load_state_dict(self, state: dict) -> None:
+        self.must_fit(state)
         if state.get("shares", self._shares) != self._shares:
             # Counted from the beginning, one source would be alone until it has its new share of all that was handed out before.
             state = state | {"taken": [0] * len(self._sources)}

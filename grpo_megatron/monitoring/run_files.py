@@ -20,9 +20,13 @@ class RunFiles:
         texts = Path(directory, TEXTS)
         if texts.exists():
             replace_text(texts, "".join(json.dumps(row) + "\n" for row in read_texts(texts) if row["step"] <= resumed))
-        self._metrics, self._texts = RowFile(Path(directory, METRICS)), RowFile(texts)
+        self._directory, self._texts = directory, RowFile(texts)
+        self._metrics: RowFile | None = None
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
+        if self._metrics is None:
+            # Not before: until the run has what it begins from, run.folder.take_back may put another file in this one's place.
+            self._metrics = RowFile(Path(self._directory, METRICS))
         self._metrics.append(json.dumps({"step": step, **values}) + "\n")
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
@@ -32,8 +36,9 @@ class RunFiles:
         self._texts.append(json.dumps({"step": step, "name": name, "text": text}) + "\n")
 
     def close(self) -> None:
-        self._metrics.close()
-        self._texts.close()
+        for file in (self._metrics, self._texts):
+            if file:
+                file.close()
 
 
 def read_texts(path: Path) -> list[dict]:

@@ -204,7 +204,7 @@ def _read_pairs(source: str, tokenizer, config: Config) -> None:
 
 
 def _check_paths(config: Config, command: str, report: Report) -> None:
-    from grpo_megatron.rollout.record import Replay
+    from grpo_megatron.rollout.record import Replay, must_be_free
     from grpo_megatron.run.folder import beginning
     from grpo_megatron.run.resume import ANEW, AUTO
 
@@ -215,6 +215,8 @@ def _check_paths(config: Config, command: str, report: Report) -> None:
         report.not_checked.append(f"run.resume: {resume} is not a folder here")
     else:
         report.attempt(f"run.resume {resume}", partial(beginning, config, command, report.checked.append))
+    if command == "train" and config.rollout.record and not is_absent(config.rollout.record):
+        report.attempt(f"rollout.record {config.rollout.record}", partial(must_be_free, config.rollout.record))
     if command != "train" or not replay:
         return
     if is_absent(replay):

@@ -18,7 +18,7 @@ from grpo_megatron.batch.sample import Group, Sample, WeightSpan
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.row_file import RowFile
 from grpo_megatron.monitoring.terminal import say
-from grpo_megatron.paths import file_problem
+from grpo_megatron.paths import file_problem, is_absent, numbered
 
 _FORMAT = {"format": "grpo_megatron.rollout", "version": 1}
 _HEADER = json.dumps(_FORMAT) + "\n"
@@ -28,14 +28,18 @@ _LONGEST = 100  # bytes of what these two match, and of a header
 
 
 class Recorder:
-    """Writes a recording; a resumed run keeps the steps up to the one it continues after.
+    """Writes a recording; a resumed run keeps the steps up to the one it continues after, and a new one moves an earlier recording to
+    PATH.1, PATH.2, ..., which is said.
 
-    Raises UserError where a resumed run finds another file in the recording's place.
+    Raises UserError where it finds another file in the recording's place.
     """
 
     def __init__(self, path: str, resumed: int = 0):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        kept = _end_of(path, resumed) if resumed and Path(path).is_file() else 0
+        must_be_free(path)
+        if not resumed and os.path.exists(path) and os.path.getsize(path) > len(_HEADER):
+            say(f"moved the earlier recording {path} to {Path(path).rename(numbered(Path(path)))}")
+        kept = _end_of(path, resumed) if os.path.exists(path) else 0
         self._file = RowFile(path)
         os.truncate(path, kept)
         if not kept:
@@ -98,6 +102,18 @@ class Replay:
             ) from error
 
 
+def must_be_free(path: str) -> None:
+    """Raises UserError for what is no place for a recording, such as a file of data, which a typing error would have emptied."""
+    if is_absent(path):
+        return
+    if file_problem(path):
+        raise UserError(f"rollout.record: {path} {file_problem(path)}")
+    with open(path, "rb") as file:
+        found = file.read(len(_HEADER))
+    if found != _HEADER.encode()[: len(found)]:
+        raise UserError(f"rollout.record: {path} is not a recording of this run; move it away, or choose another file")
+
+
 def _is_header(line: bytes) -> bool:
     try:
         return json.loads(line) == _FORMAT
@@ -119,9 +135,6 @@ def _end_of(path: str, last: int) -> int:
     if not os.path.getsize(path):
         return 0
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        header = _HEADER.encode()
-        if view[: len(header)] != header[: len(view)]:
-            raise UserError(f"rollout.record: {path} is not a recording of this run; move it away, or choose another file")
         end = view.rfind(b"\n") + 1
         while start := view.rfind(b"\n", 0, end - 1) + 1:
             step = _step_of(view[start : start + _LONGEST])

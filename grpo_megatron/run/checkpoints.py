@@ -91,10 +91,14 @@ class Checkpoints:
 
     def after_step(self, state: dict | None) -> None:
         """Complete what the ranks have written meanwhile, and begin a checkpoint of `state`; None: none is due."""
-        if self._writing and self._trainer.checkpoint_written():
-            self._complete()
+        self.complete_written()
         if state is not None:
             self.save(state)
+
+    def complete_written(self) -> None:
+        """Put in place what the ranks have written meanwhile, if they have."""
+        if self._writing and self._trainer.checkpoint_written():
+            self._complete()
 
     def save(self, state: dict) -> None:
         """Begin a checkpoint, which is there after `finish`; nothing if there is one of this step. state: JSON-serialisable, with
@@ -106,7 +110,9 @@ class Checkpoints:
         if final.exists():
             return
         try:
-            partial = aside(final, "partial", self._say)
+            partial = final.with_name(f"{final.name}.partial")
+            if partial.exists():  # a killed run left it there
+                discard(partial, self._say)
             partial.mkdir(parents=True)
             (partial / STATE).write_text(json.dumps(self._about | state), encoding="utf-8")
         except OSError as error:
@@ -170,14 +176,6 @@ class Checkpoints:
             lasting = self._config.keep_every and step_of(path) % self._config.keep_every == 0
             if not lasting and not is_in_use(path):
                 discard(path, self._say)
-
-
-def aside(final: Path, suffix: str, say: Callable[[str], None]) -> Path:
-    """The folder beside `final` for what is not, or no longer, in place; without what a killed run left there."""
-    found = final.with_name(f"{final.name}.{suffix}")
-    if found.exists():
-        discard(found, say)
-    return found
 
 
 def discard(folder: Path, say: Callable[[str], None]) -> None:

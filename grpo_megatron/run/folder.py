@@ -1,7 +1,7 @@
 """The folder of a run: one run in it, and nothing of another."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -10,8 +10,8 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import parse_object
 from grpo_megatron.monitoring.run_files import METRICS
-from grpo_megatron.paths import file_problem, is_absent, reading, replace_text, writing
-from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, TRAINED, aside, discard, folders, step_of
+from grpo_megatron.paths import file_problem, is_absent, numbered, reading, replace_text, writing
+from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, TRAINED, discard, folders, step_of
 from grpo_megatron.run.lock import Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 
@@ -23,17 +23,23 @@ def run_folder(config: Config) -> Path:
 
 
 @contextmanager
-def open_run_folder(config: Config, command: str, say: Callable[[str], None]) -> Iterator[tuple[str, Checkpoint | None]]:
+def open_run_folder(
+    config: Config, command: str, say: Callable[[str], None], must_fit: Callable[[dict], None] = lambda state: None
+) -> Iterator[tuple[str, Checkpoint | None]]:
     """Within this context the run owns its folder. Gives the absolute path, and the checkpoint to begin from, None for a new run.
 
-    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ... say: shows a line. Raises UserError for a
-    folder that another run writes to, that cannot be made or is damaged, and for a checkpoint that does not fit.
+    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ... say: shows a line. must_fit: raises UserError for a
+    checkpoint's state that is of other data. Raises UserError for a folder that another run writes to, that cannot be made or is damaged,
+    and for a checkpoint that does not fit; the folder is then as it was.
     """
     folder = run_folder(config)
     try:
         ownership = Ownership(folder, say)
         try:
             checkpoint = beginning(config, command, say)
+            if checkpoint:
+                # Found later, it would be found when this run's own checkpoints are set aside already, for one of another run.
+                must_fit(checkpoint.state)
             if checkpoint is None and _has_remains(folder):
                 _move_aside(config, folder, say)
                 ownership.release()
@@ -50,7 +56,9 @@ def open_run_folder(config: Config, command: str, say: Callable[[str], None]) ->
         if checkpoint is None:
             yield str(folder), None
         else:
-            with in_use(Path(checkpoint.folder)):
+            # With auto it is the run's own, which no other run deletes: in use it would be kept beyond checkpoint.keep. One that is named
+            # is where the next start of this command begins, too.
+            with nullcontext() if config.run.resume == AUTO else in_use(Path(checkpoint.folder)):
                 yield str(folder), checkpoint
     finally:
         ownership.release()
@@ -72,8 +80,10 @@ def beginning(config: Config, command: str, say: Callable[[str], None]) -> Check
 
 
 def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """Before a run goes on from a checkpoint, None: from its beginning: rows of later steps, and what a killed run left
-    half-written, go. say: shows a line. Raises UserError for a damaged row of trained.jsonl that would be kept.
+    """A run goes on from a checkpoint, None: from its beginning: rows of later steps, and what a killed run left half-written, go.
+
+    Only when it has been loaded, and others have been set aside: a start that is refused until then leaves the rows of those that it
+    did not touch. say: shows a line. Raises UserError for a damaged row of trained.jsonl that would be kept.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):
@@ -87,15 +97,19 @@ def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str]
 
 
 def set_aside(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """Other checkpoints of this or later steps, which are damaged or of a course that was abandoned, become `step_XXXXXXXX.aside`.
+    """Other checkpoints of this or later steps, which are damaged or of a course that was abandoned, become `step_XXXXXXXX.aside`,
+    `.aside.1`, ..., which is said.
 
-    Only when the checkpoint, None: the beginning, has been loaded: until then it is not known that the run can do without them.
+    What has such a name stays: the run may have begun from it just now. Only when the checkpoint, None: the beginning, has been
+    loaded: until then it is not known that the run can do without them.
     """
     step = checkpoint.step if checkpoint else 0
     for path in folders(Path(directory, CHECKPOINTS)):
         if step_of(path) >= step and not (checkpoint and path.samefile(checkpoint.folder)):
+            left = path.with_name(f"{path.name}.aside")
             with writing(path):
-                path.rename(aside(path, "aside", say))
+                left = path.rename(numbered(left) if left.exists() else left)
+            say(f"set aside: {path} is now {left.name}, which no run deletes")
 
 
 def kept_rows(path: Path, step: int, say: Callable[[str], None]) -> list[str] | None:
@@ -147,9 +161,7 @@ def _move_aside(config: Config, folder: Path, say: Callable[[str], None]) -> Non
     for path in (config.model.path, config.ref.path):
         if path and folder in Path(path).absolute().parents:
             raise UserError(f"{path} lies in the folder of this run, {folder}; choose another run.name")
-    number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
-    moved = folder.with_name(f"{folder.name}.{number}")
-    folder.rename(moved)
+    moved = folder.rename(numbered(folder))
     if (moved / JOBS).exists():
         # One of these jobs may be what starts this run, and Slurm opens a file of each of its nodes by its name.
         folder.mkdir(exist_ok=True)

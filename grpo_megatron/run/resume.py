@@ -117,8 +117,11 @@ def newest_checkpoint(
     return instead
 
 
-def finished_result(config: Config, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """What an earlier start of this command came out with, if it is to be continued and there is nothing left to do, which is said."""
+def finished_result(config: Config, command: str, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """What an earlier start of this command came out with, if it is to be continued and there is nothing left to do, which is said.
+
+    Raises UserError where the run of this name is finished, but another command's.
+    """
     path = Path(config.run.root, config.run.name, RESULT).absolute()
     if config.run.resume != AUTO or is_absent(path):
         return None
@@ -126,6 +129,12 @@ def finished_result(config: Config, say: Callable[[str], None]) -> dict[str, Any
     step, wanted = result.get("step"), config.run.total_steps
     if type(step) is not int or step < wanted:
         return None
+    by = result.get("command", command)  # an earlier version did not write it
+    if by != command:
+        raise UserError(
+            f"{path.parent} is a finished run of `{by}`, not of `{command}`: choose another run.name, or run.resume=none, which "
+            "moves it aside"
+        )
     say(
         f"{path.parent} is finished: it has made {step} steps of {wanted}; raise run.total_steps to go on, or run.resume=none starts anew"
     )

@@ -117,6 +117,15 @@ def test_a_checkpoint_appears_when_the_ranks_have_written_it(saver, trainer, cap
     assert [folder.name for folder in sorted(saver.folder.iterdir())] == [f"step_0000000{step}" for step in (2, 4, 6)]
 
 
+def test_one_that_is_written_is_put_in_place_within_a_step(saver, trainer):
+    run_step(saver, trainer, 2)
+    saver.complete_written()
+    assert contents(saver) == {}
+    trainer.written = True
+    saver.complete_written()
+    assert contents(saver) == {"step_00000002": "2"}
+
+
 def test_one_is_due_after_its_minutes_and_at_the_end(made, clock):
     saver = made(minutes=15)
     assert not saver.is_due(1)
@@ -241,7 +250,7 @@ def test_a_disk_that_takes_no_state_is_the_same(saver, trainer, monkeypatch, cap
 
 def finish(saver, trainer, tmp_path) -> dict:
     config, monitor = Config(checkpoint=CheckpointConfig(export_hf=True)), SimpleNamespace(phases=Phases(), tensorboard_dir="")
-    return Run(config, str(tmp_path), monitor, saver, trainer, None, None, None, 0.0).finish({"step": trainer.steps})
+    return Run(config, str(tmp_path), monitor, saver, trainer, None, None, None, 0.0, "train").finish({"step": trainer.steps})
 
 
 def test_a_model_is_exported_though_its_last_checkpoint_has_no_room(saver, trainer, tmp_path):
@@ -252,6 +261,12 @@ def test_a_model_is_exported_though_its_last_checkpoint_has_no_room(saver, train
         finish(saver, trainer, tmp_path)
     assert (tmp_path / "hf" / "value").read_text() == "4"
     assert not (tmp_path / "result.json").exists()  # by which the same command would take the run as done
+
+
+def test_a_result_says_of_which_command_it_is(saver, trainer, tmp_path):
+    run_step(saver, trainer, 2)
+    finish(saver, trainer, tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text())["command"] == "train"
 
 
 def test_a_request_to_stop_is_one_with_a_full_disk_too(saver, trainer):

@@ -1,6 +1,7 @@
 """When the loop evaluates, saves and leaves; what a step does is tested with real ranks."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,6 +105,22 @@ def test_a_stopped_run_leaves_after_what_it_does_and_continues_to_the_same_end(t
     assert steps == ["step 1", "step 2", "step 3", "step 4"]
     assert result["before"] == {"eval/mean@4": 0.0}
     assert result["after"] == {"eval/mean@4": 0.4}
+
+
+def test_a_checkpoint_is_completed_after_generation_not_after_the_step_alone(tmp_path):
+    """A step may be longer than what a request to stop leaves."""
+    loop, done = Loop(Saver(tmp_path)), []
+    loop.monitor = SimpleNamespace(phases=Phases(), start_step=lambda step: None)
+    loop.rollouts = SimpleNamespace(sample=lambda *_: done.append("sampled") or SimpleNamespace(groups=[]))
+    loop.saver.complete_written = lambda: done.append("completed")
+
+    def train_on(groups):
+        raise InterruptedError
+
+    loop.shape_and_filter = train_on
+    with pytest.raises(InterruptedError):
+        Controller.train_step(loop)
+    assert done == ["sampled", "completed"]
 
 
 def test_a_stop_in_the_evaluation_after_the_last_step_comes_too_late(tmp_path):

@@ -257,6 +257,18 @@ def test_half_a_row_of_a_killed_run_is_taken_back(tmp_path, left, resumed, kept)
     assert Path(path).read_text() == "".join(whole.splitlines(keepends=True)[: 1 + kept])
 
 
+def test_a_new_run_moves_an_earlier_recording(tmp_path, capsys):
+    """Such as one that `rollout.replay` was meant for."""
+    path, _ = recorded(tmp_path)
+    whole = Path(path).read_text()
+    for number in (1, 2):
+        Recorder(path).close()
+        assert Path(f"{path}.{number}").read_text() == whole
+        assert capsys.readouterr().out == f"moved the earlier recording {path} to {path}.{number}\n"
+        Recorder(path).close()  # what has no step yet stays where it is
+        Path(path).write_text(whole)
+
+
 @pytest.mark.parametrize("found", ["", '{"format": "grpo_meg'])
 def test_half_a_header_is_written_again(tmp_path, found):
     path = tmp_path / "r.jsonl"
@@ -268,8 +280,9 @@ def test_half_a_header_is_written_again(tmp_path, found):
 
 def test_a_file_that_is_no_recording_is_not_cut(tmp_path):
     path = write(tmp_path / "prompts.jsonl", '{"prompt": 1}')
-    with pytest.raises(UserError, match=r"^rollout.record: .* is not a recording"):
-        Recorder(path, resumed=1)
+    for resumed in (0, 1):
+        with pytest.raises(UserError, match=r"^rollout.record: .* is not a recording"):
+            Recorder(path, resumed)
     assert Path(path).read_text() == '{"prompt": 1}\n'
 
 

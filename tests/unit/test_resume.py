@@ -158,11 +158,11 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
     place = assemble.Site(config, "train", folder, status, start, _Cluster(), watch, None, Guard(), 0.0)
 
     def attempt(site, checkpoint):
-        take_back(site.directory, checkpoint, print)
         begun.append(checkpoint.step if checkpoint else 0)
         outcome = outcomes.pop(0)
         if not isinstance(outcome, DamagedCheckpoint):
             set_aside(site.directory, checkpoint, print)  # it has been loaded
+            take_back(site.directory, checkpoint, print)
         if isinstance(outcome, BaseException):
             raise outcome
         if callable(outcome):
@@ -227,11 +227,24 @@ def test_what_is_configured_otherwise_is_said(tmp_path):
 
 @pytest.mark.parametrize(
     ("result", "resume", "finished"),
-    [({"step": 100}, "auto", True), ({"step": 99}, "auto", False), ({"step": 100}, "none", False), ({}, "auto", False)],
+    [
+        ({"step": 100, "command": "train"}, "auto", True),
+        ({"step": 100}, "auto", True),  # of an earlier version
+        ({"step": 99}, "auto", False),
+        ({"step": 100}, "none", False),
+        ({}, "auto", False),
+    ],
 )
 def test_a_finished_run_ends_at_once(result, resume, finished, tmp_path, capsys):
     folder = run_with(tmp_path)
     (folder / "result.json").write_text(json.dumps(result))
     config = config_of(tmp_path, resume)
-    assert (finished_result(config, print) == result) is finished
+    assert (finished_result(config, "train", print) == result) is finished
     assert ("is finished" in capsys.readouterr().out) is finished
+
+
+def test_a_finished_run_of_another_command_is_not_this_one(tmp_path):
+    (run_with(tmp_path) / "result.json").write_text(json.dumps({"step": 200, "command": "sft"}))
+    with pytest.raises(UserError, match=r"is a finished run of `sft`, not of `train`: choose another run\.name"):
+        finished_result(config_of(tmp_path), "train", print)
+    assert finished_result(config_of(tmp_path, "none"), "train", print) is None

@@ -12,9 +12,10 @@ import pytest
 
 from grpo_megatron.cli import main
 from grpo_megatron.errors import UserError
+from grpo_megatron.monitoring.run_files import RunFiles
 from grpo_megatron.process_tree import start_mark
-from grpo_megatron.run.folder import METRICS, TRAINED, kept_rows, open_run_folder, set_aside, take_back
-from grpo_megatron.run.lock import Ownership
+from grpo_megatron.run.folder import METRICS, TRAINED, beginning, kept_rows, open_run_folder, set_aside, take_back
+from grpo_megatron.run.lock import Ownership, is_in_use
 from grpo_megatron.run.resume import open_checkpoint
 from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
 
@@ -33,6 +34,39 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
     assert not (folder / "result.json").exists()
 
 
+def test_what_a_resumed_run_measures_follows_the_rows_that_it_keeps(tmp_path):
+    """Its listeners are there before it is known whether it can begin at all."""
+    folder = run_with(tmp_path, 2, 4, metrics=rows(1, 2, 3, 4))
+    files = RunFiles(str(folder), 2)
+    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"), print)
+    files.scalars(3, {"loss": 0.5})
+    files.close()
+    assert (folder / METRICS).read_text() == rows(1, 2, 3)
+
+
+def test_one_that_was_set_aside_stays_when_the_run_begins_from_it(tmp_path, capsys):
+    folder = run_with(tmp_path, 2, 4)
+    checkpoints = folder / "checkpoints"
+    first = checkpoints / "step_00000004"
+    for number in (1, 2):  # the user goes back to step 2 twice
+        (first / "course").write_text(str(number))
+        set_aside(str(folder), open_checkpoint(checkpoints / "step_00000002", "train"), print)
+        checkpoint(first, state_of(4))
+    capsys.readouterr()
+    set_aside(str(folder), open_checkpoint(checkpoints / "step_00000004.aside", "train"), print)
+    assert capsys.readouterr().out.startswith(f"set aside: {first} is now step_00000004.aside.2")
+    assert (checkpoints / "step_00000004.aside" / "course").read_text() == "1"
+    assert (checkpoints / "step_00000004.aside.1" / "course").read_text() == "2"
+    assert beginning(config_of(tmp_path), "train", print).step == 2
+
+
+@pytest.mark.parametrize(("resume", "kept"), [("auto", False), ("named", True)])
+def test_a_run_that_continues_by_itself_keeps_no_more_than_others(resume, kept, tmp_path):
+    newest = run_with(tmp_path, 2) / "checkpoints" / "step_00000002"
+    with open_run_folder(config_of(tmp_path, resume if resume == "auto" else str(newest)), "train", print):
+        assert is_in_use(newest) is kept
+
+
 @pytest.fixture
 def held_open(monkeypatch):
     """Files named `held` cannot be deleted, as on NFS those that somebody has open, which are only renamed."""
@@ -49,19 +83,18 @@ def held_open(monkeypatch):
 def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
     folder = run_with(tmp_path, 2, 4)
     checkpoints = folder / "checkpoints"
-    for name in ("step_00000004.aside", "step_00000004.deleted", "step_00000006.partial"):
+    for name in ("step_00000004.deleted", "step_00000006.partial"):
         (checkpoints / name).mkdir()
         (checkpoints / name / "held").touch()
         (checkpoints / name / "other").touch()
     begun = open_checkpoint(checkpoints / "step_00000002", "train")
     take_back(str(folder), begun, print)
-    set_aside(str(folder), begun, print)
-    left = ["step_00000004.aside.deleted", "step_00000004.deleted", "step_00000006.partial.deleted"]
+    left = ["step_00000004.deleted", "step_00000006.partial.deleted"]
     assert [line.split()[0] for line in sorted(capsys.readouterr().out.splitlines())] == [str(checkpoints / n) for n in left]
-    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(["step_00000002", "step_00000004.aside", *left])
+    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(["step_00000002", "step_00000004", *left])
     assert all([path.name for path in (checkpoints / name).iterdir()] == ["held"] for name in left)
     take_back(str(folder), begun, print)  # the next start
-    assert capsys.readouterr().out.count("could not be deleted") == 3
+    assert capsys.readouterr().out.count("could not be deleted") == 2
 
 
 def _begin(folder) -> None:

@@ -1,0 +1,146 @@
+"""A start that is refused leaves the run's folder as it was; what another start needs of it is there."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.cluster.watch import Watch
+from grpo_megatron.commands import assemble, reward_model, sft, train
+from grpo_megatron.data import EpochOrder, PromptSource
+from grpo_megatron.errors import ProcessLost, UserError
+from grpo_megatron.monitoring.status import StatusFile
+from grpo_megatron.run.folder import METRICS, TRAINED, beginning, open_run_folder
+from grpo_megatron.run.guard import Guard
+from grpo_megatron.run.manifest import DamagedCheckpoint
+from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "owner.json"}
+
+
+def earlier_run(tmp_path):
+    """Of eight steps, which is finished; and a checkpoint of another run after five."""
+    folder = run_with(tmp_path, 4, 8, metrics=rows(*range(1, 9)))
+    (folder / TRAINED).write_text(rows(*range(1, 9)))
+    (folder / "result.json").write_text("{}")
+    (folder / "config.yaml").write_text("the earlier one")
+    return folder, checkpoint(tmp_path / "other", state_of(5))
+
+
+def test_a_checkpoint_of_other_data_is_refused_before_anything_changes(tmp_path):
+    folder, other = earlier_run(tmp_path)
+    before, seen = contents(folder), []
+
+    def must_fit(state):
+        seen.append(state["step"])
+        raise UserError("of other data")
+
+    with (
+        pytest.raises(UserError, match="of other data"),
+        open_run_folder(config_of(tmp_path, str(other)), "train", print, must_fit),
+    ):
+        pytest.fail("it begins")
+    assert seen == [5]
+    assert contents(folder) == before
+
+
+def source(count: int) -> PromptSource:
+    return PromptSource([[Prompt(i, np.array([i]), "", "") for i in range(count)]], seed=0, shuffle=True)
+
+
+def tell(monkeypatch, module, **instead) -> None:
+    for name, value in {"finished_result": lambda *_: None, "check_start": lambda *_: None, **instead}.items():
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "reward-model"])
+def test_every_command_looks_whether_its_data_are_the_checkpoints(command, tmp_path, monkeypatch):
+    config, asked = config_of(tmp_path), []
+    config.data.train = "t.jsonl"
+
+    @contextmanager
+    def open_site(config, command, guard, must_fit):
+        asked.append((command, must_fit))
+        raise InterruptedError
+        yield
+
+    nothing = {"open_site": open_site, "PromptTokenizer": lambda *_: None}
+    if command == "train":
+        run, state = train.train, lambda count: {"prompts": source(count).state_dict()}
+        given = {"offered_tools": lambda *_: None, "record_check": lambda *_: None, "held_out_prompts": lambda *_: {}}
+        tell(monkeypatch, train, training_prompts=lambda *_: source(4), scores_on_ranks=lambda _: False, **given, **nothing)
+    else:
+        module = sft if command == "sft" else reward_model
+        run, state = getattr(module, module.__name__.split(".")[-1]), None
+        several = {"offered_tools": lambda *_: None, "load_examples": lambda *_: [0] * 4} if command == "sft" else {}
+        several = several or {"pad_token": lambda _: 0, "Conversations": lambda *_: None, "_load": lambda *_: [0] * 4}
+        tell(monkeypatch, module, **several, **nothing)
+        state = lambda count: {"order": EpochOrder(count, config.run.seed, config.data.shuffle).state_dict()}  # noqa: E731
+    with pytest.raises(InterruptedError):
+        run(config)
+    [(name, must_fit)] = asked
+    assert name == command
+    must_fit(state(4))
+    with pytest.raises(UserError, match="the checkpoint's data had 3 records"):
+        must_fit(state(3))
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """Makes the site of a run that begins as run.resume says, whose ranks do to the checkpoint they load what `load` does."""
+    ranks = SimpleNamespace(load=lambda *_: None)
+    trainer = SimpleNamespace(load_checkpoint=lambda *given: ranks.load(*given), close=lambda: None)
+    monkeypatch.setattr(assemble, "PolicyTrainer", lambda *_: trainer)
+    monkeypatch.setattr(assemble, "actor_spec", lambda *_: None)
+    monkeypatch.setattr(assemble, "_throughput", lambda _: None)
+
+    def make(tmp_path, resume, load) -> assemble.Site:
+        ranks.load = load
+        config, folder = config_of(tmp_path, resume), str(tmp_path / NAME)
+        start, cluster = beginning(config, "train", print), SimpleNamespace(must_be_whole=lambda: None)
+        status, watch = StatusFile(folder, NAME, 100), Watch(folder, 600.0)
+        return assemble.Site(config, "train", folder, status, start, cluster, watch, None, Guard(), 0.0)
+
+    return make
+
+
+def test_rows_stay_until_a_named_checkpoint_has_been_loaded(place, tmp_path):
+    def damaged(*_):
+        raise DamagedCheckpoint("the ranks say so")
+
+    folder, other = earlier_run(tmp_path)
+    names = [folder / METRICS, folder / TRAINED, folder / "result.json"]
+    before = [path.read_bytes() for path in names]
+    site = place(tmp_path, str(other), damaged)
+    with pytest.raises(DamagedCheckpoint), assemble.assemble(site, site.checkpoint):
+        pytest.fail("it begins")
+    assert [path.read_bytes() for path in names] == before
+    site = place(tmp_path, str(other), lambda *_: None)
+    with assemble.assemble(site, site.checkpoint):
+        assert [(folder / name).read_text() for name in (METRICS, TRAINED)] == [rows(*range(1, 6))] * 2
+        assert not (folder / "result.json").exists()
+
+
+def test_a_rank_that_is_lost_while_a_named_checkpoint_is_loaded_does_not_bring_back_what_the_user_left(place, tmp_path):
+    folder, begun = run_with(tmp_path, 2, 4), []
+
+    def load(*_):
+        if len(begun) == 1:
+            raise ProcessLost("a rank died")
+
+    def attempt(site, start):
+        begun.append(start.step)
+        with assemble.assemble(site, start):
+            if len(begun) == 2:
+                checkpoint(folder / "checkpoints" / "step_00000004", state_of(4))
+                raise ProcessLost("later")
+        return {}
+
+    site = place(tmp_path, str(folder / "checkpoints" / "step_00000002"), load)
+    site.config.run.max_restarts = 2
+    assemble.persist(site, attempt)
+    assert begun == [2, 2, 4]
