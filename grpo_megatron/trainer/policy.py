@@ -74,7 +74,7 @@ class PolicyTrainer:
         """
         self.sizes = spec.sizes
         self.nodes = tuple(slot.node for slot in cluster.rank_slots)
-        self.cost_model = read_architecture(spec.model_path).cost_model
+        self.cost_model = read_architecture(spec.model_path, reward_model=spec.scalar_head).cost_model
         self._dropped_steps = DroppedSteps(spec.optimizer)
         self._last_step: int | None = None  # of the run, in which an optimizer step changed the weights
         self.group = WorkerGroup(
