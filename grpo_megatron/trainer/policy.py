@@ -99,6 +99,11 @@ class PolicyTrainer:
     def _call_alike(self, method: str, *args) -> None:
         self._call(method, [args] * self.sizes.dp)
 
+    def make_room(self) -> None:
+        """Give back what ranks keep of a step that is over, see Actor.make_room."""
+        self._must_be_awake()
+        self.group.call("make_room")
+
     def sleep(self) -> dict[str, float]:
         """With megatron.sleep, give back the ranks' memory until they are woken.
 
