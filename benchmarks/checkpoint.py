@@ -64,10 +64,10 @@ class Extra:
     """Peak memory of this process and its children within the context, beyond that before it, in bytes."""
 
     def __enter__(self):
-        from grpo_megatron.megatron.memory import _return_to_system
+        from grpo_megatron.megatron.memory import return_to_system
 
         gc.collect()
-        _return_to_system()
+        return_to_system()
         self._process, self._ended = psutil.Process(), False
         self._before = self.peak = self._occupied() + self._of_children()
         self._thread = threading.Thread(target=self._sample)

@@ -186,7 +186,7 @@ def _throughput(site: Site) -> Throughput:
     """By which the monitor knows what the run's tokens cost, and on how many devices."""
     cluster = site.cluster
     return Throughput(
-        cost=read_architecture(site.config.model.path).cost_model,
+        cost=read_architecture(site.config.model.path, reward_model=site.command == "reward-model").cost_model,
         ranks=len(cluster.rank_slots),
         engine_devices=sum(map(len, cluster.engine_slots)),
         shared=site.takes_turns,

@@ -23,7 +23,7 @@ from grpo_megatron.config.schema import RoutingReplay
 from grpo_megatron.megatron import checkpoint_files, export, lora, sharded_state
 from grpo_megatron.megatron.checkpoint_files import Writer
 from grpo_megatron.megatron.forward_backward import forward_backward, forward_logprobs, forward_probe, forward_scores
-from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory
+from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory, return_to_system
 from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, choose_routing
 from grpo_megatron.megatron.model import build_model, output_weight, uses_transformer_engine
 from grpo_megatron.megatron.objectives import make_head, make_objective
@@ -129,9 +129,8 @@ class Actor:
     def _settled_weights(self):
         """Within this context all parameters are whole, no forward hook gathers them anew, and nothing is being trained.
 
-        With overlap the distributed optimizer's new values arrive during the next training forward;
-        whoever reads or exchanges weights in between would get the old ones, or be overwritten.
-        Raises RuntimeError between `begin_reference` and `end_reference`.
+        With overlap the distributed optimizer's new values arrive during the next training forward; whoever reads or exchanges
+        weights in between would get the old ones, or be overwritten. Raises RuntimeError between `begin_reference` and `end_reference`.
         """
         self._require_policy()
         overlapping = self.ddp if self._gathers_in_forward else []
@@ -163,6 +162,12 @@ class Actor:
         if self._writer:
             self._writer.wait_until_read(weights_only)
 
+    def make_room(self) -> None:
+        """Give back what the next passes make again: the micro-batches of the step, weights cast to FP8, and freed memory."""
+        self.mini_batches.clear()
+        self.memory.drop_fp8_casts()
+        return_to_system()
+
     def sleep(self) -> dict[str, Bytes]:
         """Give back the memory of weights, gradients and optimizer states, until `wake`. Collective.
 
@@ -173,10 +178,9 @@ class Actor:
         with self._settled_weights():
             pass  # values on their way from other replicas arrive first
         self._until_saved()
-        self.mini_batches.clear()
+        self.make_room()
         if not self._parking.parked("optimizer"):
             self._parking.park("optimizer", self.memory.optimizer())
-        self.memory.drop_fp8_casts()
         self._parking.park("parameters", self.memory.parameters())
         self._parking.park("gradients", self.memory.gradients(), keep=False)
         return report | {"asleep": self.memory.resident() | {"occupied": occupied()}}
@@ -191,8 +195,7 @@ class Actor:
     def begin_reference(self) -> None:
         """From here to `end_reference` the reference's weights are in the policy's place, for any number of passes. Collective.
 
-        Nothing but passes of the reference may be called meanwhile; the optimizer, a weight sync or a checkpoint would take
-        its weights for the policy's.
+        Nothing but passes of the reference may be called meanwhile: a weight sync or a checkpoint would take its weights for the policy's.
         """
         if self.reference is None:
             raise RuntimeError("this actor was built without reference weights")
@@ -212,10 +215,9 @@ class Actor:
     ) -> np.ndarray | None:
         """Log-prob of every target, float32 [T] in the order of the micro-batches. Collective.
 
-        micro_batches: those of this rank's data-parallel replica. key: names the mini-batch, so that
-        what was laid out (and, as configured, routed) is used again by its other passes. reference: under the
-        reference's weights, after `begin_reference`. keep_hidden: with reference, keep its hidden states for the exact KL.
-        None except on the rank that reports for the replica.
+        micro_batches: those of this rank's data-parallel replica. key: names the mini-batch, so that what was laid out (and, as
+        configured, routed) is used again by its other passes. reference: under the reference's weights, after `begin_reference`.
+        keep_hidden: with reference, keep its hidden states for the exact KL. None except on the rank that reports for the replica.
         """
         if reference and self._reference_passes is None:
             raise RuntimeError("a pass of the reference needs begin_reference first")
@@ -243,9 +245,8 @@ class Actor:
         # No routing was recorded for these; with the engine's, samples of the engine bring it.
         from_engine = self.spec.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
         routing = self._route(prepared, micro_batches, recording=True) if from_engine else Routing.own
-        head = replace(self.head, temperature=temperature)
         with self._settled_weights(), rounding_noise(self.chunks, rounding) if rounding else nullcontext():
-            parts = forward_probe(self.ddp, prepared, head, routing)
+            parts = forward_probe(self.ddp, prepared, replace(self.head, temperature=temperature), routing)
         return torch.cat(parts, dim=1).cpu().numpy() if self.rank.reports else None
 
     @torch.no_grad()
@@ -264,8 +265,7 @@ class Actor:
     def broken_weights(self) -> list[str]:
         """Names of this rank's parameters that are not finite throughout. Collective."""
         with self._settled_weights():
-            named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
-            return [name for name, parameter in named if not parameter.isfinite().all()]
+            return [name for chunk in self.chunks for name, each in chunk.named_parameters() if not each.isfinite().all()]
 
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
         """See `choose_routing`."""

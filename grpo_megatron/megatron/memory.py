@@ -119,7 +119,7 @@ class Parking:
             copies.append((storage, size, copy))
         if file:
             file.seek(0)
-        _return_to_system()
+        return_to_system()
 
     def unpark(self, name: str) -> None:
         """Give the storages their memory and contents back; nothing happens if `name` is not parked."""
@@ -162,7 +162,7 @@ def _host_bytes(storage: torch.UntypedStorage):
     return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
 
 
-def _return_to_system() -> None:
+def return_to_system() -> None:
     """Freed memory back to where others can have it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -10,7 +10,8 @@ from grpo_megatron.batch.train_batch import TrainBatch
 
 # Who works in a phase of the driver; in all others neither engines nor ranks do, or both wait for the driver.
 _OF_ENGINES = ("generate", "evaluate", "sync", "probe", "release", "resume_weights", "resume_kv_cache")
-_OF_TRAINER = ("logprobs", "train", "reference", "sync", "probe", "wake", "sleep")
+# In `score` the ranks run a reward model; rewards of other kinds are given during `generate`.
+_OF_TRAINER = ("score", "logprobs", "train", "reference", "sync", "probe", "wake", "sleep")
 # A backward pass costs two forward passes.
 _FORWARD_PASSES = 3
 

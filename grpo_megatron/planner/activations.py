@@ -6,6 +6,7 @@ the MLP has a gate. Elements are counted once each where a layer keeps them.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 from grpo_megatron.config.schema import Config, MegatronConfig, Recompute
 from grpo_megatron.model.architecture import Architecture
@@ -88,14 +89,46 @@ def working_activations(arch: Architecture, config: Config, stage: int, backward
     return int(config.train.max_tokens_per_micro_batch * ((2 if backward else 1) * whole + gathered))
 
 
+def has_exact_kl(config: Config) -> bool:
+    """For which the last stage keeps the reference's hidden states, and makes the reference's logits beside the policy's."""
+    return config.algorithm.needs_reference and config.algorithm.kl_loss_type == "full"
+
+
+class ReferenceHidden(NamedTuple):
+    """Bytes of a rank of the last stage."""
+
+    on_device: int
+    on_host: int
+
+
+def reference_hidden(arch: Architecture, config: Config) -> ReferenceHidden:
+    """The reference's hidden states of all of a replica's samples, which the exact KL keeps from the reference's passes to the
+    end of the step: as many as ref.hidden_gib lets on the device, the rest on the host. See MiniBatchStore.keep_hidden."""
+    if not has_exact_kl(config):
+        return ReferenceHidden(0, 0)
+    megatron = config.megatron
+    tokens = (
+        config.data.train_batch_size * config.rollout.n * (config.data.max_prompt_length + config.rollout.max_response_length)
+    )
+    parts = megatron.data_parallel * megatron.context_parallel
+    parts *= megatron.tensor_parallel if megatron.sequence_parallel else 1
+    size = tokens * arch.hidden_size * itemsize(megatron) // parts
+    on_device = min(int(config.ref.hidden_gib * 2**30), size)
+    return ReferenceHidden(on_device, size - on_device)
+
+
 def head_bytes(arch: Architecture, config: Config) -> int:
     """Bytes of the fused output layer on the last stage: its input and the input's gradient (float32) for all tokens of the
-    micro-batch, and tiles of logits: there is never a [tokens, vocabulary] tensor. See megatron.fused_head."""
+    micro-batch, and tiles of logits: there is never a [tokens, vocabulary] tensor. See megatron.fused_head. With the exact KL of
+    a reference on the host, its output weight is copied to the device for the time of the passes (Actor.compute_gradients)."""
     size, tokens = itemsize(config.megatron), config.train.max_tokens_per_micro_batch
     # Logits in float32 and in the parameters' dtype, and scratch; once more for the reference's with the exact KL.
     tiles = 3 * _TILE_BYTES if size == 4 else 5 * _TILE_BYTES // 2
     block = 4 * _TILE_WORDS * arch.hidden_size  # product of a tile with the input, for the weight's gradient
-    return tiles + block + tokens * arch.hidden_size * (size + 4)
+    tp = config.megatron.tensor_parallel
+    weight = size * arch.padded_vocab_size(tp) // tp * arch.hidden_size if has_exact_kl(config) and config.ref.offload else 0
+    inputs = tokens * arch.hidden_size * (2 * size if has_exact_kl(config) else size)  # of the reference too
+    return tiles + block + inputs + 4 * tokens * arch.hidden_size + weight
 
 
 def layers_of(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:

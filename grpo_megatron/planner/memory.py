@@ -11,10 +11,10 @@ from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.planner.activations import head_bytes, kept_activations, working_activations
+from grpo_megatron.planner.activations import head_bytes, kept_activations, reference_hidden, working_activations
 from grpo_megatron.planner.engines import engine_weight_bytes, kv_tokens
 from grpo_megatron.planner.reward_model import scorer
-from grpo_megatron.planner.states import TrainingState, itemsize, training_states
+from grpo_megatron.planner.states import TrainingState, training_states
 
 # Assumed. Of a trainer's rank: CUDA's context, code and workspaces of libraries. Of an engine's: the same with CUDA graphs.
 RANK_CONTEXT, ENGINE_CONTEXT = 2 * 10**9, 4 * 10**9
@@ -27,6 +27,7 @@ RESERVE = 0.05
 _MOST_COMMUNICATORS = 14
 
 CONTEXT, COMMUNICATION = "context, libraries", "communication buffers"
+HIDDEN = "reference's hidden states"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class _Account:
             else []
         )
         self.capacity = GPUS[config.cluster.gpu].memory
+        self.hidden = reference_hidden(arch, config)
         self.weights = engine_weight_bytes(arch, config.rollout.engine)
         self.pool = int(config.rollout.engine.mem_fraction * self.capacity)
         self.residue = {CONTEXT: RANK_CONTEXT, COMMUNICATION: COMMUNICATOR * num_communicators(config)}
@@ -121,13 +123,15 @@ class _Account:
         beside = self.residue | (context if turns else serving if colocated else {})
         # Of the parcels of a sync one is packed while two travel.
         parcels = {COMMUNICATION: self.residue[COMMUNICATION] + 3 * self.config.weight_sync.bucket_bytes}
+        # Before engines on the same GPUs get room for their weights, ranks give back what a step has left (run.turns).
+        between = self._resident if colocated else self._after_passes
         generation = Moment("generation", None, (self.residue if turns else {}) | serving)
         if colocated and not turns:
-            generation = self._fullest("generation", self._resident, beside)
+            generation = self._fullest("generation", between, beside)
         moments = (
             self._fullest("training", self._training, beside),
             self._fullest("optimizer step", self._stepping, beside),
-            self._fullest("weight sync", self._resident, beside | parcels | (weights if turns else {})),
+            self._fullest("weight sync", between, beside | parcels | (weights if turns else {})),
             generation,
             *([self._fullest("scoring", self._scoring, beside)] if self.scorer else []),
         )
@@ -157,45 +161,47 @@ class _Account:
             found["reference"] = state.parameters
         return found
 
+    def _after_passes(self, stage: int) -> dict[str, int]:
+        """With what passes leave for the next ones, until ranks sleep or make room for engines."""
+        found = self._resident(stage)
+        if self.states[stage].workspaces:
+            found["FP8 copies"] = self.states[stage].workspaces
+        if self.hidden.on_device and self._is_last(stage):
+            found[HIDDEN] = self.hidden.on_device
+        return found
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == len(self.states) - 1
+
     def _training(self, stage: int) -> dict[str, int]:
         config, arch = self.config, self.arch
-        found = self._resident(stage) | {
+        found = self._after_passes(stage) | {
             "activations kept": kept_activations(arch, config, stage),
             "layer being computed": working_activations(arch, config, stage),
         }
-        if self.states[stage].workspaces:
-            found["FP8 copies"] = self.states[stage].workspaces
-        if stage == len(self.states) - 1:
-            found["output layer"] = head_bytes(arch, config) + self._reference_hidden()
+        if self._is_last(stage):
+            found["output layer"] = head_bytes(arch, config)
         return found
 
     def _stepping(self, stage: int) -> dict[str, int]:
-        return self._resident(stage) | {"optimizer": self.states[stage].optimizer}
+        return self._after_passes(stage) | {"optimizer": self.states[stage].optimizer}
 
     def _scoring(self, stage: int) -> dict[str, int]:
         """The reward model's weights come beside the policy's, and leave when all samples have their scores."""
         working = working_activations(self.scorer.arch, self.scorer.config, stage, backward=False)
-        return self._resident(stage) | {"reward model": self.scorer_weights[stage], "layer being computed": working}
-
-    def _reference_hidden(self) -> int:
-        """Of the exact KL: the reference's hidden states of a replica's samples, as far as they may stay on the device."""
-        config, megatron = self.config, self.config.megatron
-        if not config.algorithm.needs_reference or config.algorithm.kl_loss_type != "full":
-            return 0
-        sequence = config.data.max_prompt_length + config.rollout.max_response_length
-        tokens = config.data.train_batch_size * config.rollout.n * sequence
-        parts = megatron.data_parallel * megatron.context_parallel
-        parts *= megatron.tensor_parallel if megatron.sequence_parallel else 1
-        return min(int(config.ref.hidden_gib * 2**30), tokens * self.arch.hidden_size * itemsize(megatron) // parts)
+        gave_back = self.config.megatron.sleep or self.config.cluster.placement == Placement.colocated
+        beside = self._resident(stage) if gave_back else self._after_passes(stage)
+        return beside | {"reward model": self.scorer_weights[stage], "layer being computed": working}
 
     def _waiting(self, in_files: bool) -> dict[str, int]:
-        """What is not on the GPUs: in files, or else in the host's memory. The reference, a reward model and what was synced last are
-        never in files."""
-        config = self.config
-        sleep, per_node = config.megatron.sleep, config.cluster.gpus_per_node
+        """What is not on the GPUs: in files, or else in the host's memory. The reference, its hidden states, a reward model and what was
+        synced last are never in files."""
+        config, sleep = self.config, self.config.megatron.sleep
+        per_node, world = config.cluster.gpus_per_node, ParallelSizes.from_config(config.megatron).world_size
         parked = {"sleeping parameters": sleep, "optimizer": sleep or config.optimizer.offload}
         kept = {
             "reference": config.algorithm.needs_reference and config.ref.offload,
+            HIDDEN: self.hidden.on_host > 0,
             "reward model": self.scorer is not None,
             "what was synced last": config.weight_sync.delta,
         }
@@ -205,9 +211,14 @@ class _Account:
         sizes = {
             "optimizer": max(state.optimizer for state in self.states),
             "reward model": max(self.scorer_weights, default=0),
+            HIDDEN: self.hidden.on_host,
         }
         parameters = max(state.parameters for state in self.states)
-        return {what: per_node * sizes.get(what, parameters) for what, waits in found.items() if waits}
+        # On a node that ranks share with engines there are fewer ranks than GPUs, and those of the last stage alone have hidden states.
+        ranks = {HIDDEN: world // len(self.states)}
+        return {
+            what: min(per_node, ranks.get(what, world)) * sizes.get(what, parameters) for what, waits in found.items() if waits
+        }
 
 
 def num_communicators(config: Config) -> int:

@@ -59,6 +59,8 @@ class SharingRanks(Protocol):
 
     def wake(self) -> None: ...
 
+    def make_room(self) -> None: ...
+
     def sleep(self) -> dict[str, float]: ...
 
     def occupied(self) -> int: ...
@@ -94,6 +96,8 @@ class Turns:
     def resume_weights(self) -> None:
         """Engines have room for weights again, which `sync` must fill."""
         with self._transition("resume_weights"):
+            # What training has left, such as FP8 copies of the weights, would be beside the engines' weights at the fullest moment.
+            self._ranks.make_room()
             self._engines.resume_weights()
 
     def sync(self, run: Callable[[], None]) -> None:

@@ -74,7 +74,7 @@ class PolicyTrainer:
         """
         self.sizes = spec.sizes
         self.nodes = tuple(slot.node for slot in cluster.rank_slots)
-        self.cost_model = read_architecture(spec.model_path).cost_model
+        self.cost_model = read_architecture(spec.model_path, reward_model=spec.scalar_head).cost_model
         self._dropped_steps = DroppedSteps(spec.optimizer)
         self._last_step: int | None = None  # of the run, in which an optimizer step changed the weights
         self.group = WorkerGroup(
@@ -98,6 +98,11 @@ class PolicyTrainer:
 
     def _call_alike(self, method: str, *args) -> None:
         self._call(method, [args] * self.sizes.dp)
+
+    def make_room(self) -> None:
+        """Give back what ranks keep of a step that is over, see Actor.make_room."""
+        self._must_be_awake()
+        self.group.call("make_room")
 
     def sleep(self) -> dict[str, float]:
         """With megatron.sleep, give back the ranks' memory until they are woken.

@@ -51,7 +51,8 @@ def syncs_with_real_lengths(spec: ActorSpec, batch: TrainBatch, count: int, loss
 
 
 def train_sleep_and_refer(spec: ActorSpec, batch: TrainBatch, loss) -> list[dict]:
-    """The reference is the start whatever was trained, and sleeping changes nothing; memory before and while asleep."""
+    """The reference is the start whatever was trained, and neither making room nor sleeping changes anything; memory before both,
+    and after each."""
     actor = Actor(spec)
     _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True, max_tokens=256)
 
@@ -71,7 +72,11 @@ def train_sleep_and_refer(spec: ActorSpec, batch: TrainBatch, loss) -> list[dict
         assert np.array_equal(logprobs(reference=True), start), "training moved the reference"
         assert np.array_equal(logprobs(), policy), "the exchange changed the policy"
         assert not np.array_equal(policy, start), "nothing was trained"
-        reports.append(actor.sleep())
+        report = {"full": actor.memory.resident()}
+        actor.make_room()
+        report["roomy"] = actor.memory.resident()
+        assert np.array_equal(logprobs(), policy), "making room changed the policy"
+        reports.append(report | actor.sleep())
         actor.wake()
         assert np.array_equal(logprobs(), policy), "sleeping changed the policy"
     return reports

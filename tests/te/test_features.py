@@ -121,10 +121,12 @@ def test_recomputation_changes_nothing(te_ranks, models, batch, plain, recompute
 @pytest.mark.slow_when(lambda precision: precision == "blockwise")
 @pytest.mark.parametrize("precision", ["tensorwise", "blockwise"])
 def test_reference_and_sleep(te_ranks, models, batch, precision):
-    """Weights cast to FP8 are given back asleep, and none is used after its weight changed."""
+    """Weights cast to FP8 are given back before engines take room for theirs, and asleep; none is used after its weight changed."""
     (reports,) = te_ranks.run(features.train_sleep_and_refer, ONE, te_spec(models["qwen3"], precision=precision), batch, LOSS)
     for report in reports:
-        assert report["before"]["fp8_casts"] > 0.5 * report["before"]["parameters"]
+        assert report["full"]["fp8_casts"] > 0.5 * report["full"]["parameters"]
+        assert report["roomy"] == report["full"] | {"fp8_casts": 0}
+        assert report["before"]["fp8_casts"] > 0  # log-probs made them again, but not the transposed ones
         assert {kind: size for kind, size in report["asleep"].items() if kind != "occupied" and size} == {}
 
 

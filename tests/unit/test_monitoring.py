@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample, WeightSpan
 from grpo_megatron.batch.schedule import CostModel
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.commands.assemble import _throughput
+from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.charts import OTHERS, SECTIONS, charts_of
 from grpo_megatron.monitoring.monitor import Monitor
@@ -180,9 +183,23 @@ def test_utilisation_counts_forward_and_backward_of_every_epoch():
     assert scalars["throughput/mfu_step"] == pytest.approx(flops / (10.0 * 6 * 1000))
     assert scalars["idle/trainer"] == pytest.approx(0.7)
     assert scalars["idle/engines"] == pytest.approx(0.4)
+    scoring = throughput.scalars([batch], epochs=2, seconds=10.0, phases={"train": 2.0, "generate": 5.0, "score": 3.0})
+    assert (scoring["idle/trainer"], scoring["idle/engines"]) == pytest.approx((0.5, 0.5))  # a reward model is on the ranks
     shared = Throughput(CostModel(), ranks=4, engine_devices=4, shared=True)
     assert shared.devices == 4
     assert Throughput(CostModel(), ranks=2, engine_devices=0).scalars([batch], 1, 1.0, {}).keys() >= {"idle/trainer"}
+
+
+def test_a_reward_model_that_is_trained_has_no_vocabulary_head_to_count():
+    model = "configs/models/qwen3-0.6b"
+    config = read_config(None, [f"model.path={model}"])
+    cluster = SimpleNamespace(rank_slots=[0], engine_slots=[])
+    sites = {
+        name: SimpleNamespace(config=config, command=name, cluster=cluster, takes_turns=False)
+        for name in ("sft", "reward-model")
+    }
+    tokens = {name: _throughput(site).cost.per_token for name, site in sites.items()}
+    assert tokens["sft"] - tokens["reward-model"] == 2 * 1024 * (151936 - 1)
 
 
 def test_a_resumed_run_takes_back_what_came_later(monitor_of, tmp_path):

@@ -118,7 +118,8 @@ def test_a_reward_model_by_hand(tmp_path):
     stages = ("megatron.pipeline_parallel=2", "megatron.pipeline_layers=[13,15]", "megatron.precision=fp8")
     stages += ("train.constant_length_packs=true", "megatron.offload_folder=/nvme")
     found = small(*stages, *scored_by(tmp_path))
-    assert found.memory.host == {"reward model": 8 * 2 * (of_a_stage + 151936 * 1024)}
+    # Two of the node's GPUs train; on the others is an engine, or nothing.
+    assert found.memory.host == {"reward model": 2 * 2 * (of_a_stage + 151936 * 1024)}
     assert "reward model" not in moments(found)["training"].items
     scoring, fullest = moments(found)["scoring"], (of_a_stage + 151936 * 1024, of_a_stage + row)
     assert scoring.items["reward model"] == 2 * fullest[scoring.stage]
@@ -184,11 +185,47 @@ def test_times_follow_what_is_to_be_done(change, what, sign):
         ("ref.offload=false algorithm.use_kl_loss=true", "optimizer step", "reference", 1),
         ("rollout.engine.dtype=float32", "generation", "engine: weights", 1),
         ("algorithm.use_kl_loss=true algorithm.kl_loss_type=full", "training", "output layer", 1),
+        ("algorithm.use_kl_loss=true", "training", "output layer", 0),
     ],
 )
 def test_memory_follows_what_is_kept(change, moment, item, sign):
     before, after = (moments(found)[moment].items.get(item, 0) for found in (small(), small(*change.split())))
     assert (after > before) - (after < before) == sign
+
+
+def test_copies_in_fp8_stay_until_ranks_sleep_or_make_room_for_engines(tmp_path):
+    def with_copies(*overrides):
+        found = small("megatron.precision=fp8", *scored_by(tmp_path), *overrides)
+        of_all = {name: moment.items.get("FP8 copies") for name, moment in moments(found).items()}
+        assert set(of_all.values()) <= {None, found.memory.state.parameters}
+        return {name for name, copies in of_all.items() if copies}
+
+    assert with_copies() == {"training", "optimizer step", "weight sync", "scoring"}
+    assert with_copies("megatron.sleep=true") == {"training", "optimizer step", "weight sync"}
+    beside = ("cluster.placement=colocated", "rollout.engine.mem_fraction=0.3")
+    for colocated in (beside, (*beside, "megatron.sleep=true")):
+        assert with_copies(*colocated) == {"training", "optimizer step"}
+
+
+def test_the_exact_kl_by_hand():
+    """A step of two samples of 1024 tokens on the last of two stages, of which two ranks share the sequence's positions; with a bound
+    that lets half of it on the device."""
+    sizes = ("data.train_batch_size=1", "train.ppo_mini_batch_size=1", "rollout.n=2", "data.max_prompt_length=512")
+    sizes += ("rollout.max_response_length=512", "megatron.pipeline_parallel=2", "train.constant_length_packs=true")
+    sizes += ("megatron.tensor_parallel=2", "megatron.sequence_parallel=true", "train.max_tokens_per_micro_batch=1024")
+    of_a_rank = 2 * 1024 * 1024 * 2 // 2
+    exact = (*sizes, "algorithm.use_kl_loss=true", "algorithm.kl_loss_type=full", f"ref.hidden_gib={of_a_rank / 2**31}")
+    found, on_device = small(*exact), small(*exact, "ref.offload=false")
+    # Ranks of the last stage alone have any: two of the four.
+    assert found.memory.host["reference's hidden states"] == 2 * of_a_rank // 2
+    assert found.memory.host["reference"] == 4 * found.memory.state.parameters
+    for name in ("training", "optimizer step", "weight sync"):
+        assert moments(found)[name].items["reference's hidden states"] == of_a_rank // 2
+    # The reference's half of the output projection, for the time of the passes.
+    head, beside = (moments(each)["training"].items["output layer"] for each in (found, on_device))
+    assert head - beside == 2 * 151936 // 2 * 1024
+    assert "reference's hidden states" not in small(*sizes, "algorithm.use_kl_loss=true").memory.host
+    assert "reference's hidden states" not in small(*exact, "ref.hidden_gib=1").memory.host
 
 
 def test_a_cache_in_fp8_has_twice_the_tokens():

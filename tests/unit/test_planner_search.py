@@ -11,6 +11,7 @@ from grpo_megatron.cli import main
 from grpo_megatron.config.load import read_config
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.planner import reward_model
 from grpo_megatron.planner import search as searching
 from grpo_megatron.planner.advice import checked_plan, searched_plans
 from grpo_megatron.planner.memory import memory, most_engine_fraction
@@ -91,6 +92,15 @@ def test_what_is_found_has_room_for_a_reward_model_and_divides_it(tmp_path):
     for each in found:
         assert each.memory.moments[-1].items["reward model"] > 0
         assert fits(each.config)
+
+
+def test_a_search_reads_a_reward_model_once(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(reward_model, "read_architecture", lambda path: read.append(path) or read_architecture(path))
+    path, model = QWEN3_8B
+    config = read_config(path, [*model, *scored_by(tmp_path)])
+    assert search(config, model_of(config), Lengths.given(config), count=1)
+    assert read == [str(tmp_path)]
 
 
 def test_a_reward_model_for_which_there_is_no_room_is_refused(tmp_path):
