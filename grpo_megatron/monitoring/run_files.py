@@ -20,13 +20,14 @@ class RunFiles:
         texts = Path(directory, TEXTS)
         if texts.exists():
             replace_text(texts, "".join(json.dumps(row) + "\n" for row in read_texts(texts) if row["step"] <= resumed))
-        self._directory, self._texts = directory, RowFile(texts)
+        self._path, self._texts = Path(directory, METRICS), RowFile(texts)
+        self._path.touch()
         self._metrics: RowFile | None = None
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         if self._metrics is None:
             # Not before: until the run has what it begins from, run.folder.take_back may put another file in this one's place.
-            self._metrics = RowFile(Path(self._directory, METRICS))
+            self._metrics = RowFile(self._path)
         self._metrics.append(json.dumps({"step": step, **values}) + "\n")
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
