@@ -32,9 +32,10 @@ endef
 
 $(CPU_STAMP): $(REQUIREMENTS)
 	$(new_environment)
-	# In one call, so that nothing can exchange torch for a build that another package asks for.
-	$(PIP) -r requirements/cpu.txt -r requirements/test.txt
-	$(PIP) --no-deps -r requirements/cpu-no-deps.txt
+	# In one call, so that nothing can exchange torch for a build that another package asks for. Not compiled: of 24,000 modules
+	# most are never imported, and each of the others is compiled then.
+	$(PIP) --no-compile -r requirements/cpu.txt -r requirements/test.txt
+	$(PIP) --no-compile --no-deps -r requirements/cpu-no-deps.txt
 	$(PIP) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -W ignore -c 'import torchvision' || { echo "torch and torchvision do not fit: install both from one index (PIP_FLAGS)" >&2; exit 1; }
 	# Beside the environment, not in it; nothing but some tests needs them.
@@ -69,11 +70,14 @@ quickstart: install
 quickstart-fp8: install
 	$(BIN)/python tools/quickstart.py --config quickstart_fp8
 
+# Unit tests take one core each. The others share ranks and Ray, which take all cores.
 test: install lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/unit -n 2
+	$(BIN)/python -m pytest --ignore tests/unit
 
 test-all: install lint
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest tests/unit -n 2 -m "slow or not slow"
+	$(BIN)/python -m pytest --ignore tests/unit -m "slow or not slow"
 
 # On a machine with a GPU, each within nine minutes. Without one the first skips everything, and `make test` runs the same
 # code with the kernels emulated.

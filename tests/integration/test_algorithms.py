@@ -102,6 +102,7 @@ def everything(train):
     return rows
 
 
+@pytest.mark.slow
 def test_the_kl_in_the_reward_and_its_coefficient(everything):
     """A new reference after step 2: the policy of step 3 is it."""
     kl = [row["actor/kl_in_reward"] for row in everything]

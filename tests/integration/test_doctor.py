@@ -55,6 +55,7 @@ def test_a_transformer_engine_that_ends_its_process_is_a_problem_and_no_more(pla
     assert found["all-reduce"].startswith("ok ")
 
 
+@pytest.mark.slow_when(lambda text: "_exit" in text)
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -82,6 +83,7 @@ torch.Tensor.__matmul__ = lambda a, b: right(a, b) if a.dtype == torch.float64 e
 """
 
 
+@pytest.mark.slow
 def test_a_product_that_is_wrong_is_said(planted):
     planted("sitecustomize.py", WRONG_PRODUCT)
     for precision in ("fp32", "bf16"):
@@ -89,6 +91,7 @@ def test_a_product_that_is_wrong_is_said(planted):
             probes.attempt(probes.matrix_product, precision)
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_wrong_is_said(planted):
     planted("sitecustomize.py", "import torch.distributed as dist\ndist.all_reduce = lambda tensor: None\n")
     with pytest.raises(probes.ProbeError, match=r"^the sum over 2 processes is wrong on process"):

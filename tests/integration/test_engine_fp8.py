@@ -118,7 +118,7 @@ CASES = {
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(case, id=name, marks=() if name == "qwen3_moe" else pytest.mark.slow) for name, case in CASES.items()],
+    params=[pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in CASES.items()],
 )
 def synced(ray_here, blocks, experts, request, tmp_path_factory):
     """After its first weight sync; it lets the tests look at its parameters."""
@@ -286,6 +286,7 @@ def block_values(matrix):
     return elements.double() * scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
 
 
+@pytest.mark.slow
 def test_experts_are_as_they_are_defined(ray_here):
     """Token by token in float64, but for the roundings that are meant. One of the last token's experts is another rank's."""
     torch.manual_seed(1)

@@ -27,6 +27,7 @@ def greedy_reward(arithmetic, path, length) -> float:
     return sum(rewards) / len(rewards)
 
 
+@pytest.mark.slow
 def test_several_data_sets_by_the_command(ray_here, arithmetic, tmp_path, capsys):
     held_out = (arithmetic / "data" / "eval.jsonl").read_text().splitlines(keepends=True)
     files = {name: tmp_path / f"{name}.jsonl" for name in ("first", "second")}

@@ -79,6 +79,7 @@ def test_ranks_slept_while_the_engine_worked(live):
     assert all(row["time/sleep"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_same_rollouts_in_another_layout(live, experts):
     root, rows = live
     again = run(experts, root, "again", f"rollout.replay={root}/rollouts.jsonl", "megatron.context_parallel=2")

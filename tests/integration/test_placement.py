@@ -12,8 +12,8 @@ from grpo_megatron.errors import UserError
 
 PER_NODE = 4
 
-
-pytestmark = pytest.mark.parametrize("two_nodes", [(PER_NODE, PER_NODE)], indirect=True)
+# Two more starts of Ray.
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("two_nodes", [(PER_NODE, PER_NODE)], indirect=True)]
 
 
 @ray.remote
@@ -53,7 +53,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.slow_when(lambda num_ranks, group: num_ranks in (3, 6) or (num_ranks, group) == (8, 1))
 @pytest.mark.parametrize(("placement", "num_ranks", "group", "num_engines", "engine_tp"), LAYOUTS)
 def test_groups_are_within_nodes_and_large_engines_take_whole_ones(
     two_nodes, placement, num_ranks, group, num_engines, engine_tp
@@ -113,7 +112,6 @@ def test_what_would_cross_nodes_is_refused(two_nodes, config, ranks, engines, sa
         allocate(config, ranks, engines)
 
 
-@pytest.mark.slow
 def test_what_no_node_has_room_for_is_said(two_nodes):
     """Eight devices are enough in all, but two groups of three leave one free on each node."""
     with pytest.raises(UserError, match=r"in groups of 2, 3 that are each on one node; the Ray cluster has .*'GPU': 8"):

@@ -62,7 +62,7 @@ FAULTS = {
 
 
 # In `make test`, tests/unit/test_environments.py has one that hangs.
-@pytest.mark.slow_when(lambda fault: fault == "deaf")
+@pytest.mark.slow_when(lambda fault: fault not in ("raise", "die"))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_one_sample(forgiving, capsys, fault):
     forgiving._say.__init__()
@@ -76,6 +76,7 @@ def test_a_fault_costs_one_sample(forgiving, capsys, fault):
     assert re.search(FAULTS[fault] + ".*; the reward of this sample is reward.failure_value=-0.5", said), said
 
 
+@pytest.mark.slow
 def test_memory_that_calls_keep_costs_no_sample(forgiving, capsys):
     """The worker has 512 MiB, and six of these are more."""
     assert [(one.reward, one.reward_failed) for one in run(forgiving, *["keep"] * 12)] == [(1.0, False)] * 12
@@ -83,6 +84,7 @@ def test_memory_that_calls_keep_costs_no_sample(forgiving, capsys):
     assert "MemoryError" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_full_log_costs_one_sample(forgiving):
     """The log is a file under the limit, and the next process would find it full."""
     (full,) = run(forgiving, "shout")
@@ -99,6 +101,7 @@ def test_a_worker_whose_node_is_gone_is_lost(tmp_path):
         workers.close()
 
 
+@pytest.mark.slow
 def test_who_stands_before_a_call_that_dies_has_no_blame(forgiving):
     """Both are tried alone, one after the other; together the answer of the first could be lost with the process."""
     for _ in range(4):
@@ -106,6 +109,7 @@ def test_who_stands_before_a_call_that_dies_has_no_blame(forgiving):
         assert (first.reward, dead.reward, last.reward) == (1.0, -0.5, 1.0)
 
 
+@pytest.mark.slow
 def test_the_place_of_a_hang_is_in_the_log(forgiving):
     process = forgiving._pool._all[0]._place.process
     run(forgiving, "deaf")
@@ -114,6 +118,7 @@ def test_the_place_of_a_hang_is_in_the_log(forgiving):
     assert "helpers.py" in log
 
 
+@pytest.mark.slow
 def test_messages_are_few(forgiving, capsys):
     forgiving._say.__init__()
     assert all(one.reward_failed for one in run(forgiving, *["raise"] * 100))
@@ -146,6 +151,7 @@ def test_a_worker_that_is_killed_is_replaced(places, capsys):
         workers.close()
 
 
+@pytest.mark.slow
 def test_an_answer_that_comes_behind_the_loss_of_its_process_counts(places):
     """As a large one does, which its node has yet to send, where the process died at its next batch."""
     workers = made(places)

@@ -81,6 +81,7 @@ def test_another_temperature(controller, verdict, monkeypatch):
     assert "at 0.8;" in found
 
 
+@pytest.mark.slow
 def test_top_p(controller, verdict, monkeypatch):
     """SGLang's log-probs are of the whole distribution: only the samples themselves tell."""
     monkeypatch.setattr(controller.rollouts, "_sampling", replace(controller.rollouts._sampling, top_p=0.7))
@@ -100,6 +101,7 @@ def change_samples(controller, monkeypatch, change):
     monkeypatch.setattr(controller.rollouts, "sample", sample)
 
 
+@pytest.mark.slow
 def test_log_probs_of_a_cut_distribution(controller, verdict, monkeypatch):
     """As an engine reports them that normalises the nucleus again."""
     rng = np.random.default_rng(1)
@@ -162,6 +164,7 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
     assert found.startswith("weight version: other weights were synced")
 
 
+@pytest.mark.slow
 def test_weights_that_came_late(controller, verdict, monkeypatch):
     """The first update after the start is lost, but acknowledged."""
     controller.trainer.scale_weights(2.0)
@@ -191,6 +194,7 @@ def test_a_tensor_that_never_arrives(controller, verdict, monkeypatch):
     assert verdict().passed  # and the engine is whole again
 
 
+@pytest.mark.slow
 def test_a_version_tag_of_old(controller, verdict, monkeypatch):
     """What SGLang says of a sample's weights is believed too. Samples are left in the engine, so that the next test alone may use it."""
     real = controller.rollouts._manager._check
@@ -204,6 +208,7 @@ def test_a_version_tag_of_old(controller, verdict, monkeypatch):
     assert found.startswith("weight version: the engine answered with weight version")
 
 
+@pytest.mark.slow
 def test_nothing_outlives_the_process_of_an_engine(controller):
     (engine,) = controller.engines._engines
     process = psutil.Process(ray.get(engine.ready.remote()))

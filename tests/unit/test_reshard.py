@@ -108,7 +108,7 @@ ENGINE_LAYOUTS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sizes=sizes,
     experts=st.booleans(),
@@ -334,24 +334,24 @@ def test_a_bucket_that_is_corrupted_on_its_way_names_its_tensor(cluster, monkeyp
 
 @pytest.mark.parametrize("way", [Way.shared_memory, Way.groups, Way.disk])
 def test_a_sender_that_is_gone_ends_the_wait_of_the_engines(cluster, way):
-    one = cluster(tp2_pp2_to_two_engines(), way, timeout=1.0)
+    one = cluster(tp2_pp2_to_two_engines(), way, timeout=3.0)
     one.sync(hf_tensors(DENSE))
-    with pytest.raises(TimeoutError, match="did not come within 1 s"):
+    with pytest.raises(TimeoutError, match="did not come within 3 s"):
         one.sync(hf_tensors(DENSE), without=(2,))
 
 
 def test_a_sync_that_moves_on_may_take_longer_than_the_timeout(cluster, monkeypatch):
-    one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory, timeout=1.5, bucket_bytes=300)
+    one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory, timeout=3.0, bucket_bytes=300)
     unpack = Parcel.unpack
 
     def slowly(parcel, buffer, parameters):
-        time.sleep(0.04)
+        time.sleep(0.08)
         unpack(parcel, buffer, parameters)
 
     monkeypatch.setattr(Parcel, "unpack", slowly)
     tensors = hf_tensors(DENSE)
     answers = one.sync(tensors)
-    assert answers[0].seconds["all"] > 1.5
+    assert answers[0].seconds["all"] > 3.0
     one.check(tensors)
 
 

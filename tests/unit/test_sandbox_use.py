@@ -19,6 +19,7 @@ from grpo_megatron.sandbox.tool import run_python
 from tests.sandboxes import processes, wait_until
 
 
+@pytest.mark.slow
 def test_64_at_once_and_nothing_is_left(containment, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = processes()
