@@ -45,7 +45,9 @@ def small_files(monkeypatch):
         monkeypatch.setattr(f"grpo_megatron.conversion.{module}.BUCKET_BYTES", 5_000)
 
 
-@pytest.mark.slow_when(lambda family, tied: (family, tied) not in (("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", False)))
+@pytest.mark.slow_when(
+    lambda family, tied: (family, tied) not in (("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", False))
+)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_is_bit_identical(tmp_path, small_files, family, tied):

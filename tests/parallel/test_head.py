@@ -49,6 +49,7 @@ def check(found, problem, names=("logp", "entropy", "kl", "hidden", "weight"), t
         assert not found["weight"][problem.vocab_size :].any(), "gradient in padded rows"
 
 
+@pytest.mark.slow_when(lambda layout, tile: layout == "tp2" or (layout == "tp2sp" and tile not in ("default", "5x7")))
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_and_gradients(ranks, layout, tile):

@@ -161,6 +161,7 @@ def test_a_checkpoint_continues_in_another_layout(ranks, model, tmp_path):
     assert not torch.equal(loaded[0][name], loaded[1][name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [

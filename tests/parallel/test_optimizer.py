@@ -52,6 +52,7 @@ def decays(name: str, tied: bool, decay_embeddings: bool) -> bool:
     return decay_embeddings or not embedding
 
 
+@pytest.mark.slow_when(lambda layout: layout not in ("tied pp2", "ep2 distributed"))
 @pytest.mark.parametrize("decay_embeddings", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("layout", GROUPS)
 def test_norms_and_biases_do_not_decay(ranks, families, layout, decay_embeddings):
@@ -113,7 +114,7 @@ def reference_step(before, gradients, config: OptimizerConfig, clip_grad: float)
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-@pytest.mark.slow_when(lambda layout: layout in ("pp2", "ep2", "ep2 distributed", "ep2tp2"))
+@pytest.mark.slow_when(lambda layout: layout != "dp2 distributed")
 @pytest.mark.parametrize("layout", CLIPPING)
 def test_a_clipped_step_is_the_references(ranks, suites, layout):
     model, sizes, options = CLIPPING[layout]
@@ -195,9 +196,7 @@ def check_dropping(ranks, spec, fault: str) -> None:
         assert all(math.isnan(norm) for norm in norms)
 
 
-@pytest.mark.slow_when(
-    lambda layout, fault: fault == "advantage" or layout in ("dp2", "dp2tp2", "dp2 bf16", "dp2 bf16 distributed")
-)
+@pytest.mark.slow_when(lambda layout, fault: (fault, layout) != ("weight", "dp2 distributed, overlap"))
 @pytest.mark.parametrize("fault", ["weight", "advantage"])
 @pytest.mark.parametrize("layout", DROPPING)
 def test_a_nan_on_one_replica_drops_the_step_on_all(ranks, folder, layout, fault):

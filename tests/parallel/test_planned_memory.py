@@ -52,7 +52,10 @@ LAYOUTS = {
     "latent": ("deepseek_v3", False, MegatronConfig()),
 }
 # Others have the same parts, in one layout.
-SLOW = ("fp32", "pp2 tied", "pp2vpp2", "dp2", "experts dp2 distributed", "ep2 distributed")
+SLOW = (
+    *("fp32", "pp2 tied", "pp2vpp2", "dp2", "experts dp2 distributed", "ep2 distributed"),
+    *("tp2 tied", "dp2 distributed", "fp32 dp2 distributed"),
+)
 
 
 def resident(ranks, folder, family, tied, megatron, optimizer):
@@ -101,6 +104,7 @@ KEPT = {
 }
 
 
+@pytest.mark.slow_when(lambda case: case not in ("mlp recomputed", "experts"))
 @pytest.mark.parametrize("case", KEPT)
 def test_activations_are_about_what_real_layers_keep(ranks, tmp_path, case):
     """Layers of torch keep more: probabilities, angles, a copy here and there."""

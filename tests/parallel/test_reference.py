@@ -24,6 +24,7 @@ def with_reference(models, sizes=ONE, **options) -> ActorSpec:
     return ActorSpec(models[0], sizes, OPTIMIZER, with_reference=True, reference_path=models[1], **options)
 
 
+@pytest.mark.slow_when(lambda mini_batches: mini_batches == 1)
 @pytest.mark.parametrize("mini_batches", [1, 3])
 def test_a_step_exchanges_the_weights_twice_however_many_mini_batches(ranks, models, mini_batches):
     config = Config()
@@ -41,6 +42,7 @@ def test_a_step_exchanges_the_weights_twice_however_many_mini_batches(ranks, mod
         assert np.abs(mini.batch.ref_logp - mini.batch.old_logp).max() > 0.1
 
 
+@pytest.mark.slow_when(lambda piece: piece > 1000)
 @pytest.mark.parametrize("piece", [1000, 1 << 20], ids=["pieces", "whole"])
 @pytest.mark.parametrize(
     ("sizes", "options"),

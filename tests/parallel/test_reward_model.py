@@ -86,7 +86,7 @@ def experts(ranks, tmp_path_factory):
 
 
 # The others are in their combinations too.
-@pytest.mark.slow_when(lambda layout: layout not in ("tp2sp", "pp2vpp2", "cp2tp2sp", "dp2"))
+@pytest.mark.slow_when(lambda layout: layout not in ("pp2vpp2", "cp2tp2sp"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_in_a_layout(tied, layout):
     tied.check(ParallelSizes(**LAYOUTS[layout]))
@@ -100,11 +100,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.slow_when(
-    lambda layout, factor: (
-        (layout, factor) not in (("cp2", "constant-length packs"), ("dp2", "distributed optimizer with overlap"))
-    )
-)
+@pytest.mark.slow_when(lambda layout, factor: (layout, factor) != ("dp2", "distributed optimizer with overlap"))
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2", "dp2"])
 def test_training_with_another_factor(tied, layout, factor):
@@ -152,7 +148,7 @@ EXPORTS = {
 }
 
 
-@pytest.mark.slow_when(lambda family: family not in ("qwen2", "qwen3_moe"))
+@pytest.mark.slow_when(lambda family: family != "qwen2")
 @pytest.mark.parametrize("family", EXPORTS)
 def test_an_export_scores_alike_in_transformers_and_when_it_is_loaded_again(ranks, tmp_path, family):
     changes = {"sliding_window": None} if family == "mistral" else {}  # which is shorter than these sequences
@@ -166,7 +162,7 @@ def test_an_export_scores_alike_in_transformers_and_when_it_is_loaded_again(rank
     assert np.abs(suite.scores(ParallelSizes(), seed=1) - ours).max() > 0.1
 
 
-@pytest.mark.slow_when(lambda layout: layout not in ("tp2sp", "pp2vpp2"))
+@pytest.mark.slow_when(lambda layout: layout != "tp2sp")
 @pytest.mark.parametrize("layout", ["tp1", "tp2sp", "pp2vpp2", "cp2"])
 def test_a_frozen_one_scores_beside_a_policy_of_another_architecture(ranks, tied, tmp_path, layout):
     tied.scores(ParallelSizes(), folder=str(tmp_path / "reward"))
