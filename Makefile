@@ -70,14 +70,13 @@ quickstart: install
 quickstart-fp8: install
 	$(BIN)/python tools/quickstart.py --config quickstart_fp8
 
-# Unit tests take one core each. The others share ranks and Ray, which take all cores.
+# Starts of Ray, engines and ranks wait more than they compute, so that unit tests run beside them: see tests/conftest.py.
 test: install lint
-	$(BIN)/python -m pytest tests/unit -n 2
-	$(BIN)/python -m pytest --ignore tests/unit
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
+# One after the other: some of these measure times.
 test-all: install lint
-	$(BIN)/python -m pytest tests/unit -n 2 -m "slow or not slow"
-	$(BIN)/python -m pytest --ignore tests/unit -m "slow or not slow"
+	$(BIN)/python -m pytest -m "slow or not slow"
 
 # On a machine with a GPU, each within nine minutes. Without one the first skips everything, and `make test` runs the same
 # code with the kernels emulated.

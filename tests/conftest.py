@@ -73,6 +73,13 @@ def containment(request):
     return request.param
 
 
+def pytest_collection_modifyitems(items):
+    """With `-n 2 --dist loadgroup`, one worker has all tests that share ranks and Ray, and the other one unit tests meanwhile."""
+    for item in items:
+        if "unit" not in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector, name):
     """`slow_when(predicate)` makes those cases of a parametrized test slow for which the predicate holds.

@@ -144,7 +144,7 @@ def test_the_entropy_floor(train):
     assert runs["high"][1] == pytest.approx(runs["none"][1] - 0.5 * 3.4, abs=0.1)
 
 
-@pytest.mark.slow_when(lambda old_logprobs: old_logprobs != "recompute")
+@pytest.mark.slow
 @pytest.mark.parametrize("old_logprobs", ["recompute", "current", "rollout"])
 def test_a_mismatch_stops_the_run(train, capsys, old_logprobs):
     name = f"stop_{old_logprobs}"

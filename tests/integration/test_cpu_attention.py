@@ -9,6 +9,8 @@ import ray
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.sglang.arguments import engine_environment
 
+pytestmark = pytest.mark.slow
+
 
 def _pools(kv_heads: int, head_dim: int, dtype):
     """(request pool, KV pool) whose free slots hold numbers that would be seen in any result they leak into."""

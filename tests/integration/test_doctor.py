@@ -33,6 +33,7 @@ def report(capsys, status: int) -> dict[str, str]:
     return {part[2]: f"{part[1]} {part[3]}" for part in parts}
 
 
+@pytest.mark.slow
 def test_a_sound_machine(capsys):
     found = report(capsys, 0)
     for subject in ("Python", "torch", "megatron-core", "sglang", "ray", "/dev/shm"):

@@ -68,6 +68,7 @@ def test_a_signal_at_any_moment(arithmetic, tmp_path, role, number, repeat):
         check_gone(run)
 
 
+@pytest.mark.slow
 def test_a_request_reaches_a_driver_that_has_started_ray(arithmetic, tmp_path):
     """Ray takes SIGTERM for itself when it starts."""
     data = [f"data.train={arithmetic}/data/sft.jsonl", "rollout.max_response_length=32", "checkpoint.export_hf=false"]

@@ -238,6 +238,7 @@ def of_engine(x, weight):
     return layer(x, values, [128, 128], scales)
 
 
+@pytest.mark.slow
 def test_a_layer_is_the_same_in_trainer_and_engine(ray_here, te_ranks):
     torch.manual_seed(0)
     x = (torch.randn(48, 384) * torch.logspace(-3, 3, 48)[:, None]).bfloat16()

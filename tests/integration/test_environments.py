@@ -16,6 +16,8 @@ from tests.integration.question_environments import share_of_digits
 from tests.integration.test_train import arguments, metrics
 from tests.models import transformers_logprobs
 
+pytestmark = pytest.mark.slow
+
 LONGEST = 48
 
 
@@ -114,7 +116,6 @@ def test_the_evaluation_plays_too_and_from_the_same_states(played, root):
     assert len({one for one, _ in states[0]}) > 1
 
 
-@pytest.mark.slow
 def test_a_recording_of_turns_trains_the_same(played, arithmetic, root):
     changes = [f"rollout.replay={root}/rollouts.jsonl", "megatron.data_parallel=2"]
     assert main(["train", *several_turns(arithmetic, root, "replayed", *changes)]) == 0
@@ -123,7 +124,6 @@ def test_a_recording_of_turns_trains_the_same(played, arithmetic, root):
         assert row["response/turns_mean"] == other["response/turns_mean"]
 
 
-@pytest.mark.slow
 def test_an_environment_that_fails_ends_the_run(ray_here, arithmetic, root, capsys):
     changes = ["rollout.environment=tests.integration.question_environments:Broken"]
     assert main(["train", *several_turns(arithmetic, root, "fails", *changes)]) == 2

@@ -17,6 +17,8 @@ from grpo_megatron.commands.selftest import SelftestController, Verdict, as_json
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.preflight.load import load_config
 
+pytestmark = pytest.mark.slow
+
 STEPS = 2
 
 
@@ -81,7 +83,6 @@ def test_another_temperature(controller, verdict, monkeypatch):
     assert "at 0.8;" in found
 
 
-@pytest.mark.slow
 def test_top_p(controller, verdict, monkeypatch):
     """SGLang's log-probs are of the whole distribution: only the samples themselves tell."""
     monkeypatch.setattr(controller.rollouts, "_sampling", replace(controller.rollouts._sampling, top_p=0.7))
@@ -101,7 +102,6 @@ def change_samples(controller, monkeypatch, change):
     monkeypatch.setattr(controller.rollouts, "sample", sample)
 
 
-@pytest.mark.slow
 def test_log_probs_of_a_cut_distribution(controller, verdict, monkeypatch):
     """As an engine reports them that normalises the nucleus again."""
     rng = np.random.default_rng(1)
@@ -164,7 +164,6 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
     assert found.startswith("weight version: other weights were synced")
 
 
-@pytest.mark.slow
 def test_weights_that_came_late(controller, verdict, monkeypatch):
     """The first update after the start is lost, but acknowledged."""
     controller.trainer.scale_weights(2.0)
@@ -194,7 +193,6 @@ def test_a_tensor_that_never_arrives(controller, verdict, monkeypatch):
     assert verdict().passed  # and the engine is whole again
 
 
-@pytest.mark.slow
 def test_a_version_tag_of_old(controller, verdict, monkeypatch):
     """What SGLang says of a sample's weights is believed too. Samples are left in the engine, so that the next test alone may use it."""
     real = controller.rollouts._manager._check
@@ -208,7 +206,6 @@ def test_a_version_tag_of_old(controller, verdict, monkeypatch):
     assert found.startswith("weight version: the engine answered with weight version")
 
 
-@pytest.mark.slow
 def test_nothing_outlives_the_process_of_an_engine(controller):
     (engine,) = controller.engines._engines
     process = psutil.Process(ray.get(engine.ready.remote()))
@@ -218,7 +215,6 @@ def test_nothing_outlives_the_process_of_an_engine(controller):
     assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
-@pytest.mark.slow
 def test_an_engine_in_bf16_by_the_command(arguments, capfd):
     status = main(["selftest", *arguments, "run.name=bf16", "rollout.engine.dtype=bfloat16"])
     assert status == 1

@@ -14,6 +14,8 @@ from grpo_megatron.rollout.manager import Sampling
 from grpo_megatron.sglang.arguments import engine_arguments, node_arguments
 from tests.tools import unpacked
 
+pytestmark = pytest.mark.slow
+
 COMMON = [
     "abort_request",
     "async_generate",
@@ -66,7 +68,6 @@ def asked_of(release: Path | None, model: str, **changes) -> dict:
 
 
 # In `make test`, engines run with it.
-@pytest.mark.slow
 def test_the_release_of_the_cpu_stack(arithmetic):
     found = asked_of(None, str(arithmetic / "model"))
     assert found["problems"] == []
@@ -83,7 +84,6 @@ def test_the_release_of_the_gpu_stack(arithmetic):
     assert not found["knows_spans"]
 
 
-@pytest.mark.slow
 def test_what_a_release_does_not_have_is_found(arithmetic):
     changes = {"attn_dp_size": 2, "kv_cache_dtype": "fp8", "ep_size": "eight"}
     problems = asked_of(unpacked("sglang==0.5.17"), str(arithmetic / "model"), **changes)["problems"]
