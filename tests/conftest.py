@@ -73,6 +73,7 @@ def containment(request):
     return request.param
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin asks for the groups
 def pytest_collection_modifyitems(items):
     """With `-n 2 --dist loadgroup`, one worker has all tests that share ranks and Ray, and the other one unit tests meanwhile."""
     for item in items:
