@@ -72,7 +72,7 @@ quickstart-fp8: install
 
 # Starts of Ray, engines and ranks wait more than they compute, so that unit tests run beside them: see tests/conftest.py.
 test: install lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 
 # One after the other: some of these measure times.
 test-all: install lint
