@@ -105,6 +105,7 @@ def test_reward(my_plugins, places):
     assert scored.reward_components == {"right": 1.0}
 
 
+@pytest.mark.slow
 def test_several_rewards(my_plugins, places):
     right = "reward.terms.right={function: my_plugins:short_and_right}"
     judge = "reward.terms.judge={function: my_plugins:asks_a_judge, pause: 0.01, weight: 2}"
@@ -115,6 +116,7 @@ def test_several_rewards(my_plugins, places):
     assert scored[0].reward_components["right/right"] == 1
 
 
+@pytest.mark.slow
 def test_environment(my_plugins, places):
     """Halving the range finds a number from 0 to 9 within four guesses, and the number is the same for a whole group."""
     config = configured("rollout.environment=my_plugins:guess_the_number")

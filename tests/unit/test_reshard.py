@@ -257,6 +257,7 @@ def test_every_transport_brings_every_parameter_and_its_digest(cluster, way, mul
             assert answers[me].seals == {link.name: sealed[link.name] for link in one.plan.incoming(me)}
 
 
+@pytest.mark.slow_when(lambda delta: delta)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize(
     ("engine_nodes", "expected"),
