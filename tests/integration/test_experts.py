@@ -11,6 +11,8 @@ from grpo_megatron.rollout.record import Replay
 from tests.integration.test_environments import several_turns
 from tests.integration.test_train import metrics
 
+pytestmark = pytest.mark.slow
+
 
 def run(experts, root, name, *changes) -> list[dict]:
     common = (
@@ -79,7 +81,6 @@ def test_ranks_slept_while_the_engine_worked(live):
     assert all(row["time/sleep"] > 0 for row in rows)
 
 
-@pytest.mark.slow
 def test_the_same_rollouts_in_another_layout(live, experts):
     root, rows = live
     again = run(experts, root, "again", f"rollout.replay={root}/rollouts.jsonl", "megatron.context_parallel=2")
