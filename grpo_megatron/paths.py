@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """call(), in a thread that is given up after so many seconds: nothing else gets away from a file system that hangs.
+    """call(), in a thread that is given up after so many seconds: nothing else gets away from a file system, or a service, that hangs.
 
     Raises TimeoutError, which is an OSError, and what `call` raises.
     """
@@ -30,7 +30,10 @@ def within(seconds: float, call: Callable[[], T]) -> T:
             answer.set_exception(error)
 
     threading.Thread(target=run, name="within", daemon=True).start()
-    return answer.result(seconds)
+    try:
+        return answer.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"it was not done within {seconds:.0f} s") from error
 
 
 def file_problem(path: str | Path) -> str | None:

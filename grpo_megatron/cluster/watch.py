@@ -17,6 +17,7 @@ from ray.experimental import internal_kv
 from grpo_megatron.cluster.heart import BEAT_SECONDS, NAMESPACE, Beat
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.errors import ProcessLost, UserError
+from grpo_megatron.paths import within
 
 logger = logging.getLogger(__name__)
 # What takes a phase that has ended: process, phase, its start in seconds since the epoch, seconds.
@@ -224,13 +225,13 @@ class Watch:
     def _end(self, hang: Hang) -> None:
         self._verdict = hang.message()
         # What hangs may be the file system that the stacks go to.
-        writing = threading.Thread(target=self._write_stacks, args=(hang,), daemon=True)
-        writing.start()
-        writing.join(_STACKS_SECONDS)
-        if writing.is_alive():
+        try:
+            within(_STACKS_SECONDS, lambda: self._write_stacks(hang))
+        except TimeoutError:
             self._verdict += f"\ntheir Python stacks could not be written within {_STACKS_SECONDS:.0f} s"
-        for watched in hang.at_fault:
-            ray.kill(watched.actor)
+        finally:
+            for watched in hang.at_fault:
+                ray.kill(watched.actor)
 
     def _read(self, passed: float) -> None:
         """passed: seconds since the last time."""

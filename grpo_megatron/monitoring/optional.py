@@ -2,9 +2,7 @@
 
 import os
 import secrets
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from html import escape
@@ -18,6 +16,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.listener import Listener
 from grpo_megatron.monitoring.terminal import say
+from grpo_megatron.paths import within
 
 _PACKAGES = {"wandb": "wandb", "prometheus": "prometheus_client"}
 # How long the end of a run waits for a service that does not answer.
@@ -54,26 +53,9 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
     finally:
         for listener in listeners:
             try:
-                _within(_CLOSE_SECONDS, listener.close)
+                within(_CLOSE_SECONDS, listener.close)
             except Exception as error:
                 say(f"{type(listener).__name__} may miss the end of this run: {type(error).__name__}: {error}")
-
-
-def _within(seconds: float, call: Callable[[], None]) -> None:
-    """Raises what the call raises, and TimeoutError where it takes longer; then it is left alone in its thread."""
-    done = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except Exception as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="close a listener", daemon=True).start()
-    try:
-        done.result(seconds)
-    except TimeoutError as error:
-        raise TimeoutError(str(error) or f"it was not done within {seconds:.0f} s") from error
 
 
 class Prometheus:
