@@ -32,11 +32,7 @@ class time_limit:
         self.seconds, self.reached = seconds, False
 
     def __enter__(self):
-        def out_of_time(signum, frame):
-            raise OutOfTime
-
-        self._handler = signal.signal(signal.SIGALRM, out_of_time)
-        # Not again at once: the next alarm must not meet the end of this block, which nobody would catch.
+        self._handler = signal.signal(signal.SIGALRM, _out_of_time)
         self._outer = signal.setitimer(signal.ITIMER_REAL, self.seconds, max(self.seconds, _AGAIN_SECONDS))
         return self
 
@@ -45,6 +41,16 @@ class time_limit:
         signal.signal(signal.SIGALRM, self._handler)
         self.reached = kind is OutOfTime
         return self.reached
+
+
+def _out_of_time(signum, frame):
+    # On a machine that is slow or paused an alarm meets these functions too. What is raised in them nobody catches, and the
+    # alarm would go on for ever. Before the block it comes again; behind it there is nothing to leave any more.
+    if frame.f_code not in _NOT_IN_THE_BLOCK:
+        raise OutOfTime
+
+
+_NOT_IN_THE_BLOCK = {function.__code__ for function in (time_limit.__enter__, time_limit.__exit__, _out_of_time)}
 
 
 class FreeMemory:

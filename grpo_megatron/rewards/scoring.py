@@ -75,10 +75,6 @@ class ScorerSpec:
         return Scorer(self.config, self.decode, self.secrets)
 
 
-# With less time left a reward is not begun: its alarm could go off before there is anybody to catch it.
-_LEAST_SECONDS = 0.01
-
-
 class _Failure(Exception):
     """Of one reward; its text says all that is to be said."""
 
@@ -169,7 +165,7 @@ class Scorer:
 async def _limited(until: float, function: Callable, arguments: dict[str, Any]) -> Any:
     """What it returns, of an async function what it comes to. until: by time.monotonic(). Raises _TooLong."""
     left = until - time.monotonic()
-    if left < _LEAST_SECONDS:
+    if left <= 0:
         raise _TooLong
     with time_limit(left) as limit:  # interrupts Python code; this is the main thread of its process
         value = function(**arguments)

@@ -212,12 +212,20 @@ def test_what_cannot_be_begun_in_time_is_left():
 
 
 def test_what_has_no_time_left_is_not_begun():
-    """An alarm that comes at once may come before, or behind, the block that it is to leave; nobody would catch it there."""
-    for _ in range(20):
-        with pytest.raises(_TooLong):
-            asyncio.run(_limited(time.monotonic() - 1, pytest.fail, {"reason": "it was begun"}))
-    with time_limit(0.1):
-        assert signal.getitimer(signal.ITIMER_REAL)[1] >= 1.0
+    with pytest.raises(_TooLong):
+        asyncio.run(_limited(time.monotonic() - 1, pytest.fail, {"reason": "it was begun"}))
+
+
+def test_an_alarm_before_or_behind_its_block_does_not_leave_it():
+    """On a machine that is slow, or paused for a moment, an alarm can come while its block is entered or left."""
+    reached, until = 0, time.monotonic() + 2
+    while time.monotonic() < until:
+        with time_limit(2e-5) as limit:  # about as long as entering, the block and leaving take
+            for _ in range(100):
+                pass
+        reached += limit.reached
+    assert reached
+    assert signal.getitimer(signal.ITIMER_REAL)[0] > 0  # the test's own limit is running again
 
 
 def test_a_time_limit_that_libraries_cannot_swallow():
