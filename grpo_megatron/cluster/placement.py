@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from itertools import groupby
@@ -19,7 +20,7 @@ from math import lcm
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -33,6 +34,21 @@ from grpo_megatron.run.guard import Guard
 
 # A label of Ray's nodes: a node's place in the network, among the others'. slurm/train.sbatch sets it.
 NODE_ORDER = "node-order"
+# Importing Python's modules takes minutes where they come from a slow file system, or many share the processors.
+START_SECONDS = 300
+# Of a Ray that is started here, unless the environment says otherwise; slurm/train.sbatch has them, too.
+_SETTINGS = {
+    # At Ray's own 15, whatever has the lowest priority of all, as the sandbox's helpers have, still takes a third of the engines'.
+    "RAY_worker_niceness": "0",
+    # It would start a Python process for each processor, to which no work of ours ever goes: all our actors have environments of their
+    # own. Where these processes were slow to start, ray.init did not return.
+    "RAY_prestart_worker_first_driver": "0",
+    # Ray's own are half a minute, or a minute.
+    "RAY_gcs_server_port_wait_time_s": f"{START_SECONDS}",
+    "RAY_raylet_start_wait_time_s": f"{START_SECONDS}",
+    "RAY_agent_register_timeout_ms": f"{START_SECONDS * 1000}",
+    "RAY_worker_register_timeout_seconds": f"{START_SECONDS}",
+}
 # What the user may have said of Ray's token. Without the first Ray asks for one where it is started here.
 _ASKED_FOR = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 
@@ -125,8 +141,8 @@ def connect(address: str | None, num_slots: int) -> bool:
     if not address:
         # Processes share the machine's cores, so slots, not cores, are what is counted here.
         common["num_cpus"] = max(num_slots, os.cpu_count() or 1)
-        # At Ray's own 15, whatever has the lowest priority of all, as the sandbox's helpers have, still takes a third of the engines'.
-        os.environ.setdefault("RAY_worker_niceness", "0")
+        for variable, value in _SETTINGS.items():
+            os.environ.setdefault(variable, value)
         # Ray's name for listening on loopback alone; what it starts here, nobody else needs to reach.
         ray_constants.ENABLE_RAY_CLUSTER = False
         # Other users of the machine reach its loopback. Ray would write a token into ~/.ray/auth_token, which everybody may read who can
@@ -136,7 +152,7 @@ def connect(address: str | None, num_slots: int) -> bool:
     else:
         del common["include_dashboard"]
     ray._private.worker.print_to_stdstream = _into_the_log  # there is no setting for it
-    with _handlers_stay(), refusals_said(address):
+    with _handlers_stay(), _raylet_has_time(), refusals_said(address):
         ray.init(address=address or "local", **common)
     return not address
 
@@ -161,6 +177,27 @@ def _handlers_stay():
             signal.signal(signal.SIGTERM, handler)
 
 
+@contextlib.contextmanager
+def _raylet_has_time():
+    """For how long ray.init asks for the node that it starts is a number in its code."""
+    ask, until = services.get_node, time.monotonic() + START_SECONDS
+
+    def ask_again(*arguments):
+        while True:
+            try:
+                return ask(*arguments)
+            except RuntimeError:  # it is not known yet
+                if time.monotonic() > until or not _raylet_runs():
+                    raise
+            time.sleep(0.1)
+
+    services.get_node = ask_again
+    try:
+        yield
+    finally:
+        services.get_node = ask
+
+
 def _end_ray(guard: Guard) -> None:
     guard.needs(None)
     ray.shutdown()
@@ -174,6 +211,12 @@ def _daemons() -> list[psutil.Process]:
             if child.name() in ("raylet", "gcs_server"):
                 found.append(child)
     return found
+
+
+def _raylet_runs() -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(daemon.name() == "raylet" and daemon.status() != psutil.STATUS_ZOMBIE for daemon in _daemons())
+    return False
 
 
 def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0, guard: Guard | None = None) -> Cluster:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 # Arguments that make it short, and a figure of its last line. The benchmarks that are not here have tests of their own.
 BENCHMARKS = {

@@ -25,6 +25,8 @@ from grpo_megatron.weights.sync.sync import WeightSync
 from tests.integration.test_engine import Weights
 from tests.integration.test_train import STEPS, arguments, metrics
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 4096
 MIB = 2**20
 
@@ -54,7 +56,6 @@ def engines(ray_here, wide, tmp_path):
         cluster.close()
 
 
-@pytest.mark.slow
 def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wide):
     model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
     random = np.random.default_rng(0)

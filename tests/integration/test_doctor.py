@@ -71,6 +71,7 @@ def test_how_an_import_failed_is_said(planted, text, says):
         probes.attempt(probes.import_of, "broken")
 
 
+@pytest.mark.slow
 def test_a_library_that_hangs_is_given_up(planted):
     planted("hangs.py", "import time; time.sleep(60)")
     with pytest.raises(probes.ProbeError, match="did not end within 1 s"):

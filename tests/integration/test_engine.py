@@ -158,6 +158,7 @@ def test_beam_groups_are_those_of_transformers(manager, tokenizer, model):
     assert largest_difference(warm, model, 0.7) <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_full_aborts_what_runs_and_what_waits(manager, tokenizer, model):
     """And leaves an engine that serves as before."""
     asked = prompts(tokenizer) * 2

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 
 def test_grpo_finds_the_way_on_maps_that_it_has_not_seen(tmp_path):

@@ -15,7 +15,7 @@ from grpo_megatron.preflight.load import load_config
 from grpo_megatron.rewards import resolve_reward
 from tests.parallel.test_weights import assert_identical, read_all
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 
 def run(*command) -> list[str]:

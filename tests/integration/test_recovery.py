@@ -136,7 +136,7 @@ def train(arithmetic, tmp_path, capsys, *changes) -> tuple[str, int]:
 TWO_RANKS = "megatron.tensor_parallel=2"
 
 
-@pytest.mark.timeout(1500)  # three starts of ranks, which take minutes each where the processors are shared
+@pytest.mark.slow
 def test_a_run_outlives_a_dead_rank_and_one_that_sleeps_in_a_collective(ray_here, arithmetic, tmp_path, capsys, plant):
     """The engine stays as it is both times."""
     dead = plant(Fault(PolicyTrainer, "train_step", 3, RANK))

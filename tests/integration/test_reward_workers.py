@@ -168,6 +168,7 @@ def test_an_answer_that_comes_behind_the_loss_of_its_process_counts(places):
         workers.close()
 
 
+@pytest.mark.slow
 def test_a_call_that_nobody_waits_for_costs_the_next_ones_nothing(places):
     workers = made(places, number=2)
 
@@ -214,7 +215,6 @@ class Timed(SingleTurn):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_many_rewards_at_once_do_not_slow_generation(ray_here, arithmetic, tmp_path):
     """64 rewards that each run a program for a fifth of a second in the sandbox; medians of rounds in turn."""
     tokenizer = PromptTokenizer(str(arithmetic / "model"))

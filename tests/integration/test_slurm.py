@@ -17,7 +17,7 @@ from grpo_megatron.config.schema import Config
 from tests.integration import local_slurm
 from tests.integration.local_slurm import asked, ended, facts, wait_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -216,6 +216,7 @@ def assert_same(rows, expected, rtol):
             assert row[name] == pytest.approx(other[name], rel=rtol, abs=1e-8 if "kl" in name else 0), (row["step"], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
@@ -365,6 +366,7 @@ def test_a_reward_that_is_not_a_number_stops_the_run(ray_here, arithmetic, root,
     assert "Traceback" not in message
 
 
+@pytest.mark.slow
 def test_sft_lowers_the_loss_and_its_export_is_a_start_for_grpo(ray_here, arithmetic, root):
     common = [
         f"run.root={root}",

@@ -185,6 +185,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_beside_a_full_disk(ranks, models, batches, small_disk):
     """It says so, keeps the earlier checkpoint, leaves nothing half-written, and saves again when there is room."""
     spec = ActorSpec(models["dense"], ParallelSizes(), OPTIMIZER)

@@ -110,6 +110,7 @@ def test_damage_is_noticed_before_anything_is_loaded(ranks, saved, tmp_path, bat
     assert len(for_ranks) > PER_BATCH / 10
 
 
+@pytest.mark.slow
 def test_what_is_not_verified_would_be_loaded(ranks, saved, tmp_path):
     """The fault that the digests are for: a flipped bit of a weight is no error of any reader."""
     folder = tmp_path / "step_00000002"

@@ -144,6 +144,7 @@ def test_a_frozen_model_has_no_gradients_optimizer_states_or_second_copy(ranks, 
     assert all("linear_" in name and name.endswith(".weight") for name in changed)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_in_another_layout(ranks, model, tmp_path):
     def spec(sizes, seed):
         return ActorSpec(model, sizes, OptimizerConfig(lr=1e-2, eps=1e-3), lora=LORA, seed=seed)

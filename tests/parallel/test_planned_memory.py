@@ -81,6 +81,7 @@ def test_parameters_gradients_and_optimizer_states_are_those_of_real_ranks(ranks
             assert getattr(state, kind) == pytest.approx(real[kind], rel=0.02), kind
 
 
+@pytest.mark.slow
 def test_offloaded_states_are_where_the_plan_has_them(ranks, tmp_path):
     megatron = MegatronConfig(data_parallel=2, distributed_optimizer=True)
     optimizer = OptimizerConfig(lr=1e-3, offload=True)

@@ -140,6 +140,7 @@ def test_extreme_ratios_drop_the_step(ranks, folders, sizes):
     assert all(max(step.moved.values()) > 0 for step in found)
 
 
+@pytest.mark.slow
 def test_what_is_known_before_training_is_masked_in_every_step(ranks, folders):
     config = configured("mismatch.correction=icepop", "mismatch.ratio_low=0.9", "mismatch.ratio_high=1.1")
     found, _ = run(ranks, folders, config, ParallelSizes(tp=2), scored_batch(mismatch=0.1), old_shift=0.0, count=2)

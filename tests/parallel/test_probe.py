@@ -73,6 +73,7 @@ def test_the_distributed_optimizers_gathering_does_not_undo_a_change(probes):
     np.testing.assert_array_equal(found["undone"], found["probe"])
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_no_number_is_found_on_its_rank(ranks, batch, tmp_path):
     sizes = LAYOUTS["pp2vpp2"]
     spec = ActorSpec(tiny_qwen3(tmp_path), sizes, OptimizerConfig())

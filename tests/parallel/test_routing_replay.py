@@ -65,6 +65,7 @@ def test_training_follows_the_old_policys_routing(ranks, model, layout, recomput
     assert abs(ours - other[0] / other[1]) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_bias_and_groups_of_sigmoid_routing_do_not_change_a_replay(ranks, tmp_path):
     """As above, of a model whose own choice also depends on a bias of the experts and on groups of them."""
     model, sizes, batch = tiny_model(tmp_path, "deepseek_v3"), LAYOUTS["tp2sp"], make_batch(0)

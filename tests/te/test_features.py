@@ -163,6 +163,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_loads_in_another_layout(te_ranks, 
     assert loss_of([alone]) == pytest.approx(loss_of(saved), rel=0.02, abs=0.02)
 
 
+@pytest.mark.slow
 def test_training_follows_the_old_policys_routing(te_ranks, tmp_path):
     """As on local layers: between the passes the routers are turned upside down."""
     sizes, batch, model = EXPERT_LAYOUTS["tp2sp"], make_batch(0), aligned_model(tmp_path, "qwen3_moe")
@@ -190,6 +191,7 @@ def test_layers_that_stay_in_bf16(te_ranks, models, batch, ends):
     assert calls["quantize"] == of_all["quantize"] * (4 - first - last) // 4
 
 
+@pytest.mark.slow
 def test_gradients_in_e4m3_are_others(te_ranks, models, batch):
     spec = te_spec(models["qwen3"], precision="tensorwise")
     (hybrid,) = te_ranks.run(training.first_step, ONE, spec, batch, LOSS, None)

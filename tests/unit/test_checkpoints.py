@@ -141,6 +141,7 @@ def test_one_is_due_after_its_minutes_and_at_the_end(made, clock):
     assert not made(at_end=False).is_due(4, last=True)
 
 
+@pytest.mark.slow_when(lambda config: config != {"keep": 1, "keep_every": 3})
 @pytest.mark.parametrize(
     ("config", "kept"),
     [
@@ -174,6 +175,7 @@ def test_one_that_a_run_begins_from_is_not_deleted(made, trainer):
     assert sorted(contents(saver)) == ["step_00000003"]
 
 
+@pytest.mark.slow
 def test_an_old_one_that_cannot_be_deleted_ends_no_run(made, trainer, monkeypatch, capsys):
     """As on NFS where somebody has a file of it open."""
     monkeypatch.setattr(os, "rmdir", lambda path, **options: os.stat("/nowhere"))

@@ -244,6 +244,7 @@ def test_an_aborted_episode_is_closed(closing, tmp_path):
     assert (tmp_path / "closed").read_text() == "0;"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("do", "says"),
     [
@@ -263,6 +264,7 @@ def test_one_that_cannot_be_closed_is_one_message(places, tmp_path, capsys, do, 
     assert f"environment tests.unit.toy_environments:Closing: close() on record 7 {says}" in line
 
 
+@pytest.mark.slow
 def test_one_in_a_busy_process_is_closed_later(places, tmp_path):
     environments = of("Closing", places(1), timeout=1.0)
     asked = prompt(file=str(tmp_path / "closed"))
@@ -327,6 +329,7 @@ def test_a_start_that_fails(obedient, order, complaint):
         play(obedient, Script("fine"), prompt(do=order))
 
 
+@pytest.mark.slow
 def test_a_process_that_dies(places):
     environments = of("Obedient", places(1))
     try:
@@ -367,6 +370,7 @@ def test_an_episode_whose_process_was_replaced_is_lost():
     assert "the process of an episode has died" in str(lost)
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_interrupted(places):
     """As in a C extension that never returns: nothing in its process can end it, so the process is ended."""
     environments = of("Obedient", places(1), timeout=1.0)

@@ -101,6 +101,7 @@ def test_what_cannot_be_played(settings, says):
         begin({"desc": ROWS}, **settings)
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said_before_a_run():
     script = (
         "import sys; sys.modules['gymnasium'] = None\n"

@@ -220,6 +220,7 @@ _JUNK = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SYSTEMS)
 @settings(max_examples=30, deadline=None)
 @given(st.data())

@@ -193,6 +193,7 @@ def test_a_step_that_takes_too_long_is_not_waited_for(kept, tmp_path):
     assert errors.endswith(f"newest checkpoint is {tmp_path}/checkpoints/step_00000006, the same command continues\n")
 
 
+@pytest.mark.slow
 def test_before_the_first_step_nothing_is_waited_for(kept):
     run = kept("wait").up()
     run.keeper.send_signal(signal.SIGTERM)
@@ -233,6 +234,7 @@ def test_the_status_says_how_the_guard_has_ended_the_run(kept, tmp_path, what, b
     assert found["error"].startswith(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("disk", "said"), [("hangs", "does not answer"), ("is stale", "cannot be read .*Stale file handle.*")])
 def test_a_disk_that_fails_keeps_nobody_from_leaving(kept, tmp_path, disk, said):
     """The driver looks for the newest checkpoint before it leaves. Its thread stayed there for ever, or died of the error; from then
@@ -256,6 +258,7 @@ def test_the_keeper_too_gives_the_status_where_the_disk_fails(kept, disk):
     assert "was killed by SIGKILL" in errors
 
 
+@pytest.mark.slow
 def test_a_defect_of_the_guard_does_not_make_it_deaf(kept, tmp_path):
     """Such as a child that vanished while it was asked for its name."""
     run = kept("long step, defect").up()
@@ -321,6 +324,7 @@ def test_the_end_of_a_process_that_the_run_needs_is_told(kept, what):
     )
 
 
+@pytest.mark.slow
 def test_a_port_that_the_run_needs_is_missed(kept):
     """SIGTERM makes Ray's GCS close its port and stay; Ray ended the driver a minute later, with status 1 and without a word."""
     status, errors = kept("needs its port").end()

@@ -87,3 +87,25 @@ def test_a_child_that_ends_while_it_is_asked_for_its_name_is_none_of_rays(monkey
     children = [SimpleNamespace(name=vanished), raylet, SimpleNamespace(name=lambda: "sh")]
     monkeypatch.setattr(placement.psutil, "Process", lambda: SimpleNamespace(children=lambda: children))
     assert placement._daemons() == [raylet]
+
+
+def test_a_raylet_has_time_to_start(monkeypatch):
+    """Ray itself gives it half a minute, in which a slow file system does not bring the modules of its agents."""
+    answers = iter([RuntimeError("not known yet"), RuntimeError("not known yet"), "node"])
+
+    def asked(address, node):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return f"{answer} {node} at {address}"
+
+    raylet = SimpleNamespace(name=lambda: "raylet", status=lambda: status)
+    monkeypatch.setattr(placement, "_daemons", lambda: [raylet])
+    monkeypatch.setattr(placement.services, "get_node", asked)
+    status = psutil.STATUS_SLEEPING
+    with placement._raylet_has_time():
+        assert placement.services.get_node("here", "a") == "node a at here"
+    assert placement.services.get_node is asked
+    status, answers = psutil.STATUS_ZOMBIE, iter([RuntimeError("not known yet")])
+    with placement._raylet_has_time(), pytest.raises(RuntimeError, match="not known yet"):
+        placement.services.get_node("here", "a")

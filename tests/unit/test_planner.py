@@ -281,6 +281,7 @@ def test_published_runs_fit(name):
     assert row.endswith(f"| {fullest} | {run.step} | {found.times.step:.0f} |")
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_mlperf_is_refused_by_its_family_and_its_experts_fit(tmp_path):
     model = json.loads(Path("configs/models/qwen3-30b-a3b/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(model | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}))

@@ -57,6 +57,7 @@ def test_what_is_found_is_legal_fits_and_is_not_slower_than_the_recipe(name):
     assert [each.config for each in search(config, arch, lengths)] == [each.config for each in found]
 
 
+@pytest.mark.slow
 def test_none_that_was_not_tried_is_quicker():
     """The bound by which it stops, against all candidates."""
     config = with_values(recipe("qwen3_8b_1node"), "train", max_tokens_per_micro_batch=16384)

@@ -50,6 +50,7 @@ def test_the_picture_shows_a_curve_for_each_run(tmp_path):
     assert coloured[1] > 1.7 * coloured[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

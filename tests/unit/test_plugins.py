@@ -99,6 +99,7 @@ def rewarded(config, places, *responses):
         workers.close()
 
 
+@pytest.mark.slow
 def test_reward(my_plugins, places):
     (scored,) = rewarded(configured("reward.function=my_plugins:short_and_right"), places, "it is 2")
     assert (scored.response_text, scored.reward) == ("it is 2", pytest.approx(0.994))

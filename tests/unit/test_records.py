@@ -72,6 +72,7 @@ def test_json_files_of_every_form(tmp_path, name, content):
         records[2]
 
 
+@pytest.mark.slow
 def test_an_array_longer_than_the_blocks_it_is_read_in(tmp_path):
     """With strings across the ends of blocks, one longer than a block, and marks and escaped quotes in them."""
     rows = [{"prompt": str(i), "text": '[{"\\,' * (i * 97 % 3000)} for i in range(800)]
@@ -269,6 +270,7 @@ def write_big(path, count):
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
 def test_memory_does_not_grow_with_the_file(tmp_path, tokenizer, kind):
     """The peak over loading and handing out all prompts stays below a tenth of the file."""

@@ -108,7 +108,7 @@ ENGINE_LAYOUTS = [
 ]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     sizes=sizes,
     experts=st.booleans(),
@@ -333,6 +333,7 @@ def test_a_bucket_that_is_corrupted_on_its_way_names_its_tensor(cluster, monkeyp
     assert wrong == dict.fromkeys(parcel.link.receivers, (parcel.runs[0][0],))
 
 
+@pytest.mark.slow_when(lambda way: way != Way.groups)
 @pytest.mark.parametrize("way", [Way.shared_memory, Way.groups, Way.disk])
 def test_a_sender_that_is_gone_ends_the_wait_of_the_engines(cluster, way):
     one = cluster(tp2_pp2_to_two_engines(), way, timeout=3.0)
@@ -364,6 +365,7 @@ def changed(tensors, share, seed):
     }
 
 
+@pytest.mark.slow_when(lambda way: way != Way.shared_memory)
 @pytest.mark.parametrize("way", list(Way))
 def test_a_delta_is_exact_and_small(cluster, way):
     one = cluster(tp2_pp2_to_two_engines(way != Way.groups), way, delta=True, bucket_bytes=4000)

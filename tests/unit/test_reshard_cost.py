@@ -70,6 +70,7 @@ def test_a_large_layout_would_need_too_many_groups():
     assert not broadcast_is_cheaper(on_128_gpus(), BUCKET)
 
 
+@pytest.mark.slow
 def test_a_sync_planned_on_paper(capsys):
     """Of a model that is not here, with the numbers above; illegal layouts are refused."""
     arguments = ["configs/models/llama-3.1-70b", "--nodes", 16, "--trainer", "tp=8,pp=4"]

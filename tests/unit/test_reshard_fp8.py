@@ -127,6 +127,7 @@ def test_engines_get_the_quantisation_of_whole_tensors(cluster, arch, layout):
         assert not any(answers[me].wrong for me in one.plan.engine_ranks)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     arch=st.sampled_from([SMALL_HEADS, LARGE_HEADS, QWEN3_MOE, MIXTRAL, GLM4_MOE]),
@@ -169,6 +170,7 @@ def test_a_plan_quantises_whole_tensors_unless_preflight_refuses_it(arch, sizes,
             assert torch.equal(found.float().nan_to_num(7.0), value.float().nan_to_num(7.0)), f"{name} at {receiver}"
 
 
+@pytest.mark.slow_when(lambda way: way != Way.shared_memory)
 @pytest.mark.parametrize("way", list(Way))
 def test_experts_in_fp8_travel_as_all_else(cluster, tmp_path, way):
     one = cluster(GLM4_MOE, ParallelSizes(tp=2, dp=2, ep=2, etp=2), 2, way, engine_ep=2, folder=tmp_path)
@@ -192,6 +194,7 @@ def test_experts_with_each_others_scales_are_found(cluster):
     assert set(one.sync(tensors, Task.verify)[me].wrong) == found
 
 
+@pytest.mark.slow_when(lambda way: way != Way.shared_memory)
 @pytest.mark.parametrize("way", list(Way))
 def test_a_delta_of_quantised_weights_is_exact(cluster, tmp_path, way):
     one = cluster(SMALL_HEADS, ParallelSizes(tp=2), 1, way, folder=tmp_path, delta=True)

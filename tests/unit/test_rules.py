@@ -242,6 +242,7 @@ def test_a_rule_reads_no_key_that_it_does_not_name(rule):
     assert read <= set(rule.keys) | set(SIZE_KEYS.values() if rule not in SIZES.rules + SIZES_OF_MODEL.rules else ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [rule for rule in all_rules() if rule not in SIZES_OF_MODEL.rules], ids=by_name)
 def test_a_broken_rule_is_reported_by_the_commands_it_is_for(rule):
     config = config_that_breaks(rule)

@@ -60,6 +60,7 @@ def test_one_that_was_set_aside_stays_when_the_run_begins_from_it(tmp_path, caps
     assert beginning(config_of(tmp_path), "train", print).step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("resume", "kept"), [("auto", False), ("named", True)])
 def test_a_run_that_continues_by_itself_keeps_no_more_than_others(resume, kept, tmp_path):
     newest = run_with(tmp_path, 2) / "checkpoints" / "step_00000002"

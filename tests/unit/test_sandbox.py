@@ -68,6 +68,7 @@ def test_an_error_is_shown_as_python_shows_it(run):
     assert run("import os\nos.kill(os.getpid(), 11)").status == -11
 
 
+@pytest.mark.slow
 def test_installed_packages_can_be_imported_and_the_project_cannot(run):
     assert run("import numpy\nprint(numpy.arange(4).sum())").stdout == "6\n"
     assert "No module named 'grpo_megatron'" in run("import grpo_megatron").stderr
@@ -80,12 +81,14 @@ def test_an_endless_loop(run):
     assert run("while True: pass", cpu_seconds=1, seconds=100).ended == Ended.cpu
 
 
+@pytest.mark.slow
 def test_a_loop_that_ignores_every_signal_it_can(run):
     source = "import signal\nfor s in set(signal.valid_signals()) - {9, 19}: signal.signal(s, signal.SIG_IGN)\nwhile True: pass"
     outcome = run(source, cpu_seconds=1, seconds=100)
     assert (outcome.ended, outcome.status) == (Ended.cpu, -signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_program_that_sleeps(run):
     source = "import time\nprint('before', flush=True)\ntime.sleep(5)\nprint('after')"
     for limits in ({"seconds": 1.0, "within": 60}, {"seconds": 60, "within": 1.0}):
@@ -93,6 +96,7 @@ def test_a_program_that_sleeps(run):
         assert (outcome.ended, outcome.stdout) == (Ended.time, "before\n")
 
 
+@pytest.mark.slow
 def test_waiting_for_a_processor_is_no_fault_of_the_program(containment):
     """On one processor that another process has: its time does not count until the time that it gets in any case."""
     processor = min(os.sched_getaffinity(0))

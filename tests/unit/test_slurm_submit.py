@@ -89,6 +89,7 @@ def test_slurm_reads_each_value_as_it_is_or_it_is_refused():
         render(replace(JOB, folder="/runs/a\\b"))
 
 
+@pytest.mark.slow
 def test_tasks_of_an_array_have_runs_of_their_own(capsys):
     quickstart = ("--config", "configs/quickstart.yaml", "--nodes", 1, "--dry-run", "--array", "0-1%2")
     script = submit(capsys, *quickstart, "run.seed={task}")
@@ -250,6 +251,7 @@ def test_without_the_reward_model_the_memory_is_not_known(capsys):
     assert "not checked: memory: the reward model /nowhere, which takes its share of it, is not" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_process_of_a_run_on_cpus_has_a_cpu():
     def slots(nodes, *changes, command="train"):
         config = read_config("configs/quickstart.yaml", [f"cluster.nodes={nodes}", *changes])
