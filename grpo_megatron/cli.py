@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns the exit status.
     """
+    _open_what_is_closed()
     options = _parse(arguments)
     # Optional accelerator packages announce their absence at import, many times over.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
@@ -61,6 +62,15 @@ def main(arguments: list[str] | None = None) -> int:
         return UserError.exit_status
     finally:
         _let_go()
+
+
+def _open_what_is_closed() -> None:
+    """Some launchers close stdout (`>&-`). The next file to be opened would get its number, and what libraries print there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, mode)  # noqa: SIM115 for as long as the process lives
+            os.set_inheritable(nowhere.fileno(), True)
+            setattr(sys, name, nowhere)
 
 
 # What a shell makes of a tool that SIGPIPE has killed; Python ignores that signal.

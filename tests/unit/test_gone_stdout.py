@@ -63,6 +63,13 @@ def test_a_run_that_is_done_is_done(stdout, words, status):
     assert ended(stdout, *words.split()) == (status, NO_RESULT[stdout])
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_run_without_stdout_is_done(closed):
+    """It ended with an AttributeError."""
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", PROGRAM, "train", "done"]
+    assert subprocess.run(shell, timeout=120).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("what", "status", "said"), [("refuse", 2, "error: planted refusal\n"), ("stop", 75, "stopped on request\n")]
 )
