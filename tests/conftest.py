@@ -88,20 +88,27 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector, name):
-    """`slow_when(predicate)` makes those cases of a parametrized test slow for which the predicate holds.
+    """What makes cases of a parametrized test slow: `slow_when(predicate)`, those for which it holds; `slow_but(n)`, all but n.
 
-    The predicate is a lambda of the parameters that it needs (pytest would take a named function for the test itself).
-    Raises CollectError where it holds for no case: after a parameter is renamed, cases that were slow would otherwise
-    silently run in `make test`.
+    The predicate is a lambda of the parameters that it needs (pytest would take a named function for the test itself). The n
+    are spread evenly over the cases. Raises CollectError where no case becomes slow: after a parameter is renamed, cases
+    that were slow would otherwise silently run in `make test`.
     """
     made = yield
     cases = made if isinstance(made, list) else []
-    for mark in cases[0].iter_markers("slow_when") if cases else ():
-        (predicate,) = mark.args
-        needed = inspect.signature(predicate).parameters
-        slow = [case for case in cases if predicate(**{parameter: case.callspec.params[parameter] for parameter in needed})]
+    for mark in list(cases[0].iter_markers()) if cases else ():
+        if mark.name == "slow_when":
+            (predicate,) = mark.args
+            needed = inspect.signature(predicate).parameters
+            slow = [case for case in cases if predicate(**{parameter: case.callspec.params[parameter] for parameter in needed})]
+        elif mark.name == "slow_but":
+            (number,) = mark.args
+            quick = {(2 * i + 1) * len(cases) // (2 * number) for i in range(number)}
+            slow = [case for i, case in enumerate(cases) if i not in quick]
+        else:
+            continue
         if not slow:
-            raise collector.CollectError(f"{name}: the predicate of its slow_when holds for no case")
+            raise collector.CollectError(f"{name}: its {mark.name} makes no case slow")
         for case in slow:
             case.add_marker(pytest.mark.slow)
     return made

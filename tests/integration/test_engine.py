@@ -344,4 +344,4 @@ def test_an_engine_that_dies_is_named(manager, engines, tokenizer):
     asked = prompts(tokenizer) * 60  # more than an engine finishes in a second
     with pytest.raises(ProcessDied, match=r"engine 0 died in `generate`.*; its log is .*engine0.log"):
         manager.generate(asked, Sampling(n=8, temperature=1.0, max_response_length=200))
-    assert time.monotonic() - start < 45
+    assert time.monotonic() - start < 180

@@ -68,7 +68,7 @@ def test_a_fault_costs_one_sample(forgiving, capsys, fault):
     forgiving._say.__init__()
     start = time.monotonic()
     *before, failed, late = run(forgiving, *["fine"] * 1000, fault, "fine")
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 240
     assert [one.reward for one in (*before, late)] == [1.0] * 1001
     assert (failed.reward, failed.reward_failed, failed.response_text) == (-0.5, True, fault)
     assert not late.reward_failed
@@ -125,6 +125,7 @@ def test_messages_are_few(forgiving, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 7  # the 1st, 2nd, 4th, ... 64th
 
 
+@pytest.mark.slow
 def test_unless_told_otherwise_a_failure_is_an_error(places):
     workers = made(places)
     try:

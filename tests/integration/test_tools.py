@@ -73,6 +73,7 @@ def test_three_steps_on_the_original_gsm8k_file(ray_here, byte_model, tmp_path):
     gsm8k_run(byte_model, tmp_path, GSM8K / "train.jsonl")
 
 
+@pytest.mark.slow
 def test_prepare_gsm8k(tmp_path):
     source = tmp_path / "q.jsonl"
     source.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS[:2]))

@@ -245,6 +245,7 @@ def resumed(recorded, arithmetic, root):
     return whole, replay(arithmetic, root, "rest", f"run.resume={checkpoint}", "megatron.tensor_parallel=2")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_as_if_undisturbed(resumed, root):
     whole, rest = resumed
     assert [row["step"] for row in rest] == [3]
@@ -324,7 +325,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
     start = time.monotonic()
     with pytest.raises(ProcessDied, match=rf"trainer rank 1 of 2 died in `{call}`.*; its log is .*rank1.log"):
         sync() if call == "weight_buckets" else actor.logprobs(batch, schedule(batch.lengths, 128))
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 120
     # The checkpoint that was being written meanwhile does not come to look complete; the one before it is.
     with pytest.raises(ProcessDied, match="trainer rank 1 of 2 died in `finish_checkpoint`"):
         saver.finish(timeout=30)

@@ -206,6 +206,7 @@ def naive(name: str, batch: SimpleNamespace, divide: bool) -> list[list[float]]:
     return [[v if m else 0.0 for v, m in zip(rows[i], batch.masks[i], strict=True)] for i in range(len(rows))]
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize("name", ESTIMATORS)
 @given(batch=batches(), divide=st.booleans())
 def test_like_one_sample_at_a_time(name, batch, divide):

@@ -99,7 +99,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow_when(lambda answer: answer in (CALLS, ASSERTS))
+@pytest.mark.slow_but(8)
 @pytest.mark.parametrize("answer", [SUMS, CALLS, ASSERTS, CHECK], ids=["streams", "calls", "asserts", "check"])
 @pytest.mark.parametrize(
     "program",

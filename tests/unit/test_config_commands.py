@@ -35,6 +35,7 @@ def leaf_keys():
 # show
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize("path", CONFIGS)
 def test_what_show_prints_loads_to_the_same_configuration(path, capsys, tmp_path):
     for flags in ([], ["--only-set"]):
@@ -91,6 +92,7 @@ def test_show_without_a_file_names_what_has_no_value(capsys):
     assert "  path: '???'  # default; no value yet" in config(capsys, "show").splitlines()
 
 
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize(
     "text", ["a\nb", "#x: y", "", " ", "'", "null", "1", "true", "\\boxed{}", "é", "a: b", "@x", "%", "x" * 300, "1e-6", "[a]"]
 )
@@ -137,6 +139,7 @@ def test_explain_suggests_the_nearest_key(capsys):
     assert "did you mean 'algorithm.kl_loss_coef'" in config(capsys, "explain", "kl_loss_coef", status=2)
 
 
+@pytest.mark.slow_but(20)
 @pytest.mark.parametrize("key", list(known_keys()))
 def test_every_key_can_be_explained(key, capsys):
     text = config(capsys, "explain", key)

@@ -114,6 +114,7 @@ def both_ways(capsys, tmp_path, written):
     return in_file, refusal(capsys, written)
 
 
+@pytest.mark.slow_but(10)
 @pytest.mark.parametrize(("written", "meant"), MISSPELT)
 def test_a_misspelt_key_is_refused_with_the_one_that_was_meant(written, meant, capsys, tmp_path):
     key = written.partition("=")[0]
@@ -128,6 +129,7 @@ def test_a_misspelt_key_is_refused_with_the_one_that_was_meant(written, meant, c
             assert nearest_key(key) == meant
 
 
+@pytest.mark.slow_but(8)
 @pytest.mark.parametrize(("written", "expected"), ILL_TYPED)
 def test_a_value_of_a_wrong_type_is_refused_with_the_right_one(written, expected, capsys, tmp_path):
     key = written.partition("=")[0]
@@ -203,6 +205,7 @@ FILES = [
 ]
 
 
+@pytest.mark.slow_but(15)
 @pytest.mark.parametrize(("text", "part"), FILES, ids=[str(text[:30]) for text, _ in FILES])
 def test_files_that_mean_nothing_are_refused(text, part, capsys, tmp_path):
     path = tmp_path / "c.yaml"
@@ -214,6 +217,7 @@ def test_files_that_mean_nothing_are_refused(text, part, capsys, tmp_path):
     assert part in capsys.readouterr().err
 
 
+@pytest.mark.slow_but(6)
 @pytest.mark.parametrize(
     ("argument", "part"),
     [

@@ -141,6 +141,7 @@ def naive_rejection(kind: str, low: float, high: float, delta: list[float]) -> l
     return [of_sequence <= high] * len(values)
 
 
+@pytest.mark.slow_but(6)
 @pytest.mark.parametrize("rejection", [None, *REJECTIONS])
 @pytest.mark.parametrize("kind", [None, *WEIGHTINGS])
 @settings(max_examples=20)
@@ -175,6 +176,7 @@ def config_for(mode: str, applies_to: str, renormalize: bool) -> Config:
     return config
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @given(seed=st.integers(0, 10**6))
 def test_renormalized_the_means_are_over_what_is_kept(mode, seed):
@@ -205,6 +207,7 @@ CORRECTIONS = {
 PARTS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2", "entropy_coeff": 0.01}
 
 
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize("applies_to", ["policy", "all"])
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", CORRECTIONS)

@@ -195,6 +195,7 @@ def test_many_episodes_at_once(counting):
     assert group_statistics(capped, pass_reward=1.0)["response/out_of_turns"] == 1
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize(
     ("turns", "do", "error", "steps"),
     [
@@ -288,6 +289,7 @@ def test_one_in_a_busy_process_is_closed_later(places, tmp_path):
 STEP = r"environment tests.unit.toy_environments:Obedient: step\('{}'\) on record 7 "
 
 
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize(
     ("order", "complaint"),
     [
@@ -309,7 +311,7 @@ def test_a_step_that_fails_is_one_clear_error(obedient, order, complaint):
     start = time.monotonic()
     with pytest.raises(UserError, match=STEP.format(order) + complaint):
         play(obedient, Script("fine", order))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     # The process lives on, and so do its other episodes.
     assert play(obedient, Script("fine"), max_turns=1).reward == 1
 
@@ -340,6 +342,7 @@ def test_a_process_that_dies(places):
         environments.close()
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize(
     ("order", "asked", "played"),
     [

@@ -21,6 +21,7 @@ def models(tmp_path_factory):
     return {family: aligned_model(root / family, family) for family in FAMILIES}
 
 
+@pytest.mark.slow_but(6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_aligned_models_can_be_taken(models, family, recipe):

@@ -31,6 +31,7 @@ def test_a_text_that_is_neither_is_refused(text):
         read_settings(text)
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

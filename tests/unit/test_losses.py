@@ -221,7 +221,7 @@ def check_against_naive(loss: PolicyLoss, mode: str, data: Ragged) -> None:
         np.testing.assert_allclose(ours_gradient.numpy(), expected_gradient.numpy(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow_when(lambda name, mode: mode not in ("token-mean", LOSS_AGG_MODES[-1]))
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=40)
@@ -230,6 +230,7 @@ def test_token_level_losses_like_one_sample_at_a_time(name, mode, seed, current)
     check_against_naive(LOSSES[name], mode, ragged(seed, current=current))
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "group-sum"])
 @pytest.mark.parametrize("name", SEQUENCE_LOSSES)
 @settings(max_examples=40)
@@ -255,6 +256,7 @@ def test_policy_factor_multiplies_the_policy_term_only(seed):
 SURROGATES = [("clip", "token"), ("cispo", "token"), ("reinforce", "token"), ("clip", "sequence"), ("cispo", "sequence")]
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @given(seed=st.integers(0, 10**6))
 def test_ratio_one_gives_the_plain_policy_gradient(surrogate, seed):

@@ -1,4 +1,4 @@
-"""The marker slow_when, of tests/conftest.py."""
+"""The markers slow_when and slow_but, of tests/conftest.py."""
 
 from pathlib import Path
 
@@ -37,9 +37,17 @@ def test_cases_are_slow_where_the_predicate_holds(collect):
 def test_a_predicate_that_never_holds_is_an_error(collect):
     result = collect("cp2")
     assert result.ret == pytest.ExitCode.INTERRUPTED
-    result.stdout.fnmatch_lines("*test_of_two_factors: the predicate of its slow_when holds for no case*")
+    result.stdout.fnmatch_lines("*test_of_two_factors: its slow_when makes no case slow*")
 
 
 def test_one_case_by_its_id_is_no_error(collect):
     result = collect("pp2", "test_one_case_by_its_id_is_no_error.py::test_of_two_factors[False-tp2]")
     assert result.ret == pytest.ExitCode.OK
+
+
+def test_the_quick_cases_are_spread_evenly(pytester):
+    pytester.makeconftest(Path(__file__).parents[1].joinpath("conftest.py").read_text())
+    cases = '@pytest.mark.slow_but(2)\n@pytest.mark.parametrize("case", range(10))\ndef test_ten(case): pass'
+    pytester.makepyfile(f"import pytest\n{cases}")
+    quick = pytester.runpytest("--collect-only", "-q", "-m", "not slow").outlines
+    assert [line.partition("::")[2] for line in quick if "::" in line] == ["test_ten[2]", "test_ten[7]"]

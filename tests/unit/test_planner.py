@@ -265,6 +265,7 @@ def test_a_weight_sync_is_that_of_its_own_cost_model():
     assert sync_seconds(config, arch) == pytest.approx(full_cost(config, arch), rel=0.1)
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_published_runs_fit(name):
     """And are legal here. Their steps took longer than the model says, which knows none of their software's costs."""

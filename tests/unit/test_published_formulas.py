@@ -198,6 +198,7 @@ def batch_of(seed: int, spread: float) -> Ragged | None:
     return data if data.batch.loss_mask.any() else None
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize("name", OBJECTIVES)
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), spread=st.sampled_from([3e-4, 0.3]))
@@ -249,6 +250,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize("preset", ["grpo", "dapo"])
 @pytest.mark.parametrize("keys", FACTORS)
 @settings(max_examples=20)

@@ -50,6 +50,7 @@ def arguments(model, folder, *records, key="data.train") -> list[str]:
     return [f"model.path={model}", *(f"{name}={file}" for name, file in files.items())]
 
 
+@pytest.mark.slow_but(4)
 @each
 @pytest.mark.parametrize("key", ["data.train", "data.eval"])
 def test_a_record_that_cannot_be_scored_is_named_before_a_run(model, tmp_path, options, good, bad, says, key):

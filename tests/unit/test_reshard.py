@@ -244,6 +244,7 @@ def cluster(tmp_path):
 WAYS = [(way, multicast) for way in Way for multicast in (False, True)]
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize(("way", "multicast"), WAYS)
 def test_every_transport_brings_every_parameter_and_its_digest(cluster, way, multicast):
     one = cluster(tp2_pp2_to_two_engines(multicast), way)

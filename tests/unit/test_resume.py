@@ -66,6 +66,7 @@ def _flip(path):
     path.write_bytes(content)
 
 
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize(
     ("name", "damage"),
     [

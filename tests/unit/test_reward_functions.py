@@ -83,7 +83,7 @@ def test_format_of_a_long_response_takes_no_time():
     """Something stands between its tags. It took the square of the length, half a minute for this one, which reward.timeout ends."""
     start = time.monotonic()
     assert value("format", f"<think>{'a b ' * 20000}</think> so <answer>1</answer>") == 0.0
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
 
 
 def test_format_with_other_tags():

@@ -160,7 +160,7 @@ def obey(prompt, response, answer, record):
     if response == "sleep":
         time.sleep(30)
     if response in ("late", "soon"):
-        return asyncio.sleep(30 if response == "late" else 0.01, 0.25)
+        return asyncio.sleep(30 if response == "late" else 0.1, 0.25)
     return {
         "nan": math.nan,
         "text": "good",
@@ -170,7 +170,7 @@ def obey(prompt, response, answer, record):
     }.get(response, 1.0)
 
 
-def scored(*responses, record=None, seconds=100.0, timeout=0.5):
+def scored(*responses, record=None, seconds=100.0, timeout=3.0):
     scorer = Scorer(RewardConfig(function="tests.unit.test_rewards:obey", timeout=timeout), decode)
     return scorer.work([RewardTask(7, "p", encode(response), "a", record or {}) for response in responses], seconds)
 
@@ -188,8 +188,8 @@ def test_numbers_and_components():
         ("nan", "returned nan for record 7.*must be finite"),
         ("text", "must return a number"),
         ("nothing", "must return a number, or a dict with 'reward'"),
-        ("sleep", "took longer than reward.timeout=0.5 s"),
-        ("late", "took longer than reward.timeout=0.5 s"),
+        ("sleep", "took longer than reward.timeout=3.0 s"),
+        ("late", "took longer than reward.timeout=3.0 s"),
     ],
 )
 def test_rewards_that_fail(response, complaint):
@@ -203,12 +203,12 @@ def test_rewards_that_fail(response, complaint):
 def test_async_rewards_are_computed_at_once():
     start = time.monotonic()
     assert [one.components["reward"] for one in scored(*["soon"] * 200, timeout=60)] == [0.25] * 200
-    assert time.monotonic() - start < 200 * 0.01
+    assert time.monotonic() - start < 200 * 0.1
 
 
 def test_what_cannot_be_begun_in_time_is_left():
-    assert len(scored("sleep", "fine", "fine", seconds=0.1)) == 1
-    assert len(scored("fine", "sleep", "fine", seconds=0.1)) == 2
+    assert len(scored("sleep", "fine", "fine", seconds=2.0)) == 1
+    assert len(scored("fine", "sleep", "fine", seconds=2.0)) == 2
 
 
 def test_what_has_no_time_left_is_not_begun():
@@ -237,7 +237,7 @@ def test_a_time_limit_that_libraries_cannot_swallow():
             except Exception:
                 continue
     assert limit.reached
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 15
     with time_limit(5) as limit:
         pass
     assert not limit.reached

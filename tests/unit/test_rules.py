@@ -223,6 +223,7 @@ def test_the_table_has_every_rule_once():
     assert sorted(BROKEN) == sorted(rule.name for rule in all_rules())
 
 
+@pytest.mark.slow_but(40)
 @pytest.mark.parametrize("rule", all_rules(), ids=by_name)
 def test_a_rule_can_be_broken_and_names_its_keys(rule):
     assert rule.keys
@@ -234,6 +235,7 @@ def test_a_rule_can_be_broken_and_names_its_keys(rule):
         assert any(key in sentence for key in rule.keys), sentence
 
 
+@pytest.mark.slow_but(20)
 @pytest.mark.parametrize("rule", all_rules(), ids=by_name)
 def test_a_rule_reads_no_key_that_it_does_not_name(rule):
     """It would be asked where that key is out of its limits, and `config explain` would not know of it."""

@@ -104,6 +104,7 @@ def _begin(folder) -> None:
         take_back(directory, begun, print)
 
 
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize("name", [METRICS, TRAINED])
 @pytest.mark.parametrize(
     "torn",

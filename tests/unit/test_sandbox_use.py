@@ -34,6 +34,7 @@ def test_64_at_once_and_nothing_is_left(containment, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("way", ["left", "helper killed"])
 def test_a_program_ends_with_its_sandbox(containment, way):
     """Whoever waits leaves by an exception, such as a time limit of its own; or the helper is lost."""
@@ -73,6 +74,7 @@ with Sandbox(containment={containment!r}) as sandbox:
     assert f"({2**20}, {2**20})" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize(
     ("source", "text"),
     [

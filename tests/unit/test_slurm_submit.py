@@ -132,6 +132,7 @@ def test_time_limits_are_read_as_slurm_does(text, seconds):
     assert time_limit(text) == seconds
 
 
+@pytest.mark.slow_but(6)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -219,6 +220,7 @@ def test_an_evaluation_is_a_job_of_its_engines_in_a_folder_of_its_own(capsys, tm
     assert "is a checkpoint of a run" in submit(capsys, *EVALUATION, f"model.path={tmp_path}", status=2)
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -194,6 +194,7 @@ def test_no_term_has_the_name_of_a_component():
             terms_of(RewardConfig(terms={name: {"function": "math"}}))
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("history", list(HistoryKind))
 def test_an_episode_with_calls_is_scored_by_its_last_turn(places, tmp_path, history):
     from make_tiny_model import make_tokenizer

@@ -100,6 +100,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_one_message(folder, damage, monkeypatch):
     path, _ = folder

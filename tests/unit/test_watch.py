@@ -217,14 +217,14 @@ def test_a_rank_that_takes_its_pieces_from_a_checkpoint_moves():
 def test_a_file_system_that_hangs_does_not_keep_the_watch_from_its_verdict(tmp_path, monkeypatch):
     """Where the stacks go may be what the processes hang in."""
     monkeypatch.setattr(watch, "_STACKS_SECONDS", 0.2)
-    monkeypatch.setattr(Path, "write_text", lambda *_, **__: time.sleep(5))
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: time.sleep(60))
     killed = []
     monkeypatch.setattr(watch.ray, "kill", killed.append)
     eye = watch.Watch(str(tmp_path), LIMIT)
     hang = find_hang(ranks(700.0, 701.0), LIMIT)
     start = time.monotonic()
     eye._end(hang)
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 30
     assert killed == [one.actor for one in hang.at_fault]
     assert eye._verdict.endswith("could not be written within 0 s")
 
