@@ -70,7 +70,7 @@ quickstart: install
 quickstart-fp8: install
 	$(BIN)/python tools/quickstart.py --config quickstart_fp8
 
-# Starts of Ray, engines and ranks wait more than they compute, so that unit tests run beside them: see tests/conftest.py.
+# One worker starts with the tests that share Ray, the other one with those that share ranks: see tests/conftest.py.
 test: install lint
 	$(BIN)/python -m pytest -n 2
 

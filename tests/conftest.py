@@ -75,13 +75,14 @@ def containment(request):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `-n 2`, one worker has all tests that share ranks and Ray, and the other one unit tests meanwhile."""
+    """With `-n 2`, one worker has the tests that share Ray, the other one those that share ranks, and both then unit tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         # The plugin's own `--dist loadgroup` groups nothing under pytest 9.2, whose node ids cannot be changed.
         def _split_scope(self, nodeid):
-            return nodeid if nodeid.startswith("tests/unit/") else "ranks"
+            kind = nodeid.split("/")[1]
+            return nodeid if kind == "unit" else "Ray" if kind == "integration" else "ranks"
 
     return Scheduling(config, log)
 

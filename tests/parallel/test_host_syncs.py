@@ -29,7 +29,7 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
-@pytest.mark.slow_when(lambda sizes: sizes.world_size == 1)
+@pytest.mark.slow_when(lambda sizes, loss: sizes.world_size == 1 or loss != "token")
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("sizes", [ParallelSizes(), ParallelSizes(tp=2, sequence_parallel=True)], ids=["one", "tp2sp"])
 def test_no_micro_batch_makes_the_host_wait(ranks, model, sizes, loss):

@@ -105,9 +105,7 @@ def tied(ranks, tmp_path_factory):
 
 
 # Stages that are first and last only are in the uneven ones too, and in TP 2 with PP 2.
-@pytest.mark.slow_when(
-    lambda layout, loss: layout not in (("cp2tp2sp",) if loss == "gspo" else ("pp2vpp2", "cp2tp2sp", "dp2", "tp2pp2"))
-)
+@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" or layout not in ("pp2vpp2", "cp2tp2sp", "tp2pp2"))
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(dense, layout, loss):
@@ -145,8 +143,7 @@ FACTORS = {
 
 # Each factor in one layout, if no other test has it.
 FACTORS_OF = {
-    "tp2pp2": ("small micro-batches", "constant-length packs", "full recompute"),
-    "cp2": ("one sequence per micro-batch",),
+    "tp2pp2": ("small micro-batches", "constant-length packs"),
 }
 
 
@@ -168,7 +165,7 @@ def test_full_kl(dense, layout):
     dense.check(ParallelSizes(**LAYOUTS[layout]), FULL_KL)
 
 
-@pytest.mark.slow_when(lambda layout: layout == "pp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp2", "cp2tp2sp"])
 def test_full_kl_with_hidden_states_on_the_host(dense, layout):
     """Some of the micro-batches' in one layout, all of them in the other."""
@@ -211,7 +208,7 @@ def experts(ranks, tmp_path_factory):
 
 
 # What tp2sp, cp2 and ep2 have is in their combinations too.
-@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" or layout not in ("ep2cp2", "ep2tp2", "ep2pp2"))
+@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" or layout not in ("ep2cp2", "ep2pp2"))
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts(experts, layout, loss):
@@ -226,7 +223,7 @@ def shared_experts(ranks, tmp_path_factory):
     return {family: Suite(ranks, folders[family], experts=routing, moe=REPLAY) for family, routing in routings.items()}
 
 
-@pytest.mark.slow_when(lambda family, layout: (family, layout) not in (("deepseek_v3", "tp2sp"), ("glm4_moe", "cp2")))
+@pytest.mark.slow_when(lambda family, layout: (family, layout) not in (("deepseek_v3", "tp2sp"),))
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_shared_experts_and_latent_attention(shared_experts, family, layout):
@@ -246,6 +243,7 @@ def test_experts_with_recompute(experts, recompute):
     experts.check(ParallelSizes(pp=2, dp=2, ep=2), TOKEN, options)
 
 
+@pytest.mark.slow
 def test_experts_with_distributed_optimizer_and_overlap(experts):
     experts.check(ParallelSizes(dp=2, ep=2), TOKEN, {"distributed_optimizer": True, "overlap": True})
 
@@ -282,6 +280,7 @@ def test_missing_cp_reductions_are_noticed(dense):
     assert_noticed(dense, ParallelSizes(cp=2), GSPO, fault="sequence sums of one CP rank")
 
 
+@pytest.mark.slow
 def test_auxiliary_losses_scaled_by_one_ranks_tokens_are_noticed(experts):
     fixed = {"options": {"moe": REPLAYED_LOSSES}}
     expected = experts.one_rank(TOKEN, **fixed)
