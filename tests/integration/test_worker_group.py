@@ -20,6 +20,9 @@ from grpo_megatron.cluster.watch import ProcessHangs, Watch
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.errors import UserError
 
+# `make test` has the pool in the runs that it makes.
+pytestmark = pytest.mark.slow
+
 # Beats of a loaded machine come late.
 HANG_SECONDS = 10.0
 
@@ -115,14 +118,12 @@ def test_what_fails_names_the_rank_and_the_call(group):
     assert [rank for rank, *_ in group.call("echo")] == [0, 1, 2]
 
 
-@pytest.mark.slow
 def test_a_call_that_takes_too_long_names_who_is_not_done(group):
     group._timeout = 2
     with pytest.raises(UserError, match=r"`sleep` was not done within 2 s by member 1 of 3$"):
         group.call("sleep", [(0,), (30,), (0,)])
 
 
-@pytest.mark.slow
 def test_a_death_is_noticed_and_the_group_starts_anew(group):
     start = time.monotonic()
     with pytest.raises(ProcessDied, match=r"member 1 of 3 died in `die`.*; its log is .*rank1\.log"):
@@ -147,7 +148,6 @@ def ended(pids):
 
 
 # In `make test`, test_recovery.py has one that a run outlives.
-@pytest.mark.slow
 def test_a_rank_asleep_is_told_from_those_that_wait_for_it(group, tmp_path):
     with pytest.raises(ProcessHangs) as raised, group._watch:
         group.call("meet", [(1,)] * 3)
@@ -165,7 +165,6 @@ def test_a_rank_asleep_is_told_from_those_that_wait_for_it(group, tmp_path):
     assert [rank for rank, *_ in group.call("echo")] == [0, 1, 2]
 
 
-@pytest.mark.slow
 def test_a_stopped_rank_is_reported_and_ended(group):
     time.sleep(2 * BEAT_SECONDS)  # for beats that have the ranks' places
     with (
@@ -176,13 +175,11 @@ def test_a_stopped_rank_is_reported_and_ended(group):
         group.call("stop", [(2,)] * 3)
 
 
-@pytest.mark.slow
 def test_ranks_that_wait_for_one_that_works_do_not_hang(group):
     with group._watch:
         group.call("work", [(0, 3 * int(HANG_SECONDS))] * 3)
 
 
-@pytest.mark.slow
 def test_what_ranks_did_is_known_in_their_own_time(group):
     told, began = [], time.time()
     group._watch.tell_spans(lambda *span: told.append(span))
