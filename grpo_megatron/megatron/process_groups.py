@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.cluster.gloo import share_device
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
@@ -54,6 +55,8 @@ def initialize(
     from megatron.core import parallel_state as mpu
 
     cuda = torch.cuda.is_available()
+    if not cuda:
+        share_device()
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         **({"init_method": meeting} if isinstance(meeting, str) else {"store": meeting}),

@@ -56,9 +56,11 @@ def __getattr__(name: str):
             from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
             from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
+            from grpo_megatron.cluster import gloo
             from grpo_megatron.sglang import cpu_fp8, cpu_memory, cpu_operators
             from grpo_megatron.sglang.cpu_attention import BatchedAttention
 
+            gloo.share_device()
             cpu_memory.register()
             register_attention_backend(ATTENTION_BACKEND)(BatchedAttention)
             # Latent attention of new tokens without a prefix would by default be computed from keys and values that are not in
