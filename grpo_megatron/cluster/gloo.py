@@ -1,7 +1,7 @@
 """All gloo process groups of a process on one device, which is a thread that waits for their sockets.
 
-torch gives each group a device of its own, and a rank has 19 groups or more. gloo's threads look around a hundred times a second,
-whether or not something comes, so that the ranks of a small run on one machine were woken some ten thousand times a second.
+torch gives each group a device of its own, and a rank has 18 groups or more. The thread of a device looks around a hundred times a
+second, whether or not something comes. On a machine with few processors those of ranks that only waited kept the others from work.
 """
 
 import datetime
