@@ -22,6 +22,11 @@ def activate() -> str | None:
     return "grpo_megatron.sglang.cpu_platform:TorchCpuPlatform"
 
 
+def _allocate_plain(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
+    """Of the host buffer of routed-expert capture, which SGLang registers with CUDA by default."""
+    return allocator.allocate(dims, dtype=dtype, device=device)
+
+
 def __getattr__(name: str):
     # The class needs SGLang's base classes at definition time. Building it on first access keeps
     # `activate()`, which SGLang calls while its own platform package is half imported, free of
@@ -68,12 +73,7 @@ def __getattr__(name: str):
             AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda attention, batch: AttnForwardMethod.MLA)
             cpu_operators.register(self.get_dispatch_key_name())
             cpu_fp8.register()
-
-            # The host buffer of routed-expert capture is registered with CUDA by default.
-            def allocate_plain(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
-                return allocator.allocate(dims, dtype=dtype, device=device)
-
-            common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_plain
+            common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_plain
 
         def post_load_model(self, model) -> None:
             from grpo_megatron.sglang import cpu_memory, cpu_operators

@@ -112,7 +112,7 @@ def test_a_step_in_every_file(monitor_of, tmp_path, capsys):
     monitor.line(2, scalars)
     monitor.close()
     assert re.search(
-        r"^step +2/10 \| reward 0.5 \| \d+ tok/s \| 0\.\d\d s \(generate .* ETA", capsys.readouterr().out, re.MULTILINE
+        r"^step +2/10 \| reward 0.5 \| \d+ tok/s \| \d+\.\d\d s \(generate .* ETA", capsys.readouterr().out, re.MULTILINE
     )
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [next(iter(row)) for row in rows] == ["step", "step"]
