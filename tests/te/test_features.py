@@ -54,7 +54,7 @@ def test_what_padding_leaves_in_memory_reaches_nothing(te_ranks, models, batch, 
         assert not finite(te_ranks.run(features.first_step_with_real_lengths, sizes, spec, batch, LOSS, np.nan))
 
 
-@pytest.mark.slow_when(lambda layout, precision: (layout, precision) != ("cp2", "blockwise"))
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2"])
 def test_no_micro_batch_makes_the_host_wait(te_ranks, models, batch, layout, precision):
@@ -130,7 +130,7 @@ def test_reference_and_sleep(te_ranks, models, batch, precision):
         assert {kind: size for kind, size in report["asleep"].items() if kind != "occupied" and size} == {}
 
 
-@pytest.mark.slow_when(lambda layout, precision: (layout, precision) != ("etp2", "blockwise"))
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_the_reference_of_experts_begins_as_the_policy(te_ranks, models, batch, layout, precision):
