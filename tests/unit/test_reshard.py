@@ -344,17 +344,17 @@ def test_a_sender_that_is_gone_ends_the_wait_of_the_engines(cluster, way):
 
 
 def test_a_sync_that_moves_on_may_take_longer_than_the_timeout(cluster, monkeypatch):
-    one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory, timeout=3.0, bucket_bytes=300)
+    one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory, timeout=6.0, bucket_bytes=300)
     unpack = Parcel.unpack
 
     def slowly(parcel, buffer, parameters):
-        time.sleep(0.08)
+        time.sleep(0.16)
         unpack(parcel, buffer, parameters)
 
     monkeypatch.setattr(Parcel, "unpack", slowly)
     tensors = hf_tensors(DENSE)
     answers = one.sync(tensors)
-    assert answers[0].seconds["all"] > 3.0
+    assert answers[0].seconds["all"] > 6.0
     one.check(tensors)
 
 

@@ -78,7 +78,7 @@ def test_one_that_computes_does_not_use_up_the_time_of_those_that_waited():
         slow={"function": f"{HERE}:slow"},
     )
     assert [reward.term.name for reward in resolve_rewards(config)] == ["slow", "judge", "length"]
-    config.timeout = 2.0
+    config.timeout = 5.0
     tasks = [RewardTask(7, "p", encode("a"), "yes", {})] * 16
     assert not [found.why for found in Scorer(config, decode).work(tasks, 0.1) if isinstance(found, Failed)]
 
