@@ -96,6 +96,7 @@ def test_a_checkpoint_of_another_layout(ranks, model, tmp_path, small_files):
     assert "decoder.layers.mlp.linear_fc1.weight" in {tensor["name"] for tensor in listed["tensors"]}
 
 
+@pytest.mark.slow
 def test_fp8_export_is_what_deepseek_has(tmp_path, small_files):
     source = tiny_model(tmp_path / "source", "qwen3_moe", hidden_size=192, intermediate_size=320)
     hf_to_megatron(source, str(tmp_path / "megatron"), 1)

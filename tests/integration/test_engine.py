@@ -43,6 +43,8 @@ from grpo_megatron.weights.sync.resharding import make_transport
 from grpo_megatron.weights.sync.sync import WeightSync
 from tests.models import transformers_beams, transformers_logprobs
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["12+34", "77-19", "5", "10+10"]
 
 
@@ -158,7 +160,6 @@ def test_beam_groups_are_those_of_transformers(manager, tokenizer, model):
     assert largest_difference(warm, model, 0.7) <= 1e-5
 
 
-@pytest.mark.slow
 def test_a_batch_that_is_full_aborts_what_runs_and_what_waits(manager, tokenizer, model):
     """And leaves an engine that serves as before."""
     asked = prompts(tokenizer) * 2
@@ -265,7 +266,6 @@ def test_an_engine_keeps_no_name_of_a_file_that_its_processes_share(engines):
     check_no_names_of_shared_files(engines, {"sglang_loads_"})
 
 
-@pytest.mark.slow
 def test_two_engines_with_two_tensor_parallel_ranks_each(ray_here, arithmetic, tokenizer, model, tmp_path):
     with running(arithmetic, tokenizer, tmp_path, num_engines=2, tensor_parallel=2) as (manager, engines):
         check_no_names_of_shared_files(engines, {"sgl_shm_mq_", "sglang_loads_"})
@@ -289,7 +289,6 @@ def sampled_over_an_update(engines, mode, prompt_ids):
     return done
 
 
-@pytest.mark.slow_when(lambda mode: mode != PauseMode.retract)
 @pytest.mark.parametrize("mode", list(PauseMode))
 def test_requests_that_run_over_an_update_go_on_or_end_as_configured(engines, tokenizer, mode):
     done = sampled_over_an_update(engines, mode, prompts(tokenizer)[0].ids.tolist())

@@ -62,7 +62,7 @@ FAULTS = {
 
 
 # In `make test`, tests/unit/test_environments.py has one that hangs.
-@pytest.mark.slow_when(lambda fault: fault not in ("raise", "die"))
+@pytest.mark.slow_when(lambda fault: fault != "raise")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_one_sample(forgiving, capsys, fault):
     forgiving._say.__init__()
@@ -138,6 +138,7 @@ def test_unless_told_otherwise_a_failure_is_an_error(places):
         workers.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced(places, capsys):
     workers = made(places)
     try:

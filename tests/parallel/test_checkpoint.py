@@ -144,7 +144,8 @@ def test_a_checkpoint_loads_in_another_layout(ranks, models, batches, tmp_path_f
     assert loss_of(loaded) == pytest.approx(loss_of(saved), rel=tolerance)
 
 
-@pytest.mark.parametrize("not_waiting", [None, *(pytest.param(what, marks=pytest.mark.slow) for what in ("weights", "states"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("not_waiting", [None, "weights", "states"])
 def test_a_checkpoint_is_of_the_moment_it_was_begun(ranks, models, batches, tmp_path, not_waiting):
     """While it is written the ranks use the reference, sleep and train. Where they would not wait, the test notices."""
     sizes, folder = ParallelSizes(dp=2), str(tmp_path / "checkpoint")

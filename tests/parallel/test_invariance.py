@@ -105,14 +105,14 @@ def tied(ranks, tmp_path_factory):
 
 
 # Stages that are first and last only are in the uneven ones too, and in TP 2 with PP 2.
-@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" or layout not in ("pp2vpp2", "cp2tp2sp", "tp2pp2"))
+@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" or layout not in ("pp2vpp2", "cp2tp2sp"))
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(dense, layout, loss):
     dense.check(ParallelSizes(**LAYOUTS[layout]), LOSSES[loss])
 
 
-@pytest.mark.slow_when(lambda layout: layout != "tp2pp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "pp2vpp2", "cp2", "tp2pp2"])
 def test_tied_embeddings_and_qkv_bias(tied, layout):
     tied.check(ParallelSizes(**LAYOUTS[layout]), TOKEN)
@@ -141,13 +141,7 @@ FACTORS = {
 }
 
 
-# Each factor in one layout, if no other test has it.
-FACTORS_OF = {
-    "tp2pp2": ("small micro-batches", "constant-length packs"),
-}
-
-
-@pytest.mark.slow_when(lambda layout, factor: factor not in FACTORS_OF.get(layout, ()))
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "cp2"])
 def test_other_factor(dense, layout, factor):
@@ -159,7 +153,7 @@ def test_other_factor(dense, layout, factor):
 
 
 # Those of PP 2 and of CP 2 with TP 2 and SP are in the next test.
-@pytest.mark.slow_when(lambda layout: layout != "tp2pp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "tp2sp", "pp2vpp2", "tp2pp2", "cp2", "dp2"])
 def test_full_kl(dense, layout):
     dense.check(ParallelSizes(**LAYOUTS[layout]), FULL_KL)
@@ -172,6 +166,7 @@ def test_full_kl_with_hidden_states_on_the_host(dense, layout):
     dense.check(ParallelSizes(**LAYOUTS[layout]), FULL_KL, {"reference_hidden_bytes": 50_000 if layout == "pp2" else 0})
 
 
+@pytest.mark.slow
 def test_overlap_with_the_interleaved_schedule(dense):
     options = {"distributed_optimizer": True, "overlap": True}
     dense.check(ParallelSizes(pp=2, vpp=2, dp=2), TOKEN, options)
@@ -208,7 +203,7 @@ def experts(ranks, tmp_path_factory):
 
 
 # What tp2sp, cp2 and ep2 have is in their combinations too.
-@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" or layout not in ("ep2cp2", "ep2pp2"))
+@pytest.mark.slow_when(lambda layout, loss: loss == "gspo" or layout != "ep2cp2")
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts(experts, layout, loss):
@@ -223,7 +218,7 @@ def shared_experts(ranks, tmp_path_factory):
     return {family: Suite(ranks, folders[family], experts=routing, moe=REPLAY) for family, routing in routings.items()}
 
 
-@pytest.mark.slow_when(lambda family, layout: (family, layout) not in (("deepseek_v3", "tp2sp"),))
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_shared_experts_and_latent_attention(shared_experts, family, layout):
@@ -237,7 +232,8 @@ def test_latent_attention_with_recompute(shared_experts, layout):
     shared_experts["deepseek_v3"].check(ParallelSizes(**EXPERT_LAYOUTS.get(layout, {})), TOKEN, options)
 
 
-@pytest.mark.parametrize("recompute", [Recompute.selective, pytest.param(Recompute.full, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.full])
 def test_experts_with_recompute(experts, recompute):
     options = {"recompute": recompute, "recompute_modules": ("moe",)}
     experts.check(ParallelSizes(pp=2, dp=2, ep=2), TOKEN, options)
@@ -248,7 +244,7 @@ def test_experts_with_distributed_optimizer_and_overlap(experts):
     experts.check(ParallelSizes(dp=2, ep=2), TOKEN, {"distributed_optimizer": True, "overlap": True})
 
 
-@pytest.mark.slow_when(lambda layout: layout != "ep2tp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2", "ep2", "ep2tp2", "pp2vpp2"])
 def test_auxiliary_losses_with_the_partition_held_fixed(experts, layout):
     """The load-balancing loss is not linear in the tokens: one rank follows the same micro-batches."""

@@ -48,7 +48,7 @@ def suite(ranks, model):
     return AdapterSuite(ranks, model, lora=LORA, seed=3)
 
 
-@pytest.mark.slow_when(lambda layout: layout not in ("tp2", "tp2sp"))
+@pytest.mark.slow_when(lambda layout: layout != "tp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_steps_do_not_depend_on_the_layout(suite, layout):
     sizes, options = LAYOUTS[layout]

@@ -204,7 +204,7 @@ def test_a_nan_on_one_replica_drops_the_step_on_all(ranks, folder, layout, fault
     check_dropping(ranks, ActorSpec(folder, sizes, WARMING_UP, **options), fault)
 
 
-@pytest.mark.slow_when(lambda layout: layout == "dp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", "dp2 bf16 distributed"])
 def test_a_norm_over_the_limit_drops_the_step(ranks, folder, layout):
     sizes, options = DROPPING[layout]
@@ -248,7 +248,7 @@ def test_too_many_dropped_steps_stop_the_run(folder, tmp_path):
 # --- master weights
 
 
-@pytest.mark.slow_when(lambda distributed: not distributed)
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
 def test_updates_below_the_resolution_of_bf16_add_up(ranks, folder, distributed):
     """Weights in [2^-4, 2^-3) lie 2^-11 apart in bf16; updates of less than half of that would be lost, one by one."""
@@ -283,7 +283,7 @@ def cosine(k: int) -> float:
     return 1e-3 * k / 2 if k <= 2 else 1e-4 + 9e-4 * (1 + math.cos(math.pi * (k - 2) / 4)) / 2
 
 
-@pytest.mark.slow_when(lambda distributed: not distributed)
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
 def test_a_checkpoint_continues_the_schedule_with_the_present_settings(ranks, folder, tmp_path, distributed):
     sizes, batches = ParallelSizes(dp=2), [make_batch(seed) for seed in range(3)]

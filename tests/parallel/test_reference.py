@@ -66,6 +66,7 @@ def test_nothing_takes_the_references_weights_for_the_policys(ranks, models, tmp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_hidden_states_beyond_the_bound_wait_on_the_host_and_change_nothing(ranks, models):
     batches = [make_batch(seed) for seed in range(2)]
     # float32, padded by no layout of one rank

@@ -86,7 +86,7 @@ def experts(ranks, tmp_path_factory):
 
 
 # The others are in their combinations too.
-@pytest.mark.slow_when(lambda layout: layout not in ("pp2vpp2", "cp2tp2sp"))
+@pytest.mark.slow_when(lambda layout: layout != "pp2vpp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_in_a_layout(tied, layout):
     tied.check(ParallelSizes(**LAYOUTS[layout]))
@@ -100,14 +100,14 @@ FACTORS = {
 }
 
 
-@pytest.mark.slow_when(lambda layout, factor: (layout, factor) != ("dp2", "distributed optimizer with overlap"))
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2", "dp2"])
 def test_training_with_another_factor(tied, layout, factor):
     tied.check(ParallelSizes(**LAYOUTS[layout]), **FACTORS[factor])
 
 
-@pytest.mark.slow_when(lambda layout: layout != "ep2tp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_training_of_a_model_with_experts(experts, layout):
     experts.check(ParallelSizes(**EXPERT_LAYOUTS[layout]))
@@ -162,7 +162,7 @@ def test_an_export_scores_alike_in_transformers_and_when_it_is_loaded_again(rank
     assert np.abs(suite.scores(ParallelSizes(), seed=1) - ours).max() > 0.1
 
 
-@pytest.mark.slow_when(lambda layout: layout != "tp2sp")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp1", "tp2sp", "pp2vpp2", "cp2"])
 def test_a_frozen_one_scores_beside_a_policy_of_another_architecture(ranks, tied, tmp_path, layout):
     tied.scores(ParallelSizes(), folder=str(tmp_path / "reward"))

@@ -21,6 +21,8 @@ from tests.parallel.test_routing_replay import whole
 from tests.te import features, training
 from tests.te.test_training import EXPERT_LAYOUTS, LAYOUTS, ONE, PRECISIONS, te_spec
 
+pytestmark = pytest.mark.slow
+
 ENGINE = MoEConfig(routing_replay=RoutingReplay.engine)
 LOSS = PolicyLoss()
 
@@ -43,7 +45,6 @@ def finite(results) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-@pytest.mark.slow_when(lambda layout, precision: (layout, precision) != ("cp2", "tensorwise"))
 @pytest.mark.parametrize("precision", ["bf16", "tensorwise"])
 @pytest.mark.parametrize("layout", ["one", "cp2"])
 def test_what_padding_leaves_in_memory_reaches_nothing(te_ranks, models, batch, layout, precision):
@@ -54,7 +55,6 @@ def test_what_padding_leaves_in_memory_reaches_nothing(te_ranks, models, batch, 
         assert not finite(te_ranks.run(features.first_step_with_real_lengths, sizes, spec, batch, LOSS, np.nan))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2"])
 def test_no_micro_batch_makes_the_host_wait(te_ranks, models, batch, layout, precision):
@@ -92,8 +92,6 @@ RECOMPUTES = {
     "layernorm, moe_act": {"recompute": Recompute.selective, "recompute_modules": ("layernorm", "moe_act")},
     "moe": {"recompute": Recompute.selective, "recompute_modules": ("moe",)},
 }
-# The precision that `make test` takes; all of them in `make test-all`.
-RECOMPUTES_IN = {"core_attn, mlp": "blockwise", "moe": "tensorwise"}
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +104,6 @@ def of_experts(models, precision):
     return te_spec(models["qwen3_moe"], precision=precision, moe=ENGINE)
 
 
-@pytest.mark.slow_when(lambda recompute, precision: precision != RECOMPUTES_IN.get(recompute))
 @pytest.mark.parametrize("precision", ["bf16", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 def test_recomputation_changes_nothing(te_ranks, models, batch, plain, recompute, precision):
@@ -118,7 +115,6 @@ def test_recomputation_changes_nothing(te_ranks, models, batch, plain, recompute
     assert again.norms == pytest.approx(expected.norms, rel=1e-5)
 
 
-@pytest.mark.slow_when(lambda precision: precision == "blockwise")
 @pytest.mark.parametrize("precision", ["tensorwise", "blockwise"])
 def test_reference_and_sleep(te_ranks, models, batch, precision):
     """Weights cast to FP8 are given back before engines take room for theirs, and asleep; none is used after its weight changed."""
@@ -130,7 +126,6 @@ def test_reference_and_sleep(te_ranks, models, batch, precision):
         assert {kind: size for kind, size in report["asleep"].items() if kind != "occupied" and size} == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_the_reference_of_experts_begins_as_the_policy(te_ranks, models, batch, layout, precision):
@@ -146,7 +141,6 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", CHECKPOINTS)
 def test_a_checkpoint_goes_on_bit_for_bit_and_loads_in_another_layout(te_ranks, models, tmp_path, precision):
     family, sizes, options = CHECKPOINTS[precision]
@@ -163,7 +157,6 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_loads_in_another_layout(te_ranks, 
     assert loss_of([alone]) == pytest.approx(loss_of(saved), rel=0.02, abs=0.02)
 
 
-@pytest.mark.slow
 def test_training_follows_the_old_policys_routing(te_ranks, tmp_path):
     """As on local layers: between the passes the routers are turned upside down."""
     sizes, batch, model = EXPERT_LAYOUTS["tp2sp"], make_batch(0), aligned_model(tmp_path, "qwen3_moe")
@@ -180,7 +173,7 @@ def test_training_follows_the_old_policys_routing(te_ranks, tmp_path):
     assert followed < 0.2 * chosen
 
 
-@pytest.mark.parametrize("ends", [(1, 2), pytest.param((4, 0), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ends", [(1, 2), (4, 0)])
 def test_layers_that_stay_in_bf16(te_ranks, models, batch, ends):
     """Their products are no FP8 ones; with all layers among them nothing is FP8."""
     first, last = ends
@@ -191,7 +184,6 @@ def test_layers_that_stay_in_bf16(te_ranks, models, batch, ends):
     assert calls["quantize"] == of_all["quantize"] * (4 - first - last) // 4
 
 
-@pytest.mark.slow
 def test_gradients_in_e4m3_are_others(te_ranks, models, batch):
     spec = te_spec(models["qwen3"], precision="tensorwise")
     (hybrid,) = te_ranks.run(training.first_step, ONE, spec, batch, LOSS, None)

@@ -113,11 +113,7 @@ CASES = [
 ]
 
 
-# Of all cases, those that `make test` takes: each layout and each precision, and the families that differ from Qwen3 most.
-QUICK = (("qwen3", "tp2sp", "blockwise"), ("deepseek_v3", "ep2", "tensorwise"))
-
-
-@pytest.mark.slow_when(lambda family, layout, precision: (family, layout, precision) not in QUICK)
+@pytest.mark.slow_when(lambda family, layout, precision: (family, layout, precision) != ("qwen3", "tp2sp", "blockwise"))
 @pytest.mark.parametrize(("family", "layout", "precision"), CASES)
 def test_first_step_as_on_one_rank(families, tmp_path, family, layout, precision):
     model, sizes = families(family), EXPERT_LAYOUTS[layout]

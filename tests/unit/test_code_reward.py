@@ -41,6 +41,7 @@ def test_streams():
     assert score(first_two, SUMS, score=CodeScore.share)["reward"] == pytest.approx(2 / 3)
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize(
     ("answer", "record"),
     [(CALLS, {}), (ASSERTS, {}), (json.dumps(ASSERTS), {}), (CHECK, {"entry_point": "add"})],
@@ -99,7 +100,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow_but(8)
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize("answer", [SUMS, CALLS, ASSERTS, CHECK], ids=["streams", "calls", "asserts", "check"])
 @pytest.mark.parametrize(
     "program",
@@ -138,6 +139,7 @@ def add(a, b):
 """
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     "answer",
     [
@@ -152,6 +154,7 @@ def test_a_program_cannot_find_what_is_expected(answer):
     assert score(SEEKS + "hidden = [int('8675300') + 9]", answer, {"entry_point": "add"})["passed"] == 1.0
 
 
+@pytest.mark.slow
 def test_tests_bring_what_they_need():
     record = {"test_imports": ["import math"], "test_setup_code": "expected = 2.0"}
     program = "import math\nclass isclose: pass\nmath.isclose = lambda *a: True\ndef root(x):\n    return x ** 0.5"
@@ -196,6 +199,7 @@ def test_errors_that_tests_expect():
     assert score("def root(x):\n    raise TypeError('negative')", tests)["reward"] == 0.0
 
 
+@pytest.mark.slow
 def test_an_end_of_iteration_ends_no_loop_of_the_tests():
     tests = ["for found, right in zip(map(f, [1, 2]), [1, 2]):\n    assert found == right", "assert all(map(f, [1]))"]
     for error in ("StopIteration", "StopAsyncIteration"):
@@ -224,6 +228,7 @@ def test_all_tests_together_stay_within_the_time_of_a_reward():
     assert time.monotonic() - start < LIMITS.seconds
 
 
+@pytest.mark.slow
 def test_the_preamble():
     program = "def f(x: List[int]) -> int:\n    return sum(x)"
     assert score(program, ["assert f([1, 2]) == 3"])["reward"] == 0.0

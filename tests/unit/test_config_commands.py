@@ -224,6 +224,7 @@ def test_diff_of_equal_configurations(capsys, tmp_path):
     assert json.loads(config(capsys, "diff", a, b, "--json")) == {}
 
 
+@pytest.mark.slow
 def test_diff_of_the_configurations_here_is_complete(capsys):
     for other in CONFIGS:
         found = json.loads(config(capsys, "diff", QUICKSTART, other, "--json", status=0 if other == QUICKSTART else 1))

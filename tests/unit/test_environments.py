@@ -195,7 +195,7 @@ def test_many_episodes_at_once(counting):
     assert group_statistics(capped, pass_reward=1.0)["response/out_of_turns"] == 1
 
 
-@pytest.mark.slow_but(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("turns", "do", "error", "steps"),
     [
@@ -289,7 +289,7 @@ def test_one_in_a_busy_process_is_closed_later(places, tmp_path):
 STEP = r"environment tests.unit.toy_environments:Obedient: step\('{}'\) on record 7 "
 
 
-@pytest.mark.slow_but(4)
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize(
     ("order", "complaint"),
     [
@@ -342,7 +342,7 @@ def test_a_process_that_dies(places):
         environments.close()
 
 
-@pytest.mark.slow_but(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "asked", "played"),
     [

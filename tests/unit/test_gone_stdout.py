@@ -54,6 +54,7 @@ NO_RESULT = {
 }
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     ("stdout", "words", "status"),
     [("gone", "train done", 0), ("full", "train done", 0), ("gone", "selftest fail", 1)],
@@ -70,6 +71,7 @@ def test_a_run_without_stdout_is_done(closed):
     assert subprocess.run(shell, timeout=120).returncode == 0
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     ("what", "status", "said"), [("refuse", 2, "error: planted refusal\n"), ("stop", 75, "stopped on request\n")]
 )
@@ -81,6 +83,7 @@ def test_a_run_that_ends_otherwise_has_its_own_status(what, status, said):
 FULL = "error: no space left on the disk of what stdout goes to; make room\n"
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     ("characters", "stdout", "status", "said"), [(9, "gone", 141, ""), (99999, "gone", 141, ""), (9, "full", 2, FULL)]
 )

@@ -197,6 +197,7 @@ def test_surroundings_of_an_edge():
     assert surroundings(world._task, 3) == "11 LFD#R#UF"
 
 
+@pytest.mark.slow
 def test_minigrid_with_the_text_of_the_documentation(tmp_path, monkeypatch):
     pytest.importorskip("minigrid")
     (example,) = re.findall(r"```python\n(.*?)```", Path("docs/environments.md").read_text(encoding="utf-8"), re.DOTALL)

@@ -139,6 +139,7 @@ def test_a_refusal_is_its_message(kept):
     assert kept("refuse").end() == (2, "error: planted refusal\n")
 
 
+@pytest.mark.slow
 def test_a_defect_is_one_message_that_names_its_traceback(kept, tmp_path):
     status, errors = kept("fail later").end()
     assert (status, errors) == (
@@ -167,7 +168,7 @@ def test_a_full_disk_is_one_message_wherever_it_is_met(kept, tmp_path):
     )
 
 
-@pytest.mark.slow_when(lambda who, by: by != signal.SIGTERM and (who, by) != ("keeper", signal.SIGUSR1))
+@pytest.mark.slow_when(lambda who, by: (who, by) != ("driver", signal.SIGTERM))
 @pytest.mark.parametrize("who", ["keeper", "driver"])
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_request_to_stop_is_answered_after_the_step(kept, tmp_path, who, by):
@@ -201,6 +202,7 @@ def test_before_the_first_step_nothing_is_waited_for(kept):
     assert (status, errors) == (75, "stopped on request (SIGTERM) with no step to finish; it had no checkpoint yet\n")
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_leaves_at_once(kept):
     run = kept("long step").up()
     run.keeper.send_signal(signal.SIGINT)

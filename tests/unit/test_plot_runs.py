@@ -37,6 +37,7 @@ def test_a_resumed_run_is_one_curve(tmp_path):
     np.testing.assert_allclose([values[0], values[1], values[3]], [0.1, 0.2, 0.6], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_picture_shows_a_curve_for_each_run(tmp_path):
     log(tmp_path / "a", {0: 0.0, 10: 1.0})
     log(tmp_path / "b", {0: 1.0, 10: 0.0})

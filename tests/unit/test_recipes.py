@@ -48,6 +48,7 @@ def test_it_uses_the_whole_cluster(recipe):
     assert (ranks, engines) == (gpus, gpus) if cluster.placement.value == "colocated" else ranks + engines == gpus
 
 
+@pytest.mark.slow_but(2)
 def test_it_fits(recipe):
     """With the planner's reserve, and a KV cache for at least 16 of the longest sequences."""
     _, config, arch = recipe

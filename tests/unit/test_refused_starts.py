@@ -108,6 +108,7 @@ def place(monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_rows_stay_until_a_named_checkpoint_has_been_loaded(place, tmp_path):
     def damaged(*_):
         raise DamagedCheckpoint("the ranks say so")

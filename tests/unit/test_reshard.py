@@ -108,6 +108,7 @@ ENGINE_LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     sizes=sizes,
@@ -258,7 +259,7 @@ def test_every_transport_brings_every_parameter_and_its_digest(cluster, way, mul
             assert answers[me].seals == {link.name: sealed[link.name] for link in one.plan.incoming(me)}
 
 
-@pytest.mark.slow_when(lambda delta: delta)
+@pytest.mark.slow
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize(
     ("engine_nodes", "expected"),
@@ -343,6 +344,7 @@ def test_a_sender_that_is_gone_ends_the_wait_of_the_engines(cluster, way):
         one.sync(hf_tensors(DENSE), without=(2,))
 
 
+@pytest.mark.slow
 def test_a_sync_that_moves_on_may_take_longer_than_the_timeout(cluster, monkeypatch):
     one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory, timeout=6.0, bucket_bytes=300)
     unpack = Parcel.unpack
@@ -382,6 +384,7 @@ def test_a_delta_is_exact_and_small(cluster, way):
     assert sent[0.01] < 0.15 * sent[1.0]
 
 
+@pytest.mark.slow
 def test_a_delta_on_other_weights_than_the_sender_thinks_is_noticed(cluster):
     one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory, delta=True)
     tensors = hf_tensors(DENSE)

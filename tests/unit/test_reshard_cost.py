@@ -25,6 +25,7 @@ def on_128_gpus(engines=16, **changes):
     )
 
 
+@pytest.mark.slow
 def test_70b_on_its_own_engines_takes_what_a_card_needs_for_its_share():
     machine = Machine(network=50.0, latency=0.0)
     found = cost(on_128_gpus(), machine, BUCKET)

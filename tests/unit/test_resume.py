@@ -48,6 +48,7 @@ def test_a_state_that_does_not_fit_is_one_message(state, said, capsys, tmp_path)
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_no_checkpoint(tmp_path):
     for folder, said in ((tmp_path, "not a whole checkpoint"), (tmp_path / "none", "does not exist")):
         with pytest.raises(UserError, match=said):
