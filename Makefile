@@ -70,13 +70,14 @@ quickstart: install
 quickstart-fp8: install
 	$(BIN)/python tools/quickstart.py --config quickstart_fp8
 
+# Failures are printed when they happen: who ends the tests early has them too.
 # One worker starts with the tests that share Ray, the other one with those that share ranks: see tests/conftest.py.
 test: install lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest --instafail -n 2
 
 # One after the other: some of these measure times.
 test-all: install lint
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest --instafail -m "slow or not slow"
 
 # On a machine with a GPU, each within nine minutes. Without one the first skips everything, and `make test` runs the same
 # code with the kernels emulated.

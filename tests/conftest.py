@@ -5,56 +5,9 @@ import sys
 import pytest
 from hypothesis import settings
 
-SLOTS = 16
-
 # First examples pay for imports; timing is not what these tests are about.
 settings.register_profile("default", deadline=None)
 settings.load_profile("default")
-
-
-@pytest.fixture(scope="session")
-def ray_here():
-    """One Ray for all tests that need one; runs join it in place of starting their own."""
-    import ray
-
-    from grpo_megatron.cluster.placement import connect
-
-    connect(None, num_slots=SLOTS)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="session")
-def places(ray_here, tmp_path_factory):
-    """places(n): where n reward workers can be."""
-    import ray
-
-    from grpo_megatron.cluster.worker_pool import worker_places
-
-    logs = tmp_path_factory.mktemp("reward_workers")
-    return lambda number: worker_places([ray.get_runtime_context().get_node_id()], number, str(logs))
-
-
-@pytest.fixture(scope="session")
-def ranks():
-    from tests.ranks import RankPool
-
-    pool = RankPool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="session")
-def te_ranks():
-    """Ranks with TransformerEngine, its kernels emulated."""
-    from grpo_megatron.capabilities import emulated_transformer_engine
-    from tests.ranks import RankPool
-
-    if problem := emulated_transformer_engine()[1]:
-        pytest.skip(problem)
-    pool = RankPool(emulate_kernels=True)
-    yield pool
-    pool.close()
 
 
 # What the kernel must let a process do. It is asked without what the tests are about, which would skip them where it is broken.

@@ -15,10 +15,24 @@ import uuid
 from pathlib import Path
 
 import psutil
+import pytest
 
+from grpo_megatron.capabilities import emulated_transformer_engine
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 _MOST_THREADS = 300
+
+
+@contextlib.contextmanager
+def rank_pool(emulate_kernels: bool = False):
+    """A RankPool that is closed at the end; with kernels to be emulated it skips the test where they cannot be."""
+    if emulate_kernels and (problem := emulated_transformer_engine()[1]):
+        pytest.skip(problem)
+    pool = RankPool(emulate_kernels)
+    try:
+        yield pool
+    finally:
+        pool.close()
 
 
 class RankPool:

@@ -35,8 +35,12 @@ class SocketWatch:
 
     def _watch(self) -> None:
         before: dict[Socket, str] = {}
-        while not self._ended.wait(0.3):
+        pause = 0.3
+        while not self._ended.wait(pause):
+            begun = time.monotonic()
             now = listening(psutil.Process())
+            # On a slow machine it would take as much time as what it watches, in the same process.
+            pause = max(0.3, 4 * (time.monotonic() - begun))
             # Whoever asks for this machine's own address opens a socket for a moment, and listens to nobody.
             for key in (now.keys() & before.keys()) - self._earlier:
                 self.found.setdefault(key[1], set()).add(now[key])

@@ -1,6 +1,6 @@
 """Where the tests of this folder run: on a GPU, and on a CPU with TransformerEngine's kernels emulated, with the same assertions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.schema import TransformerImpl
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.ranks import rank_pool
 
 HERE = Capabilities.of_this_machine()
 
@@ -29,12 +30,12 @@ def _on_gpu(name: str, problem: str | None):
 
 
 @pytest.fixture(
-    params=[_on_gpu("cuda-local", None), _on_gpu("cuda-te", HERE.transformer_engine_problem), "emulated-te"], scope="session"
+    params=[_on_gpu("cuda-local", None), _on_gpu("cuda-te", HERE.transformer_engine_problem), "emulated-te"], scope="package"
 )
-def side(request) -> Side:
+def side(request) -> Iterator[Side]:
     device, layers = request.param.split("-")
     emulated = device == "emulated"
-    pool = request.getfixturevalue("te_ranks" if emulated else "ranks")
     layers = TransformerImpl.local if layers == "local" else TransformerImpl.transformer_engine
     problem = "local layers have no FP8" if layers == TransformerImpl.local else HERE.emulating(emulated).fp8_problem
-    return Side(layers, emulated, lambda function, *args: pool.run(function, ParallelSizes(), *args)[0], problem)
+    with rank_pool(emulated) as pool:
+        yield Side(layers, emulated, lambda function, *args: pool.run(function, ParallelSizes(), *args)[0], problem)

@@ -1,6 +1,39 @@
 import pytest
 
-from tests.conftest import SLOTS
+from tests.ranks import rank_pool
+
+SLOTS = 16
+
+
+# Those that tests of a folder share end with the last of them: they never sleep for long, and on a slow machine Ray without
+# work was seen to take a quarter of it.
+@pytest.fixture(scope="package")
+def ray_here():
+    """One Ray for all tests that need one; runs join it in place of starting their own."""
+    import ray
+
+    from grpo_megatron.cluster.placement import connect
+
+    connect(None, num_slots=SLOTS)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="package")
+def places(ray_here, tmp_path_factory):
+    """places(n): where n reward workers can be."""
+    import ray
+
+    from grpo_megatron.cluster.worker_pool import worker_places
+
+    logs = tmp_path_factory.mktemp("reward_workers")
+    return lambda number: worker_places([ray.get_runtime_context().get_node_id()], number, str(logs))
+
+
+@pytest.fixture(scope="package")
+def ranks():
+    with rank_pool() as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ FAULTS = {
 }
 
 
-# In `make test`, tests/unit/test_environments.py has one that hangs.
+# In `make test`, tests/integration/test_environment_workers.py has one that hangs.
 @pytest.mark.slow_when(lambda fault: fault != "raise")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_one_sample(forgiving, capsys, fault):

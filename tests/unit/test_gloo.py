@@ -10,6 +10,7 @@ import torch
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from grpo_megatron.cluster import gloo
+from tests.sockets import listening
 
 TIMEOUT = datetime.timedelta(seconds=60)
 
@@ -38,30 +39,33 @@ def groups(count: int) -> list[list[ProcessGroupGloo]]:
         return list(zip(*pool.map(rank, range(2)), strict=True))
 
 
+def sums(ranks: list[ProcessGroupGloo], values: list[float]) -> list[float]:
+    """What each rank has after an all_reduce to which rank i brings values[i]."""
+    tensors = [torch.tensor([value]) for value in values]
+    for work in [group.allreduce([tensor]) for group, tensor in zip(ranks, tensors, strict=True)]:
+        work.wait()
+    return [tensor.item() for tensor in tensors]
+
+
 def test_groups_have_one_thread_that_waits_for_sockets():
     before = waiting_threads()
     made = groups(4)
     assert waiting_threads() == before + 1
     for number, ranks in enumerate(made):
-        tensors = [torch.tensor([1.0 + number]), torch.tensor([10.0])]
-        for work in [group.allreduce([tensor]) for group, tensor in zip(ranks, tensors, strict=True)]:
-            work.wait()
-        assert [tensor.item() for tensor in tensors] == [11.0 + number] * 2
+        assert sums(ranks, [1.0 + number, 10.0]) == [11.0 + number] * 2
 
 
 def test_a_group_that_is_gone_leaves_the_others_working():
     first, second = groups(2)
     del first
-    tensors = [torch.tensor([1.0]), torch.tensor([2.0])]
-    for work in [group.allreduce([tensor]) for group, tensor in zip(second, tensors, strict=True)]:
-        work.wait()
-    assert [tensor.item() for tensor in tensors] == [3.0, 3.0]
+    assert sums(second, [1.0, 2.0]) == [3.0, 3.0]
 
 
 def test_a_device_listens_on_the_interface_that_is_named():
-    before = set(listening())
+    own = psutil.Process()
+    before = listening(own).keys()
     made = groups(1)
-    assert {address for address, _ in set(listening()) - before} == {"127.0.0.1"}
+    assert {address for _, address, _ in listening(own).keys() - before} == {"127.0.0.1"}
     del made
 
 
@@ -69,7 +73,3 @@ def test_an_interface_that_is_not_there(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RuntimeError, match="nowhere0"):
         groups(1)
-
-
-def listening() -> list[tuple[str, int]]:
-    return [tuple(each.laddr) for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]

@@ -55,7 +55,7 @@ def _search(query: str) -> str:
     return query
 
 
-HERE = "tests.unit.test_tool_environment"
+HERE = "tests.integration.test_tool_environment"
 
 
 def step(response, names=("calculator", f"{HERE}:search"), timeout=30.0):
