@@ -28,7 +28,12 @@ def containment(request):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `-n 2`, one worker has the tests that share Ray, the other one those that share ranks, and both then unit tests."""
+    """With `-n 2`, one worker has the tests that share Ray, the other one those that share ranks, and both then unit tests.
+
+    Another `--dist` than the `load` that `-n` implies is the plugin's own.
+    """
+    if config.getoption("dist") != "load":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):

@@ -1,7 +1,8 @@
 """Real runs that are ended from outside at random moments: a message, the documented status, and nothing left.
 
 GRPO_MEGATRON_ENDS=20 tries every kind of end that often (a default of once takes ten minutes); GRPO_MEGATRON_ENDS_SEED chooses the
-moments. What needs no ranks and engines to be seen is in tests/unit/test_keeper.py.
+moments. `pytest -m slow -n 3 --dist worksteal tests/integration/test_ends.py` has three runs at a time on the machine, each of which
+waits more than it computes. What needs no ranks and engines to be seen is in tests/unit/test_keeper.py.
 """
 
 import os
