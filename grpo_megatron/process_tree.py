@@ -2,12 +2,14 @@
 
 import ctypes
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 
 import psutil
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CLOCK_SECONDS = 2.0  # by which the start of one process may differ, asked at two times
 _STARTED = 19  # of /proc/PID/stat, counted from the first field behind the name; `man proc_pid_stat` has it as field 22
 
@@ -53,6 +55,14 @@ def adopt_orphans() -> None:
     """From now on a process whose parent dies becomes a child of this one, if it descends from it: none can get away."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def end_with_parent(parent: int) -> None:
+    """From now on this process is killed when the one that has started it ends, whose number is `parent`. If that has ended before, this
+    one exits."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
 
 
 def kill_descendants(seconds: float = 30.0) -> list[str]:

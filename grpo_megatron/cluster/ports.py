@@ -25,15 +25,23 @@ def free_ports(count: int, first: int = 0) -> int:
     while first + count <= _BEYOND:
         with ExitStack() as held:
             try:
-                listener = held.enter_context(socket.socket())
-                listener.bind(("", first))
-                found = listener.getsockname()[1]
+                found = _hold(held, first)
                 for behind in range(found + 1, found + count):
-                    held.enter_context(socket.socket()).bind(("", behind))
+                    _hold(held, behind)
                 return found
             except (OSError, OverflowError):  # taken, or beyond the last port
                 first = first + count if first else 0
     raise OSError(f"no {count} ports in a row are free")
+
+
+def _hold(held: ExitStack, port: int) -> int:
+    """The port, or another one for 0, as long as `held` is open. Raises OSError if somebody has it."""
+    holder = held.enter_context(socket.socket())
+    # A port is free again when its last server has ended; without this, not before a minute later, while the system still keeps
+    # connections that the server has closed. Each job on a node then took the port that the next one was to have.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", port))
+    return holder.getsockname()[1]
 
 
 def main() -> None:

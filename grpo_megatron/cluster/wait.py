@@ -4,6 +4,7 @@ python -m grpo_megatron.cluster.wait --address HOST:PORT --nodes N --timeout SEC
 """
 
 import argparse
+import os
 import re
 import socket
 import subprocess
@@ -11,7 +12,10 @@ import sys
 import time
 
 _COUNT = """
-import sys, ray
+import sys
+from grpo_megatron.process_tree import end_with_parent
+end_with_parent(int(sys.argv[2]))
+import ray
 ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
 print("nodes alive:", sum(node["Alive"] for node in ray.nodes()))
 """
@@ -27,11 +31,13 @@ def listening(address: str) -> bool:
 
 
 def alive_nodes(address: str) -> int:
-    """0 while the cluster does not answer. In a process of its own: a failed ray.init cannot be repeated."""
+    """0 while the cluster does not answer. In a process of its own: a failed ray.init cannot be repeated. It ends with this one: where
+    a job ended meanwhile it was left behind, asking for a head that was gone."""
     if not listening(address):
         return 0
     try:
-        done = subprocess.run([sys.executable, "-c", _COUNT, address], capture_output=True, text=True, timeout=60)
+        command = [sys.executable, "-c", _COUNT, address, str(os.getpid())]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         return 0
     # Ray may have something to say there too.

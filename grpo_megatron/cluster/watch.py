@@ -165,8 +165,9 @@ class Watch:
         """Tell what has not been told yet. Asks every process; all must be well and idle."""
         with self._lock:
             beats = [watched.actor.beat.remote() for watched in self._watched.values()]
-        ray.wait(beats, num_returns=len(beats), timeout=_FLUSH_SECONDS)
-        self._read(passed=0.0)
+        if beats:  # else Ray need not be there, and would be started, or looked for
+            ray.wait(beats, num_returns=len(beats), timeout=_FLUSH_SECONDS)
+            self._read(passed=0.0)
 
     def __enter__(self) -> Self:
         self._verdict = None

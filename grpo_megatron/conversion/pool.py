@@ -1,6 +1,5 @@
 """Several processes that do one unit of work after the other, and end with the one that started them."""
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -16,8 +15,7 @@ import torch
 from tqdm import tqdm
 
 from grpo_megatron.errors import UserError
-
-_PR_SET_PDEATHSIG = 1
+from grpo_megatron.process_tree import end_with_parent
 
 
 class Job(Protocol):
@@ -133,9 +131,7 @@ def _lost(process) -> UserError:
 
 def _serve(connection, parent: int, job: Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return  # it died before it could be watched
+    end_with_parent(parent)
     torch.set_num_threads(1)
     try:
         job.start()

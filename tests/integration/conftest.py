@@ -1,3 +1,6 @@
+import os
+from unittest.mock import patch
+
 import pytest
 
 from tests.ranks import rank_pool
@@ -14,9 +17,11 @@ def ray_here():
 
     from grpo_megatron.cluster.placement import connect
 
-    connect(None, num_slots=SLOTS)
-    yield
-    ray.shutdown()
+    # Afterwards without what Ray was started with: other tests would have its token, and its patience.
+    with patch.dict(os.environ):
+        connect(None, num_slots=SLOTS)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="package")

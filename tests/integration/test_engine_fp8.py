@@ -28,6 +28,7 @@ from grpo_megatron.weights.fp8_blocks import quantise
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from tests.integration.test_train import arguments, metrics
 from tests.models import tiny_model
+from tests.ranks import rank_pool
 
 LOOK, SWAP = (f"tests.integration.engine_door.{name}" for name in ("parameters", "swap_halves"))
 FP8_ENGINE = ("rollout.engine.dtype=bfloat16", "rollout.engine.quantization=fp8")
@@ -239,11 +240,12 @@ def of_engine(x, weight):
 
 
 @pytest.mark.slow
-def test_a_layer_is_the_same_in_trainer_and_engine(ray_here, te_ranks):
+def test_a_layer_is_the_same_in_trainer_and_engine(ray_here):
     torch.manual_seed(0)
     x = (torch.randn(48, 384) * torch.logspace(-3, 3, 48)[:, None]).bfloat16()
     weight = torch.randn(256, 384).bfloat16()
-    (ours,) = te_ranks.run(of_trainer, ParallelSizes(), x, weight)
+    with rank_pool(emulate_kernels=True) as pool:
+        (ours,) = pool.run(of_trainer, ParallelSizes(), x, weight)
     environment = engine_environment(EngineConfig(), gpu=False)
     theirs = ray.get(of_engine.options(num_cpus=0, runtime_env={"env_vars": environment}).remote(x, weight))
     exact = x.double() @ weight.double().t()
@@ -319,7 +321,7 @@ def test_experts_are_as_they_are_defined(ray_here):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [None, "qwen3_moe"])
 def test_mismatch_of_fp8_and_bf16_engines_with_an_fp8_trainer(ray_here, blocks, experts, tmp_path, family):
-    """An FP8 engine is nearer to an FP8 trainer than one in bf16."""
+    """An FP8 engine is nearer to an FP8 trainer than one in bf16, in each step: both grow as the large first gradients move weights."""
     root = experts(family) if family else blocks
     means = {}
     for quantization in ("none", "fp8"):
@@ -328,4 +330,4 @@ def test_mismatch_of_fp8_and_bf16_engines_with_an_fp8_trainer(ray_here, blocks, 
         means[quantization] = [row["mismatch/mean"] for row in metrics(tmp_path, quantization)]
     print(json.dumps(means))
     assert len(means["none"]) == len(means["fp8"]) == 3
-    assert max(means["fp8"]) < 0.8 * min(means["none"])
+    assert all(fp8 < 0.8 * bf16 for fp8, bf16 in zip(means["fp8"], means["none"], strict=True))

@@ -1,6 +1,9 @@
 """Which rank is where in the network, where a job listens, and whether its nodes have come."""
 
 import socket
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import psutil
@@ -55,6 +58,13 @@ def test_the_recipe_for_70b_has_its_two_stages_on_pairs_of_nodes():
     assert [(nodes[rank], nodes[rank + 64]) for rank in range(0, 64, 8)] == [(first, first + 1) for first in range(0, 16, 2)]
 
 
+def wait_until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_port_that_is_taken_is_passed_over():
     with socket.socket() as listener:
         listener.bind(("", 0))
@@ -66,6 +76,38 @@ def test_a_port_that_is_taken_is_passed_over():
         assert free_ports(2, taken) > taken
     with pytest.raises(OSError, match="no 3 ports"):
         free_ports(3, 65535)
+
+
+def test_a_port_is_free_when_its_server_has_ended():
+    """The system still keeps the connections that the server has closed."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        caller = socket.create_connection(("127.0.0.1", port))
+        server.accept()[0].close()
+        assert caller.recv(1) == b""
+        caller.close()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    assert free_ports(1, port) == port
+
+
+def test_what_asks_for_nodes_ends_with_who_started_it():
+    """It was left behind by a job that ended, asking for half an hour."""
+    asking = "from pathlib import Path; Path('/proc/self/comm').write_text('asks-for-nodes'); import time; time.sleep(600)"
+    starter = f"""
+from grpo_megatron.cluster import wait
+wait._COUNT = wait._COUNT.partition("import ray")[0] + {asking!r}
+wait.listening = lambda address: True
+wait.alive_nodes("127.0.0.1:1")
+"""
+
+    def askers():
+        return [process for process in psutil.process_iter(["name"]) if process.info["name"] == "asks-for-nodes"]
+
+    with subprocess.Popen([sys.executable, "-c", starter]) as started:
+        wait_until(askers)
+        started.kill()
+    wait_until(lambda: not askers())
 
 
 @pytest.mark.parametrize(("said", "nodes"), [("a pool.\\nnodes alive: 2\\nmore", 2), ("nodes alive: many", 0), ("", 0)])
