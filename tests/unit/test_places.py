@@ -102,7 +102,8 @@ wait.alive_nodes("127.0.0.1:1")
 """
 
     def askers():
-        return [process for process in psutil.process_iter(["name"]) if process.info["name"] == "asks-for-nodes"]
+        processes = [process for process in psutil.process_iter(["name"]) if process.info["name"] == "asks-for-nodes"]
+        return [process for process in processes if process.status() != psutil.STATUS_ZOMBIE]
 
     with subprocess.Popen([sys.executable, "-c", starter]) as started:
         wait_until(askers)
