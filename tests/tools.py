@@ -1,4 +1,5 @@
-"""Running a script of tools/ within the tests' process, which starts in no time; finding what `make install` unpacked; a full disk."""
+"""Running a script of tools/ within the tests' process, which starts in no time; finding what `make install` unpacked; a full disk;
+waiting."""
 
 import contextlib
 import io
@@ -6,6 +7,7 @@ import resource
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -28,6 +30,14 @@ def run_tool(name: str, *arguments, status: int = 0, stdin: str | None = None) -
             ended = exit_.code or 0
     assert ended == status, out.getvalue() + err.getvalue()
     return out.getvalue(), err.getvalue()
+
+
+def wait_until(condition, otherwise: str = "", seconds: float = 30.0) -> None:
+    """For condition() to be true. otherwise: what is wrong if it is not by then."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.02)
 
 
 def unpacked(requirement: str) -> Path:

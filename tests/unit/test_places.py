@@ -3,7 +3,6 @@
 import socket
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import psutil
@@ -14,6 +13,7 @@ from grpo_megatron.cluster.placement import neighbouring_stages
 from grpo_megatron.cluster.ports import free_ports
 from grpo_megatron.config.load import read_config
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.tools import wait_until
 
 
 def nodes_of_ranks(sizes: ParallelSizes, per_node: int) -> list[int]:
@@ -56,13 +56,6 @@ def test_the_recipe_for_70b_has_its_two_stages_on_pairs_of_nodes():
     sizes = ParallelSizes.from_config(read_config("configs/llama3_70b_16node.yaml", ["model.path=/nowhere"]).megatron)
     nodes = nodes_of_ranks(sizes, per_node=8)
     assert [(nodes[rank], nodes[rank + 64]) for rank in range(0, 64, 8)] == [(first, first + 1) for first in range(0, 16, 2)]
-
-
-def wait_until(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_port_that_is_taken_is_passed_over():

@@ -11,7 +11,8 @@ import pytest
 
 from grpo_megatron.config.sandbox import SandboxLimits
 from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
-from tests.sandboxes import processes, wait_until
+from tests.sandboxes import processes
+from tests.tools import wait_until
 
 # Of attempts that are (name, function) pairs, the names of those that worked.
 TRY = """

@@ -16,7 +16,8 @@ from grpo_megatron.config.sandbox import Isolation, SandboxLimits
 from grpo_megatron.sandbox import system_calls
 from grpo_megatron.sandbox.run import Program, Sandbox, required_containment
 from grpo_megatron.sandbox.tool import run_python
-from tests.sandboxes import processes, wait_until
+from tests.sandboxes import processes
+from tests.tools import wait_until
 
 
 @pytest.mark.slow

@@ -15,13 +15,7 @@ import pytest
 from grpo_megatron.cli import main
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.status import STATUS, State, StatusFile, read_status
-
-
-def wait_until(holds, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+from tests.tools import wait_until
 
 
 def test_a_run_that_goes_on(tmp_path, capsys):

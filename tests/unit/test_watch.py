@@ -306,6 +306,12 @@ def test_a_silent_process_that_lives_or_cannot_be_reached_hangs(eye, monkeypatch
     assert isinstance(leave_with(one, RuntimeError("planted"), once=lambda: len(watch.ray.killed) == 2), watch.ProcessHangs)
 
 
+def test_nobody_is_asked_where_there_is_nobody(tmp_path, monkeypatch):
+    """By ray.wait Ray starts itself, or looks for one for minutes."""
+    monkeypatch.setattr(watch.ray, "wait", lambda *_, **__: pytest.fail("Ray is asked"))
+    watch.Watch(str(tmp_path), LIMIT).flush()
+
+
 def test_a_refusal_after_a_hang_stays_a_refusal(eye):
     """It would come again after a restart."""
     refusal = UserError("the weights are NaN")
