@@ -49,7 +49,7 @@ def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
             status, message = UserError.exit_status, guard.disk_is_full(error)
         else:
             status, message = UNEXPECTED, guard.log.unexpected(error)
-    guard.finish(message)
+    guard.finish(message, status)
     return status
 
 
@@ -111,10 +111,10 @@ class DriverGuard(Guard):
         path = getattr(error, "filename", None) or self._folder
         return f"error: no space left on the disk of {path}, or of a temporary folder; make room; {outlook(self._folder)}"
 
-    def finish(self, message: str | None) -> None:
+    def finish(self, message: str | None, status: int) -> None:
         """The run has ended by itself. Does not return where the thread is ending it already: its message explains what failed here."""
         self._ending.acquire()
-        self._end(message)
+        self._end(message, status)
 
     def _watch(self) -> None:
         told = ""
@@ -195,15 +195,15 @@ class DriverGuard(Guard):
         if not self._ending.acquire(blocking=False):
             sys.exit()  # of the thread: the run has ended by itself just now
         try:
-            self._end(message)
+            self._end(message, status)
             self._note_end(State.interrupted if status in (Stopped.exit_status, INTERRUPTED) else State.failed, message)
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what other threads say to what follows is no news
             kill_descendants()
         finally:
             os._exit(status)  # whatever fails above: nobody else would end the process
 
-    def _end(self, message: str | None) -> None:
-        self._tell(spoken=True)
+    def _end(self, message: str | None, status: int) -> None:
+        self._tell(status=status)
         if message:
             self._say(message)
         self.log.close()

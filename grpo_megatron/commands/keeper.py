@@ -52,7 +52,7 @@ class _Keeper:
         self._driver, self._connection, self._watched = driver, connection, watched
         self._killed_for_memory = killed_for_memory()
         self._folder: str | None = None
-        self._has_spoken = False
+        self._told: int | None = None  # the status that the driver ends with, once it has said why
 
     def status(self) -> int:
         """Waits for the driver's end, and sees to everything's."""
@@ -64,12 +64,15 @@ class _Keeper:
         if wait_status is None:
             _say(f"interrupted; {outlook(self._folder)}")
             return INTERRUPTED
+        if self._told:
+            # It need not be the process's own: where Ray's daemons die, Ray's code ends the driver, too, with status 1 a moment later.
+            return self._told
         if os.WIFSIGNALED(wait_status):
             number = os.WTERMSIG(wait_status)
             _say(f"error: the driver (process {self._driver}) was killed by {self._named(number)}; {outlook(self._folder)}")
             return 128 + number
         status = os.WEXITSTATUS(wait_status)
-        if status and not self._has_spoken:
+        if status and self._told is None:
             _say(
                 f"error: the driver (process {self._driver}) ended with status {status} and no message; {outlook(self._folder)}"
             )
@@ -106,12 +109,12 @@ class _Keeper:
             return None
 
     def _hear(self) -> None:
-        """What the driver has told meanwhile: its folder, and that it gives the last message itself."""
+        """What the driver has told meanwhile: its folder, and that it gives the last message itself, with this status."""
         with contextlib.suppress(EOFError, OSError):
             while self._connection.poll():
                 told = self._connection.recv()
                 self._folder = told.get("folder", self._folder)
-                self._has_spoken = told.get("spoken", self._has_spoken)
+                self._told = told.get("status", self._told)
 
     def _named(self, number: int) -> str:
         name = signal.Signals(number).name
