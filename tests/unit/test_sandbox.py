@@ -38,7 +38,7 @@ def run(containment, tmp_path, monkeypatch):
     def run(source: str, stdin: str = "", within: float | None = None, **limits) -> Outcome:
         with Sandbox(SandboxLimits(**vars(LIMITS) | limits), containment=containment) as sandbox:
             outcome = sandbox.run(Program(TRY + source, stdin), within)
-            wait_until(lambda: len(processes() - before) == 1, "more is left than the helper")
+            wait_until(lambda: len(processes() - before) == 1, "more is left than the helper", seconds=10)
         return outcome
 
     yield run

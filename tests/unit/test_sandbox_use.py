@@ -55,7 +55,7 @@ def test_a_program_ends_with_its_sandbox(containment, way):
     # Left by a closed pipe alone, it ends what it runs and then itself.
     assert sandbox._helper.returncode == (0 if way == "left" else -signal.SIGKILL)
     assert len(seen) == 3  # the helper, the program, and who watches it
-    wait_until(lambda: not any(lives(pid) for pid in seen), "the program lives on")
+    wait_until(lambda: not any(lives(pid) for pid in seen), "the program lives on", seconds=10)
 
 
 def lives(pid: int) -> bool:
