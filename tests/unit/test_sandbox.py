@@ -105,13 +105,18 @@ def test_waiting_for_a_processor_is_no_fault_of_the_program(containment):
     with Sandbox(SandboxLimits(seconds=0.5), containment=containment) as sandbox:
         pid = sandbox._helper.pid
         os.sched_setaffinity(pid, {processor})
+        seen, there = os.pipe()
         rival = os.fork()
         if not rival:
             os.sched_setaffinity(0, {processor})
+            os.write(there, b".")
             end = time.monotonic() + 4
             while time.monotonic() < end:
                 pass
             os._exit(0)
+        os.close(there)
+        os.read(seen, 1)  # else the program may be alone there for a while: the fork of a large process takes long
+        os.close(seen)
         outcome = sandbox.run(Program(source), within=2.0)
         os.kill(rival, signal.SIGKILL)
         os.waitpid(rival, 0)
