@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from grpo_megatron.cluster.store import StoreServer
+from tests.sockets import Socket, listening
 
 
 def own_address() -> str:
@@ -26,22 +27,26 @@ def own_address() -> str:
     return others[0]
 
 
-def listening() -> set[str]:
-    """Addresses that this process listens on."""
-    return {c.laddr.ip.removeprefix("::ffff:") for c in psutil.Process().net_connections(kind="inet") if c.status == "LISTEN"}
+def sockets() -> set[Socket]:
+    """What this process listens on; a store of an earlier test does for as long as the process lives."""
+    return set(listening(psutil.Process()))
+
+
+def addresses(found: set[Socket]) -> set[str]:
+    return {address for _, address, _ in found}
 
 
 def test_on_loopback_nothing_else_listens():
-    before = listening()
+    before = sockets()
     server = StoreServer("127.0.0.1", timeout=20)
     assert server.address.secret == ""
-    assert listening() - before <= {"127.0.0.1"}
+    assert addresses(sockets() - before) <= {"127.0.0.1"}
     server.address.connect(20).set("key", "value")
     assert server.store.get("key") == b"value"
 
 
 def test_who_knows_the_secret_reaches_it_from_another_node():
-    before = listening()  # earlier tests of this process may have left something that listens
+    before = sockets()
     server = StoreServer(own_address(), timeout=20)
     client = server.address.connect(20)
     large = "x" * 2**20
@@ -50,7 +55,7 @@ def test_who_knows_the_secret_reaches_it_from_another_node():
     assert client.add("counter", 3) == 3
     server.store.set("late", "1")
     client.wait(["late"])
-    assert listening() - before <= {"127.0.0.1", own_address()}
+    assert addresses(sockets() - before) <= {"127.0.0.1", own_address()}
 
 
 def test_who_asks_many_times_keeps_nothing_open():
