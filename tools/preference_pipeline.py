@@ -4,10 +4,10 @@
 
 Task, model and warm start are the quickstart's. The reward model is configs/reward_model_quickstart.yaml, the GRPO run
 configs/reward_model_grpo.yaml, to which extra key=value arguments go; its groups are samples, or come from a beam search.
-Neither training sees the answers of the task. Prints a table and, as its last line, one JSON object:
-accuracy_of_pairs (held-out pairs in which the preferred response has the higher score, after training), and before and after GRPO,
-of the held-out problems with 4 samples each, reward_before and reward_after (mean score) and right_before and right_after (share of
-the same samples that end with the right answer).
+Neither training sees the answers of the task. Prints a table with a line for each evaluation of the policy and, as its last line,
+one JSON object: accuracy_of_pairs (held-out pairs in which the preferred response has the higher score, after training), and before
+and after GRPO, of the held-out problems with 4 samples each, reward_before and reward_after (mean score) and right_before and
+right_after (share of the same samples that end with the right answer).
 """
 
 import argparse
@@ -17,14 +17,14 @@ from pathlib import Path
 from quickstart import CLI, CONFIGS, call, common, grpo_arguments, prepare, with_overrides
 
 JUDGE, POLICY = "reward_model_quickstart", "reward_model_grpo"
-WHEN = ("before", "after")
 
 
-def right(samples: Path) -> float:
-    """Share of the responses in a file of an evaluation that end with the right answer."""
+def judged(samples: Path) -> dict[str, float]:
+    """Of the responses in the file of one evaluation: their mean score, and the share that ends with the right answer."""
     lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
-    ends = [response["text"].endswith(f" #{line['answer']}") for line in lines for response in line["responses"]]
-    return sum(ends) / len(ends)
+    pairs = [(response, f" #{line['answer']}") for line in lines for response in line["responses"]]
+    score = sum(response["reward"] for response, _ in pairs) / len(pairs)
+    return {"reward": score, "right": sum(response["text"].endswith(answer) for response, answer in pairs) / len(pairs)}
 
 
 def main() -> None:
@@ -35,8 +35,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
     root, seed, file = options.root, str(options.seed), str(CONFIGS / f"{POLICY}.yaml")
-    judged = [f"reward.model.path={root}/{JUDGE}/hf", f"rollout.strategy={options.strategy}"]
-    arguments = with_overrides(parser, options.overrides, file, [*grpo_arguments(root, seed), *judged])
+    scorer = [f"reward.model.path={root}/{JUDGE}/hf", f"rollout.strategy={options.strategy}"]
+    arguments = with_overrides(parser, options.overrides, file, [*grpo_arguments(root, seed), *scorer])
     prepare(root, seed)
     pairs = [
         f"data.{key}={root}/quickstart_data/{name}.jsonl"
@@ -45,18 +45,19 @@ def main() -> None:
     judge = [*common(root, seed), f"model.path={root}/quickstart_sft/hf", *pairs]
     call("reward model", *CLI, "reward-model", "--config", str(CONFIGS / f"{JUDGE}.yaml"), *judge)
     call("GRPO", *CLI, "train", "--config", file, *arguments)
-    pairs_right, run = (json.loads(Path(root, name, "result.json").read_text(encoding="utf-8")) for name in (JUDGE, POLICY))
-    evaluations = sorted(Path(root, POLICY, "eval").glob("step_*_eval.jsonl"))
-    result = {"accuracy_of_pairs": pairs_right["after"]["eval/accuracy"]}
-    rows = [("held out", "before", "after")]
-    rows.append(("pairs in which the right one scores higher", *(f"{pairs_right[when]['eval/accuracy']:.1%}" for when in WHEN)))
-    for when, samples in zip(WHEN, (evaluations[0], evaluations[-1]), strict=True):
-        result |= {f"reward_{when}": run[when]["eval/mean@4"], f"right_{when}": right(samples)}
-    rows.append(("mean score of the policy's samples", *(f"{result[f'reward_{when}']:.2f}" for when in WHEN)))
-    rows.append(("right answers among them", *(f"{result[f'right_{when}']:.1%}" for when in WHEN)))
+    pairs_right = json.loads(Path(root, JUDGE, "result.json").read_text(encoding="utf-8"))
+    # Files of evaluations are named by their step, so that the first is from before GRPO and the last from after it.
+    files = sorted(Path(root, POLICY, "eval").glob("step_*_eval.jsonl"))
+    evaluations = {int(path.stem.split("_")[1]): judged(path) for path in files}
+    before, after = (pairs_right[when]["eval/accuracy"] for when in ("before", "after"))
     print("\n== result")
-    for name, before, after in rows:
-        print(f"  {name:<44}{before:>10}{after:>10}")
+    print(f"  held-out pairs in which the right one scores higher: {before:.1%} before, {after:.1%} after")
+    print(f"  {'GRPO step':>9}{'mean score':>12}{'right answers':>15}")
+    for step, values in evaluations.items():
+        print(f"  {step:>9}{values['reward']:>12.2f}{values['right']:>15.1%}")
+    first, *_, last = evaluations.values()
+    result = {"accuracy_of_pairs": after}
+    result |= {f"{name}_{when}": values[name] for when, values in (("before", first), ("after", last)) for name in values}
     print(json.dumps(result))
 
 
