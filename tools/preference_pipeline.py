@@ -46,7 +46,6 @@ def main() -> None:
     call("reward model", *CLI, "reward-model", "--config", str(CONFIGS / f"{JUDGE}.yaml"), *judge)
     call("GRPO", *CLI, "train", "--config", file, *arguments)
     pairs_right = json.loads(Path(root, JUDGE, "result.json").read_text(encoding="utf-8"))
-    # Files of evaluations are named by their step, so that the first is from before GRPO and the last from after it.
     files = sorted(Path(root, POLICY, "eval").glob("step_*_eval.jsonl"))
     evaluations = {int(path.stem.split("_")[1]): judged(path) for path in files}
     before, after = (pairs_right[when]["eval/accuracy"] for when in ("before", "after"))
@@ -55,9 +54,9 @@ def main() -> None:
     print(f"  {'GRPO step':>9}{'mean score':>12}{'right answers':>15}")
     for step, values in evaluations.items():
         print(f"  {step:>9}{values['reward']:>12.2f}{values['right']:>15.1%}")
-    first, *_, last = evaluations.values()
     result = {"accuracy_of_pairs": after}
-    result |= {f"{name}_{when}": values[name] for when, values in (("before", first), ("after", last)) for name in values}
+    for when, step in (("before", min(evaluations)), ("after", max(evaluations))):
+        result |= {f"{name}_{when}": value for name, value in evaluations[step].items()}
     print(json.dumps(result))
 
 
