@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_megatron.config.schema import Config
 from tests.integration import local_slurm
 from tests.integration.local_slurm import asked, ended, facts, wait_in
 
@@ -238,7 +237,6 @@ def test_runs_of_an_array_share_nodes_and_get_every_value_as_it_is(slurm, arithm
     assert max(one["started"] for one in found.values()) < min(one["ended"] for one in found.values())
 
 
-@pytest.mark.skipif(Config().run.resume != "auto", reason="runs do not yet continue by themselves after a signal")
 def test_a_run_that_slurm_stops_goes_on_after_its_restart(slurm, arithmetic, tmp_path):
     changes = ("run.name=stopped", "run.total_steps=12")
     (job,) = submit(slurm, tmp_path, "--nodes", 2, "--requeue", *run_arguments(arithmetic, tmp_path, *changes))
