@@ -338,9 +338,10 @@ def test_a_bucket_that_is_corrupted_on_its_way_names_its_tensor(cluster, monkeyp
 @pytest.mark.slow_when(lambda way: way != Way.groups)
 @pytest.mark.parametrize("way", [Way.shared_memory, Way.groups, Way.disk])
 def test_a_sender_that_is_gone_ends_the_wait_of_the_engines(cluster, way):
-    one = cluster(tp2_pp2_to_two_engines(), way, timeout=3.0)
+    # The same seconds are all that the processes have to find each other. Of 3 a machine's slow answers once left too few.
+    one = cluster(tp2_pp2_to_two_engines(), way, timeout=10.0)
     one.sync(hf_tensors(DENSE))
-    with pytest.raises(TimeoutError, match="did not come within 3 s"):
+    with pytest.raises(TimeoutError, match="did not come within 10 s"):
         one.sync(hf_tensors(DENSE), without=(2,))
 
 
