@@ -13,7 +13,7 @@ from pathlib import Path
 
 from grpo_megatron.data import read_records
 from grpo_megatron.errors import UserError
-from grpo_megatron.rewards.answers import hashes, normalise_number
+from grpo_megatron.rewards.answers import hashes, normalise_answer
 
 INSTRUCTION = "Let's think step by step and put the final answer within \\boxed{}."
 
@@ -26,7 +26,7 @@ def prepare(source: str, out: Path, instruction: str) -> int:
         if answer is None:
             raise UserError(f"{source}: record {number} has no line '#### number' in its answer")
         prompt = f"{record['question']} {instruction}".strip()
-        lines.append(json.dumps({"prompt": prompt, "answer": normalise_number(answer), "solution": record["answer"]}) + "\n")
+        lines.append(json.dumps({"prompt": prompt, "answer": normalise_answer(answer), "solution": record["answer"]}) + "\n")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(lines), encoding="utf-8")
     return len(lines)

@@ -5,6 +5,7 @@ import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ def as_list(value: Any) -> list[str]:
 
 
 def reference_answer(value: Any, where: str) -> str | list[str]:
-    """The text of an answer, or of each accepted one of a list.
+    """Return the text of an answer, or of each accepted one of a list.
 
-    Numbers are written as Python writes them, whole ones without a decimal point (15.0 -> 15), and so are True and
-    False. where: record and field, for the message of the UserError about anything else.
+    Numbers are written out in digits, without an exponent (1e-07 -> 0.0000001), and whole ones without a decimal point
+    (15.0 -> 15). True and False are written as Python writes them. where: record and field, for the message of the
+    UserError about anything else.
     """
     if isinstance(value, list):
         if not value:
@@ -45,7 +47,7 @@ def _answer_text(value: Any, where: str) -> str:
     if isinstance(value, float):
         if not math.isfinite(value):
             raise UserError(f"{where} is {value}; a reference answer must be finite")
-        return repr(value).removesuffix(".0")
+        return format(Decimal(repr(value)), "f").removesuffix(".0")
     if isinstance(value, int):
         return str(value)
     raise UserError(

@@ -1,42 +1,70 @@
-"""Finding the final answer in a text: after ####, in \\boxed{}, the last number, or the letter of a choice."""
+"""Finding the final answer in a text: after ####, in \\boxed{}, the last number, or the letter of a choice.
+
+Every finder takes time linear in the length of the text: a model that repeats itself must not hold up a reward worker.
+"""
 
 import re
 from collections.abc import Callable
 
-from grpo_megatron.config.reward import RewardConfig
+from grpo_megatron.config.reward import RewardConfig, functions_of
 from grpo_megatron.errors import UserError
+from grpo_megatron.rewards.numerals import NO_OPERAND_BEFORE, plain_minus, plain_numbers, thousands_separators
 
-# 1,234  -5  3.50  .5  $12; a full stop that ends the sentence is not part of it
-_NUMBER = r"-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\$?\.\d+"
+# 1234  -5  3.50  .5  $12  1.5e3, where \0 stands for thousands separators. A full stop that ends the sentence is not part of it.
+_NUMBER = re.compile(
+    rf"(?:{NO_OPERAND_BEFORE}[-\u2212\ufe63\uff0d\u2010-\u2013])?\$?(?:\d[\d\0]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?"
+)
+
+_BOXES = r"(?:boxed|fbox|framebox)"
+_BOX_TOKEN = re.compile(
+    rf"""
+    (?P<box>\\{_BOXES}\s*\{{)
+    | \\{_BOXES}\s*(?P<bare>-?\d(?:[\d.,]*\d)?)  # \boxed 7
+    | (?P<opens>\{{)
+    | (?P<closes>\}})
+    | \\(?!\\{_BOXES}).                          # an escaped character; in \\boxed{{7}} it is the next backslash that counts
+    """,
+    re.VERBOSE | re.DOTALL,
+)
 
 
 def hashes(text: str) -> str | None:
-    """What follows the last `####` on its line, as GSM8K writes its answers."""
-    found = re.findall(r"####[ \t]*([^\n]+)", text)
+    """Return what follows the last `####` on its line, as GSM8K writes its answers."""
+    found = re.findall(r"####[ \t]*(\S[^\n]*)", text)
     return found[-1].strip() if found else None
 
 
 def boxed(text: str) -> str | None:
-    """The contents of the last `\\boxed{...}`, braces inside it balanced."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 0, start + len("\\boxed{")
-    for position in range(begin - 1, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[begin:position].strip()
-    return None  # never closed
+    r"""Return the contents of the last `\boxed{...}` or `\fbox{...}` that has any; None if the last one is never closed."""
+    boxes, open_braces = [], []  # an open brace is the position behind it if it is that of a box, else -1
+    for token in _BOX_TOKEN.finditer(text):
+        kind = token.lastgroup
+        if kind in ("box", "opens"):
+            open_braces.append(token.end() if kind == "box" else -1)
+        elif kind == "bare":
+            boxes.append(token.span("bare"))
+        elif kind == "closes" and open_braces and (start := open_braces.pop()) >= 0:
+            boxes.append((start, token.start()))
+    last_unclosed = max(open_braces, default=-1)
+    for start, end in sorted(boxes, reverse=True):
+        if start < last_unclosed:
+            break
+        if contents := text[start:end].strip():
+            return contents
+    return None
 
 
 def last_number(text: str) -> str | None:
-    """The last number in the text, as it is written there."""
-    found = re.findall(_NUMBER, text)
-    return found[-1] if found else None
+    """Return the last number as it is written in the text, with an ASCII minus sign. In `3-5` that is 5."""
+    characters = list(text)
+    for start, end in thousands_separators(text):
+        characters[start:end] = "\0" * (end - start)
+    spans = [found.span() for found in _NUMBER.finditer("".join(characters))]
+    return plain_minus(text[slice(*spans[-1])]) if spans else None
 
 
 def whole(text: str) -> str | None:
-    """The text itself."""
+    """Return the text itself."""
     return text.strip() or None
 
 
@@ -49,7 +77,7 @@ FINDERS: dict[str, Callable[[str], str | None]] = {
 
 
 def find_answer(text: str, ways: list[str]) -> str | None:
-    """The answer by the first of the ways that finds one."""
+    """Return the answer by the first of the ways that finds one."""
     for way in ways:
         answer = FINDERS[way](text)
         if answer is not None:
@@ -57,33 +85,66 @@ def find_answer(text: str, ways: list[str]) -> str | None:
     return None
 
 
-def normalise_number(text: str) -> str:
-    """`\\$1,234.` -> `1234`: what separates two spellings of a number, removed."""
-    for mark in ("\\$", "\\,", "\\!", "$", ","):
-        text = text.replace(mark, "")
-    return text.strip().removesuffix(".")
+def normalise_answer(text: str) -> str:
+    r"""Return a mathematical answer with plain numbers, on one line, without dollar signs and a final full stop.
+
+    `\$1,234.` -> `1234`, `(3,4)` -> `(3,4)`; `numerals.thousands_separators` says which commas go.
+    """
+    text = " ".join(plain_numbers(text).replace("\\$", "").replace("$", "").split())
+    return text.rstrip(" \\").removesuffix(".").rstrip(" \\")
+
+
+_LATEX_SPACE = re.compile(r"\\(?:[,;: ]|q?quad\b)|~")
+_SPACE_WITHOUT_MEANING = re.compile(r" (?=\W)|(?<=\W) ")
+
+
+def answer_key(text: str) -> str:
+    r"""Return a text that is the same for mathematical answers that differ in their numbers' spelling or in spaces alone.
+
+    `(3,\, 4)` and `(3,4)` have the same key; `(1,234, 5)` and `(1234,5)`, too.
+    """
+    text = _LATEX_SPACE.sub(" ", normalise_answer(text).replace("\\!", ""))
+    return _SPACE_WITHOUT_MEANING.sub("", " ".join(text.split()))
+
+
+# Commands and tags that change how a letter looks. Their braces stay, and are passed over as all punctuation is.
+_MARKUP = re.compile(
+    r"\\(?:text|math)[a-z]*|\\(?:[mhf]box|emph|boldsymbol|bm|bf|rm|it|sf|tt|left|right|displaystyle|q?quad)(?![A-Za-z])"
+    r"|</?(?:b|i|u|em|strong)>"
+)
+_PUNCTUATION = r"[\W_]"
+_NAME = rf"(?:(?i:answer|option|choice)\b(?i:\sis\b)?{_PUNCTUATION}{{0,20}})?"
+_INTRODUCTION = r"(?<!/)(?i:answer|(?:correct|right|best)\s(?:option|choice))"
 
 
 def find_letter(text: str, letters: str) -> str | None:
-    """The letter that a text chooses: the last \\boxed{B}, else the last `answer is (B)`, else the last line that is but a letter."""
-    one = f"[{re.escape(letters)}]"
-    inside = boxed(text)
+    r"""Return the letter that a text chooses.
+
+    The first of these that there is: the letter that the last `<answer>` begins with, that the last `\boxed{}` begins
+    with, after the last `answer is` or `answer:`, or on the last line that has nothing else. Punctuation, fonts and the
+    words option and choice may stand before the letter. `the answer I get` does not choose I.
+    """
+    pronoun = r"I(?:['\u2019]|\s[a-z])"
+    letter = rf"(?!{pronoun})([{re.escape(letters)}])(?![^\W_]|_[^\W_]|[.,]\d)"
+    tag = text.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in text else ""
+    first = rf"\A{_PUNCTUATION}*{_NAME}{letter}"
     for pattern, where in (
-        (rf"^(?:\\text\{{)?\W*({one})\b", inside or ""),
-        (rf"(?i:answer)(?i:\s+is)?[\s:*]*(?:\\text\{{)?\(?({one})\b", text),
-        (rf"(?m)^\W*({one})\W*$", text),
+        (first, tag),
+        (first, boxed(text) or ""),
+        (rf"{_INTRODUCTION}(?:[^\n.]{{0,60}}?(?i:\bis\b|:|=))??{_PUNCTUATION}{{0,20}}{_NAME}{letter}", text),
+        (rf"(?m)^(?:[^\w\n]|_)*{letter}(?:[^\w\n]|_)*$", text),
     ):
-        found = re.findall(pattern, where)
+        found = re.findall(pattern, _MARKUP.sub(" ", where))
         if found:
             return found[-1]
     return None
 
 
 def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
-    """Finds the answer in a response by reward.extract or reward.response_from; None where neither is set.
+    """Return a finder of the answer by reward.extract or reward.response_from; None where neither is set.
 
-    Answers are the same if their texts are; numbers of reward.function=math in the spelling of `normalise_number`. Raises UserError
-    for an expression that is none.
+    Two answers are the same if the finder returns the same text: with the reward math their `answer_key`, else what the
+    response has. Raises UserError for an expression that is none.
     """
     if config.extract:
         try:
@@ -93,17 +154,17 @@ def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
         return lambda response: _last_match(pattern, response)
     if not config.response_from:
         return None
-    if config.function == "math":
-        return lambda response: _normalised(find_answer(response, config.response_from))
+    if "math" in functions_of(config):
+        return lambda response: _key(find_answer(response, config.response_from))
     return lambda response: find_answer(response, config.response_from)
 
 
 def _last_match(pattern: re.Pattern, text: str) -> str | None:
-    """Its group 1, if it has groups."""
+    """Return the last match, or its group 1 if the pattern has groups."""
     matches = list(pattern.finditer(text))
     found = matches[-1].group(1 if pattern.groups else 0) if matches else None
     return None if found is None else found.strip()
 
 
-def _normalised(found: str | None) -> str | None:
-    return None if found is None else normalise_number(found)
+def _key(found: str | None) -> str | None:
+    return None if found is None else answer_key(found)

@@ -8,21 +8,19 @@ import ast
 import json
 import math
 import re
-import textwrap
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_megatron.config.sandbox import CodePlace, CodeScore
+from grpo_megatron.config.sandbox import CodeScore
+from grpo_megatron.rewards.fences import find_program
 from grpo_megatron.rewards.terms import Setup
 from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox, required_containment
 
 # Of reward.timeout: what is not done by then has not passed. At the whole of it, the reward itself would have failed.
 _SHARE_OF_TIMEOUT = 0.9
-
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 
 
 def code(setup: Setup) -> Callable[..., dict[str, float]]:
@@ -59,14 +57,6 @@ def code(setup: Setup) -> Callable[..., dict[str, float]]:
 
     reward.check_record = read_tests
     return reward
-
-
-def find_program(response: str, place: CodePlace) -> str | None:
-    """The program's text: the response, or a block between ``` lines that is called python or nothing; None if there is none."""
-    if place == CodePlace.whole:
-        return response if response.strip() else None
-    blocks = _BLOCK.findall(response)
-    return textwrap.dedent(blocks[0 if place == CodePlace.first_block else -1]) if blocks else None
 
 
 # -- tests --------------------------------------------------------------------------------------

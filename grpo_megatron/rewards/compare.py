@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import Any
 
 from grpo_megatron.config.limits import Text
 from grpo_megatron.config.options import option
 from grpo_megatron.config.reward import ANSWER_PLACES, RewardConfig
-from grpo_megatron.rewards.answers import answer_finder, find_answer, find_letter, normalise_number, whole
+from grpo_megatron.rewards.answers import answer_finder, answer_key, find_answer, find_letter, normalise_answer, whole
 from grpo_megatron.rewards.limits import time_limit
+from grpo_megatron.rewards.numerals import plain_numbers, with_exponents
 from grpo_megatron.rewards.terms import Setup
 
 Compare = Callable[..., float | dict[str, float]]
@@ -72,10 +75,11 @@ def math(setup: Setup) -> Compare:
 
     0.0 with the component `timed_out` if comparing takes longer than 5 s.
 
-    The answer is looked for by reward.response_from; without, math-verify looks for it in plain
-    numbers, LaTeX and \\boxed{}.
+    reward.response_from says where the answer is. Without it, math-verify looks for it in plain numbers, LaTeX and
+    \\boxed{}. Before that, numbers are brought to one spelling (numerals.plain_numbers), which says which commas
+    separate thousands; everything else is math-verify's to read.
     """
-    from math_verify import parse, verify
+    from math_verify import verify
 
     config = _with_own(setup, _Places)
 
@@ -85,17 +89,20 @@ def math(setup: Setup) -> Compare:
             found = find_answer(response, config.response_from)
             if found is None:
                 return 0.0
-            if normalise_number(found) in map(normalise_number, golds):
+            if answer_key(found) in map(answer_key, golds):
                 return 1.0  # most right answers; parsing costs milliseconds
-            response = f"${normalise_number(found)}$"
-        # The library's own time limits use the alarm signal, which the reward worker needs. What the
-        # model wrote must not end a run, so an expression that takes too long is simply not right.
-        parsed = [parse(f"${normalise_number(gold)}$", parsing_timeout=None) for gold in golds]
+            response = f"${normalise_answer(found)}$"
+        else:
+            response = plain_numbers(response)
+        parsed = [_parsed(f"${normalise_answer(gold)}$") for gold in golds]
         if not all(parsed):
             raise ValueError(f"math-verify cannot read the reference answer {golds[parsed.index([])]!r}")
+        # The library's own time limits use the alarm signal, which the reward worker needs. What the
+        # model wrote must not end a run, so an expression that takes too long is simply not right.
         with time_limit(_COMPARE_SECONDS) as limit:
-            answered = parse(response, parsing_timeout=None)
-            return float(any(verify(gold, answered, timeout_seconds=None) for gold in parsed))
+            answered = _parsed(response)
+            same = (verify(gold, answered, float_rounding=_decimals(gold), timeout_seconds=None) for gold in parsed)
+            return float(any(same))
         return {"reward": 0.0, "timed_out": float(limit.reached)}
 
     # What math-verify makes of it is not asked: that takes milliseconds, and may take for ever.
@@ -104,6 +111,24 @@ def math(setup: Setup) -> Compare:
 
 
 _COMPARE_SECONDS = 5.0
+
+
+def _parsed(text: str) -> list[Any]:
+    """Return what math-verify makes of a text; if `2e-1` is in it, both as 2e - 1 and as 0.2."""
+    from math_verify import parse
+
+    readings = dict.fromkeys((text, with_exponents(text)))
+    return [expression for reading in readings for expression in parse(reading, parsing_timeout=None)]
+
+
+def _decimals(gold: list[Any]) -> int:
+    """Return how many decimals are compared: 6 as by default, but at least 5 significant digits of a small number."""
+    from sympy import Number
+
+    number = gold[0]
+    if not isinstance(number, Number) or not number.is_finite or number.is_zero:
+        return 6
+    return max(6, 4 - Decimal(str(number.evalf(4))).adjusted())
 
 
 def _with_own(setup: Setup, options: type) -> RewardConfig:

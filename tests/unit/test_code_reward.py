@@ -6,10 +6,10 @@ import time
 import pytest
 
 from grpo_megatron.config.reward import RewardConfig
-from grpo_megatron.config.sandbox import CodeConfig, CodePlace, CodeScore, SandboxLimits
+from grpo_megatron.config.sandbox import CodeConfig, CodeScore, SandboxLimits
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import resolve_reward
-from grpo_megatron.rewards.code import find_program, read_tests, same_output, same_value
+from grpo_megatron.rewards.code import read_tests, same_output, same_value
 
 LIMITS = SandboxLimits(seconds=20)
 SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7\n", "11\n"]})
@@ -233,23 +233,6 @@ def test_the_preamble():
     program = "def f(x: List[int]) -> int:\n    return sum(x)"
     assert score(program, ["assert f([1, 2]) == 3"])["reward"] == 0.0
     assert score(program, ["assert f([1, 2]) == 3"], preamble="from typing import *")["reward"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("response", "place", "program"),
-    [
-        ("```python\na\n```\n```py\nb\n```", CodePlace.last_block, "b\n"),
-        ("```python\na\n```\n```\nb\n```", CodePlace.first_block, "a\n"),
-        ("```python\na\n```\noutput:\n```text\nb\n```", CodePlace.last_block, "a\n"),
-        ("1. so:\n   ```Python\n   if a:\n       b\n   ```\n", CodePlace.last_block, "if a:\n    b\n"),
-        ("```python\ncut off", CodePlace.last_block, None),
-        ("no code", CodePlace.last_block, None),
-        ("a = 1", CodePlace.whole, "a = 1"),
-        (" \n", CodePlace.whole, None),
-    ],
-)
-def test_finding_programs(response, place, program):
-    assert find_program(response, place) == program
 
 
 def test_a_response_without_a_program():

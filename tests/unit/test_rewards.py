@@ -12,7 +12,7 @@ from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.data import read_records
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import resolve_reward
-from grpo_megatron.rewards.answers import find_answer, hashes, normalise_number
+from grpo_megatron.rewards.answers import find_answer, hashes, normalise_answer
 from grpo_megatron.rewards.limits import time_limit
 from grpo_megatron.rewards.scoring import Failed, RewardTask, Scored, Scorer, _limited, _TooLong
 from tests.unit.toy_environments import decode, encode
@@ -141,10 +141,10 @@ def test_all_gold_answers_of_gsm8k_are_accepted_and_perturbed_ones_rejected():
     records = read_records(str(path), ["question", "answer"])
     assert len(records) == 1319
     for record in records:
-        gold = normalise_number(hashes(record["answer"]))
+        gold = normalise_answer(hashes(record["answer"]))
         assert score(reward, record["answer"], record["answer"]) == 1.0
         assert score(reward, f"It is \\boxed{{{gold}}}.", record["answer"]) == 1.0
-        wrong = record["answer"].rsplit("####", 1)[0] + f"#### {float(gold) + 1:g}"
+        wrong = record["answer"].rsplit("####", 1)[0] + f"#### {float(gold) + 1}"
         assert score(reward, wrong, record["answer"]) == 0.0
 
 

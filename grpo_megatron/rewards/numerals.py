@@ -1,0 +1,151 @@
+"""How numbers are written: thousands separators, minus signs and exponents, brought to one spelling."""
+
+import re
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+_SEPARATOR = r"(?:\\!)?(?:,|\{,\}|\\,|[\u2009\u202f])(?:\\!)?"
+# 1,234  12{,}345.6  $1,000,000; not 0,234, 1,23 or 1.234,567, which are European decimals or lists. A number has one
+# kind of separator: 1{,}234,5{,}678 are two. None begins behind a separator other than a comma, so that each is read once.
+_GROUPED = re.compile(
+    r"(?P<currency>[$€£¥])?(?<![\d.])(?<!\d\{,\})(?<!\d\\,)(?<!\\!)(?<!\d[\u2009\u202f])"
+    rf"(?P<groups>[1-9]\d{{0,2}}(?P<separator>{_SEPARATOR})\d{{3}}(?:(?P=separator)\d{{3}})*)"
+    r"(?!\d|(?:\{,\}|,?\\!|\\,|[\u2009\u202f])[,\d\\])"
+)
+
+_SIZE = r"(?:\\(?:left|right|[bB]igg?[lr]?)\s*)?"
+_TOKEN = re.compile(
+    rf"""
+    (?P<space>[\s~&]+ | \\[\ ,;:] | \\q?quad\b | \\\\)
+    | (?P<opens>{_SIZE}(?:[(\[⟨] | \\\{{ | \\lbrace\b | \\langle\b))
+    | (?P<closes>{_SIZE}(?:[)\]⟩] | \\\}} | \\rbrace\b | \\rangle\b))
+    | (?P<left_brace>\{{)
+    | (?P<right_brace>\}})
+    | (?P<comma>,(?=[\w({{\[$€£¥+\-\u2212.√∞] | \\(?![\s,;:!]|q?quad\b)))  # an item follows without a space
+    | (?P<takes_argument>\\[A-Za-z]+ | [\^_])
+    | \\.
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+# U+2212 minus sign, and its small and full-width forms.
+_MINUS = re.compile("[\u2212\ufe63\uff0d]")
+# In front of a sign. Where an operand stands before it, it is a subtraction, a range or a hyphen: x-5, (2)-5, 3–5, 50%-5.
+NO_OPERAND_BEFORE = r"(?<![\w)\]}%!])"
+_DASH = re.compile(NO_OPERAND_BEFORE + r"[\u2010-\u2013](?=[$\d.\\])")
+
+_SCIENTIFIC = re.compile(r"(?<![\w.])(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d{1,3}(?!\w|\.\d)")
+# 2e-1 may be 2e - 1, with the number e, too.
+_AMBIGUOUS = re.compile(r"(?!1e)\d+e[+-][1-9]")
+
+
+def plain_numbers(text: str) -> str:
+    """Return the text with its numbers in one spelling: -1234.5, without thousands separators and exponents.
+
+    Expressions of the form `2e-1`, where e can be the number, stay as they are; see `with_exponents`.
+    """
+    pieces, position = [], 0
+    for start, end in thousands_separators(text):
+        pieces.append(text[position:start])
+        position = end
+    text = plain_minus("".join(pieces) + text[position:])
+    return _SCIENTIFIC.sub(lambda found: found[0] if _AMBIGUOUS.fullmatch(found[0]) else digits(found[0]), text)
+
+
+def plain_minus(text: str) -> str:
+    """Return the text with the ASCII hyphen in place of typographic minus signs."""
+    return text if text.isascii() else _DASH.sub("-", _MINUS.sub("-", text))
+
+
+def with_exponents(text: str) -> str:
+    """Return the text with `2e-1` read as 0.2."""
+    return _SCIENTIFIC.sub(lambda found: digits(found[0]), text)
+
+
+def digits(number: str) -> str:
+    """Write a number without an exponent: 1.5e3 -> 1500, 1e-07 -> 0.0000001."""
+    return format(Decimal(number), "f")
+
+
+def thousands_separators(text: str) -> list[tuple[int, int]]:
+    r"""Return where the thousands separators of a text begin and end: a comma, `{,}` or `\,` before each three digits.
+
+    `{,}`, `,\!`, `\,` and thin spaces are always meant so. A plain comma may also separate the items of a list:
+
+    - Where an item follows another comma of the same list without a space, as in `1,234,5`, all commas separate items.
+    - In brackets without a space, `(1,234)` and `\{100,200\}` have two items, as math-verify reads them. `(10,000)`
+      and `($1,234)` are exceptions: items do not begin with 0, or with the sign of a currency.
+    - Elsewhere, as in `1,234`, `x=1,234` or `(1,234, 5,678)`, the comma separates thousands.
+    """
+    found, commas = [], {}
+    for number in _GROUPED.finditer(text):
+        is_certain = number["currency"] is not None or ",0" in number["groups"]
+        for separator in re.finditer(re.escape(number["separator"]), number["groups"]):
+            start, end = (number.start("groups") + offset for offset in separator.span())
+            if number["separator"] == ",":
+                commas[start] = is_certain
+            else:
+                found.append((start, end))
+    if commas:
+        found += [(comma, comma + 1) for comma in _thousands_commas(text, commas)]
+    return sorted(found)
+
+
+@dataclass(slots=True)
+class _Level:
+    """The part of a text between two brackets, without what stands in brackets inside it."""
+
+    start: int = 0
+    """Position behind the opening bracket."""
+    is_list: bool = False
+    """The bracket can hold a list: not the braces of an argument, and not the text as a whole."""
+    num_spaces: int = 0
+    """Spaces between items or words. Those next to the brackets do not count."""
+    last_space_end: int = -1
+    """Position behind the last space."""
+    run: list[int] = field(default_factory=list)
+    """Commas since the last space that can separate thousands."""
+    run_has_items: bool = False
+    """Another comma since the last space separates items."""
+    undecided: list[int] = field(default_factory=list)
+    """Commas of complete runs, in which none separates items."""
+
+    def end_run(self) -> None:
+        if not self.run_has_items:
+            self.undecided += self.run
+        self.run, self.run_has_items = [], False
+
+
+def _thousands_commas(text: str, commas: dict[int, bool]) -> list[int]:
+    """Return which of these commas separate thousands. commas: position -> whether it does unless it is in a longer list."""
+    levels, found, argument_start = [_Level()], [], -1
+
+    def close(end: int) -> None:
+        level = levels.pop()
+        level.end_run()
+        num_spaces = level.num_spaces - (level.last_space_end == end)
+        found.extend(comma for comma in level.undecided if commas[comma] or num_spaces or not level.is_list)
+
+    for token in _TOKEN.finditer(text):
+        level, kind = levels[-1], token.lastgroup
+        takes_argument = token.start() == argument_start
+        if kind == "space":
+            level.end_run()
+            if token.start() not in (level.start, level.last_space_end):
+                level.num_spaces += 1
+            level.last_space_end = token.end()
+        elif kind == "comma":
+            level.run_has_items |= token.start() not in commas
+            level.run += [token.start()] * (token.start() in commas)
+        elif kind in ("opens", "left_brace"):
+            levels.append(_Level(token.end(), is_list=kind == "opens" or not takes_argument))
+        elif kind in ("closes", "right_brace") and len(levels) > 1:
+            close(token.start())
+        # `\frac 1{2}`: what follows a command, or the argument before, is an argument.
+        if kind in ("takes_argument", "right_brace") or (kind == "space" and takes_argument):
+            argument_start = token.end()
+    while len(levels) > 1:
+        levels[-1].is_list = False  # never closed, such as the bracket of a smiley
+        close(len(text))
+    levels[-1].end_run()
+    return found + levels[-1].undecided
