@@ -5,10 +5,12 @@ Every finder takes time linear in the length of the text: a model that repeats i
 
 import re
 from collections.abc import Callable
+from functools import partial
 
-from grpo_megatron.config.reward import RewardConfig, functions_of
+from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards.numerals import NO_OPERAND_BEFORE, plain_minus, plain_numbers, thousands_separators
+from grpo_megatron.rewards.terms import terms_of
 
 # 1234  -5  3.50  .5  $12  1.5e3, where \0 stands for thousands separators. A full stop that ends the sentence is not part of it.
 _NUMBER = re.compile(
@@ -107,6 +109,9 @@ def answer_key(text: str) -> str:
     return _SPACE_WITHOUT_MEANING.sub("", " ".join(text.split()))
 
 
+# Choices, unless the option `letters` of the reward choice names others.
+LETTERS = "ABCDEFGHIJ"
+
 # Commands and tags that change how a letter looks. Their braces stay, and are passed over as all punctuation is.
 _MARKUP = re.compile(
     r"\\(?:text|math)[a-z]*|\\(?:[mhf]box|emph|boldsymbol|bm|bf|rm|it|sf|tt|left|right|displaystyle|q?quad)(?![A-Za-z])"
@@ -117,18 +122,20 @@ _NAME = rf"(?:(?i:answer|option|choice)\b(?i:\sis\b)?{_PUNCTUATION}{{0,20}})?"
 _INTRODUCTION = r"(?<!/)(?i:answer|(?:correct|right|best)\s(?:option|choice))"
 
 
-def find_letter(text: str, letters: str) -> str | None:
+def find_letter(text: str, letters: str, is_answer: bool = False) -> str | None:
     r"""Return the letter that a text chooses.
 
     The first of these that there is: the letter that the last `<answer>` begins with, that the last `\boxed{}` begins
     with, after the last `answer is` or `answer:`, or on the last line that has nothing else. Punctuation, fonts and the
-    words option and choice may stand before the letter. `the answer I get` does not choose I.
+    words option and choice may stand before the letter. `the answer I get` does not choose I. With `is_answer` the text
+    is an answer without a box around it, and may begin with the letter, too.
     """
     pronoun = r"I(?:['\u2019]|\s[a-z])"
     letter = rf"(?!{pronoun})([{re.escape(letters)}])(?![^\W_]|_[^\W_]|[.,]\d)"
     tag = text.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in text else ""
     first = rf"\A{_PUNCTUATION}*{_NAME}{letter}"
     for pattern, where in (
+        (first, text if is_answer else ""),
         (first, tag),
         (first, boxed(text) or ""),
         (rf"{_INTRODUCTION}(?:[^\n.]{{0,60}}?(?i:\bis\b|:|=))??{_PUNCTUATION}{{0,20}}{_NAME}{letter}", text),
@@ -143,8 +150,8 @@ def find_letter(text: str, letters: str) -> str | None:
 def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
     """Return a finder of the answer by reward.extract or reward.response_from; None where neither is set.
 
-    Two answers are the same if the finder returns the same text: with the reward math their `answer_key`, else what the
-    response has. Raises UserError for an expression that is none.
+    Two answers are the same if the finder returns the same text: the `answer_key` with the reward math, the letter with
+    the reward choice, else what the response has. Raises UserError for an expression that is none.
     """
     if config.extract:
         try:
@@ -154,9 +161,18 @@ def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
         return lambda response: _last_match(pattern, response)
     if not config.response_from:
         return None
-    if "math" in functions_of(config):
-        return lambda response: _key(find_answer(response, config.response_from))
-    return lambda response: find_answer(response, config.response_from)
+    options = {term.function: term.args for term in terms_of(config)}
+    compared: Callable[[str], str | None] = str
+    if "math" in options:
+        compared = answer_key
+    elif "choice" in options:
+        compared = partial(find_letter, letters=options["choice"].get("letters", LETTERS), is_answer=True)
+
+    def find(response: str) -> str | None:
+        found = find_answer(response, config.response_from)
+        return None if found is None else compared(found)
+
+    return find
 
 
 def _last_match(pattern: re.Pattern, text: str) -> str | None:
@@ -164,7 +180,3 @@ def _last_match(pattern: re.Pattern, text: str) -> str | None:
     matches = list(pattern.finditer(text))
     found = matches[-1].group(1 if pattern.groups else 0) if matches else None
     return None if found is None else found.strip()
-
-
-def _key(found: str | None) -> str | None:
-    return None if found is None else answer_key(found)

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_megatron.config.limits import Text
 from grpo_megatron.config.options import option
 from grpo_megatron.config.reward import ANSWER_PLACES, RewardConfig
-from grpo_megatron.rewards.answers import answer_finder, answer_key, find_answer, find_letter, normalise_answer, whole
+from grpo_megatron.rewards.answers import LETTERS, answer_finder, answer_key, find_answer, find_letter, normalise_answer, whole
 from grpo_megatron.rewards.limits import time_limit
 from grpo_megatron.rewards.numerals import plain_numbers, with_exponents
 from grpo_megatron.rewards.terms import Setup
@@ -18,7 +18,7 @@ Compare = Callable[..., float | dict[str, float]]
 
 @dataclass
 class _Places:
-    """Of a term, where they are others than reward.answer_from and reward.response_from."""
+    """Options of a term that take the place of reward.answer_from and reward.response_from."""
 
     answer_from: list[str] | None = option(None, "see reward.answer_from", choices=ANSWER_PLACES)
     response_from: list[str] | None = option(None, "see reward.response_from", choices=ANSWER_PLACES)
@@ -31,7 +31,7 @@ class _Extract(_Places):
 
 @dataclass
 class _Letters(_Places):
-    letters: str = option("ABCDEFGHIJ", "of the choices")
+    letters: str = option(LETTERS, "letters of the choices")
 
 
 def exact_match(setup: Setup) -> Compare:
@@ -53,7 +53,7 @@ def exact_match(setup: Setup) -> Compare:
 
 
 def choice(setup: Setup) -> Compare:
-    """1.0 if the response chooses the reference's letter, or one of several; see answers.find_letter."""
+    """Return 1.0 if the response chooses the reference's letter, or one of several; see answers.find_letter."""
     config, letters = _with_own(setup, _Letters), setup.options(_Letters).letters
 
     def golds(answer: str | list[str], record: dict) -> list[str]:
@@ -63,17 +63,18 @@ def choice(setup: Setup) -> Compare:
         return found
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
-        text = find_answer(response, config.response_from) if config.response_from else response
-        return float(text is not None and find_letter(text, letters) in golds(answer, record))
+        has_place = bool(config.response_from)
+        text = find_answer(response, config.response_from) if has_place else response
+        return float(text is not None and find_letter(text, letters, is_answer=has_place) in golds(answer, record))
 
     reward.check_record = golds
     return reward
 
 
 def math(setup: Setup) -> Compare:
-    """1.0 if the response's final answer equals the reference, or one of several, mathematically (1/2 = 0.5).
+    """Return 1.0 if the response's final answer equals the reference, or one of several, mathematically (1/2 = 0.5).
 
-    0.0 with the component `timed_out` if comparing takes longer than 5 s.
+    The reward is 0.0 with the component `timed_out` if comparing takes longer than 5 s.
 
     reward.response_from says where the answer is. Without it, math-verify looks for it in plain numbers, LaTeX and
     \\boxed{}. Before that, numbers are brought to one spelling (numerals.plain_numbers), which says which commas
@@ -97,15 +98,15 @@ def math(setup: Setup) -> Compare:
         parsed = [_parsed(f"${normalise_answer(gold)}$") for gold in golds]
         if not all(parsed):
             raise ValueError(f"math-verify cannot read the reference answer {golds[parsed.index([])]!r}")
-        # The library's own time limits use the alarm signal, which the reward worker needs. What the
-        # model wrote must not end a run, so an expression that takes too long is simply not right.
+        # The library's own time limits would use the alarm signal, which the reward worker needs. A response must not
+        # end a run, so one that takes too long to compare is simply not right.
         with time_limit(_COMPARE_SECONDS) as limit:
             answered = _parsed(response)
             same = (verify(gold, answered, float_rounding=_decimals(gold), timeout_seconds=None) for gold in parsed)
             return float(any(same))
         return {"reward": 0.0, "timed_out": float(limit.reached)}
 
-    # What math-verify makes of it is not asked: that takes milliseconds, and may take for ever.
+    # The answer is not parsed here: that takes milliseconds for each record, and may take for ever.
     reward.check_record = lambda answer, record: _references(answer, config)
     return reward
 
@@ -132,13 +133,13 @@ def _decimals(gold: list[Any]) -> int:
 
 
 def _with_own(setup: Setup, options: type) -> RewardConfig:
-    """The section with the term's own options in place of its keys of the same name."""
+    """Return the section `reward` with the term's own options in place of its keys of the same name."""
     own = {name: value for name, value in vars(setup.options(options)).items() if value is not None and name != "letters"}
     return replace(setup.config, **own)
 
 
 def _references(answer: str | list[str], config: RewardConfig) -> list[str]:
-    """What reward.answer_from finds in the reference answer, or in each of several."""
+    """Return what reward.answer_from finds in the reference answer, or in each of several."""
     references = []
     for text in [answer] if isinstance(answer, str) else answer:
         found = find_answer(text, config.answer_from)
