@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CPU_STAMP := $(VENV)/.installed
 GPU_STAMP := $(VENV)/.installed-gpu
-REQUIREMENTS := $(filter-out requirements/gpu%,$(wildcard requirements/*.txt)) setup.py Makefile
+REQUIREMENTS := $(filter-out requirements/gpu% requirements/mutants.txt,$(wildcard requirements/*.txt)) setup.py Makefile
 GPU_REQUIREMENTS := $(wildcard requirements/gpu*.txt) requirements/test.txt setup.py Makefile
 
 # The toolkit that TransformerEngine's extension is compiled with; it takes no GPU.
@@ -20,7 +20,7 @@ CUDA_HOME ?= /usr/local/cuda
 # Where it is set, every one of the many processes would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-gpu quickstart quickstart-fp8 test test-all test-gpu lint bench bench-gpu clean
+.PHONY: install install-gpu quickstart quickstart-fp8 test test-all test-gpu lint mutants bench bench-gpu clean
 
 # The stack for CPUs, unless the environment has the one for GPUs.
 install: $(if $(wildcard $(GPU_STAMP)),$(GPU_STAMP),$(CPU_STAMP))
@@ -92,8 +92,13 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 
+# Plants small faults in FILES, one at a time, and lists those that no unit test notices.
+mutants: install
+	$(PIP) -r requirements/mutants.txt
+	$(BIN)/python tools/mutants.py $(FILES)
+
 bench: install
 	for file in schedule logprob train_step memory exchange checkpoint loop learning convert reshard rewards; do $(BIN)/python benchmarks/$$file.py || exit 1; done
 
 clean:
-	rm -rf runs .pytest_cache .ruff_cache
+	rm -rf runs .mutants .pytest_cache .ruff_cache

@@ -1,0 +1,143 @@
+"""Mutation testing: plant small faults in source files, one at a time, and list those that no test notices.
+
+    make mutants FILES="grpo_megatron/batch/*.py"
+    python tools/mutants.py grpo_megatron/batch/schedule.py --tests tests/unit/test_schedule.py
+    python tools/mutants.py --show grpo_megatron.batch.schedule.x__pack__mutmut_4
+
+mutmut makes the faults and runs the tests. The tests are the files in tests/unit that import a module of the mutated
+files' packages, unless --tests names others; of these, each fault is shown only to the tests that run the changed
+function. Everything happens in a copy of the tracked files in .mutants/. The last line of the output is a JSON object.
+"""
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPY = ROOT / ".mutants"
+# Exit statuses that mutmut writes into its .meta files. Everything else means that a test noticed the fault.
+_SURVIVED, _NO_TESTS = 0, 33
+
+
+def tracked_files() -> list[Path]:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    return [path for name in listing.split("\0") if name and (path := Path(name)).is_file()]
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the names of all modules that a source file imports, at its top or inside its functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return found
+
+
+def tests_of(files: list[Path]) -> list[Path]:
+    """Return the unit tests that import a module of the same package as one of the files."""
+    packages = {".".join(file.parent.parts) for file in files}
+    tests = sorted(Path("tests/unit").glob("test_*.py"))
+    return [
+        test for test in tests if any(name.startswith(f"{package}.") for name in imported_modules(test) for package in packages)
+    ]
+
+
+def make_copy(files: list[Path], tests: list[Path]) -> None:
+    """Copy the tracked files into .mutants/ and write mutmut's settings beside them."""
+    shutil.rmtree(COPY, ignore_errors=True)
+    tracked = tracked_files()
+    for path in tracked:
+        (COPY / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, COPY / path)
+    others = sorted({path.parts[0] for path in tracked} - {"grpo_megatron"})
+    settings = {
+        "source_paths": ["grpo_megatron"],
+        "only_mutate": files,
+        "also_copy": others,
+        "pytest_add_cli_args_test_selection": tests,
+    }
+    lines = [line for key, values in settings.items() for line in (f"{key} =", *(f"    {value}" for value in values))]
+    (COPY / "setup.cfg").write_text("\n".join(["[mutmut]", *lines, ""]), encoding="utf-8")
+
+
+def mutmut(*words: str) -> int:
+    # One thread: a forked process must not inherit a torch whose pool of threads is gone.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", "mutmut", *words], cwd=COPY, env=environment).returncode
+
+
+def results(files: list[Path]) -> Iterator[tuple[Path, dict[str, int | None]]]:
+    """Yield each file with {mutant: exit status of its tests}; the status is None where they have not run."""
+    for file in files:
+        meta = COPY / "mutants" / f"{file}.meta"
+        if meta.exists():
+            yield file, json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"]
+
+
+def function_of(mutant: str) -> str:
+    """Return the readable name of a mutant's function: `module.x__pack__mutmut_4` is `module._pack`."""
+    module, _, name = re.sub(r"__mutmut_\d+$", "", mutant).rpartition(".")
+    return f"{module}.{name.removeprefix('xǁ').removeprefix('x_').replace('ǁ', '.')}"
+
+
+def print_results(files: list[Path]) -> None:
+    total: Counter[str] = Counter()
+    survivors: dict[str, list[str]] = {}
+    print(f"{'file':56} {'mutants':>8} {'caught':>8} {'survived':>9} {'no test':>8}")
+    for file, statuses in results(files):
+        run = {mutant: status for mutant, status in statuses.items() if status is not None}
+        survived = [mutant for mutant, status in run.items() if status == _SURVIVED]
+        untested = [mutant for mutant, status in run.items() if status == _NO_TESTS]
+        counts = Counter(mutants=len(run), survived=len(survived), no_test=len(untested))
+        counts["caught"] = len(run) - len(survived) - len(untested)
+        total += counts
+        for mutant in survived + untested:
+            survivors.setdefault(function_of(mutant), []).append(mutant)
+        print(f"{file!s:56} {counts['mutants']:8} {counts['caught']:8} {counts['survived']:9} {counts['no_test']:8}")
+    for function, mutants in sorted(survivors.items(), key=lambda item: -len(item[1])):
+        print(f"\n{function}: {len(mutants)} not caught\n    " + "\n    ".join(mutants))
+    keys = ("mutants", "caught", "survived", "no_test")
+    share = total["caught"] / total["mutants"] if total["mutants"] else None
+    print(json.dumps({key: total[key] for key in keys} | {"caught_share": share}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "files", nargs="*", type=Path, help="source files below grpo_megatron/, relative to the repository's root"
+    )
+    parser.add_argument(
+        "--tests", nargs="+", type=Path, help="test files or folders, in place of those that import the files' packages"
+    )
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="tests that run at the same time")
+    parser.add_argument("--show", metavar="MUTANT", help="show one fault of the last run as a diff")
+    args = parser.parse_args()
+    os.chdir(ROOT)
+    if args.show:
+        sys.exit(mutmut("show", args.show))
+    missing = [str(file) for file in args.files if not (file.is_file() and file.parts[0] == "grpo_megatron")]
+    if missing or not args.files:
+        parser.error(f"not a file below grpo_megatron/: {', '.join(missing)}" if missing else "name at least one source file")
+    tests = args.tests or tests_of(args.files)
+    if not tests:
+        parser.error("no file in tests/unit imports the packages of these files; name tests with --tests")
+    make_copy(args.files, tests)
+    status = mutmut("run", "--max-children", str(args.processes))
+    if not any(results(args.files)):
+        sys.exit(status or 1)
+    print_results(args.files)
+
+
+if __name__ == "__main__":
+    main()
