@@ -152,6 +152,15 @@ def test_a_pipeline_idles_by_its_bubble():
     assert ratio == pytest.approx(busiest * (1 + 1 / 4), rel=0.05)
 
 
+def test_a_virtual_pipeline_shrinks_the_bubble():
+    """A stage of two chunks waits for half a stage when the pipeline fills and drains (arXiv:2104.04473, section 2.2)."""
+    sizes = ("train.max_tokens_per_micro_batch=1024", "data.train_batch_size=8", "train.ppo_mini_batch_size=8", "rollout.n=1")
+    staged = (*sizes, "megatron.pipeline_parallel=2", "train.constant_length_packs=true")
+    plain, virtual = small(*staged), small(*staged, "megatron.virtual_pipeline=2")
+    ratio = virtual.times.seconds["training"] / plain.times.seconds["training"]
+    assert ratio == pytest.approx((1 + 1 / 8) / (1 + 1 / 4), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("change", "what", "sign"),
     [

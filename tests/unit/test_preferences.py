@@ -104,6 +104,20 @@ def test_both_sequences_of_a_pair_are_together(pairs, dp, multiple):
         assert sum(-(-int(lengths[i]) // multiple) * multiple for i in micro_batch) <= 100
 
 
+def test_replicas_share_the_cost_of_pairs_not_of_sequences_twice_as_long():
+    """The sequences of a pair do not attend to each other: two of 300 tokens cost less than one of 600.
+
+    Taken for one sequence of their joint length, the busier replica does 2 % more than the mean, in place of 0.03 %.
+    """
+    cost, draw, excess = CostModel(per_token=1.0, per_pair=0.005), np.random.default_rng(0), []
+    for _ in range(60):
+        lengths = np.repeat(np.clip(draw.lognormal(4, 1, 24), 4, 600).astype(int), 2)
+        plan = schedule_pairs(lengths, 1600, cost, dp=2)
+        work = [cost.flops(lengths[plan.sequences(rank)]).sum() for rank in range(2)]
+        excess.append(max(work) / np.mean(work) - 1)
+    assert np.median(excess) < 0.002
+
+
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=6),
     st.sampled_from([(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]),

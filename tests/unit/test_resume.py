@@ -17,7 +17,7 @@ from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.checkpoints import NotWritten
 from grpo_megatron.run.folder import beginning, set_aside, take_back
 from grpo_megatron.run.guard import Guard
-from grpo_megatron.run.manifest import DamagedCheckpoint, must_be_sound, problems
+from grpo_megatron.run.manifest import DamagedCheckpoint, must_be_sound, problems, record_of, write_manifest
 from grpo_megatron.run.resume import as_saved, differences, finished_result, open_checkpoint
 from tests.unit.run_folders import NAME, STATE, checkpoint, config_of, rows, run_with, state_of
 
@@ -87,6 +87,46 @@ def test_a_damaged_one_is_passed_over_or_refused_by_name(name, damage, tmp_path)
     assert said[0].startswith("passed over: ")
     with pytest.raises(DamagedCheckpoint, match=str(newest)):
         beginning(config_of(tmp_path, str(newest)), "train", print)
+
+
+def _lose_entry(files):
+    del files["actor/weights"]
+
+
+def _take_size_of_file(files):
+    files["actor/weights"][0] = 128
+
+
+def _take_other_digest(files):
+    files["actor/weights"][1] = files["state.json"][1]
+
+
+def _name_another_file(files):
+    files["actor/biases"] = files.pop("actor/weights")
+
+
+@pytest.mark.parametrize("change", [_lose_entry, _take_size_of_file, _take_other_digest, _name_another_file])
+def test_a_manifest_that_says_something_else_than_was_written_is_damaged(change, tmp_path):
+    """It is still valid JSON, and every file that it names may be as it says: only its own digest tells."""
+    folder = run_with(tmp_path, 2, 4)
+    manifest = folder / "checkpoints" / "step_00000004" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    change(content["files"])
+    manifest.write_text(json.dumps(content))
+    said = []
+    assert beginning(config_of(tmp_path), "train", said.append).step == 2
+    assert [f"{manifest} does not match its own digest" in line for line in said] == [True]
+
+
+def test_a_truncated_file_is_damage_though_this_command_does_not_read_it(tmp_path):
+    """A checkpoint may hold files for another layout or command. A truncated one says that the disk lost data."""
+    folder = checkpoint(tmp_path / "step_00000004", state_of(4))
+    (folder / "notes").write_bytes(bytes(1000))
+    write_manifest(folder, {name: record_of(folder / name) for name in ("state.json", "actor/weights", "notes")})
+    open_checkpoint(folder, "train")
+    os.truncate(folder / "notes", 999)
+    with pytest.raises(DamagedCheckpoint, match="notes has 999 bytes, 1000 were written"):
+        open_checkpoint(folder, "train")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "actor/weights"])

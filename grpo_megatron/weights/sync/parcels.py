@@ -103,10 +103,12 @@ def odd_factors(parcels: list[Parcel], device: torch.device) -> torch.Tensor:
 
 
 def make_parcels(link: Link, parts: list[Part], dtypes: dict[str, torch.dtype], max_bytes: int) -> list[Parcel]:
-    """A link's parts in parcels of at most `max_bytes` of data; a part that is larger is cut by rows.
+    """Divide a link's parts into parcels of at most `max_bytes` of data; a part that is larger is cut by rows.
 
-    dtypes: {engine's parameter: its dtype}, which is what travels. A single row larger than that makes a parcel of its own.
+    dtypes: {engine's parameter: its dtype}, in which the data travels. A single row larger than `max_bytes` makes a
+    parcel of its own.
     """
+    whole_bytes = max(_ALIGNMENT, max_bytes // _ALIGNMENT * _ALIGNMENT)  # parts are padded to the alignment
     parcels: list[Parcel] = []
     pending: list[Part] = []
     offsets: list[int] = []
@@ -118,7 +120,7 @@ def make_parcels(link: Link, parts: list[Part], dtypes: dict[str, torch.dtype], 
 
     for part in parts:
         itemsize = dtypes[part.engine].itemsize
-        for piece in _cut(part, max(1, max_bytes // itemsize)):
+        for piece in _cut(part, whole_bytes // itemsize):
             needed = padded_to(piece.move.numel * itemsize, _ALIGNMENT)
             if pending and size + needed > max_bytes:
                 close()

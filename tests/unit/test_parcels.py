@@ -1,0 +1,96 @@
+"""Parcels: their size, and what their digests notice."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.weights.sync.parcels import make_parcels, odd_factors
+from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
+from tests.unit.test_reshard import DENSE, EXPERTS, hf_tensors, trainer_parameters
+
+CPU = torch.device("cpu")
+
+
+def plan_of(arch) -> ReshardPlan:
+    sizes = ParallelSizes(tp=2, pp=2) if arch is DENSE else ParallelSizes(dp=2, ep=2)
+    return ReshardPlan(Layouts(arch, sizes, EngineLayout(2), 1, multicast=False))
+
+
+def parcels_of(plan: ReshardPlan, dtype: torch.dtype, max_bytes: int):
+    dtypes = dict.fromkeys(plan.engine_shapes, dtype)
+    for link, parts in plan.outgoing(0).items():
+        yield from make_parcels(link, parts, dtypes, max_bytes)
+
+
+@given(
+    st.sampled_from([DENSE, EXPERTS]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
+    st.integers(1, 3000),
+)
+def test_no_parcel_is_larger_than_a_bucket_unless_a_single_row_is(arch, dtype, max_bytes):
+    for parcel in parcels_of(plan_of(arch), dtype, max_bytes):
+        if parcel.data_bytes > max_bytes:
+            [part] = parcel.parts
+            assert part.move.shape[0] == 1 or part.move.numel * dtype.itemsize <= 16
+
+
+def packed_parcel():
+    """A parcel with parts of several tensors, and a buffer that holds it, filled with a rank's parameters."""
+    plan = plan_of(DENSE)
+    parcel = max(parcels_of(plan, torch.float32, 2000), key=lambda one: len(one.runs))
+    buffer = torch.zeros(parcel.total_bytes, dtype=torch.uint8)
+    parcel.pack(trainer_parameters(plan, hf_tensors(DENSE))[0], buffer)
+    return parcel, buffer
+
+
+def test_the_digest_of_a_tensor_notices_two_words_in_each_others_place():
+    """A sum of the words would not: rows in the wrong order are what a fault in a plan leaves behind."""
+    parcel, buffer = packed_parcel()
+    factors = odd_factors([parcel], CPU)
+    before = parcel.digests(buffer, factors)
+    assert len(parcel.runs) > 1
+    words = buffer[: parcel.data_bytes].view(torch.int64)
+    for run, (_, start, end) in enumerate(parcel.runs):
+        for one, other in itertools.islice(itertools.combinations(range(start, end), 2), 50):
+            if words[one] == words[other]:
+                continue
+            words[[one, other]] = words[[other, one]]
+            changed = parcel.digests(buffer, factors) != before
+            words[[one, other]] = words[[other, one]]
+            assert changed.nonzero().flatten().tolist() == [run]
+
+
+def test_the_digest_of_a_tensor_notices_each_single_bit():
+    parcel, buffer = packed_parcel()
+    factors = odd_factors([parcel], CPU)
+    before = parcel.digests(buffer, factors)
+    for run, (_, start, end) in enumerate(parcel.runs):
+        for place, bit in itertools.product((8 * start, 8 * end - 1), range(8)):
+            buffer[place] ^= 1 << bit
+            assert (parcel.digests(buffer, factors) != before).nonzero().flatten().tolist() == [run]
+            buffer[place] ^= 1 << bit
+
+
+def test_equal_tensors_at_different_places_of_a_parcel_have_different_digests():
+    """Otherwise two layers whose weights arrive in each other's place would have the right sum on the link."""
+    parcel, buffer = packed_parcel()
+    buffer[: parcel.data_bytes] = 1
+    digests = parcel.digests(buffer, odd_factors([parcel], CPU)).tolist()
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("max_bytes", [64, 700, 10**6])
+def test_parts_of_parcels_cover_what_a_rank_sends_exactly_once(max_bytes):
+    plan = plan_of(DENSE)
+    sent = sum(part.move.numel for parts in plan.outgoing(0).values() for part in parts)
+    parcels = list(parcels_of(plan, torch.float32, max_bytes))
+    assert sum(part.move.numel for parcel in parcels for part in parcel.parts) == sent
+    for link, of_link in itertools.groupby(parcels, key=lambda parcel: parcel.link):
+        assert [parcel.number for parcel in of_link] == list(range(sum(parcel.link == link for parcel in parcels)))
+    assert all(dataclasses.astuple(parcel)[4][0] == 0 for parcel in parcels)

@@ -1,0 +1,188 @@
+"""The driver's side of a weight sync: which syncs are whole ones, and which answers it refuses."""
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_megatron.config.weight_sync import WeightSyncConfig
+from grpo_megatron.weights.sync import resharding
+from grpo_megatron.weights.sync.order import Answer, Task, Way
+from grpo_megatron.weights.sync.plan import EngineRank, ReshardPlan
+from grpo_megatron.weights.sync.receiver import Receiver
+from grpo_megatron.weights.sync.resharding import Resharding
+from grpo_megatron.weights.sync.sender import Sender
+from tests.unit.test_reshard import DENSE, changed, engine_parameters, hf_tensors, tp2_pp2_to_two_engines, trainer_parameters
+
+CPU = torch.device("cpu")
+
+
+def gather_futures(references, processes, call, timeout):
+    """Stand-in for `cluster.processes.gather`, whose references are Ray's; here they are futures of threads."""
+    wait(references.values())
+    return {number: future.result() for number, future in references.items()}
+
+
+class Processes:
+    """The ranks of trainer and engines as threads of this process, behind the two interfaces that the driver calls.
+
+    `orders` has every order that arrived. A test changes `alter`, through which every answer of an engine's rank goes.
+    """
+
+    def __init__(self, plan):
+        self.plan, self.tensors, self.orders = plan, {}, []
+        self.parameters = engine_parameters(plan)
+        self.alter = lambda me, answer: answer
+        self._sides = {}
+        self._threads = ThreadPoolExecutor(16)
+
+    def _side(self, kind, setup, me):
+        if (kind, me) not in self._sides:
+            self._sides[kind, me] = kind(setup, me, CPU)
+        return self._sides[kind, me]
+
+    def close(self):
+        for side in self._sides.values():
+            side.close()
+        self._threads.shutdown()
+
+
+class Source(Processes):
+    processes = property(lambda self: list(range(self.plan.layouts.sizes.world_size)))
+
+    def sync_order(self, order):
+        self.orders.append(order)
+        have = trainer_parameters(self.plan, self.tensors)
+        return [
+            self._threads.submit(lambda rank=rank: self._side(Sender, order.setup, rank).send(order, have[rank]))
+            for rank in self.processes
+        ]
+
+
+class Target(Processes):
+    processes = property(lambda self: list(range(self.plan.layouts.num_engines)))
+
+    def sync_order(self, order):
+        return [self._threads.submit(self._engine, order, engine) for engine in self.processes]
+
+    def _engine(self, order, engine):
+        ranks = [me for me in self.plan.engine_ranks if me.engine == engine]
+        answers = [self._threads.submit(self._rank, order, me) for me in ranks]
+        return [answer.result() for answer in answers]
+
+    def _rank(self, order, me):
+        if order.task == Task.describe:
+            shapes = {name: (tuple(value.shape), value.dtype) for name, value in self.parameters[me].items()}
+            return Answer({}, {}, parameters=shapes)
+        return self.alter(me, self._side(Receiver, order.setup, me).receive(order, self.parameters[me]))
+
+
+class Driver:
+    """A Resharding over shared memory, with its source and target."""
+
+    def __init__(self, delta):
+        layouts = tp2_pp2_to_two_engines(multicast=True)
+        config = WeightSyncConfig(bucket_bytes=700, timeout=30, delta=delta)
+        self._resharding = Resharding(layouts, Way.shared_memory, config, folder="", call_timeout=60)
+        plan = ReshardPlan(layouts)
+        self.source, self.target, self._version = Source(plan), Target(plan), 0
+        assert self._resharding.describe(self.target) == []
+
+    def sync(self, tensors):
+        """Send these HF tensors as the next version; returns what the sync measured."""
+        self.source.tensors = tensors
+        measured = self._resharding.transfer(self.source, self.target, self._version + 1)
+        self._version += 1
+        return measured
+
+    def check(self, tensors):
+        expected = engine_parameters(self.target.plan, tensors)
+        for me, parameters in self.target.parameters.items():
+            for name, value in parameters.items():
+                # Padding of the vocabulary is never written, and stays NaN on both sides.
+                assert torch.equal(value.nan_to_num(7.0), expected[me][name].nan_to_num(7.0)), f"{name} at {me}"
+
+    def was_full(self):
+        return [order.full for order in self.source.orders]
+
+    def close(self):
+        self.source.close()
+        self.target.close()
+        self._resharding.close()
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    monkeypatch.setattr(resharding, "gather", gather_futures)
+    with closing(Driver(delta=True)) as one:
+        yield one
+
+
+def test_deltas_are_right_when_weights_return_to_what_they_were(driver):
+    """An encoder that compares with anything but what it sent last leaves the engines on B when A comes back."""
+    first = hf_tensors(DENSE, 1)
+    second = changed(first, 0.05, seed=2)
+    third = changed(first, 0.05, seed=3)
+    sizes = []
+    for tensors in (first, second, first, first, third, second):
+        sizes.append(driver.sync(tensors)["sent_gb"])
+        driver.check(tensors)
+    assert driver.was_full() == [True, *[False] * 5]
+    assert max(sizes[1:]) < 0.6 * sizes[0]
+    assert sizes[3] < sizes[2]
+
+
+def test_the_sync_after_a_failed_one_is_full(driver):
+    """Some engines may have what the failed sync brought, others not: nobody knows what a delta would be added to."""
+    tensors = hf_tensors(DENSE, 1)
+    driver.sync(tensors)
+
+    def fail(me, answer):
+        raise RuntimeError(f"{me} is out of memory")
+
+    driver.target.alter = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        driver.sync(changed(tensors, 0.05, seed=2))
+    driver.target.alter = lambda me, answer: answer
+    for me, parameters in driver.target.parameters.items():
+        parameters["model.norm.weight"].fill_(me.rank)
+    driver.sync(tensors)
+    driver.check(tensors)
+    driver.sync(tensors)
+    assert driver.was_full() == [True, False, True, False]
+
+
+def _other_checksum(answer):
+    link = next(iter(answer.seals))
+    return {**answer.seals, link: answer.seals[link] ^ 1}
+
+
+def _without_a_link(answer):
+    return dict(list(answer.seals.items())[1:])
+
+
+def _with_another_link(answer):
+    return {**answer.seals, "7-0.0": 1}
+
+
+@pytest.mark.parametrize("alter", [_other_checksum, _without_a_link, _with_another_link])
+@pytest.mark.parametrize("culprit", [EngineRank(0, 0), EngineRank(1, 1)])
+def test_a_link_whose_checksum_is_not_the_senders_is_refused(driver, alter, culprit):
+    """The digests of the tensors may all agree and a parcel still be missing: then the sum over the link differs."""
+    tensors = hf_tensors(DENSE, 1)
+    driver.target.alter = lambda me, answer: replace(answer, seals=alter(answer)) if me == culprit else answer
+    with pytest.raises(RuntimeError, match=f"{culprit} did not take over what the trainer sent on "):
+        driver.sync(tensors)
+    driver.target.alter = lambda me, answer: answer
+    driver.sync(tensors)
+    assert driver.was_full() == [True, True]
+
+
+def test_a_tensor_whose_digest_differs_is_named(driver):
+    driver.target.alter = lambda me, answer: replace(answer, wrong=("model.norm.weight",)) if me.engine else answer
+    with pytest.raises(
+        RuntimeError, match=r"model\.norm\.weight at rank 0 of engine 1, model\.norm\.weight at rank 1 of engine 1"
+    ):
+        driver.sync(hf_tensors(DENSE, 1))
