@@ -1,8 +1,10 @@
+"""Batches of flat tokens, and a weight for each of them."""
+
 import numpy as np
 import pytest
 
 from grpo_megatron.batch.sample import Sample
-from grpo_megatron.batch.token_weights import token_weights
+from grpo_megatron.batch.token_weights import LOSS_AGG_MODES, token_weights, weights_after_rejection
 from grpo_megatron.batch.train_batch import TrainBatch
 from tests.models import random_batch, random_samples
 
@@ -76,6 +78,33 @@ def test_token_weights_by_hand(batch, mode, expected):
     weights = token_weights(batch, mode, max_response_length=10)
     np.testing.assert_allclose(weights[batch.loss_mask], expected, rtol=1e-6)
     assert (weights[~batch.loss_mask] == 0).all()
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_rejected_tokens_lose_their_policy_term_alone(batch, mode):
+    """Weight times policy factor are the weights of a batch without the rejected tokens; other terms keep all tokens."""
+    kept = np.arange(batch.num_tokens) % 3 > 0
+    weight, factor = weights_after_rejection(batch, kept, mode, 4)
+    assert weight.dtype == factor.dtype == np.float32
+    assert np.array_equal(weight, token_weights(batch, mode, 4))
+    assert np.array_equal(factor > 0, batch.loss_mask & kept)
+    batch.set(loss_mask=batch.loss_mask & kept)
+    np.testing.assert_allclose(weight * factor, token_weights(batch, mode, 4), rtol=1e-6)
+
+
+def test_weights_are_float32(batch):
+    assert token_weights(batch, "token-mean", 4).dtype == np.float32
+    batch.set(loss_mask=np.zeros(batch.num_tokens, bool))
+    assert token_weights(batch, "token-mean", 4).dtype == np.float32
+
+
+def test_an_array_is_set_if_it_has_an_entry_for_each_token(batch):
+    advantage = np.arange(batch.num_tokens, dtype=np.float32)
+    batch.set(advantage=advantage, ref_logp=None)
+    assert batch.advantage is advantage
+    assert batch.ref_logp is None
+    with pytest.raises(ValueError, match=f"advantage has 2 entries for {batch.num_tokens} tokens"):
+        batch.set(advantage=advantage[:2])
 
 
 def test_a_trajectory_in_two_sequences_counts_once():

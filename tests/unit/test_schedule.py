@@ -102,6 +102,15 @@ def test_small_batches_are_level_at_every_moment(seed, max_tokens):
     assert work.max(axis=0).sum() / work.mean(axis=0).sum() < 1.04  # 1.03 to 1.11 without exchanges
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_exchanges_keep_micro_batches_within_the_limit(seed):
+    """A wrong count of a micro-batch's tokens after an exchange lets a later exchange overfill it."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, 400, size=draw.integers(20, 80))
+    plan = schedule(lengths, 1000, dp=4, cost=CostModel(per_token=1.0, per_pair=0.01))
+    assert max(lengths[list(mb)].sum() for rank in plan.micro_batches for mb in rank) <= 1000
+
+
 def test_exchanges_empty_no_micro_batch():
     # The rank with the long sequence has most to give away, and nothing that it can.
     assert all(itertools.chain(*schedule([100, 1, 1, 1, 1, 1], 100, dp=2, multiple_of=3).micro_batches))
