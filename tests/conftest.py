@@ -5,6 +5,8 @@ import sys
 import pytest
 from hypothesis import settings
 
+from grpo_megatron.sandbox.contain import NOTHING
+
 # First examples pay for imports; timing is not what these tests are about.
 settings.register_profile("default", deadline=None)
 settings.load_profile("default")
@@ -20,10 +22,20 @@ KERNEL_HAS = {
 @pytest.fixture(scope="module", params=KERNEL_HAS)
 def containment(request):
     """Each way in which a sandbox can contain programs fully, as sandbox.contain names it."""
-    source = f"from grpo_megatron.sandbox import libc; {KERNEL_HAS[request.param]}"
+    return _containment_of_this_machine(request.param)
+
+
+@pytest.fixture(scope="module", params=[*KERNEL_HAS, NOTHING])
+def any_containment(request):
+    """Each way in which a sandbox can contain programs, also the one that leaves them the user's files."""
+    return request.param if request.param == NOTHING else _containment_of_this_machine(request.param)
+
+
+def _containment_of_this_machine(name: str) -> str:
+    source = f"from grpo_megatron.sandbox import libc; {KERNEL_HAS[name]}"
     if subprocess.run([sys.executable, "-c", source], capture_output=True).returncode:
-        pytest.skip(f"this machine has no {request.param}")
-    return request.param
+        pytest.skip(f"this machine has no {name}")
+    return name
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -29,6 +29,8 @@ def contain(files: str, folder: str, python_folders: list[str], limits: dict) ->
     else:
         os.chdir(folder)
     _limit_resources(limits)
+    # A terminal that stops or interrupts a group of processes is not to meet the helper.
+    os.setpgid(0, 0)
     # Behind whatever else this machine has to do. In a session of its own it would not be: the scheduler's autogroups give each
     # session an equal share, whatever the priorities in it.
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

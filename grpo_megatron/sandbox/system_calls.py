@@ -1,16 +1,17 @@
-"""System calls that a contained process may not make, by a seccomp filter; it holds for what the process executes, too.
+"""System calls that a contained process may not make, refused by a seccomp filter, also for what the process executes.
 
 A filter can be installed everywhere, in containers as well. It forbids the network, further processes, and whatever reaches other
-processes of the same user.
+processes of the same user: above all, every call by which the kernel can be made to send a signal to one of them.
 """
 
 import ctypes
 import errno
 import os
+from dataclasses import dataclass
 
 from grpo_megatron.sandbox import libc
 
-# Their numbers on x86-64, and on 64-bit ARM, which has not all of them.
+# The numbers of each call on x86-64 and on 64-bit ARM; None where an architecture lacks the call.
 _FORBIDDEN = {
     # The network, and other processes behind sockets.
     "socket": (41, 198),
@@ -38,6 +39,9 @@ _FORBIDDEN = {
     "ioprio_set": (251, 30),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
+    # A terminal signals the process groups of its session, so a program stays in the group that it is put into.
+    "setpgid": (109, 154),
+    "setsid": (112, 157),
     # What changes files without opening them, of which Landlock is not asked.
     "truncate": (76, 45),
     "chmod": (90, None),
@@ -59,10 +63,24 @@ _FORBIDDEN = {
     "fremovexattr": (199, 16),
     # Memory that no limit counts.
     "memfd_create": (319, 279),
+    # Memory, semaphores and queues that other processes of this user share: only namespaces hide those that exist already.
     "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "mq_timedsend": (242, 182),
+    "mq_timedreceive": (243, 183),
+    "mq_notify": (244, 184),
+    "mq_getsetattr": (245, 185),
     # A user namespace gives capabilities; the others are where most holes of kernels were.
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -91,24 +109,84 @@ _COMMON_ALLOWED = {
 _CLONE_THREAD = 0x10000
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF
 _WHOLE = 0xFFFFFFFF
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-_F_SETSIG, _F_SETOWN, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY = 10, 8, 15, 1024, 1026
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SCHED_CORE = 1, 38, 62
+_F_SETFL, _O_ASYNC = 4, 0x2000
+
+# Requests of fcntl that a program gets: all that concern its own descriptors and locks. The others decide which process gets the
+# signals of a file (F_SETOWN, F_SETOWN_EX, F_SETSIG), or ask for such signals (F_SETLEASE, F_NOTIFY).
+_FCNTL = {
+    "F_DUPFD": 0,
+    "F_GETFD": 1,
+    "F_SETFD": 2,
+    "F_GETFL": 3,
+    "F_SETFL": _F_SETFL,
+    "F_GETLK": 5,
+    "F_SETLK": 6,
+    "F_SETLKW": 7,
+    "F_OFD_GETLK": 36,
+    "F_OFD_SETLK": 37,
+    "F_OFD_SETLKW": 38,
+    "F_DUPFD_QUERY": 1027,
+    "F_DUPFD_CLOEXEC": 1030,
+    "F_SETPIPE_SZ": 1031,
+    "F_GETPIPE_SZ": 1032,
+    "F_GET_SEALS": 1034,
+}
+# Requests of ioctl that a program gets: what Python and C libraries ask of files, pipes and sockets. There are thousands of others.
+# Among them FIOSETOWN and SIOCSPGRP do what F_SETOWN does; FIOASYNC sets O_ASYNC; TIOCSPGRP, TIOCSCTTY, TIOCSIG, TIOCNOTTY and
+# TIOCVHANGUP make a terminal send signals, and TIOCSTI types into it.
+_IOCTL = {
+    "TCGETS": 0x5401,
+    "TCGETS2": 0x802C542A,
+    "TIOCGPGRP": 0x540F,
+    "TIOCGWINSZ": 0x5413,
+    "FIONREAD": 0x541B,
+    "FIONBIO": 0x5421,
+    "FIONCLEX": 0x5450,
+    "FIOCLEX": 0x5451,
+}
 
 
-def _conditional(own_pid: int) -> dict[str, tuple[tuple[int, int | None], list[tuple[int, int, set[int], bool]]]]:
-    """Numbers, and what all must hold for a call to be allowed: (argument, mask, values, whether it must be one of them)."""
-    own = [(0, _WHOLE, {own_pid}, True)]
+@dataclass(frozen=True)
+class _Condition:
+    """What one argument of a call must be for the call to be allowed. The lower 32 bits count, as the kernel reads ints."""
+
+    argument: int
+    """Index of the argument."""
+    values: frozenset[int]
+    """The values that are compared with."""
+    mask: int = _WHOLE
+    """The bits that are compared."""
+    refused: bool = False
+    """Whether the argument must be none of the values, instead of one of them."""
+    only_if: tuple[int, int] | None = None
+    """(argument, value): the condition holds only for calls in which that other argument has the value."""
+
+
+def _conditional(own_pid: int) -> dict[str, tuple[tuple[int, int | None], list[_Condition]]]:
+    """Numbers, as in _FORBIDDEN, and the conditions of which a call must meet all."""
+    own = [_Condition(0, frozenset({own_pid}))]
     return {
-        "clone": ((56, 220), [(0, _CLONE_THREAD, {_CLONE_THREAD}, True)]),
+        "clone": ((56, 220), [_Condition(0, frozenset({_CLONE_THREAD}), _CLONE_THREAD)]),
         "kill": ((62, 129), own),
         "tgkill": ((234, 131), own),
-        "prlimit64": ((302, 261), [(0, _WHOLE, {0, own_pid}, True)]),
+        "prlimit64": ((302, 261), [_Condition(0, frozenset({0, own_pid}))]),
         # Pairs of the kind that event loops and multiprocessing make. One of datagrams could still write to others' sockets.
-        "socketpair": ((53, 199), [(0, _WHOLE, {_AF_UNIX}, True), (1, _SOCK_TYPE_MASK, {_SOCK_STREAM}, True)]),
-        # Who gets the signals of a file may be another process.
-        "fcntl": ((72, 25), [(1, _WHOLE, {_F_SETSIG, _F_SETOWN, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY}, False)]),
-        # It is to end with its helper.
-        "prctl": ((157, 167), [(0, _WHOLE, {_PR_SET_PDEATHSIG}, False)]),
+        "socketpair": (
+            (53, 199),
+            [_Condition(0, frozenset({_AF_UNIX})), _Condition(1, frozenset({_SOCK_STREAM}), _SOCK_TYPE_MASK)],
+        ),
+        # O_ASYNC asks for signals. Those of a terminal go to its foreground processes, without any owner being set.
+        "fcntl": (
+            (72, 25),
+            [
+                _Condition(1, frozenset(_FCNTL.values())),
+                _Condition(2, frozenset({_O_ASYNC}), _O_ASYNC, refused=True, only_if=(1, _F_SETFL)),
+            ],
+        ),
+        "ioctl": ((16, 29), [_Condition(1, frozenset(_IOCTL.values()))]),
+        # It is to end with its helper, and to share the cores of no other process.
+        "prctl": ((157, 167), [_Condition(0, frozenset({_PR_SET_PDEATHSIG, _PR_SCHED_CORE}), refused=True)]),
     }
 
 
@@ -140,17 +218,26 @@ def _filter(machine: str, own_pid: int) -> list[_Instruction]:
         if numbers[column] is not None:
             lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), refused]
     for numbers, conditions in _conditional(own_pid).values():
-        body = [line for condition in conditions for line in _refused_unless(*condition, refused)] + [allowed]
+        body = [line for condition in conditions for line in _checked(condition, refused)] + [allowed]
         lines += [(_JUMP_EQUAL, 0, len(body), numbers[column]), *body]
     return [*lines, allowed]
 
 
-def _refused_unless(argument: int, mask: int, values: set[int], one_of_them: bool, refused: _Instruction) -> list[_Instruction]:
-    """Lines that end with the refusal, or go on behind themselves. The lower 32 bits of the argument count, as the kernel reads ints."""
+def _checked(condition: _Condition, refusal: _Instruction) -> list[_Instruction]:
+    """Return lines that end with the refusal, or go on behind themselves."""
+    values = sorted(condition.values)
     # Each comparison skips those that are left and one line more.
-    comparisons = [(_JUMP_EQUAL, len(values) - index, 0, value) for index, value in enumerate(sorted(values))]
-    otherwise = [refused] if one_of_them else [(_JUMP, 0, 0, 1), refused]
-    return [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (_AND, 0, 0, mask), *comparisons, *otherwise]
+    comparisons = [(_JUMP_EQUAL, len(values) - index, 0, value) for index, value in enumerate(values)]
+    otherwise = [(_JUMP, 0, 0, 1), refusal] if condition.refused else [refusal]
+    lines = [_loaded(condition.argument), (_AND, 0, 0, condition.mask), *comparisons, *otherwise]
+    if condition.only_if is None:
+        return lines
+    argument, value = condition.only_if
+    return [_loaded(argument), (_JUMP_EQUAL, 0, len(lines), value), *lines]
+
+
+def _loaded(argument: int) -> _Instruction:
+    return (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
 
 
 class _Line(ctypes.Structure):
