@@ -37,3 +37,12 @@ def shortened(text: object, length: int = 80) -> str:
 def printable(text: str) -> str:
     """What may quote anybody, such as a model, as a terminal can show it: a control character could rewrite what stands there."""
     return "".join("\N{REPLACEMENT CHARACTER}" if category(c).startswith("C") and c not in "\n\t" else c for c in text)
+
+
+def described(error: BaseException) -> str:
+    """Return the type and text of an error that somebody else's code raised, as a message can quote them."""
+    try:
+        text = str(error)
+    except Exception:  # such as an error about an int of more digits than Python writes
+        text = "its text cannot be shown"
+    return printable(shortened(f"{type(error).__name__}: {text}", 2000))

@@ -1,20 +1,26 @@
 """Rewards that a server computes, asked by HTTP."""
 
 import asyncio
+import json
 import random
 import re
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from grpo_megatron.config.options import option
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.rewards.terms import Setup
+from grpo_megatron.rewards.values import NoReward, read_reward, shown
 
 # What stands before the host, also where there is no scheme.
 _USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 # A server may answer these another time.
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+# Bytes of an answer. A reward with as many named numbers as it may have takes 13 KB, so that of a large batch is well below.
+MAX_ANSWER = 16 << 20
+_READ_AT_ONCE = 1 << 16
 
 
 @dataclass
@@ -42,8 +48,7 @@ class Http:
         self.secrets = () if options.token_env is None else (options.token_env,)
         self._waiting: list[tuple[dict[str, Any], asyncio.Future]] = []
         self._posts: set[asyncio.Task] = set()
-        parts = urlsplit(options.url)
-        self._shown = f"{parts.scheme}://{parts.hostname}{parts.path}"  # its query may hold a secret
+        self._shown = _without_secrets(options.url)
 
     @classmethod
     def make(cls, setup: Setup) -> "Http":
@@ -62,7 +67,7 @@ class Http:
             raise UserError(f"{key} must be of the form http://HOST:PORT/PATH, is {shown!r}")
         return cls(options, setup.secrets.get(options.token_env) if options.token_env else None)
 
-    async def __call__(self, prompt: str, response: str, answer: str | list[str], record: dict) -> float | dict[str, float]:
+    async def __call__(self, prompt: str, response: str, answer: str | list[str], record: dict) -> dict[str, float]:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         row = {"prompt": prompt, "response": response, "answer": answer, "record": record}
@@ -89,8 +94,12 @@ class Http:
                     future.set_exception(error)
             return
         for (_, future), reward in zip(batch, rewards, strict=True):
-            if not future.done():
-                future.set_result(reward)
+            if future.done():
+                continue
+            try:
+                future.set_result(read_reward(reward, from_json=True))
+            except NoReward as error:
+                future.set_exception(RewardServerError(f"{self._shown} answered {shown(reward)}; {error}"))
 
     async def _rewards(self, body: dict[str, list], count: int) -> list:
         options = self._options
@@ -110,21 +119,54 @@ class Http:
         """(what the server answered, None), or (None, why it may answer another time). Raises RewardServerError if it will not."""
         import aiohttp
 
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        # What is compressed could be of any size, once it is not.
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
         timeout = aiohttp.ClientTimeout(total=self._options.attempt_timeout)
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-                session.post(self._options.url, json=body) as response,
+                aiohttp.ClientSession(timeout=timeout, headers=headers, auto_decompress=False) as session,
+                session.post(self._options.url, json=body, allow_redirects=False) as response,
             ):
                 if response.status in _BUSY:
                     return None, f"status {response.status}"
+                if response.status in _REDIRECTS:
+                    raise RewardServerError(self._redirected(response.status, response.headers.get("Location", "")))
                 if response.status != 200:
                     raise RewardServerError(f"{self._shown} answered with status {response.status}")
-                return await response.json(content_type=None), None
+                encoding = response.headers.get("Content-Encoding", "identity")
+                if encoding.lower() != "identity":
+                    raise RewardServerError(
+                        f"{self._shown} answered compressed ({encoding[:20]!r}), which it was not asked for"
+                    )
+                return json.loads(await self._read(response)), None
         except asyncio.TimeoutError:
             return None, f"no answer within {self._options.attempt_timeout} s"
         except aiohttp.ClientError as error:
             return None, type(error).__name__
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RewardServerError(f"{self._shown} answered what is no JSON") from error
+
+    def _redirected(self, status: int, location: str) -> str:
+        try:
+            target = shown(_without_secrets(urljoin(self._options.url, location)))
+        except ValueError:
+            target = "what is no URL"
+        return (
+            f"{self._shown} redirects to {target} (status {status}), and no redirect is followed, because it would send the responses "
+            "there: set url to the address that answers"
+        )
+
+    async def _read(self, response) -> bytes:
+        """Return the body. Raises RewardServerError for one of more than MAX_ANSWER bytes, of which no more are read."""
+        found = bytearray()
+        async for data in response.content.iter_chunked(_READ_AT_ONCE):
+            found += data
+            if len(found) > MAX_ANSWER:
+                raise RewardServerError(f"{self._shown} answered with more than {MAX_ANSWER >> 20} MiB")
+        return bytes(found)
+
+
+def _without_secrets(url: str) -> str:
+    """Return a URL as messages may show it: its query may hold a secret, and so may what stands before the host."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

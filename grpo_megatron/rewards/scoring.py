@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.config.reward import RewardConfig
+from grpo_megatron.errors import described
 from grpo_megatron.rewards.base import Reward, resolve_rewards
 from grpo_megatron.rewards.limits import FreeMemory, interruptible_loop, time_limit
+from grpo_megatron.rewards.values import NoReward, read_reward, read_rewards, shown
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,11 @@ class Scorer:
         try:
             for reward in self._of_responses:
                 options = {"tokens": len(task.response_ids), "components": values}
-                own = _numbers(await self._call(reward, until, where, given, options), reward, where)
+                found = await self._call(reward, until, where, given, options)
+                try:
+                    own = read_reward(found)
+                except NoReward as error:
+                    raise _returned(found, reward, where, error) from None
                 prefix = "" if reward.term.is_whole else f"{reward.term.name}/"
                 values[reward.term.name] = own.pop("reward")
                 others |= {prefix + name: number for name, number in own.items()}
@@ -144,7 +149,10 @@ class Scorer:
             for reward in self._of_groups:
                 options = {"tokens": task.tokens, "components": components}
                 found = await self._call(reward, until, where, given, options)
-                values[reward.term.name] = own = _numbers_of_group(found, reward, where, len(task.responses))
+                try:
+                    values[reward.term.name] = own = read_rewards(found, len(task.responses))
+                except NoReward as error:
+                    raise _returned(found, reward, where, error) from None
                 for one, number in zip(components, own, strict=True):
                     one[reward.term.name] = number
         except _Failure as failure:
@@ -159,7 +167,7 @@ class Scorer:
         except _TooLong:
             raise _Failure(f"{failed}: took longer than reward.timeout={self._timeout} s") from None
         except (Exception, SystemExit) as error:
-            raise _Failure(f"{failed}: {type(error).__name__}: {error}") from error
+            raise _Failure(f"{failed}: {described(error)}") from error
 
 
 async def _limited(until: float, function: Callable, arguments: dict[str, Any]) -> Any:
@@ -188,24 +196,5 @@ async def _without_exit(value: Awaitable) -> Any:
         raise RuntimeError(f"SystemExit: {error}") from error
 
 
-def _numbers(value: Any, reward: Reward, where: str) -> dict[str, float]:
-    """What a reward returned, with the reward itself under "reward"."""
-    try:
-        found = {str(name): float(number) for name, number in (value if isinstance(value, dict) else {"reward": value}).items()}
-        own = found["reward"]
-    except (KeyError, TypeError, ValueError):
-        must = "it must return a number, or a dict with 'reward'"
-        raise _Failure(f"reward {reward.name} returned {str(value)[:200]!r} for {where}; {must}") from None
-    if not math.isfinite(own):
-        raise _Failure(f"reward {reward.name} returned {own} for {where}; it must be finite")
-    return found
-
-
-def _numbers_of_group(value: Any, reward: Reward, where: str, count: int) -> list[float]:
-    try:
-        found = [float(number) for number in value]
-    except (TypeError, ValueError):
-        found = []
-    if len(found) != count or not all(map(math.isfinite, found)):
-        raise _Failure(f"reward {reward.name} returned {str(value)[:200]!r} for {where}; it must return {count} finite numbers")
-    return found
+def _returned(value: Any, reward: Reward, where: str, error: NoReward) -> _Failure:
+    return _Failure(f"reward {reward.name} returned {shown(value)} for {where}; {error}")

@@ -8,7 +8,6 @@ each, one after the other. Light to import, because those processes start with i
 import asyncio
 import inspect
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,11 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.cluster.worker_pool import Place, WorkerDied, WorkerHangs, WorkerPool
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.errors import ProcessLost, UserError
+from grpo_megatron.errors import ProcessLost, UserError, described
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.plugins import Registry
 from grpo_megatron.rewards.limits import interruptible_loop, time_limit
+from grpo_megatron.rewards.values import NoReward, read_components, read_reward, shown
 from grpo_megatron.rewards.workers import bounds
 
 Decode = Callable[[np.ndarray], str]
@@ -211,7 +211,7 @@ class _Host:
         observation = self._limited(where, make_and_reset)
         if observation is not None and not _is_observation(observation):
             raise EnvironmentFailed(
-                f"{where} returned {str(observation)[:80]!r}; it must return text, chat messages with role and content, or None"
+                f"{where} returned {shown(observation)}; it must return text, chat messages with role and content, or None"
             )
         return observation or ""
 
@@ -240,7 +240,7 @@ class _Host:
         except UserError as error:
             raise EnvironmentFailed(f"{where} failed: {error}") from error
         except (Exception, SystemExit) as error:
-            raise EnvironmentFailed(f"{where} failed: {type(error).__name__}: {error}") from error
+            raise EnvironmentFailed(f"{where} failed: {described(error)}") from error
         raise EnvironmentFailed(f"{where} took longer than reward.timeout={self._timeout} s")
 
 
@@ -256,19 +256,18 @@ def _is_observation(value: Any) -> bool:
     )
 
 
-def _checked(result, where: str) -> StepResult:
-    """The result with plain Python numbers."""
+def _checked(result: Any, where: str) -> StepResult:
+    """Return the result with plain Python numbers."""
     if not isinstance(result, StepResult):
-        raise EnvironmentFailed(f"{where} returned {str(result)[:80]!r}; it must return a StepResult")
-    try:
-        reward = float(result.reward)
-        components = {str(name): float(value) for name, value in result.components.items()}
-        legal = _is_observation(result.observation) and isinstance(result.done, (bool, np.bool_))
-    except (AttributeError, TypeError, ValueError):
-        legal = False
-    if not legal or not all(map(math.isfinite, [reward, *components.values()])):
+        raise EnvironmentFailed(f"{where} returned {shown(result)}; it must return a StepResult")
+    legal = isinstance(result.done, (bool, np.bool_)) and isinstance(result.components, dict)
+    if not legal or not _is_observation(result.observation):
         raise EnvironmentFailed(
-            f"{where} returned {str(result)[:200]}; observation must be text or chat messages, done true or false, reward and all "
-            "components finite numbers"
+            f"{where} returned {shown(result)}; observation must be text or chat messages, done true or false, components a dict"
         )
+    try:
+        reward = read_reward({"reward": result.reward})["reward"]
+        components = read_components(result.components)
+    except NoReward as error:
+        raise EnvironmentFailed(f"{where} returned {shown(result)}; {error}") from None
     return StepResult(result.observation, reward, bool(result.done), components)

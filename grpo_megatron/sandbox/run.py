@@ -197,8 +197,8 @@ def _outcome(answer: dict) -> Outcome:
     if result is not None:
         try:
             result, has_result = plain.loads(result.encode()), True
-        except (ValueError, TypeError, KeyError, RecursionError):
-            result = None  # the program has written there itself
+        except Exception:  # such as OverflowError, for a float of 400 digits: the program has written there itself
+            result = None
     return Outcome(
         Ended(answer["ended"]), answer["status"], answer["stdout"], answer["stderr"], answer["seconds"], has_result, result
     )

@@ -296,12 +296,12 @@ STEP = r"environment tests.unit.toy_environments:Obedient: step\('{}'\) on recor
         ("raise", "failed: ZeroDivisionError: planted"),
         ("exit", "failed: SystemExit: 3"),
         ("text", "returned 'good'; it must return a StepResult"),
-        ("nothing", "returned 'None'; it must return a StepResult"),
+        ("nothing", "returned None; it must return a StepResult"),
         ("bad observation", "returned .*observation must be text or chat messages"),
-        ("bad reward", "returned .*finite numbers"),
-        ("nan", "returned .*finite numbers"),
+        ("bad reward", "returned .*the reward must be a number, is 'high' of type str"),
+        ("nan", "returned .*the reward must be finite"),
         ("bad done", "returned .*done true or false"),
-        ("bad component", "returned .*finite numbers"),
+        ("bad component", "returned .*'x' must be a number"),
         ("sleep", "took longer than reward.timeout=1.0 s"),
         ("await", "took longer than reward.timeout=1.0 s"),
         ("spin", "took longer than reward.timeout=1.0 s"),
@@ -321,7 +321,7 @@ def test_a_step_that_fails_is_one_clear_error(obedient, order, complaint):
     [
         ("made to raise", "failed: ZeroDivisionError: planted"),
         ("reset and raise", "failed: ZeroDivisionError: planted"),
-        ("reset number", "returned '7'; it must return text, chat messages with role and content, or None"),
+        ("reset number", "returned 7; it must return text, chat messages with role and content, or None"),
     ],
 )
 def test_a_start_that_fails(obedient, order, complaint):

@@ -1,20 +1,12 @@
 """The built-in rewards for choices, form, length, comparison within the group, and a server."""
 
-import asyncio
-import json
 import math
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from grpo_megatron.config.reward import RewardConfig
-from grpo_megatron.errors import UserError
-from grpo_megatron.rewards import RewardWorkers, resolve_reward, resolve_rewards
-from grpo_megatron.rewards.base import read_secrets
-from grpo_megatron.rewards.scoring import Failed, RewardTask, Scorer, ScorerSpec
-from tests.unit.toy_environments import decode, encode
+from grpo_megatron.rewards import resolve_rewards
 
 
 def value(function, response, answer="", tokens=None, components=None, **args):
@@ -131,144 +123,3 @@ def test_rank():
     assert group("rank", [30, 10], [1, 0], among="right") == [1.0, 0.0]
     assert group("rank", [30, 10], [0, 0], among="right") == [0.0, 0.0]
     assert group("rank", [30, 10, 5], [0, 2, 2], by="right", largest_first=True) == [0.0, 0.75, 0.75]
-
-
-# -- a server
-
-
-class Server:
-    """Answers with the lengths of the responses, after what it is told to do first: one word for each request."""
-
-    def __init__(self):
-        server, self.asked, self.todo = self, [], []
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                server.asked.append((body, self.headers.get("Authorization")))
-                todo = server.todo.pop(0) if server.todo else "answer"
-                if todo == "drop":
-                    self.connection.close()
-                    return
-                if todo == "sleep":
-                    time.sleep(1.5)
-                answer = {"rewards": [{"reward": len(text), "upper": text.isupper()} for text in body["response"]]}
-                texts = {"garbage": "<html>", "few": '{"rewards": []}'}
-                self.send_response(int(todo) if todo.isdecimal() else 200)
-                self.end_headers()
-                self.wfile.write(texts.get(todo, json.dumps(answer)).encode())
-
-            def log_message(self, *arguments):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}/score?key=hidden"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self):
-        self._server.shutdown()
-        self._server.server_close()
-
-
-@pytest.fixture
-def server():
-    one = Server()
-    yield one
-    one.close()
-
-
-def asked(server, *responses, secrets=None, timeout=20.0, **args):
-    args = {"url": server.url, "backoff": 0.01} | args
-    scorer = ScorerSpec(RewardConfig(function="http", args=args, timeout=timeout), decode, secrets or {})()
-    tasks = [RewardTask(7, "p", encode(text), "a", {"id": number}) for number, text in enumerate(responses)]
-    return scorer.work(tasks, 100.0)
-
-
-def test_a_server_gets_batches(server):
-    found = asked(server, "one", "FOUR", *["x"] * 5, batch_size=3)
-    assert [one.components["reward"] for one in found] == [3, 4, 1, 1, 1, 1, 1]
-    assert [one.components["upper"] for one in found][:2] == [0, 1]
-    bodies = sorted((body for body, _ in server.asked), key=lambda body: body["record"][0]["id"])
-    assert [len(body["response"]) for body in bodies] == [3, 3, 1]
-    assert bodies[0] == {
-        "prompt": ["p"] * 3,
-        "response": ["one", "FOUR", "x"],
-        "answer": ["a"] * 3,
-        "record": [{"id": 0}, {"id": 1}, {"id": 2}],
-    }
-    assert server.asked[0][1] is None
-
-
-@pytest.mark.parametrize("todo", ["503", "429", "drop", "sleep"])
-def test_a_request_is_tried_again(server, todo):
-    server.todo = [todo, todo]
-    (found,) = asked(server, "one", attempt_timeout=1.0 if todo == "sleep" else 10.0)
-    assert found.components["reward"] == 3
-    assert len(server.asked) == 3
-
-
-@pytest.mark.parametrize(
-    ("todo", "says", "requests"),
-    [
-        ("500", "gave no rewards in 3 attempts; the last one: status 500", 3),
-        ("403", "answered with status 403", 1),
-        ("garbage", "answered what is no JSON", 1),
-        ("few", r'answered no {"rewards": [...]} of 1 rewards', 1),
-    ],
-)
-def test_a_server_that_gives_no_rewards_is_a_failed_reward(server, todo, says, requests):
-    server.todo = [todo] * 9
-    (found,) = asked(server, "one", attempts=3)
-    assert isinstance(found, Failed)
-    assert says in found.why
-    assert "hidden" not in found.why
-    assert len(server.asked) == requests
-
-
-def test_a_server_that_is_too_slow(server):
-    server.todo = ["sleep"]
-    (found,) = asked(server, "one", timeout=0.5)
-    assert "took longer than reward.timeout=0.5 s" in found.why
-
-
-def test_a_token_is_sent_and_shown_nowhere(server, monkeypatch):
-    args = {"url": server.url, "token_env": "MY_TOKEN"}
-    asked(server, "one", secrets={"MY_TOKEN": "s3cret"}, token_env="MY_TOKEN")
-    assert server.asked[0][1] == "Bearer s3cret"
-    assert "s3cret" not in repr(ScorerSpec(RewardConfig(function="http", args=args), decode, {"MY_TOKEN": "s3cret"}))
-    monkeypatch.delenv("MY_TOKEN", raising=False)
-    with pytest.raises(UserError, match="environment variable MY_TOKEN, which a reward of this run asks for, is not set"):
-        RewardWorkers(RewardConfig(function="http", args=args), decode, [])
-
-
-@pytest.mark.parametrize("value", ["s3cret\nX-Other: 1", "s3cret\x7f", "s3crét"])
-def test_a_token_that_no_header_can_hold_is_refused_at_the_start(server, monkeypatch, value):
-    rewards = resolve_rewards(RewardConfig(function="http", args={"url": server.url, "token_env": "MY_TOKEN"}))
-    monkeypatch.setenv("MY_TOKEN", value)
-    with pytest.raises(UserError, match=r"MY_TOKEN, .* which no HTTP header can hold; set it to the token alone") as found:
-        read_secrets(rewards)
-    assert "s3cr" not in str(found.value)
-
-
-def test_the_newline_of_a_file_is_no_part_of_a_token(server, monkeypatch):
-    rewards = resolve_rewards(RewardConfig(function="http", args={"url": server.url, "token_env": "MY_TOKEN"}))
-    monkeypatch.setenv("MY_TOKEN", "s3cret\n")
-    asked(server, "one", secrets=read_secrets(rewards), token_env="MY_TOKEN")
-    assert server.asked[0][1] == "Bearer s3cret"
-    monkeypatch.setenv("MY_TOKEN", "\n")
-    with pytest.raises(UserError, match="is not set"):
-        read_secrets(rewards)
-
-
-def test_a_server_may_be_asked_in_one_event_loop_after_another(server):
-    reward = resolve_reward(RewardConfig(function="http", args={"url": server.url}))
-    for _ in range(2):
-        assert asyncio.run(reward("p", "four", "a", {}))["reward"] == 4
-
-
-def test_the_scorer_names_no_secret(server):
-    server.todo = ["403"]
-    scorer = Scorer(RewardConfig(function="http", args={"url": server.url, "token_env": "T"}), decode, {"T": "s3cret"})
-    (found,) = scorer.work([RewardTask(7, "p", encode("x"), "a", {})], 1.0)
-    assert "s3cret" not in found.why

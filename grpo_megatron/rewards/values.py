@@ -1,0 +1,86 @@
+"""Values from outside as rewards: the one place where what a reward function, a server or an environment gives becomes floats.
+
+A number is whatever Python can make a float of: an int, a Decimal, a Fraction, a scalar of NumPy or torch. A text is none, even if
+it looks like one.
+"""
+
+import math
+import reprlib
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+# A response has at most this many numbers beside its reward: each is a curve of its own in the logs.
+MAX_COMPONENTS = 100
+MAX_NAME_LENGTH = 100
+# Advantages are float32, which ends at 3e38. A sum of rewards must not get there.
+LARGEST = 1e30
+
+
+class NoReward(Exception):
+    """What came from outside is no reward. The text says what it must be."""
+
+
+def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
+    """Return a response's reward under "reward", and the further numbers that came with it. Raises NoReward.
+
+    value: a number, or a dict of numbers with the key "reward". from_json: true and false are no numbers, as in JSON; a Python
+    function may return a comparison.
+    """
+    if not isinstance(value, dict):
+        value = {"reward": value}
+    if "reward" not in value:
+        raise NoReward("it must return a number, or a dict with 'reward'")
+    reward = _number(value["reward"], "the reward", from_json)
+    return {"reward": reward} | read_components({name: value[name] for name in value if name != "reward"}, from_json)
+
+
+def read_components(value: dict, from_json: bool = False) -> dict[str, float]:
+    """Return numbers to be logged by their names. Raises NoReward."""
+    if len(value) > MAX_COMPONENTS:
+        raise NoReward(f"it must return at most {MAX_COMPONENTS} numbers beside the reward, not {len(value)}")
+    for name in value:
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME_LENGTH:
+            raise NoReward(f"the name of a number must be 1 to {MAX_NAME_LENGTH} printable characters, is {shown(name)}")
+    return {str(name): _number(number, shown(name), from_json) for name, number in value.items()}
+
+
+def read_rewards(value: Any, count: int) -> list[float]:
+    """Return the rewards of a group of `count` responses. Raises NoReward."""
+    must = f"it must return {count} finite numbers"
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, dict)):
+        raise NoReward(must)
+    found = list(islice(value, count + 1))  # it may have no end
+    if len(found) != count:
+        raise NoReward(f"{must}, not {'more' if len(found) > count else len(found)}")
+    return [_number(number, f"number {index}", False) for index, number in enumerate(found)]
+
+
+def shown(value: Any) -> str:
+    """Return a value from outside as a message can quote it: short, without control characters, and whatever the value is."""
+    try:
+        text = _QUOTES.repr(value)
+    except Exception:  # an int of more digits than Python writes
+        return f"a value of type {type(value).__name__}"
+    return text if text.isprintable() else repr(text)
+
+
+_QUOTES = reprlib.Repr()
+_QUOTES.maxstring = _QUOTES.maxlong = 80
+_QUOTES.maxother = 200  # such as a StepResult
+
+
+def _number(value: Any, name: str, from_json: bool) -> float:
+    try:
+        if hasattr(value, "item"):
+            value = value.item()  # a scalar of NumPy or torch; an array of several numbers raises an error
+        if isinstance(value, (str, bytes)) or (from_json and isinstance(value, bool)):
+            raise TypeError
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except Exception:  # an object of somebody's own class may raise any
+        raise NoReward(f"{name} must be a number, is {shown(value)} of type {type(value).__name__}") from None
+    if not abs(number) <= LARGEST:
+        raise NoReward(f"{name} must be finite, and at most {LARGEST:g} in size")
+    return number
