@@ -1,22 +1,55 @@
 """Finding a function by name: built in, registered by a decorator, or `module:attribute`."""
 
 import importlib
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.errors import UserError, described, shortened
+
+
+@dataclass(frozen=True)
+class Call:
+    """How plugins of one kind are called: with these arguments by position, and those by keyword."""
+
+    positional: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+    may_be_async: bool = False
+
+    def problem(self, function: Callable) -> str | None:
+        """Return why a function cannot be called so; None if it can, or has no signature to look at, as some written in C."""
+        if not self.may_be_async and is_async(function):
+            return "is async, and its result would not be awaited"
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return None
+        try:
+            signature.bind(*self.positional, **dict.fromkeys(self.keywords))
+        except TypeError as error:
+            bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+            own = signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
+            arguments = ", ".join([*self.positional, *(f"{name}=..." for name in self.keywords)])
+            return f"is called with ({arguments}), which its signature {shortened(str(own), 200)} does not take: {error}"
+        return None
+
+
+def is_async(function: Callable) -> bool:
+    """Whether a function, or an object with `__call__`, returns what must be awaited."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 class Registry:
     """Functions of one kind by name; `@registry("name")` adds one and returns it unchanged.
 
     kind, key: what it is and the configuration key it is chosen by, for error messages. built_in: names that the
-    key takes beside those registered here, for the same.
+    key takes beside those registered here, for the same. call: how its functions are called; None: whoever uses them looks.
     """
 
-    def __init__(self, kind: str, key: str, built_in: tuple[str, ...] = ()):
-        self.kind, self.key, self._built_in = kind, key, built_in
+    def __init__(self, kind: str, key: str, built_in: tuple[str, ...] = (), call: Call | None = None):
+        self.kind, self.key, self._built_in, self._call = kind, key, built_in, call
         self._known: dict[str, Callable] = {}
 
     def __call__(self, name: str) -> Callable[[Callable], Callable]:
@@ -37,7 +70,8 @@ class Registry:
     def get(self, name: str) -> Callable:
         """The function called `name`, or `module:name`: an attribute of the module, or what its decorator registered.
 
-        Modules are found from the working directory too. Raises UserError if there is no such function.
+        Modules are found from the working directory too. Raises UserError if there is no such function, or if it cannot be called as
+        those of its kind are.
         """
         module_name, separator, attribute = name.partition(":")
         if not separator:
@@ -49,6 +83,9 @@ class Registry:
         function = getattr(module, attribute, None) or self._known.get(attribute)
         if not callable(function):
             raise UserError(f"{self.key}={name}: {module_name} has no function {attribute}, and registers none of that name")
+        problem = self._call and self._call.problem(function)
+        if problem:
+            raise UserError(f"{self.key}={name}: the {self.kind} {problem} (docs/plugins.md shows one)")
         return function
 
     def problems(self, name: str) -> list[str]:
@@ -73,4 +110,4 @@ def import_module(name: str, setting: str):
     except (Exception, SystemExit) as error:  # somebody's code, run for the first time
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
-        raise UserError(f"{setting} cannot be imported: {type(error).__name__}: {error} ({place})") from error
+        raise UserError(f"{setting} cannot be imported: {described(error)} ({place})") from error

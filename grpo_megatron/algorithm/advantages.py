@@ -15,9 +15,9 @@ from functools import cached_property
 import numpy as np
 
 from grpo_megatron.config.algorithm import AlgorithmConfig
-from grpo_megatron.plugins import Registry
+from grpo_megatron.plugins import Call, Registry
 
-advantage_estimator = Registry("advantage estimator", "algorithm.adv_estimator")
+advantage_estimator = Registry("advantage estimator", "algorithm.adv_estimator", call=Call(("inputs", "options")))
 
 # Estimators for which a group of one sample says nothing.
 GROUP_RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "gpg")

@@ -11,9 +11,9 @@ import numpy as np
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.plugins import Registry
+from grpo_megatron.plugins import Call, Registry
 
-group_filter = Registry("filter", "algorithm.filters")
+group_filter = Registry("filter", "algorithm.filters", call=Call(("groups",)))
 
 
 @group_filter("nonzero_variance")

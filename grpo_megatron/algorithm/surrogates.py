@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 
 from grpo_megatron.algorithm.kl import MAX_LOG_RATIO
-from grpo_megatron.plugins import Registry
+from grpo_megatron.plugins import Call, Registry
 
-surrogate = Registry("surrogate", "algorithm.surrogate")
+surrogate = Registry("surrogate", "algorithm.surrogate", call=Call(("terms", "options")))
 LossAndClipped = tuple[torch.Tensor, torch.Tensor]
 
 

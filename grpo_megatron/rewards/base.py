@@ -9,8 +9,8 @@ from typing import Any
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.reward import MODEL, RewardConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.plugins import Registry
-from grpo_megatron.rewards import compare, form, groups, remote
+from grpo_megatron.plugins import Call, Registry, is_async
+from grpo_megatron.rewards import compare, form, groups, other_stacks, remote
 from grpo_megatron.rewards.code import code
 from grpo_megatron.rewards.terms import Setup, Term, terms_of
 
@@ -60,8 +60,7 @@ class Reward:
 
     @property
     def waits(self) -> bool:
-        is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
-        return is_async or "components" in self.wants
+        return is_async(self.function) or "components" in self.wants
 
     @property
     def check_record(self) -> Callable[[str | list[str], dict], Any] | None:
@@ -135,9 +134,40 @@ def _resolve(setup: Setup) -> Reward:
     name = setup.term.function
     make = _OF_RESPONSES.get(name) or _OF_GROUPS.get(name)
     function = make(setup) if make else reward_function.get(name)
-    parameters = inspect.signature(function).parameters
+    of_group = name in _OF_GROUPS or getattr(function, "of_group", False)
+    if not make:
+        _check_call(setup.term, function, of_group)
+    parameters = _parameters(function)
     everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     wants = frozenset(option for option in _OPTIONAL if everything or option in parameters)
     if setup.term.args and not make and "args" not in wants:
         raise UserError(f"{setup.term.key}: {name} has no parameter `args` that could take {', '.join(setup.term.args)}")
-    return Reward(setup.term, function, name in _OF_GROUPS or getattr(function, "of_group", False), wants)
+    return Reward(setup.term, function, of_group, wants)
+
+
+def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
+    """Return its parameters; none if it has no signature to look at, as some functions written in C."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _check_call(term: Term, function: Callable, of_group: bool) -> None:
+    """Raise UserError for a function that cannot be called as a reward is, with what to do about it."""
+    if inspect.isclass(function):
+        raise UserError(f"{_named(term)} is a class, and a reward is a function: name an object of the class, or a function")
+    known = _parameters(function)
+    named = [option for option in _OPTIONAL if option in known]  # what only `**others` takes is no part of any signature
+    responses = "responses" if of_group else "response"
+    problem = Call(keywords=("prompt", responses, "answer", "record", *named), may_be_async=True).problem(function)
+    if problem is None:
+        return
+    advice = other_stacks.hint(function.__name__ if hasattr(function, "__name__") else "theirs", known)
+    if not advice and not of_group and "responses" in known:
+        advice = ". If it scores all responses to a prompt together, register it by @group_reward"
+    raise UserError(f"{_named(term)}: the reward {problem} (docs/plugins.md shows one){advice}")
+
+
+def _named(term: Term) -> str:
+    return f"reward.function={term.function}" if term.is_whole else f"{term.key}.function={term.function}"

@@ -22,7 +22,7 @@ from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import ProcessLost, UserError, described
 from grpo_megatron.monitoring.terminal import say
-from grpo_megatron.plugins import Registry
+from grpo_megatron.plugins import Call, Registry
 from grpo_megatron.rewards.limits import interruptible_loop, time_limit
 from grpo_megatron.rewards.values import NoReward, read_components, read_reward, shown
 from grpo_megatron.rewards.workers import bounds
@@ -39,8 +39,11 @@ class EnvironmentFailed(UserError):
 # What costs an episode, where reward.on_failure says so; all other errors are the run's own.
 FAILURES = (EnvironmentFailed, WorkerDied, WorkerHangs)
 
+# The methods of an environment, with what they are called with.
+_METHODS = {"reset": ("seed",), "step": ("response",), "close": ()}
+
 # It holds environments from elsewhere; the built-in ones are made from the configuration.
-environment = Registry("environment", "rollout.environment", BUILT_IN)
+environment = Registry("environment", "rollout.environment", BUILT_IN, Call(("prompt",)))
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,23 @@ def resolve_environment(rollout: RolloutConfig, reward: RewardConfig) -> Callabl
         from grpo_megatron.rollout.tool_environment import ToolEnvironment
 
         return ToolEnvironment(rollout.tools, reward)
-    return environment.get(rollout.environment)
+    made = environment.get(rollout.environment)
+    if inspect.isclass(made):
+        _check_methods(made, f"rollout.environment={rollout.environment}")
+    return made
+
+
+def _check_methods(made: type, setting: str) -> None:
+    """Raise UserError for a class whose episodes could not be played."""
+    for name, arguments in _METHODS.items():
+        method = inspect.getattr_static(made, name, None)
+        if method is None and name != "close":
+            raise UserError(f"{setting}: the environment has no method {name} (docs/plugins.md shows one)")
+        if not inspect.isfunction(method):
+            continue
+        problem = Call(("self", *arguments), may_be_async=True).problem(method)
+        if problem:
+            raise UserError(f"{setting}: the environment's method {name} {problem} (docs/plugins.md shows one)")
 
 
 def asks_reward_function(rollout: RolloutConfig, reward: RewardConfig) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.rollout import GymnasiumConfig, InvalidAction
 from grpo_megatron.errors import UserError
-from grpo_megatron.plugins import Registry, import_module
+from grpo_megatron.plugins import Call, Registry, import_module
 from grpo_megatron.rollout.environments import StepResult
 
-observation_text = Registry("function", "rollout.gymnasium.text")
+observation_text = Registry("function", "rollout.gymnasium.text", call=Call(("task", "observation")))
 
 
 class GymnasiumEnvironment:

@@ -4,6 +4,7 @@ A tool is a function with type hints and a docstring that describes it and its a
 template is made. It is called with what the model gives, and returns anything that str() can write.
 """
 
+import inspect
 import json
 import re
 import time
@@ -14,8 +15,8 @@ from typing import Any
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.sandbox import CodeConfig
-from grpo_megatron.errors import UserError
-from grpo_megatron.plugins import Registry
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.plugins import Call, Registry
 from grpo_megatron.rollout.calculator import calculate
 from grpo_megatron.rollout.environments import StepResult
 from grpo_megatron.sandbox.run import required_containment
@@ -90,6 +91,8 @@ class ToolEnvironment:
         # Of a turn. As much is left for a call that was begun at the end of it, and the rest for its sandbox to start and to end.
         self._seconds = 0.4 * reward.timeout
         found = [_python(reward.code, self._seconds) if name == "python" else tool.get(name) for name in names]
+        for name, function in zip(names, found, strict=True):
+            _check_tool(f"rollout.tools={name}", function)
         self._tools = {function.__name__: function for function in found}
         if len(self._tools) != len(found):
             raise UserError(f"rollout.tools={list(names)}: two functions have the same name, by which the model calls them")
@@ -106,6 +109,19 @@ class ToolEnvironment:
 
     def __call__(self, prompt: Prompt) -> ToolCalls:
         return ToolCalls(self._tools, self._seconds, prompt)
+
+
+def _check_tool(setting: str, function: Callable) -> None:
+    """Raise UserError for a tool that the model could not call: by its name, and with the name of each argument."""
+    if not hasattr(function, "__name__"):
+        raise UserError(f"{setting}: a tool is a function, by whose name the model calls it, not {shortened(repr(function))}")
+    try:
+        arguments = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return  # its schema cannot be made, which is said then
+    problem = Call(keywords=arguments).problem(function)
+    if problem:
+        raise UserError(f"{setting}: the tool {problem}")
 
 
 def _python(options: CodeConfig, seconds: float) -> Callable[[str], str]:

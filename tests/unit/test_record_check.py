@@ -76,6 +76,9 @@ class AsksNothing:
     def __init__(self, prompt: Prompt):
         pass
 
+    def reset(self, seed: int) -> None:
+        return None
+
     def step(self, response: str) -> StepResult:
         return StepResult(done=True)
 

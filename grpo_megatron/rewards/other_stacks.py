@@ -1,0 +1,60 @@
+"""Reward functions that were written for other stacks: how to recognise one by its parameters, and how to call it from one of ours."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """name: of the stack. parameters: those that its reward functions have. result: its function's call and what to return of it."""
+
+    name: str
+    parameters: frozenset[str]
+    result: str
+
+
+# The first that fits is named, so those with more parameters come first.
+_STACKS = (
+    _Stack(
+        "verl",
+        frozenset({"data_source", "solution_str", "ground_truth"}),
+        "{f}(data_source=record.get('data_source'), solution_str=response, ground_truth=answer, extra_info=record.get('extra_info'))",
+    ),
+    _Stack("verl", frozenset({"solution_str", "ground_truth"}), "{f}(solution_str=response, ground_truth=answer)"),
+    _Stack(
+        "AReaL",
+        frozenset({"completions", "prompt_ids", "completion_ids"}),
+        "{f}(prompt, response, None, None, answer=answer, **record)",
+    ),
+    _Stack(
+        "OpenRLHF",
+        frozenset({"queries", "prompts"}),
+        "float({f}([prompt + response], [prompt], [answer])['rewards'][0])",
+    ),
+    _Stack(
+        "TRL",
+        frozenset({"completions"}),
+        "{f}(prompts=[prompt], completions=[response], answer=[answer])[0]",
+    ),
+    _Stack(
+        "slime",
+        frozenset({"args", "sample"}),
+        "await {f}(None, Sample(prompt=prompt, response=response, label=answer))",
+    ),
+)
+
+
+def hint(function: str, parameters: Iterable[str]) -> str:
+    """Return what to do with a function of another stack, as the end of a message; empty if it looks like none of them.
+
+    function: its name. parameters: their names.
+    """
+    for stack in _STACKS:
+        if stack.parameters <= set(parameters):
+            result = stack.result.format(f=function)
+            definition = "async def" if result.startswith("await") else "def"
+            return (
+                f". It has the parameters of a reward function for {stack.name}; name a function of this kind instead: "
+                f"{definition} reward(prompt, response, answer, record): return {result}"
+            )
+    return ""
