@@ -69,7 +69,7 @@ class RewardConfig:
         2, "processes on each node that compute rewards, or hold the environments of rollout.environment", above=0
     )
     timeout: float = option(
-        30.0, "longest time for one reward, or for one step of an environment", "seconds", above=0, at_most=LONGEST_WAIT
+        30.0, "longest time for one reward, or for one step of an environment", "seconds", at_least=0.001, at_most=LONGEST_WAIT
     )
     on_failure: OnFailure = option(
         OnFailure.error,
@@ -78,10 +78,14 @@ class RewardConfig:
     )
     failure_value: float = option(0.0, "the reward of a sample whose reward failed, with on_failure=value")
     memory_gib: float = option(
-        4.0, "what a process that computes rewards may occupy beyond what it has when it starts", "GiB", above=0, at_most=10**6
+        4.0,
+        "what a process that computes rewards may occupy beyond what it has when it starts",
+        "GiB",
+        at_least=0.0625,
+        at_most=10**6,
     )
     file_mib: float = option(
-        256.0, "largest file that a process which computes rewards may write", "MiB", above=0, at_most=10**9
+        256.0, "largest file that a process which computes rewards may write", "MiB", at_least=1, at_most=10**9
     )
     code: CodeConfig = section(CodeConfig, "the reward code: programs in responses, run against tests in a sandbox")
     model: RewardModelConfig = section(RewardModelConfig, "the reward model of the function model")

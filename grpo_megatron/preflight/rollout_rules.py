@@ -1,24 +1,21 @@
-"""Rules about data, rewards, generation and environments."""
+"""Rules about data, generation and environments."""
 
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 from grpo_megatron.config.engine import LoadFormat, Quantization
-from grpo_megatron.config.reward import MODEL, OnFailure, RewardConfig, functions_of
 from grpo_megatron.config.rollout import BeamConfig, GymnasiumConfig, HistoryKind, RolloutConfig, Strategy
 from grpo_megatron.config.schema import Config, OverlongPrompts, RoutingReplay
 from grpo_megatron.data.tokenizer import NO_TEMPLATE
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.rule import COMMANDS, ENGINE_COMMANDS, RuleBook
-from grpo_megatron.rewards import resolve_rewards
-from grpo_megatron.rollout.environments import BUILT_IN, asks_reward_function, offered_tools
+from grpo_megatron.rollout.environments import BUILT_IN, offered_tools
 
 # Their checks take a Config.
 ROLLOUT = RuleBook()
 
 _TRAIN = ("train",)
-_REWARDS = ("function", "args", "terms", "extract", "answer_from", "response_from")
 
 
 @ROLLOUT.rule("Training prompts are given by a file, by hf:NAME, or by a list of these.", "data.train")
@@ -61,86 +58,6 @@ def there_are_prompts(config: Config) -> Iterator[str]:
 def something_is_filtered(config: Config) -> Iterator[str]:
     if config.rollout.dynamic_sampling.enabled and not config.algorithm.filters:
         yield "rollout.dynamic_sampling.enabled=true needs algorithm.filters, such as [nonzero_variance]: nothing is dropped without"
-
-
-@ROLLOUT.rule("The reference answer is looked for in at least one place.", "reward.answer_from", commands=COMMANDS)
-def answers_are_somewhere(config: Config) -> Iterator[str]:
-    if not config.reward.answer_from:
-        yield "reward.answer_from is empty; use whole to take the answer as it is"
-
-
-@ROLLOUT.rule(
-    "A regular expression finds the answer for the reward that compares it.",
-    "reward.extract",
-    "reward.function",
-    "reward.terms",
-    commands=ENGINE_COMMANDS,
-)
-def extract_has_its_reward(config: Config) -> Iterator[str]:
-    functions = functions_of(config.reward)
-    if config.reward.extract is not None and "exact_match" not in functions:
-        yield f"reward.extract goes with reward.function=exact_match only, not with {', '.join(functions)}"
-
-
-@ROLLOUT.rule(
-    "The reward's functions exist, or can be imported, have the options that they are given, and can score what there is.",
-    "reward.function",
-    "reward.args",
-    "reward.terms",
-    "reward.extract",
-    "rollout.environment",
-    "rollout.replay",
-    commands=ENGINE_COMMANDS,
-)
-def rewards_are_known(config: Config) -> Iterator[str]:
-    if config.rollout.replay or not _asks_reward_function(config):
-        return
-    try:
-        rewards = resolve_rewards(config.reward)
-    except UserError as error:
-        yield str(error)
-        return
-    if config.rollout.environment is not None:
-        for reward in rewards:
-            if reward.of_group:
-                yield f"reward {reward.name} compares the answers to a prompt, and rollout.environment has episodes: use other rewards"
-
-
-@ROLLOUT.rule(
-    "Terms take the place of a single function.", "reward.terms", "reward.function", "reward.args", commands=ENGINE_COMMANDS
-)
-def terms_or_one_function(config: Config) -> Iterator[str]:
-    reward = config.reward
-    if reward.terms and (reward.function != RewardConfig().function or reward.args):
-        yield "reward.function and reward.args mean nothing with reward.terms; give each term its function and its options"
-
-
-@ROLLOUT.rule(
-    "The value of a failed reward is that of a run which goes on.",
-    "reward.failure_value",
-    "reward.on_failure",
-    commands=ENGINE_COMMANDS,
-)
-def failure_value_is_used(config: Config) -> Iterator[str]:
-    if config.reward.failure_value != RewardConfig().failure_value and config.reward.on_failure == OnFailure.error:
-        yield f"reward.failure_value={config.reward.failure_value} means nothing with reward.on_failure=error; set it to value"
-
-
-@ROLLOUT.rule(
-    "A program has its time within that of its reward.",
-    "reward.code.limits.seconds",
-    "reward.timeout",
-    "reward.function",
-    "reward.terms",
-    commands=ENGINE_COMMANDS,
-)
-def programs_end_before_the_reward(config: Config) -> Iterator[str]:
-    reward = config.reward
-    if "code" in functions_of(reward) and reward.code.limits.seconds >= reward.timeout:
-        yield (
-            f"reward.code.limits.seconds={reward.code.limits.seconds:g} must be below reward.timeout={reward.timeout:g}, within "
-            "which a response's program is run on all of its tests"
-        )
 
 
 @ROLLOUT.rule(
@@ -239,28 +156,6 @@ def template_history_has_its_template(config: Config) -> Iterator[str]:
 
 
 @ROLLOUT.rule(
-    "An environment gives the rewards itself.",
-    "rollout.environment",
-    *(f"reward.{name}" for name in _REWARDS),
-    commands=ENGINE_COMMANDS,
-)
-def environment_gives_the_rewards(config: Config) -> Iterator[str]:
-    if _asks_reward_function(config):
-        return
-    for name in _REWARDS:
-        if getattr(config.reward, name) != getattr(RewardConfig(), name):
-            yield f"reward.{name} means nothing with rollout.environment, which gives the rewards itself: leave it out"
-
-
-def _asks_reward_function(config: Config) -> bool:
-    """Whether reward.function scores: responses, or the last turns of episodes."""
-    try:
-        return asks_reward_function(config.rollout, config.reward)
-    except UserError:  # which is said elsewhere
-        return True
-
-
-@ROLLOUT.rule(
     "A beam search finds whole responses, of one turn, that end by tokens.",
     "rollout.strategy",
     "rollout.environment",
@@ -335,52 +230,3 @@ def scales_of_the_cache_are_not_random(config: Config) -> Iterator[str]:
     engine = config.rollout.engine
     if engine.quantization == Quantization.fp8 and engine.load_format == LoadFormat.dummy:
         yield "rollout.engine.load_format=dummy would give an engine of quantization=fp8 random scales of its KV cache; use auto"
-
-
-@ROLLOUT.rule(
-    "A reward model is somewhere, and used, for one answer to a prompt.",
-    "reward.function",
-    "reward.terms",
-    "reward.model.path",
-    "rollout.environment",
-    commands=_TRAIN,
-)
-def reward_model_is_somewhere(config: Config) -> Iterator[str]:
-    functions, path = functions_of(config.reward), config.reward.model.path
-    if MODEL not in functions and path is not None:
-        yield f"reward.model.path={path} means nothing with the reward {', '.join(functions)}; set reward.function=model"
-    if MODEL in functions:
-        if path is None:
-            yield "the reward model needs reward.model.path, the HF folder of a reward model"
-        if functions.count(MODEL) > 1:
-            yield "reward.terms has several terms of the function model, but there is one reward.model.path"
-        if config.rollout.environment is not None:
-            yield "the reward model scores one answer to a prompt, and rollout.environment has several turns: use other rewards"
-
-
-@ROLLOUT.rule(
-    "A reward model on the ranks scores when generation has ended; dynamic sampling needs rewards before.",
-    "reward.function",
-    "reward.terms",
-    "rollout.dynamic_sampling.enabled",
-    commands=_TRAIN,
-)
-def dynamic_sampling_has_its_rewards(config: Config) -> Iterator[str]:
-    if MODEL in functions_of(config.reward) and config.rollout.dynamic_sampling.enabled:
-        yield (
-            "rollout.dynamic_sampling.enabled=true decides by the rewards while engines generate, and the reward model gives them "
-            "afterwards: set rollout.dynamic_sampling.enabled=false, and leave groups out by algorithm.filters alone"
-        )
-
-
-@ROLLOUT.rule("What is recorded has its rewards.", "reward.function", "reward.terms", "rollout.record", commands=_TRAIN)
-def recorded_samples_have_rewards(config: Config) -> Iterator[str]:
-    if MODEL in functions_of(config.reward) and config.rollout.record:
-        yield "rollout.record writes samples before the reward model scores them: set rollout.record=null"
-
-
-@ROLLOUT.rule("A reward model is on a trainer's ranks.", "reward.function", "reward.terms", commands=("eval",))
-def an_evaluation_has_no_reward_model(config: Config) -> Iterator[str]:
-    if MODEL in functions_of(config.reward):
-        key = "reward.terms" if config.reward.terms else "reward.function"
-        yield f"{key}: the function model scores on the ranks of a trainer, and eval has engines alone; choose another reward"

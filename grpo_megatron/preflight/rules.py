@@ -17,6 +17,7 @@ from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL, layout_violati
 from grpo_megatron.preflight.lora_rules import LORA
 from grpo_megatron.preflight.mismatch_rules import MISMATCH
 from grpo_megatron.preflight.precision_rules import PRECISION
+from grpo_megatron.preflight.reward_rules import REWARD
 from grpo_megatron.preflight.rollout_rules import ROLLOUT
 from grpo_megatron.preflight.rule import Rule
 from grpo_megatron.preflight.training_rules import TRAINING
@@ -26,7 +27,19 @@ from grpo_megatron.preflight.weight_sync_rules import WEIGHT_SYNC
 def all_rules() -> list[Rule]:
     return [
         rule
-        for book in (TRAINING, PRECISION, LORA, ROLLOUT, SIZES, SIZES_OF_MODEL, CLUSTER, WEIGHT_SYNC, ALGORITHM, MISMATCH)
+        for book in (
+            TRAINING,
+            PRECISION,
+            LORA,
+            ROLLOUT,
+            REWARD,
+            SIZES,
+            SIZES_OF_MODEL,
+            CLUSTER,
+            WEIGHT_SYNC,
+            ALGORITHM,
+            MISMATCH,
+        )
         for rule in book.rules
     ]
 
@@ -43,6 +56,7 @@ def violations(config: Config, command: str = "train", capabilities: Capabilitie
     found += PRECISION.violations(config, command=command, out_of_limits=keys)
     found += LORA.violations(config, command=command, out_of_limits=keys)
     found += ROLLOUT.violations(config, command=command, out_of_limits=keys)
+    found += REWARD.violations(config, command=command, out_of_limits=keys)
     found += layout_violations(ParallelSizes.from_config(config.megatron), out_of_limits=keys) if command != "eval" else []
     known = capabilities or known_capabilities(config)
     found += CLUSTER.violations(config, known, command=command, out_of_limits=keys)

@@ -66,6 +66,7 @@ BROKEN = {
     "answers_are_somewhere": ["reward.answer_from=[]"],
     "extract_has_its_reward": ["reward.extract=a", "reward.function=math"],
     "rewards_are_known": ["reward.terms={right: {function: mathh}}"],
+    "a_right_program_passes": ["reward.function=code", "reward.code.preamble=import ("],
     "terms_or_one_function": ["reward.terms={right: {function: math}}", "reward.function=math"],
     "failure_value_is_used": ["reward.failure_value=-1"],
     "programs_end_before_the_reward": ["reward.function=code", "reward.code.limits.seconds=30"],

@@ -1,0 +1,60 @@
+"""A program that is known to be right, run as those of responses are. A preamble or a limit that it fails with fails every response."""
+
+from dataclasses import fields
+from functools import cache
+
+from grpo_megatron.config.sandbox import CodeConfig, Isolation, SandboxLimits
+from grpo_megatron.errors import printable, shortened
+from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
+
+_PROGRAM = Program("print(int(input()) + int(input()))", stdin="40\n2\n")
+_PRINTS = "42\n"
+
+# The limits that can have ended a program, by what it was ended by.
+_KEYS = {
+    Ended.time: ("seconds",),
+    Ended.cpu: ("cpu_seconds",),
+    Ended.memory: ("memory_mib",),
+    Ended.threads: ("threads",),
+    Ended.files: ("files", "files_mib"),
+    Ended.output: ("output_kib",),
+}
+
+
+def problem(options: CodeConfig, preamble: str) -> str | None:
+    """Return why every program would fail, naming the key; None if a right one passes.
+
+    It is tried once in a process. Raises UserError where this machine cannot contain programs.
+    """
+    limits = tuple(getattr(options.limits, field.name) for field in fields(SandboxLimits))
+    why = _failure(options.isolation, limits, "")
+    if why is not None:
+        return f"a program that adds two numbers fails in the sandbox, and so would every other one: {why}"
+    why = _failure(options.isolation, limits, preamble) if preamble else None
+    if why is not None:
+        return f"reward.code.preamble makes a right program fail, and so it would every other one: {why}"
+    return None
+
+
+@cache
+def _failure(isolation: Isolation, values: tuple[float, ...], preamble: str) -> str | None:
+    limits = SandboxLimits(*values)
+    source = f"{preamble}\n{_PROGRAM.source}" if preamble else _PROGRAM.source
+    try:
+        with Sandbox(limits, isolation) as sandbox:
+            outcome = sandbox.run(Program(source, stdin=_PROGRAM.stdin))
+    except (RuntimeError, OSError) as error:
+        return str(error)
+    if outcome.succeeded and outcome.stdout == _PRINTS:
+        return None
+    return _why(outcome, limits)
+
+
+def _why(outcome: Outcome, limits: SandboxLimits) -> str:
+    if outcome.ended != Ended.itself:
+        keys = " or ".join(f"reward.code.limits.{name}={getattr(limits, name):g}" for name in _KEYS[outcome.ended])
+        return f"it needs more than {keys}"
+    lines = outcome.stderr.strip().splitlines()
+    if outcome.succeeded:
+        return f"it printed {shortened(repr(outcome.stdout))} instead of {_PRINTS!r}"
+    return printable(shortened(lines[-1], 200)) if lines else f"it ended with status {outcome.status}"
