@@ -23,6 +23,11 @@ advantage_estimator = Registry("advantage estimator", "algorithm.adv_estimator",
 GROUP_RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "gpg")
 
 
+def smallest_group(estimator: str) -> int:
+    """Return how many trajectories a group must have for the estimator to say something about them."""
+    return 2 if estimator in GROUP_RELATIVE else 1
+
+
 @dataclass(frozen=True)
 class Trajectories:
     """The N trajectories that have a trained token, in the order of their ids.

@@ -78,9 +78,12 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
 
 def table(scores: Scores) -> str:
-    """A row for each data set, a column for each metric; which all of them have."""
-    metrics = list(next(iter(scores.values())))
-    rows = [["", *metrics], *([name, *(f"{values[metric]:.4f}" for metric in metrics)] for name, values in scores.items())]
+    """Return a row for each data set and a column for each metric, with `-` where a data set does not have it."""
+    metrics = list(dict.fromkeys(metric for values in scores.values() for metric in values))
+    rows = [["", *metrics]]
+    rows += [
+        [name, *(f"{values[metric]:.4f}" if metric in values else "-" for metric in metrics)] for name, values in scores.items()
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])

@@ -19,6 +19,7 @@ MODEL = "model"
 class OnFailure(str, Enum):
     error = "error"
     value = "value"
+    leave_out = "leave_out"
 
 
 @dataclass
@@ -74,7 +75,7 @@ class RewardConfig:
     on_failure: OnFailure = option(
         OnFailure.error,
         "where a reward or an environment fails, hangs, or takes its process down: error ends the run, value gives that one sample "
-        "failure_value",
+        "failure_value, leave_out takes it out of its group",
     )
     failure_value: float = option(0.0, "the reward of a sample whose reward failed, with on_failure=value")
     memory_gib: float = option(

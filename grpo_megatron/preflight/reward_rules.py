@@ -7,6 +7,7 @@ from grpo_megatron.config.reward import MODEL, OnFailure, RewardConfig, function
 from grpo_megatron.config.sandbox import SandboxLimits
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.rule import COMMANDS, ENGINE_COMMANDS, RuleBook
 from grpo_megatron.rewards import known_program, resolve_rewards
 from grpo_megatron.rollout.environments import asks_reward_function
@@ -102,8 +103,30 @@ def terms_or_one_function(config: Config) -> Iterator[str]:
     commands=ENGINE_COMMANDS,
 )
 def failure_value_is_used(config: Config) -> Iterator[str]:
-    if config.reward.failure_value != RewardConfig().failure_value and config.reward.on_failure == OnFailure.error:
-        yield f"reward.failure_value={config.reward.failure_value} means nothing with reward.on_failure=error; set it to value"
+    value, on_failure = config.reward.failure_value, config.reward.on_failure
+    if value != RewardConfig().failure_value and on_failure != OnFailure.value:
+        yield f"reward.failure_value={value} means nothing with reward.on_failure={on_failure.value}; set it to value"
+
+
+@REWARD.rule(
+    "Where failed samples are left out, any number of them is shared by the ranks.",
+    "reward.on_failure",
+    "train.packing",
+    "megatron.data_parallel",
+    "megatron.pipeline_parallel",
+    "megatron.virtual_pipeline",
+    commands=_TRAIN,
+)
+def smaller_groups_can_be_shared(config: Config) -> Iterator[str]:
+    if config.reward.on_failure != OnFailure.leave_out or config.train.packing:
+        return
+    sizes = ParallelSizes.from_config(config.megatron)
+    step = sizes.dp * sizes.micro_batch_multiple
+    if step > 1:
+        yield (
+            "reward.on_failure=leave_out makes groups of any size, and with train.packing=false the number of samples must be a multiple "
+            f"of {step}, for the ranks to share: set train.packing=true"
+        )
 
 
 @REWARD.rule(

@@ -107,7 +107,8 @@ def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
         except Exception as error:
             raise UserError(
                 f"{where}: reward {reward.name} cannot score this record: {type(error).__name__}: {error}; mend the record or leave it "
-                "out, or set reward.on_failure=value, with which its samples get reward.failure_value"
+                "out, or set reward.on_failure=value, with which its samples get reward.failure_value, or leave_out, with which they "
+                "are not used"
             ) from error
 
 

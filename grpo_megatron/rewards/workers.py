@@ -92,10 +92,12 @@ class RewardWorkers:
     def _failed(self, samples: Sequence[Sample], failed: Failed) -> list[Sample]:
         if self._config.on_failure == OnFailure.error:
             raise UserError(failed.why)
+        what = "sample" if len(samples) == 1 else "group"
+        if self._config.on_failure == OnFailure.leave_out:
+            self._say(f"{failed.why}; this {what} is left out (reward.on_failure=leave_out)")
+            return [replace(sample.scored(None, {}), reward_failed=True) for sample in samples]
         value = self._config.failure_value
-        self._say(
-            f"{failed.why}; the reward of this {'sample' if len(samples) == 1 else 'group'} is reward.failure_value={value}"
-        )
+        self._say(f"{failed.why}; the reward of this {what} is reward.failure_value={value}")
         return [replace(sample.scored(value, {}), reward_failed=True) for sample in samples]
 
     def close(self) -> None:

@@ -38,11 +38,12 @@ class SingleTurn:
         turn = await respond(trajectory.ids, trajectory.room)
         trajectory.write(turn)
         (sample,) = trajectory.samples(turn.finish_reason)
-        return (await self._rewards.score(episode.prompt, sample),)
+        sample = await self._rewards.score(episode.prompt, sample)
+        return () if sample.is_left_out else (sample,)
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """All samples of a prompt, with the rewards that need all of them."""
-        return await self._rewards.score_group(prompt, samples)
+        """Return all samples of a prompt, with the rewards that need all of them, without those that are left out."""
+        return tuple(sample for sample in await self._rewards.score_group(prompt, samples) if not sample.is_left_out)
 
     def close(self) -> None:
         if self._rewards:
@@ -63,24 +64,31 @@ class MultiTurn:
         seed: int,
         history: HistoryKind = HistoryKind.append,
         rewards: RewardWorkers | None = None,
-        failure_value: float | None = None,
+        on_failure: OnFailure = OnFailure.error,
+        failure_value: float = 0.0,
     ):
-        """seed: of initial states. rewards: score the last turn of each episode, whose environment does not. failure_value: the
-        reward of an episode whose environment fails; None: that is an error."""
+        """seed: of initial states. rewards: score the last turn of each episode, whose environment does not. on_failure: what becomes
+        of an episode whose environment fails. failure_value: its reward, with OnFailure.value."""
         self._environments, self._tokenizer, self._max_turns, self._seed = environments, tokenizer, max_turns, seed
         self._history, self._rewards = HISTORIES[history], rewards
-        self._failure_value, self._say = failure_value, Rarely()
+        self._on_failure, self._failure_value, self._say = on_failure, failure_value, Rarely()
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
-        """Finish reasons: stop (the environment is done, or has failed), max_turns, or length (a turn was cut off, or an
-        observation would have left no room for the next)."""
+        """Return the sequences of an episode; none of one that is left out.
+
+        Finish reasons: stop (the environment is done, or has failed), max_turns, or length (a turn was cut off, or an observation would
+        have left no room for the next).
+        """
         history, trajectory = self._history(episode.prompt, self._tokenizer), Trajectory(episode)
         world = self._environments.episode(episode.prompt)
         try:
             return await self._play(episode, trajectory, respond, world, history)
         except FAILURES as error:
-            if self._failure_value is None:
+            if self._on_failure == OnFailure.error:
                 raise
+            if self._on_failure == OnFailure.leave_out:
+                self._say(f"{error}; this episode is left out (reward.on_failure=leave_out)")
+                return ()
             self._say(f"{error}; the reward of this episode is reward.failure_value={self._failure_value}")
         finally:
             await world.close()
@@ -119,6 +127,8 @@ class MultiTurn:
         samples, failed, scored_text = trajectory.samples(finish_reason), False, None
         if self._rewards:
             answer = await self._rewards.score(episode.prompt, _alone(turn, samples[-1]))
+            if answer.is_left_out:
+                return ()
             reward, failed, scored_text = reward + answer.reward, answer.reward_failed, text
             if both := sorted(components.keys() & answer.reward_components):
                 raise UserError(
@@ -172,7 +182,7 @@ def record_check(config: Config) -> RecordCheck | None:
     None where they ask nothing of a record, or where a reward that fails does not end the run. Raises UserError for rewards that there
     are not.
     """
-    if config.reward.on_failure == OnFailure.value or not asks_reward_function(config.rollout, config.reward):
+    if config.reward.on_failure != OnFailure.error or not asks_reward_function(config.rollout, config.reward):
         return None
     rewards = [reward for reward in resolve_rewards(config.reward) if reward.check_record]
     return partial(check_record, rewards) if rewards else None
@@ -188,5 +198,14 @@ def make_episodes(
     environments = Environments(rollout, config.reward, tokenizer.decoder, places("environment"))
     asks = environments.asks_reward_function
     rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward")) if asks else None
-    failure_value = config.reward.failure_value if config.reward.on_failure == OnFailure.value else None
-    return MultiTurn(environments, tokenizer, rollout.max_turns, config.run.seed, rollout.history, rewards, failure_value)
+    on_failure = config.reward.on_failure
+    return MultiTurn(
+        environments,
+        tokenizer,
+        rollout.max_turns,
+        config.run.seed,
+        rollout.history,
+        rewards,
+        on_failure,
+        config.reward.failure_value,
+    )

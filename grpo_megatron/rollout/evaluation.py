@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.config.reward import OnFailure
 from grpo_megatron.config.schema import Config
+from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.samples import chosen, group_text
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.paths import replace_text
@@ -21,6 +23,15 @@ from grpo_megatron.rollout.statistics import majority_reward, pass_rates
 # By data set, and AVERAGE over several, by metric.
 Scores = dict[str, dict[str, float]]
 AVERAGE = "average"
+
+
+@dataclass
+class _Drawn:
+    """The groups of a data set that were sampled, and those that were decoded greedily. failed: how many samples failed in both."""
+
+    sampled: list[Group]
+    greedy: list[Group]
+    failed: int
 
 
 class Evaluation:
@@ -44,6 +55,7 @@ class Evaluation:
         self.datasets = datasets
         self._config, self._shown = config.eval, config.monitor
         self._find_answer = answer_finder(config.reward)
+        self._counts_failures = config.reward.on_failure != OnFailure.error
         self._directory, self._said = Path(directory) / "eval", False
         training = training_sampling(config.rollout)
         length = config.eval.max_response_length or training.max_response_length
@@ -60,39 +72,58 @@ class Evaluation:
 
         mean@n: mean reward of n samples per prompt; a sample passes if its reward reaches eval.pass_reward. maj@n: mean reward of
         the answer that most of the n samples give, where reward.response_from or reward.extract says what a response's answer is.
+        "failed": how many samples failed, unless reward.on_failure=error. What is left out of its group counts nowhere else.
         """
-        scores = {name: self._dataset(step, name, *drawn) for name, drawn in self._drawn().items()}
+        scores = {name: self._dataset(step, name, drawn) for name, drawn in self._drawn().items()}
         if len(scores) > 1:
-            metrics = next(iter(scores.values()))
-            scores[AVERAGE] = {metric: float(np.mean([values[metric] for values in scores.values()])) for metric in metrics}
+            # Where samples are left out, a data set may have no prompt with as many as pass@k needs.
+            metrics = dict.fromkeys(metric for values in scores.values() for metric in values)
+            scores[AVERAGE] = {
+                metric: float(np.mean([values[metric] for values in scores.values() if metric in values])) for metric in metrics
+            }
         return scores
 
-    def _dataset(self, step: int, name: str, groups: list[Group], greedy: list[Group]) -> dict[str, float]:
-        scores = self._scores(groups)
-        if greedy:
-            scores["greedy"] = float(np.mean([reward for group in greedy for reward in group.rewards]))
+    def _dataset(self, step: int, name: str, drawn: _Drawn) -> dict[str, float]:
+        scores = self._scores(drawn.sampled)
+        if drawn.greedy:
+            scores["greedy"] = _mean_reward(drawn.greedy)
+        if self._counts_failures:
+            scores["failed"] = float(drawn.failed)
         if self._config.save_samples:
-            self._save(step, name, groups)
+            self._save(step, name, drawn.sampled)
         if self._shown.samples_every:
-            for number, group in enumerate(chosen(groups, self._shown.sample_groups)):
+            for number, group in enumerate(chosen(drawn.sampled, self._shown.sample_groups)):
                 self._show(step, f"eval/{name}/{number}", group_text(group, self._shown.sample_characters))
         return scores
 
-    def _drawn(self) -> dict[str, tuple[list[Group], list[Group]]]:
-        """{data set: (groups that are sampled, and decoded greedily)}, scored; the latter none if not configured."""
-        generate, greedy = self._manager.generate, self._config.greedy
-        drawn = {
-            name: (generate(prompts, self._sampled), generate(prompts, self._greedy) if greedy else [])
-            for name, prompts in self.datasets.items()
-        }
+    def _drawn(self) -> dict[str, _Drawn]:
+        """Return what was drawn of each data set, scored; nothing is decoded greedily if that is not configured."""
+        drawn = {name: self._draw(name, prompts) for name, prompts in self.datasets.items()}
         if self._score is None:
             return drawn
-        scored = iter(self._score([group for both in drawn.values() for groups in both for group in groups]))
-        return {name: tuple([next(scored) for _ in groups] for groups in both) for name, both in drawn.items()}
+        scored = iter(self._score([group for both in drawn.values() for group in [*both.sampled, *both.greedy]]))
+        return {
+            name: _Drawn([next(scored) for _ in both.sampled], [next(scored) for _ in both.greedy], both.failed)
+            for name, both in drawn.items()
+        }
+
+    def _draw(self, name: str, prompts: list[Prompt]) -> _Drawn:
+        """Return groups without those of which every sample failed, with reward.on_failure=leave_out."""
+        every = self._manager.generate(prompts, self._sampled)
+        greedy = self._manager.generate(prompts, self._greedy) if self._config.greedy else []
+        failed = sum(group.failed for group in [*every, *greedy])
+        failed += sum(sequences[0].reward_failed for group in [*every, *greedy] for sequences in group.trajectories)
+        sampled = [group for group in every if group.samples]
+        if not sampled:
+            raise UserError(
+                f"the evaluation of {name} has no reward: reward.on_failure=leave_out leaves none of its {len(prompts)} prompts a sample; "
+                "the messages above say what failed"
+            )
+        return _Drawn(sampled, [group for group in greedy if group.samples], failed)
 
     def _scores(self, groups: list[Group]) -> dict[str, float]:
         n = self._sampled.n
-        scores = {f"mean@{n}": float(np.mean([group.rewards for group in groups]))}
+        scores = {f"mean@{n}": _mean_reward(groups)}
         scores |= pass_rates(groups, self._config.pass_reward)
         if self._find_answer and n > 2:  # of two, neither is a majority
             scores[f"maj@{n}"] = float(np.mean([self._majority(group) for group in groups]))
@@ -120,6 +151,11 @@ class Evaluation:
             if not self._said:
                 self._said = True
                 say(f"{path} could not be written ({error.strerror}); samples of evaluations are left out, the run goes on")
+
+
+def _mean_reward(groups: list[Group]) -> float:
+    """Return the mean over prompts of the mean over their samples, of which some may be left out."""
+    return float(np.mean([np.mean(group.rewards) for group in groups]))
 
 
 def _line(group: Group) -> str:

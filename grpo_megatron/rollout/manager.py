@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
@@ -75,7 +75,9 @@ class RolloutManager:
         self._next_group = 0
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Group]:
-        """`sampling.n` scored samples for each prompt, groups in the order of the prompts.
+        """Return `sampling.n` scored samples for each prompt, groups in the order of the prompts.
+
+        With reward.on_failure=leave_out a group is without the samples that failed, and may be empty.
 
         Blocks until all are done. Raises UserError if an engine dies or finishes nothing for
         rollout.engine.request_timeout seconds, or as a reward or an environment does.
@@ -150,8 +152,9 @@ class RolloutManager:
         else:
             responds = [partial(ask, member) for member in range(sampling.n)]
         played = (self._play(prompt, (number, member), sampling, respond) for member, respond in enumerate(responds))
-        samples = tuple(chain(*await asyncio.gather(*played)))
-        return Group(self._next_group + number, prompt, await self._episodes.complete(prompt, samples))
+        samples = await self._episodes.complete(prompt, tuple(chain(*await asyncio.gather(*played))))
+        group = Group(self._next_group + number, prompt, samples)
+        return replace(group, failed=sampling.n - len(group.trajectories))
 
     async def _play(self, prompt: Prompt, key: tuple[int, int], sampling: Sampling, respond: Respond) -> tuple[Sample, ...]:
         group = self._next_group + key[0]

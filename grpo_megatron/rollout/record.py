@@ -158,7 +158,7 @@ def _group_to_json(group: Group) -> dict:
         item["routing"] = None if sample.routing is None else sample.routing.tolist()
         samples.append(item)
     prompt = {**vars(group.prompt), "ids": group.prompt.ids.tolist()}
-    return {"group_id": group.group_id, "prompt": prompt, "samples": samples}
+    return {"group_id": group.group_id, "prompt": prompt, "samples": samples, "failed": group.failed}
 
 
 def _group_from_json(item: dict) -> Group:
@@ -175,4 +175,4 @@ def _group_from_json(item: dict) -> Group:
             arrays["routing"] = np.array(values["routing"], dtype=np.int16)
         spans = tuple(WeightSpan(**span) for span in values["weight_spans"])
         samples.append(Sample(**{**values, **arrays, "weight_spans": spans}))
-    return Group(item["group_id"], prompt, tuple(samples))
+    return Group(item["group_id"], prompt, tuple(samples), item.get("failed", 0))

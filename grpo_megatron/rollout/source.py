@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from grpo_megatron.algorithm.advantages import smallest_group
 from grpo_megatron.algorithm.filters import filtered
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.rollout import RolloutConfig, Shortage, Strategy
@@ -26,13 +27,17 @@ def training_sampling(config: RolloutConfig) -> Sampling:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What a step sampled. used: uids of all prompts that it used up. dropped, aborted: how many groups dynamic sampling left out,
-    because of the filters, and because the batch was full before they were done."""
+    """What a step sampled."""
 
     groups: list[Group]
     used: list[int] = field(default_factory=list)
+    """Uids of all prompts that it used up."""
     dropped: int = 0
+    """How many groups dynamic sampling left out because of the filters."""
     aborted: int = 0
+    """How many groups dynamic sampling left out because the batch was full before they were done."""
+    failed: list[Group] = field(default_factory=list)
+    """Groups that were left out because too few of their samples had a reward that did not fail."""
 
 
 class EngineRollouts:
@@ -50,28 +55,48 @@ class EngineRollouts:
 
         Raises UserError as rollout.dynamic_sampling.shortage says.
         """
+        failed: list[Group] = []
         if self._config.rollout.dynamic_sampling.enabled:
-            filled = self._fill(step, prompts)
+            filled = self._fill(step, prompts, failed)
         else:
             filled = Filled(self._manager.generate(prompts.next(self._batch_size), self._sampling))
+            failed += [group for group in filled.groups if self._is_too_small(group)]
+            filled.dropped += [group.prompt for group in failed]
+            filled.groups = [group for group in filled.groups if not self._is_too_small(group)]
+            if not filled.groups:
+                raise UserError(
+                    f"step {step}: reward.on_failure=leave_out leaves none of the {len(failed)} groups, because rewards or environments "
+                    "failed for nearly all of their samples: mend what fails (the messages above say how), or see the workers' logs"
+                )
         prompts.settle(filled.aborted)
         if self._recorder:
             self._recorder.write(step, filled.groups)
         used = [*(group.prompt.uid for group in filled.groups), *(prompt.uid for prompt in filled.dropped)]
-        return Rollout(filled.groups, used, len(filled.dropped), len(filled.aborted))
+        return Rollout(filled.groups, used, len(filled.dropped) - len(failed), len(filled.aborted), failed)
 
-    def _fill(self, step: int, prompts: PromptSource) -> Filled:
+    def _is_too_small(self, group: Group) -> bool:
+        """Whether failures have left fewer of its samples than the estimator compares."""
+        return group.failed > 0 and len(group.trajectories) < smallest_group(self._config.algorithm.adv_estimator)
+
+    def _fill(self, step: int, prompts: PromptSource, failed: list[Group]) -> Filled:
+        """failed: takes the groups that are too small."""
         options = self._config.rollout.dynamic_sampling
         most = int(options.max_batches * self._batch_size)
-        filled = self._manager.fill(
-            prompts.next, self._counts, self._sampling, Goal(self._batch_size, options.over_sampling, most)
-        )
+
+        def keep(group: Group) -> bool:
+            if self._is_too_small(group):
+                failed.append(group)
+                return False
+            return self._counts(group)
+
+        filled = self._manager.fill(prompts.next, keep, self._sampling, Goal(self._batch_size, options.over_sampling, most))
         short = self._batch_size - len(filled.groups)
         if short and (options.shortage == Shortage.error or not filled.groups):
+            because = f", and failed rewards left too few samples of {len(failed)}" if failed else ""
             raise UserError(
                 f"step {step}: of the {most} prompts of rollout.dynamic_sampling.max_batches, algorithm.filters left "
-                f"{len(filled.groups)} of the {self._batch_size} groups of data.train_batch_size: choose easier or harder prompts, raise "
-                "max_batches or rollout.n, or set rollout.dynamic_sampling.shortage=smaller"
+                f"{len(filled.groups)} of the {self._batch_size} groups of data.train_batch_size{because}: choose easier or harder "
+                "prompts, raise max_batches or rollout.n, or set rollout.dynamic_sampling.shortage=smaller"
             )
         return filled
 

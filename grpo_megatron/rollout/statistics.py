@@ -18,14 +18,14 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
-    """{"pass@k": mean over groups} for k = 2, 4, .. up to the size of the smallest group.
+    """Return {"pass@k": mean over the groups of at least k trajectories} for k = 2, 4, .. up to the size of the largest group.
 
     pass_reward: a trajectory is right if its reward is at least this.
     """
     counts = [(len(group.rewards), sum(reward >= pass_reward for reward in group.rewards)) for group in groups]
     rates, k = {}, 2
-    while k <= min(n for n, _ in counts):
-        rates[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in counts]))
+    while k <= max(n for n, _ in counts):
+        rates[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in counts if n >= k]))
         k *= 2
     return rates
 
@@ -50,7 +50,7 @@ def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float
     scalars = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "reward/failed": sum(sample.reward_failed for sample in samples),
+        "reward/failed": sum(sample.reward_failed for sample in samples) + sum(group.failed for group in groups),
         "reward/zero_variance_groups": np.mean([len(set(group.rewards)) == 1 for group in groups]),
         "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(),
@@ -72,6 +72,8 @@ def step_statistics(groups: list[Group], rollout: Rollout, pass_reward: float, v
     scalars = group_statistics(groups, pass_reward)
     scalars |= {"reward/filtered_groups": 1 - len(groups) / scored, "rollout/scored_groups": float(scored)}
     scalars["rollout/aborted_groups"] = float(rollout.aborted)
+    scalars["rollout/failed_groups"] = float(len(rollout.failed))
+    scalars["reward/failed"] += sum(group.failed for group in rollout.failed)
     return scalars | (staleness(groups, version) if version is not None else {})
 
 

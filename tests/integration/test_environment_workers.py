@@ -9,7 +9,7 @@ import pytest
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, WeightSpan
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.config.reward import RewardConfig
+from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.rollout.environments import Environments, _Host
@@ -96,7 +96,8 @@ def obedient(places):
 
 def play(environments, script, asked=None, limit=100, max_turns=8, state=(0, 0), seed=0, failure_value=None):
     episode = Episode(asked or prompt(), group_id=2, trajectory_id=5, limit=limit, state=state)
-    turns = MultiTurn(environments, LETTERS, max_turns, seed, failure_value=failure_value)
+    failing = {} if failure_value is None else {"on_failure": OnFailure.value, "failure_value": failure_value}
+    turns = MultiTurn(environments, LETTERS, max_turns, seed, **failing)
     samples = asyncio.run(turns.play(episode, script))
     assert len(samples) == 1
     return samples[0]

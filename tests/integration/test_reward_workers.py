@@ -77,6 +77,19 @@ def test_a_fault_costs_one_sample(forgiving, capsys, fault):
 
 
 @pytest.mark.slow
+def test_a_process_that_dies_takes_its_sample_out_of_the_group(places, capsys):
+    workers = made(places, on_failure=OnFailure.leave_out)
+    try:
+        fine, dead, failed = run(workers, "fine", "die", "raise")
+    finally:
+        workers.close()
+    assert (fine.reward, fine.is_left_out) == (1.0, False)
+    assert dead.is_left_out
+    assert failed.is_left_out
+    assert re.search(FAULTS["die"] + r".*; this sample is left out \(reward.on_failure=leave_out\)", capsys.readouterr().out)
+
+
+@pytest.mark.slow
 def test_memory_that_calls_keep_costs_no_sample(forgiving, capsys):
     """The worker has 512 MiB, and six of these are more."""
     assert [(one.reward, one.reward_failed) for one in run(forgiving, *["keep"] * 12)] == [(1.0, False)] * 12

@@ -69,6 +69,7 @@ BROKEN = {
     "a_right_program_passes": ["reward.function=code", "reward.code.preamble=import ("],
     "terms_or_one_function": ["reward.terms={right: {function: math}}", "reward.function=math"],
     "failure_value_is_used": ["reward.failure_value=-1"],
+    "smaller_groups_can_be_shared": ["reward.on_failure=leave_out", "train.packing=false", "megatron.data_parallel=2"],
     "programs_end_before_the_reward": ["reward.function=code", "reward.code.limits.seconds=30"],
     "sampling_is_of_the_full_distribution": ["rollout.top_k=20"],
     "replay_has_no_evaluation": ["rollout.replay=r.jsonl", "data.eval=e.jsonl"],
