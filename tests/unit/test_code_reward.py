@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from grpo_megatron.config.sandbox import CodeConfig, CodeScore, SandboxLimits
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards import resolve_reward
 from grpo_megatron.rewards.code import read_tests, same_output, same_value
+from grpo_megatron.rewards.scoring import RewardTask, Scored, Scorer
 
 LIMITS = SandboxLimits(seconds=20)
 SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7\n", "11\n"]})
@@ -193,6 +195,49 @@ def first(pairs):
     assert score(program, tests)["reward"] == 1.0
 
 
+OBJECT = """
+class Anything:
+    __bool__ = __eq__ = __contains__ = lambda self, *other: True
+    __len__ = lambda self: 1
+    __lt__ = __gt__ = __ne__ = lambda self, other: True
+    __iter__ = lambda self: iter([3])
+    __hash__ = lambda self: hash(3)
+    __float__ = __int__ = __index__ = lambda self: 3
+    __str__ = __repr__ = lambda self: '3'
+def f(x):
+    return Anything()
+"""
+
+
+# With what f returns where it is right.
+CONDITIONS = {
+    "f(1)": 3,
+    "not f(1)": 0,
+    "f(1) or False": 3,
+    "f(1) and True": 3,
+    "all([f(1)])": 3,
+    "any([f(1), 0])": 3,
+    "f(1) == f(1)": 3,
+    "f(1) != 4": 3,
+    "3 == f(1)": 3,
+    "f(1) in [3]": 3,
+    "f(1) in {3}": 3,
+    "3 in f(1)": [3],
+    "f(1) > 2": 3,
+    "len(f(1)) == 1": [3],
+    "list(f(1)) == [3]": [3],
+    "int(f(1)) == 3": 3,
+    "str(f(1)) == '3'": 3,
+}
+
+
+def test_an_object_of_the_programs_own_class_is_neither_true_nor_equal_to_anything():
+    """A program could return what is true, and equal to whatever a test compares it with."""
+    assert all(eval(condition, {"f": lambda _, found=found: found}) for condition, found in CONDITIONS.items())
+    statements = [f"assert {condition}" for condition in CONDITIONS]
+    assert score(OBJECT, statements, score=CodeScore.share)["passed"] == 0.0
+
+
 def test_errors_that_tests_expect():
     tests = ["try:\n    root(-1)\nexcept ValueError as error:\n    assert 'negative' in str(error)\nelse:\n    assert False"]
     assert score("def root(x):\n    raise ValueError('negative')", tests)["reward"] == 1.0
@@ -210,6 +255,26 @@ def test_results_of_all_plain_kinds():
     program = "def f(x):\n    return {1: (1, 2.5, None), 'a': [True, {3}, b'x', 1j, float('inf'), frozenset([1])]}"
     tests = ["assert f(0) == {1: (1, 2.5, None), 'a': [True, {3}, b'x', 1j, float('inf'), frozenset([1])]}"]
     assert score(program, tests)["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("program", "answer", "passed"),
+    [
+        ("import time\ntime.sleep(2)\nprint(1)", {"inputs": ["", ""], "outputs": ["1", "1"]}, 0.5),
+        ("import time\ndef f(x):\n    time.sleep(60)", ["assert f(1) is None"], 0.0),
+    ],
+    ids=["together", "alone"],
+)
+def test_all_tests_of_a_program_end_before_the_reward_has_used_its_time(program, answer, passed):
+    """Else a slow program would be a failed reward, which ends the run, and not a response that has not passed."""
+    answer = json.dumps(answer)
+    scorer = Scorer(replace(config(score=CodeScore.share), timeout=3.0), lambda ids: f"```python\n{program}\n```")
+    for _ in range(3):  # the tenth of the time that is left can be too short on a busy machine
+        (found,) = scorer.work([RewardTask(7, "p", [], answer, {})], 100.0)
+        if isinstance(found, Scored):
+            break
+    assert isinstance(found, Scored), found
+    assert found.components == {"reward": passed, "passed": passed, "timed_out": 1.0, "no_code": 0.0}
 
 
 def test_a_program_that_hangs():
