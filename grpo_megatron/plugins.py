@@ -19,7 +19,10 @@ class Call:
     may_be_async: bool = False
 
     def problem(self, function: Callable) -> str | None:
-        """Return why a function cannot be called so; None if it can, or has no signature to look at, as some written in C."""
+        """Return why a function cannot be called so; None if it can.
+
+        Some functions written in C have no signature to look at, and are let through.
+        """
         if not self.may_be_async and is_async(function):
             return "is async, and its result would not be awaited"
         try:
@@ -44,8 +47,9 @@ def is_async(function: Callable) -> bool:
 class Registry:
     """Functions of one kind by name; `@registry("name")` adds one and returns it unchanged.
 
-    kind, key: what it is and the configuration key it is chosen by, for error messages. built_in: names that the
-    key takes beside those registered here, for the same. call: how its functions are called; None: whoever uses them looks.
+    kind, key: what it is and the configuration key it is chosen by, for error messages. built_in: names that
+    the key takes beside those registered here, for the same. call: how its functions are called; None:
+    whoever uses them looks.
     """
 
     def __init__(self, kind: str, key: str, built_in: tuple[str, ...] = (), call: Call | None = None):
@@ -70,8 +74,8 @@ class Registry:
     def get(self, name: str) -> Callable:
         """The function called `name`, or `module:name`: an attribute of the module, or what its decorator registered.
 
-        Modules are found from the working directory too. Raises UserError if there is no such function, or if it cannot be called as
-        those of its kind are.
+        Modules are found from the working directory too. Raises UserError if there is no such function, or if
+        it cannot be called as those of its kind are.
         """
         module_name, separator, attribute = name.partition(":")
         if not separator:

@@ -21,12 +21,12 @@ class WeightSpan:
 class Sample:
     """One sequence of a trajectory; most trajectories are one. Immutable; `scored` returns the copy that carries its reward.
 
-    prompt_ids int32 [P]; response_ids int32 [R]; loss_mask bool [R], False on text the model did
-    not write; rollout_logprobs float32 [R], natural log, as sampled (after temperature);
-    turns: how often the model wrote in it. routing int16 [P + R, L, k] or None: the experts of each token in each of the
-    model's L layers with experts, as the engine chose them. reward_failed: its reward is reward.failure_value, or None if its
-    trajectory is to be left out of the group. scored_text: what of response_text reward.function scored, which of an episode is
-    the last turn; None: all of it.
+    prompt_ids int32 [P]; response_ids int32 [R]; loss_mask bool [R], False on text the model did not write;
+    rollout_logprobs float32 [R], natural log, as sampled (after temperature); turns: how often the model
+    wrote in it. routing int16 [P + R, L, k] or None: the experts of each token in each of the model's L
+    layers with experts, as the engine chose them. reward_failed: its reward is reward.failure_value, or None
+    if its trajectory is to be left out of the group. scored_text: what of response_text reward.function
+    scored, which of an episode is the last turn; None: all of it.
 
     A trajectory is one response, or one episode with an environment. Where what the model reads in a turn does not begin with what
     it read and wrote before (rollout.history=template), another sequence begins: its prompt_ids are all that the model read then.
@@ -86,8 +86,8 @@ class Sample:
 class Group:
     """All trajectories of one prompt; GRPO compares them with each other.
 
-    samples: the sequences, those of a trajectory one after the other. failed: how many trajectories were left out of it, because
-    their rewards or environments failed.
+    samples: the sequences, those of a trajectory one after the other. failed: how many trajectories were left
+    out of it, because their rewards or environments failed.
     """
 
     group_id: int

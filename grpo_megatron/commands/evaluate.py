@@ -78,7 +78,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
 
 def table(scores: Scores) -> str:
-    """Return a row for each data set and a column for each metric, with `-` where a data set does not have it."""
+    """Return a row for each data set and a column for each metric; `-`: a data set does not have it."""
     metrics = list(dict.fromkeys(metric for values in scores.values() for metric in values))
     rows = [["", *metrics]]
     rows += [

@@ -1,4 +1,7 @@
-"""A program that is known to be right, run as those of responses are. A preamble or a limit that it fails with fails every response."""
+"""A program that is known to be right, run as programs of responses are.
+
+A preamble or a limit with which it fails would fail every response.
+"""
 
 from dataclasses import fields
 from functools import cache

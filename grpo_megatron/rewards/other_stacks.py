@@ -1,4 +1,4 @@
-"""Reward functions that were written for other stacks: how to recognise one by its parameters, and how to call it from one of ours."""
+"""Reward functions of other stacks: recognised by their parameters, with how to call one from one of ours."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class _Stack:
-    """name: of the stack. parameters: those that its reward functions have. result: its function's call and what to return of it."""
+    """A stack, the parameters of its reward functions, and the expression by which ours call one."""
 
     name: str
     parameters: frozenset[str]
@@ -45,7 +45,7 @@ _STACKS = (
 
 
 def hint(function: str, parameters: Iterable[str]) -> str:
-    """Return what to do with a function of another stack, as the end of a message; empty if it looks like none of them.
+    """Return what to do with a function of another stack, as the end of a message; empty if it is of none.
 
     function: its name. parameters: their names.
     """

@@ -18,7 +18,8 @@ _USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 # A server may answer these another time.
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-# Bytes of an answer. A reward with as many named numbers as it may have takes 13 KB, so that of a large batch is well below.
+# Bytes of an answer. A reward with as many named numbers as it may have takes 13 KB, so that of a large batch
+# is well below.
 MAX_ANSWER = 16 << 20
 _READ_AT_ONCE = 1 << 16
 
@@ -157,7 +158,7 @@ class Http:
         )
 
     async def _read(self, response) -> bytes:
-        """Return the body. Raises RewardServerError for one of more than MAX_ANSWER bytes, of which no more are read."""
+        """Return the body. Raises RewardServerError for one of more than MAX_ANSWER bytes."""
         found = bytearray()
         async for data in response.content.iter_chunked(_READ_AT_ONCE):
             found += data
@@ -167,6 +168,6 @@ class Http:
 
 
 def _without_secrets(url: str) -> str:
-    """Return a URL as messages may show it: its query may hold a secret, and so may what stands before the host."""
+    """Return a URL without the parts that may hold a secret: the query, and a user before the host."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

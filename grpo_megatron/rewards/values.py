@@ -1,7 +1,7 @@
-"""Values from outside as rewards: the one place where what a reward function, a server or an environment gives becomes floats.
+"""Values from outside as rewards: what functions, servers and environments give becomes floats here.
 
-A number is whatever Python can make a float of: an int, a Decimal, a Fraction, a scalar of NumPy or torch. A text is none, even if
-it looks like one.
+A number is whatever Python can make a float of: an int, a Decimal, a Fraction, a scalar of NumPy or torch. A
+text is none, even if it looks like one.
 """
 
 import math
@@ -24,8 +24,8 @@ class NoReward(Exception):
 def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
     """Return a response's reward under "reward", and the further numbers that came with it. Raises NoReward.
 
-    value: a number, or a dict of numbers with the key "reward". from_json: true and false are no numbers, as in JSON; a Python
-    function may return a comparison.
+    value: a number, or a dict of numbers with the key "reward". from_json: true and false are no numbers, as
+    in JSON; a Python function may return a comparison.
     """
     if not isinstance(value, dict):
         value = {"reward": value}
@@ -57,7 +57,7 @@ def read_rewards(value: Any, count: int) -> list[float]:
 
 
 def shown(value: Any) -> str:
-    """Return a value from outside as a message can quote it: short, without control characters, and whatever the value is."""
+    """Return any value from outside as a message can quote it: short, and without control characters."""
     try:
         text = _QUOTES.repr(value)
     except Exception:  # an int of more digits than Python writes

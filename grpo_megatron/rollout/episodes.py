@@ -42,7 +42,7 @@ class SingleTurn:
         return () if sample.is_left_out else (sample,)
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return all samples of a prompt, with the rewards that need all of them, without those that are left out."""
+        """Return the samples of a prompt that are not left out, with the rewards that need all of them."""
         return tuple(sample for sample in await self._rewards.score_group(prompt, samples) if not sample.is_left_out)
 
     def close(self) -> None:
@@ -67,8 +67,10 @@ class MultiTurn:
         on_failure: OnFailure = OnFailure.error,
         failure_value: float = 0.0,
     ):
-        """seed: of initial states. rewards: score the last turn of each episode, whose environment does not. on_failure: what becomes
-        of an episode whose environment fails. failure_value: its reward, with OnFailure.value."""
+        """seed: of initial states. rewards: score the last turn of each episode, whose environment does not.
+
+        on_failure: what becomes of an episode whose environment fails. failure_value: its reward, with OnFailure.value.
+        """
         self._environments, self._tokenizer, self._max_turns, self._seed = environments, tokenizer, max_turns, seed
         self._history, self._rewards = HISTORIES[history], rewards
         self._on_failure, self._failure_value, self._say = on_failure, failure_value, Rarely()
@@ -76,8 +78,8 @@ class MultiTurn:
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
         """Return the sequences of an episode; none of one that is left out.
 
-        Finish reasons: stop (the environment is done, or has failed), max_turns, or length (a turn was cut off, or an observation would
-        have left no room for the next).
+        Finish reasons: stop (the environment is done, or has failed), max_turns, or length (a turn was cut
+        off, or an observation would have left no room for the next).
         """
         history, trajectory = self._history(episode.prompt, self._tokenizer), Trajectory(episode)
         world = self._environments.episode(episode.prompt)

@@ -27,7 +27,7 @@ AVERAGE = "average"
 
 @dataclass
 class _Drawn:
-    """The groups of a data set that were sampled, and those that were decoded greedily. failed: how many samples failed in both."""
+    """The groups of a data set, sampled and decoded greedily. failed: how many samples of both failed."""
 
     sampled: list[Group]
     greedy: list[Group]
@@ -72,6 +72,7 @@ class Evaluation:
 
         mean@n: mean reward of n samples per prompt; a sample passes if its reward reaches eval.pass_reward. maj@n: mean reward of
         the answer that most of the n samples give, where reward.response_from or reward.extract says what a response's answer is.
+
         "failed": how many samples failed, unless reward.on_failure=error. What is left out of its group counts nowhere else.
         """
         scores = {name: self._dataset(step, name, drawn) for name, drawn in self._drawn().items()}
@@ -97,7 +98,7 @@ class Evaluation:
         return scores
 
     def _drawn(self) -> dict[str, _Drawn]:
-        """Return what was drawn of each data set, scored; nothing is decoded greedily if that is not configured."""
+        """Return what was drawn of each data set, scored; nothing is decoded greedily unless configured."""
         drawn = {name: self._draw(name, prompts) for name, prompts in self.datasets.items()}
         if self._score is None:
             return drawn

@@ -30,6 +30,7 @@ class Rollout:
     """What a step sampled."""
 
     groups: list[Group]
+    """Those to train on."""
     used: list[int] = field(default_factory=list)
     """Uids of all prompts that it used up."""
     dropped: int = 0

@@ -18,7 +18,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
-    """Return {"pass@k": mean over the groups of at least k trajectories} for k = 2, 4, .. up to the size of the largest group.
+    """Return {"pass@k": mean over the groups of at least k trajectories}, k = 2, 4, ..
 
     pass_reward: a trajectory is right if its reward is at least this.
     """

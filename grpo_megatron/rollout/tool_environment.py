@@ -112,7 +112,7 @@ class ToolEnvironment:
 
 
 def _check_tool(setting: str, function: Callable) -> None:
-    """Raise UserError for a tool that the model could not call: by its name, and with the name of each argument."""
+    """Raise UserError for a tool that the model could not call by its name, with named arguments."""
     if not hasattr(function, "__name__"):
         raise UserError(f"{setting}: a tool is a function, by whose name the model calls it, not {shortened(repr(function))}")
     try:

@@ -1,7 +1,8 @@
-"""System calls that a contained process may not make, refused by a seccomp filter, also for what the process executes.
+"""System calls that a contained process may not make; a seccomp filter refuses them, also after an exec.
 
-A filter can be installed everywhere, in containers as well. It forbids the network, further processes, and whatever reaches other
-processes of the same user: above all, every call by which the kernel can be made to send a signal to one of them.
+A filter can be installed everywhere, in containers as well. It forbids the network, further processes, and
+whatever reaches other processes of the same user: above all, every call by which the kernel can be made to
+send a signal to one of them.
 """
 
 import ctypes
@@ -39,7 +40,8 @@ _FORBIDDEN = {
     "ioprio_set": (251, 30),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
-    # A terminal signals the process groups of its session, so a program stays in the group that it is put into.
+    # A terminal signals the process groups of its session, so a program stays in the group that it is put
+    # into.
     "setpgid": (109, 154),
     "setsid": (112, 157),
     # What changes files without opening them, of which Landlock is not asked.
@@ -63,7 +65,8 @@ _FORBIDDEN = {
     "fremovexattr": (199, 16),
     # Memory that no limit counts.
     "memfd_create": (319, 279),
-    # Memory, semaphores and queues that other processes of this user share: only namespaces hide those that exist already.
+    # Memory, semaphores and queues that other processes of this user share: only namespaces hide those that
+    # exist already.
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -112,8 +115,9 @@ _WHOLE = 0xFFFFFFFF
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SCHED_CORE = 1, 38, 62
 _F_SETFL, _O_ASYNC = 4, 0x2000
 
-# Requests of fcntl that a program gets: all that concern its own descriptors and locks. The others decide which process gets the
-# signals of a file (F_SETOWN, F_SETOWN_EX, F_SETSIG), or ask for such signals (F_SETLEASE, F_NOTIFY).
+# Requests of fcntl that a program gets: all that concern its own descriptors and locks. The others decide
+# which process gets the signals of a file (F_SETOWN, F_SETOWN_EX, F_SETSIG), or ask for such signals
+# (F_SETLEASE, F_NOTIFY).
 _FCNTL = {
     "F_DUPFD": 0,
     "F_GETFD": 1,
@@ -132,9 +136,10 @@ _FCNTL = {
     "F_GETPIPE_SZ": 1032,
     "F_GET_SEALS": 1034,
 }
-# Requests of ioctl that a program gets: what Python and C libraries ask of files, pipes and sockets. There are thousands of others.
-# Among them FIOSETOWN and SIOCSPGRP do what F_SETOWN does; FIOASYNC sets O_ASYNC; TIOCSPGRP, TIOCSCTTY, TIOCSIG, TIOCNOTTY and
-# TIOCVHANGUP make a terminal send signals, and TIOCSTI types into it.
+# Requests of ioctl that a program gets: what Python and C libraries ask of files, pipes and sockets. There
+# are thousands of others. Among them FIOSETOWN and SIOCSPGRP do what F_SETOWN does; FIOASYNC sets O_ASYNC;
+# TIOCSPGRP, TIOCSCTTY, TIOCSIG, TIOCNOTTY and TIOCVHANGUP make a terminal send signals, and TIOCSTI types
+# into it.
 _IOCTL = {
     "TCGETS": 0x5401,
     "TCGETS2": 0x802C542A,
@@ -149,7 +154,10 @@ _IOCTL = {
 
 @dataclass(frozen=True)
 class _Condition:
-    """What one argument of a call must be for the call to be allowed. The lower 32 bits count, as the kernel reads ints."""
+    """What one argument of a call must be for the call to be allowed.
+
+    Its lower 32 bits count, as the kernel reads ints.
+    """
 
     argument: int
     """Index of the argument."""
@@ -171,12 +179,14 @@ def _conditional(own_pid: int) -> dict[str, tuple[tuple[int, int | None], list[_
         "kill": ((62, 129), own),
         "tgkill": ((234, 131), own),
         "prlimit64": ((302, 261), [_Condition(0, frozenset({0, own_pid}))]),
-        # Pairs of the kind that event loops and multiprocessing make. One of datagrams could still write to others' sockets.
+        # Pairs of the kind that event loops and multiprocessing make. One of datagrams could still write to
+        # others' sockets.
         "socketpair": (
             (53, 199),
             [_Condition(0, frozenset({_AF_UNIX})), _Condition(1, frozenset({_SOCK_STREAM}), _SOCK_TYPE_MASK)],
         ),
-        # O_ASYNC asks for signals. Those of a terminal go to its foreground processes, without any owner being set.
+        # O_ASYNC asks for signals. Those of a terminal go to its foreground processes, without any owner
+        # being set.
         "fcntl": (
             (72, 25),
             [

@@ -266,7 +266,7 @@ def test_results_of_all_plain_kinds():
     ids=["together", "alone"],
 )
 def test_all_tests_of_a_program_end_before_the_reward_has_used_its_time(program, answer, passed):
-    """Else a slow program would be a failed reward, which ends the run, and not a response that has not passed."""
+    """Else a slow program would be a failed reward, which ends the run, and no response that did not pass."""
     answer = json.dumps(answer)
     scorer = Scorer(replace(config(score=CodeScore.share), timeout=3.0), lambda ids: f"```python\n{program}\n```")
     for _ in range(3):  # the tenth of the time that is left can be too short on a busy machine

@@ -1,4 +1,4 @@
-"""Settings of the reward `code` with which no program could pass are refused when the configuration is checked."""
+"""Settings of the reward `code` with which no program could pass are refused by `config check`."""
 
 import json
 import re
@@ -89,6 +89,6 @@ def test_a_term_and_a_tool_are_looked_at_too():
     ],
 )
 def test_limits_with_which_no_worker_could_start_are_refused(override, says):
-    """A worker's own threads and its log need some; the run ended as `unexpected RuntimeError: unable to start watchdog thread`."""
+    """The run ended after a minute: `unexpected RuntimeError: unable to start watchdog thread`."""
     (sentence,) = violations(override)
     assert says in sentence

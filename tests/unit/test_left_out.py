@@ -1,4 +1,4 @@
-"""reward.on_failure=leave_out: a response or an episode that fails is taken out of its group, which is then smaller."""
+"""reward.on_failure=leave_out: a response or an episode that fails is taken out of its group."""
 
 from types import SimpleNamespace
 

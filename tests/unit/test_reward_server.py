@@ -19,7 +19,7 @@ from tests.unit.toy_environments import decode, encode
 
 
 class Server:
-    """Answers with the lengths of the responses, after what it is told to do first: one word for each request, or what it answers."""
+    """Answers with the lengths of the responses, unless `todo` has something else for the next request."""
 
     def __init__(self):
         server, self.asked, self.todo, self.written = self, [], [], 0
@@ -234,7 +234,7 @@ def test_a_large_answer_is_read(server):
     ],
 )  # fmt: skip
 def test_what_is_no_reward_costs_its_own_sample(server, reward, says):
-    """Texts, truth values, 100,000 names and names with control characters were taken, and a large number took the worker down."""
+    """Texts, truth values and 100,000 names were taken, and a number of 400 digits raised OverflowError."""
     server.todo = [f'{{"rewards": [1, {reward}, 2]}}']
     before, failed, after = asked(server, "a", "b", "c")
     assert (before.components, after.components) == ({"reward": 1.0}, {"reward": 2.0})

@@ -137,7 +137,7 @@ NO_NUMBERS = [
 
 @pytest.mark.parametrize(("value", "says"), NO_NUMBERS, ids=lambda value: type(value).__name__)
 def test_what_is_no_number_is_a_failure_that_says_why(value, says):
-    """A number of 400 digits raised OverflowError out of the worker and ended the run, also with reward.on_failure=value."""
+    """A number of 400 digits raised OverflowError out of the worker, also with reward.on_failure=value."""
     for found in (scored(value), scored({"reward": value}), scored({"reward": 1, "part": value}), scored_as_group([1, value])):
         assert isinstance(found, Failed)
         assert re.search(says, found.why)
@@ -224,7 +224,7 @@ def test_lists_of_every_kind():
     ids=lambda text: text[:20],
 )
 def test_what_a_program_writes_for_its_result_is_no_failure_of_the_reward(written):
-    """A program that wrote a number of 400 digits to the channel of its result ended the run. It has just not passed."""
+    """A program that wrote a number of 400 digits to the channel of its result ended the run."""
     reward = resolve_reward(
         RewardConfig(function="code", code=CodeConfig(score=CodeScore.share, limits=SandboxLimits(seconds=20)))
     )

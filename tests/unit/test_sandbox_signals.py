@@ -1,4 +1,4 @@
-"""Programs in the sandbox that try to signal other processes, and ordinary programs that use the same system calls."""
+"""Programs in the sandbox that try to signal other processes, and ordinary ones with the same calls."""
 
 import os
 import platform
@@ -14,7 +14,8 @@ import pytest
 from grpo_megatron.sandbox.contain import NOTHING
 from grpo_megatron.sandbox.run import Outcome, Program, Sandbox
 
-# Writes the number of each signal that it gets. It waits for one at a time, and of those that are pending the lowest comes first.
+# Writes the number of each signal that it gets. It waits for one at a time, and of those that are pending the
+# lowest comes first.
 _VICTIM = """
 import signal
 every = signal.valid_signals()
@@ -72,7 +73,8 @@ def run(containment: str, source: str) -> Outcome:
         return sandbox.run(Program(source))
 
 
-# Prints the name of each attempt that was not refused. A filter answers EPERM, or ENOSYS as for a call that the kernel has not.
+# Prints the name of each attempt that was not refused. A filter answers EPERM, or ENOSYS as for a call that
+# the kernel has not.
 _ATTACK = """
 import ctypes, errno, fcntl, os, resource, signal, socket, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -166,7 +168,7 @@ assert os.getpgrp() == os.getpid()
 
 
 def test_no_call_makes_the_kernel_signal_another_process(any_containment, victim):
-    """A program could name any process of the same user as the owner of a socket (ioctl FIOSETOWN), and SIGIO ended that process."""
+    """A program named any process of its user as a socket's owner (ioctl FIOSETOWN), and SIGIO ended that."""
     outcome = run(any_containment, _ATTACK.format(pid=victim.pid) + _ATTEMPTS)
     assert (outcome.stdout, outcome.stderr, outcome.status) == ("", "", 0)
     assert victim.signals() == []
@@ -184,7 +186,7 @@ time.sleep(0.3)
 
 
 def test_a_terminal_signals_nobody_for_a_program(victim):
-    """With isolation=no_network a program opens its user's terminals. O_ASYNC alone made the next key signal what runs in one."""
+    """A program that opens a terminal (isolation=no_network) made its keys signal what runs there."""
     done = threading.Event()
 
     def type_keys():
