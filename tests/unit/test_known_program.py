@@ -42,7 +42,11 @@ def test_a_preamble_that_would_fail_every_program_is_refused(preamble, says):
 
 @pytest.mark.parametrize(
     ("preamble", "limit"),
-    [("", "seconds=1e-06"), ("import time; time.sleep(9)", "seconds=1"), ("while True: pass", "cpu_seconds=1")],
+    [
+        ("", "seconds=1e-06"),
+        ("import time; time.sleep(9)", "seconds=1"),
+        pytest.param("while True: pass", "cpu_seconds=1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_limit_that_would_fail_every_program_is_refused(preamble, limit):
     (sentence,) = violations(
