@@ -48,6 +48,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 from on_gpu.bench import Bench, Options
 
+from grpo_megatron.capabilities import start_method
+
 
 class Section(NamedTuple):
     """function: module of on_gpu, and the name in it. seconds: without which it need not begin on a GPU. packages: that must be
@@ -109,8 +111,7 @@ class Runs:
         self.skipped: dict[str, str] = {}
         self.failed: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
-        # With CUDA a process must be new. Without, it need not import everything again.
-        self._context: Any = multiprocessing.get_context("fork" if options.dry_run else "spawn")
+        self._context: Any = multiprocessing.get_context(start_method())
 
     def run(self, name: str) -> None:
         section, left = SECTIONS[name], self._deadline - time.monotonic()

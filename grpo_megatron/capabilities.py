@@ -19,6 +19,16 @@ FP8_CAPABILITY = (8, 9)
 BLACKWELL = (10, 0)
 
 
+def start_method() -> str:
+    """Return multiprocessing's start method for processes that use torch: `fork` where it is a CPU build, else `spawn`.
+
+    CUDA cannot be used in a process that was forked from one that has asked for devices, and many libraries ask when they are imported.
+    """
+    import torch
+
+    return "fork" if torch.version.cuda is None else "spawn"
+
+
 @dataclass(frozen=True)
 class Speed:
     """What the maker promises, without sparsity. bf16, fp8: FLOP/s of matrix products; fp8 is None where there are none.

@@ -1,7 +1,9 @@
 """A pool of persistent processes that become the ranks of one layout after another.
 
-Importing Megatron takes seconds; a session pays it once, in a process from which the others are forked. Process groups are kept
-as long as the layout stays the same, and made anew for another.
+Importing Megatron takes seconds. Where torch is a CPU build, a session pays it once, in a process from which the others are forked.
+Where torch is a CUDA build, every process is spawned and imports it again: CUDA cannot be used in a process that was forked from one
+that has asked for devices, and importing Megatron asks. Process groups are kept as long as the layout stays the same, and made anew
+for another.
 """
 
 import contextlib
@@ -17,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_megatron.capabilities import emulated_transformer_engine
+from grpo_megatron.capabilities import emulated_transformer_engine, start_method
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 _MOST_THREADS = 300
@@ -59,12 +61,14 @@ class RankPool:
 
 
 class Forge:
-    """A process that has imported everything, and forks others from it."""
+    """A process that starts the others, by `start_method`; where it forks them it has imported everything before."""
 
     def __init__(self, emulate_kernels: bool):
         self._orders, theirs = multiprocessing.get_context("spawn").Pipe()
         # Not a daemon: it has children.
-        self._process = multiprocessing.get_context("spawn").Process(target=_fork_on_order, args=(theirs, emulate_kernels))
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_start_on_order, args=(theirs, emulate_kernels, start_method())
+        )
         self._process.start()
         theirs.close()
 
@@ -140,7 +144,7 @@ def _forget_scales() -> None:
     FP8GlobalStateManager.reset()
 
 
-def _fork_on_order(orders, emulate_kernels: bool):
+def _import_megatron(emulate_kernels: bool) -> None:
     gc.disable()  # during the imports, of which nothing is garbage
     if emulate_kernels:
         from grpo_megatron.megatron import emulation
@@ -149,8 +153,13 @@ def _fork_on_order(orders, emulate_kernels: bool):
     import grpo_megatron.megatron.actor  # noqa: F401
 
     gc.enable()
-    gc.freeze()  # what is shared with all of the processes, no collection of one walks through
-    context = multiprocessing.get_context("fork")
+    gc.freeze()  # no collection walks through what was imported
+
+
+def _start_on_order(orders, emulate_kernels: bool, method: str):
+    if method == "fork":
+        _import_megatron(emulate_kernels)
+    context = multiprocessing.get_context(method)
     while True:
         try:
             connection = orders.recv()
@@ -164,6 +173,7 @@ def _fork_on_order(orders, emulate_kernels: bool):
 
 
 def _serve(connection, emulate_kernels: bool):
+    _import_megatron(emulate_kernels)
     import torch
 
     from grpo_megatron.megatron import process_groups

@@ -28,9 +28,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
-import ray
-from ray.experimental import internal_kv
-
 from grpo_megatron.progress import moves
 
 BEAT_SECONDS = 2.0
@@ -153,7 +150,10 @@ class Heart:
                     self._spans.append(Span(self._ended, name, phase.start, time.monotonic() - phase.began))
 
     def start(self) -> None:
-        """Begin to beat; in an actor of Ray's only."""
+        """Start the thread that sends heartbeats. Call it in a Ray actor only."""
+        # Imported here and in `beat`: the training engine has a Heart too where Ray is not installed, and never starts it.
+        import ray
+
         self._key = ray.get_runtime_context().get_actor_id().encode()
         threading.Thread(target=self._run, name="heart", daemon=True).start()
 
@@ -184,7 +184,9 @@ class Heart:
         )
 
     def beat(self) -> None:
-        """Tell the driver now, with the spans up to now."""
+        """Send a heartbeat now, with the spans that have ended so far."""
+        from ray.experimental import internal_kv
+
         with self._lock:
             self._beats += 1
             beat = replace(self._beat, number=self._beats, spans=list(self._spans))

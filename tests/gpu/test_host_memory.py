@@ -12,7 +12,6 @@ from grpo_megatron.megatron.memory import Parking, unique_storages
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import tiny_model
-from tests.parallel import references
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -65,6 +64,9 @@ def test_what_is_parked_in_files_comes_back(tmp_path):
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
 def test_weights_are_exchanged_bit_for_bit(tmp_path, piece, on_host):
     """Many small pieces, so that a copy that does not wait for the one before it shows."""
+    pytest.importorskip("ray")  # the controller's collaborators use it, and nothing else in this file
+    from tests.parallel import references
+
     models = [tiny_model(tmp_path / str(number), "qwen3", seed=number) for number in range(2)]
     process_groups.initialize(ParallelSizes(), 0, f"file://{tmp_path}/store", seed=0)
     try:
