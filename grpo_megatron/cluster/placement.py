@@ -26,10 +26,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_megatron.cluster.address import loopback_interface
 from grpo_megatron.cluster.bundles import bundles
+from grpo_megatron.cluster.gpu_environment import conflicts, gpu_environment
 from grpo_megatron.cluster.joining import refusals_said
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.run.guard import Guard
 
 # A label of Ray's nodes: a node's place in the network, among the others'. slurm/train.sbatch sets it.
@@ -73,12 +75,14 @@ class Cluster:
     _guard: Guard | None = field(default=None, repr=False)  # who watches the Ray that this run has started
 
     def options(self, slot: Slot, env: dict[str, str], devices: list[int | None] | None = None) -> dict:
-        """Ray actor options that bind a process to `slot`.
+        """Return the Ray actor options that bind a process to `slot`.
 
-        devices: GPU ids the process may see (default: the slot's own).
+        env: what the process needs beside the variables of every process on a GPU, see gpu_environment. devices: GPU ids the process may
+        see (default: the slot's own).
         """
         env = dict(env) | _loopback_alone()
         if slot.device is not None:
+            env = gpu_environment(os.environ) | env
             # Ray would show the process only what it accounts to it: not enough for an engine over
             # several devices, nor for two processes that share one.
             env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
@@ -249,6 +253,8 @@ def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 
                 f"the Ray cluster has {have} in all and did not free them within {timeout:.0f} s"
             )
         slots = _slots(group, kind == "GPU")
+        for line in conflicts(os.environ) if kind == "GPU" else ():
+            say(line)
     except BaseException:
         if group is not None:
             remove_placement_group(group)

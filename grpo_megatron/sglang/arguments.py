@@ -8,6 +8,7 @@ from grpo_megatron.config.engine import EngineConfig, Quantization
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
+from grpo_megatron.sglang.release import GPU_ARGUMENTS
 from grpo_megatron.sglang.weight_door import DOOR
 from grpo_megatron.weights import fp8_blocks
 
@@ -58,7 +59,9 @@ def engine_arguments(
         arguments["json_model_override_args"] = json.dumps({"quantization_config": fp8_blocks.settings(["lm_head"])})
     if routing:
         arguments["enable_return_routed_experts"] = True
-    if not gpu:
+    if gpu:
+        arguments |= GPU_ARGUMENTS
+    else:
         arguments |= {
             "device": "cpu",
             "attention_backend": ATTENTION_BACKEND,
@@ -82,10 +85,15 @@ def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
 
 
 def engine_environment(config: EngineConfig, gpu: bool) -> dict[str, str]:
-    """What must be in the environment before the engine's process starts."""
+    """Return what must be in the environment before the engine's process starts, beside what Cluster.options sets."""
     # sglang.Engine returns on an engine's further nodes too, once they are ready.
     env = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
     if gpu:
+        if config.quantization == Quantization.fp8:
+            # At its start an engine compiles DeepGEMM's kernels: for about 3,000 sizes of a batch in place of 16,384, and any other size
+            # when it is met.
+            name = "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"
+            env[name] = os.environ.get(name, "1")
         return env
     env |= {
         "SGLANG_PLATFORM": PLATFORM_NAME,

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import psutil
+import torch
+
+from grpo_megatron.cluster.gpu_environment import preload_environment
 
 
 def meeting_file() -> tuple[BinaryIO, str]:
@@ -21,8 +24,11 @@ def meeting_file() -> tuple[BinaryIO, str]:
 
 
 def start_engine(arguments: dict[str, Any]) -> Any:
-    """sglang.Engine(**arguments), whose processes on this node are children of this one."""
+    """Return sglang.Engine(**arguments). Its processes on this node are children of this one."""
     unlink_files_of_the_dead()
+    if arguments.get("enable_memory_saver"):
+        # SGLang preloads the memory saver's library into its schedulers, which have this process's environment.
+        os.environ |= preload_environment(os.environ, torch.version.cuda)
     on_cpu = arguments.get("device") == "cpu"
     if on_cpu:
         from grpo_megatron.sglang import cpu_processes

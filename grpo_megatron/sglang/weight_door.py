@@ -15,6 +15,8 @@ from grpo_megatron.weights.sync.receiver import Receiver
 # As SGLang imports it.
 DOOR = "grpo_megatron.sglang.weight_door.obey"
 _RECEIVER = "_grpo_weight_receiver"
+# Parameters of an attention layer that are no weights of the model.
+KV_SCALES = ("k_scale", "v_scale")
 
 
 def answer_key(order: Order, rank: int) -> str:
@@ -52,14 +54,29 @@ def obey(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
 
 @torch.no_grad()
 def _carry_out(order: Order, me: EngineRank, model: torch.nn.Module) -> Answer:
-    # An engine in FP8 has scales of its KV cache too, which are no weights of the model.
-    parameters = {name: own.data for name, own in model.named_parameters() if not name.endswith((".k_scale", ".v_scale"))}
+    parameters = {name: own.data for name, own in model.named_parameters() if name.rpartition(".")[2] not in KV_SCALES}
     if order.task == Task.describe:
         return Answer({}, {}, parameters={name: (tuple(value.shape), value.dtype) for name, value in parameters.items()})
     answer = _receiver(order, me, model).receive(order, parameters)
-    if order.task == Task.transfer and hasattr(model, "post_load_weights"):
-        model.post_load_weights()  # weights that are derived from others; SGLang leaves it to what loads them
+    if order.task == Task.transfer:
+        reset_kv_scales(model)
+        if hasattr(model, "post_load_weights"):
+            model.post_load_weights()  # weights that are derived from others; SGLang leaves it to what loads them
     return answer
+
+
+def reset_kv_scales(model: torch.nn.Module) -> None:
+    """Set the scales of an FP8 KV cache to 1, because the trainer's weights come without any.
+
+    SGLang makes these parameters in an engine in FP8 only. They lie in the memory of the weights, whose contents are lost when an engine
+    gives it back. An engine that began with load_format=dummy has random ones.
+    """
+    for module in model.modules():
+        for name in KV_SCALES:
+            if isinstance(scale := getattr(module, name, None), torch.nn.Parameter):
+                scale.data.fill_(1.0)
+                # Some attention backends read SGLang's copy of the number on the host.
+                setattr(module, f"{name}_float", 1.0)
 
 
 def _receiver(order: Order, me: EngineRank, model: torch.nn.Module) -> Receiver:

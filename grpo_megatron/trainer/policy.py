@@ -1,5 +1,6 @@
 """The policy's trainer as the controller sees it: all ranks of the Megatron actor behind one object."""
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -31,10 +32,14 @@ from grpo_megatron.weights.sync.order import Order
 
 
 def _environment(slot: Slot, config: MegatronConfig) -> dict[str, str]:
-    """What must be in a rank's environment before its process starts."""
+    """Return what must be in a rank's environment before its process starts, beside what Cluster.options sets."""
     if slot.device is not None:
-        # Megatron's overlap of communication with compute relies on one hardware queue.
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        return {
+            # Megatron's overlap of communication with compute relies on one hardware queue.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            # torch.compile starts up to 32 processes in each rank by default, which would be 256 on a node of eight.
+            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "4"),
+        }
     return {
         "OMP_NUM_THREADS": str(config.cpu_threads),
         # Threads of one rank that wait for work by spinning would take the cores of the others.

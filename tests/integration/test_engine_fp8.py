@@ -23,7 +23,7 @@ from grpo_megatron.model.pieces import box
 from grpo_megatron.preflight.load import load_config
 from grpo_megatron.sglang import pool
 from grpo_megatron.sglang.arguments import engine_environment
-from grpo_megatron.sglang.weight_door import by_value
+from grpo_megatron.sglang.weight_door import KV_SCALES, by_value
 from grpo_megatron.weights.fp8_blocks import quantise
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from tests.integration.test_train import arguments, metrics
@@ -165,7 +165,10 @@ def held(engines, path, tp):
 def check(model, layout, rank, own):
     """A rank's parameters against the checkpoint, whose matrices are quantised as wholes."""
     entries = engine_entries(weight_map(read_architecture(model)).values(), layout)
-    of_model = {name: tuple(value.shape) for name, value in own.items() if not name.endswith((".k_scale", ".v_scale"))}
+    of_cache = {name: value for name, value in own.items() if name.rpartition(".")[2] in KV_SCALES}
+    assert of_cache
+    assert all(torch.equal(scale, torch.ones(())) for scale in of_cache.values())
+    of_model = {name: tuple(value.shape) for name, value in own.items() if name not in of_cache}
     assert of_model == engine_shapes(entries, layout)
     checkpoint = HFCheckpoint(model)
     for entry in entries:

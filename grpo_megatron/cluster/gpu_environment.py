@@ -1,0 +1,64 @@
+"""Environment variables of the processes that use a GPU: one function for trainer ranks, engines and the doctor's probes."""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+# NCCL's peers must agree on these, or groups of ranks and engines fail or hang when they are made. SGLang sets both to 0 in its
+# schedulers unless the environment has them; what it leaves alone, NCCL sets to 1.
+NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+
+
+def gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set for a process on a GPU. `${NAME}` stands for a node's own value, which Ray fills in.
+
+    environ: of the driver. Its NCCL settings and CUDA_HOME apply to every process of the run.
+
+    SGLang, Triton and torch.compile build kernels at run time. They look for `ninja` on PATH, where pip has put it beside Python, and
+    for nvcc in CUDA_HOME/bin, on PATH and in /usr/local/cuda.
+    """
+    found = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}${{PATH}}"}
+    found |= {name: environ.get(name, value) for name, value in NCCL_DEFAULTS.items()}
+    return found | {name: environ[name] for name in ("CUDA_HOME",) if environ.get(name)}
+
+
+def preload_environment(
+    environ: Mapping[str, str], cuda: str | None, packages: str | Path = sysconfig.get_path("purelib")
+) -> dict[str, str]:
+    """Return the variables with which torch_memory_saver's library can be preloaded.
+
+    The library needs libcudart and says nothing of where it is. pip puts it into a folder that the loader does not search; torch knows
+    the folder, but is loaded later. environ: of the process whose children are preloaded. cuda: torch.version.cuda. packages: the
+    folder that pip installs into.
+    """
+    major = (cuda or "").partition(".")[0]
+    folders = [str(file.parent) for file in sorted(Path(packages, "nvidia").glob(f"*/lib/libcudart.so.{major}"))]
+    # First, so that the process has the runtime that torch was built with. An empty item would stand for the current folder.
+    items = [*folders[:1], *filter(None, [environ.get("LD_LIBRARY_PATH")])]
+    return {"LD_LIBRARY_PATH": os.pathsep.join(items)} if folders else {}
+
+
+def conflicts(environ: Mapping[str, str]) -> list[str]:
+    """Return one line for each variable of the user's that has no effect, or not the one that it seems to have."""
+    nccl, found = gpu_environment(environ), []
+    if nccl["NCCL_NVLS_ENABLE"] != "0" and nccl["NCCL_CUMEM_ENABLE"] == "0":
+        found.append(
+            f"NCCL_NVLS_ENABLE={nccl['NCCL_NVLS_ENABLE']} has no effect, because NVLink SHARP needs NCCL_CUMEM_ENABLE=1, which is 0 here"
+        )
+    connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if connections != "1":
+        found.append(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections} has no effect: trainer ranks need 1, by which Megatron orders communication "
+            "before compute, and SGLang sets 8 in engines"
+        )
+    home = environ.get("CUDA_HOME")
+    if home and not Path(home, "bin", "nvcc").exists():
+        found.append(f"CUDA_HOME={home} has no bin/nvcc on this machine; engines on such a machine cannot build their kernels")
+    return found
+
+
+def filled_in(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` with the variables set, as Ray sets them on a node with this environment."""
+    return dict(environ) | {name: value.replace("${PATH}", environ.get("PATH", "")) for name, value in variables.items()}
