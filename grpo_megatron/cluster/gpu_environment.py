@@ -1,6 +1,7 @@
 """Environment variables of the processes that use a GPU: one function for trainer ranks, engines and the doctor's probes."""
 
 import os
+import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -9,19 +10,35 @@ from pathlib import Path
 # NCCL's peers must agree on these, or groups of ranks and engines fail or hang when they are made. SGLang sets both to 0 in its
 # schedulers unless the environment has them; what it leaves alone, NCCL sets to 1.
 NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+# The Makefile's own default.
+_TOOLKIT = "/usr/local/cuda"
+
+
+def cuda_home(environ: Mapping[str, str]) -> str | None:
+    """Return the CUDA toolkit's folder, or None: the one that the user names, else /usr/local/cuda, else that of the nvcc on PATH.
+
+    Libraries that build kernels guess it from the nvcc on PATH before they look into /usr/local/cuda. They guess wrong where that is a
+    link or a script, such as /usr/local/bin/nvcc, and then do not find the CUDA runtime to link with.
+    """
+    if named := environ.get("CUDA_HOME") or environ.get("CUDA_PATH"):
+        return named
+    if Path(_TOOLKIT, "bin", "nvcc").exists():
+        return _TOOLKIT
+    found = shutil.which("nvcc", path=environ.get("PATH", ""))
+    return str(Path(found).resolve().parent.parent) if found else None
 
 
 def gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to set for a process on a GPU. `${NAME}` stands for a node's own value, which Ray fills in.
 
-    environ: of the driver. Its NCCL settings and CUDA_HOME apply to every process of the run.
+    environ: of the driver. Its NCCL settings and its toolkit are those of every process of the run.
 
-    SGLang, Triton and torch.compile build kernels at run time. They look for `ninja` on PATH, where pip has put it beside Python, and
-    for nvcc in CUDA_HOME/bin, on PATH and in /usr/local/cuda.
+    SGLang, Triton and torch.compile build kernels at run time. They look for `ninja` on PATH; pip has put it beside Python.
     """
     found = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}${{PATH}}"}
     found |= {name: environ.get(name, value) for name, value in NCCL_DEFAULTS.items()}
-    return found | {name: environ[name] for name in ("CUDA_HOME",) if environ.get(name)}
+    home = cuda_home(environ)
+    return found | ({"CUDA_HOME": home} if home else {})
 
 
 def preload_environment(
@@ -53,9 +70,11 @@ def conflicts(environ: Mapping[str, str]) -> list[str]:
             f"CUDA_DEVICE_MAX_CONNECTIONS={connections} has no effect: trainer ranks need 1, by which Megatron orders communication "
             "before compute, and SGLang sets 8 in engines"
         )
-    home = environ.get("CUDA_HOME")
+    home = cuda_home(environ)
     if home and not Path(home, "bin", "nvcc").exists():
-        found.append(f"CUDA_HOME={home} has no bin/nvcc on this machine; engines on such a machine cannot build their kernels")
+        found.append(
+            f"the CUDA toolkit {home} has no bin/nvcc on this machine, and engines need it to build their kernels: set CUDA_HOME"
+        )
     return found
 
 

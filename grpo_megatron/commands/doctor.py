@@ -2,13 +2,17 @@
 
 import os
 import platform
+import re
 import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata, util
+from pathlib import Path
 
 from grpo_megatron.capabilities import Capabilities, release, version
+from grpo_megatron.cluster.gpu_environment import conflicts, filled_in, gpu_environment
 from grpo_megatron.commands import probes
 from grpo_megatron.sandbox.contain import LANDLOCK, NAMESPACES
 from grpo_megatron.sandbox.run import problem_with
@@ -18,6 +22,11 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 # The releases in requirements/ that this project is tested with, or written for.
 MEGATRON_CORE = "0.16.1"
 SGLANG, SGLANG_ON_GPU = "0.5.23", "0.5.17"
+
+# Of the first driver for CUDA 13.
+LEAST_DRIVER = (580,)
+# Where the driver tells its version.
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -37,10 +46,27 @@ def _python() -> Finding:
     return Finding(OK, "Python", text)
 
 
+def _driver() -> Finding | None:
+    """The driver of NVIDIA's devices on this machine, if there is one. torch says no more of one that is too old than that CUDA is not
+    available."""
+    try:
+        text = _DRIVER.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    if not found:
+        return None
+    if release(found[1]) < LEAST_DRIVER:
+        return Finding(PROBLEM, "driver", f"{found[1]}; CUDA 13 needs {LEAST_DRIVER[0]} or newer")
+    return Finding(OK, "driver", found[1])
+
+
 def _devices() -> list[Finding]:
     import torch
 
     found = [Finding(OK, "torch", torch.__version__)]
+    if driver := _driver():
+        found.append(driver)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
@@ -116,22 +142,48 @@ def _imported(module: str, missing: str, required: bool) -> Finding:
     return _tried(module, probes.import_of, module)
 
 
+# What builds kernels on a machine that runs ranks or engines, and what each is for.
+_BUILDERS = {
+    "nvcc": "the toolkit of CUDA 13; name its folder by CUDA_HOME",
+    "ninja": "the package of this name in requirements/gpu-torch.txt",
+    "c++": "a compiler of the system, such as Ubuntu's build-essential",
+}
+
+
+def _builders() -> Iterator[Finding]:
+    """What SGLang, Triton and torch.compile call to build kernels, as ranks and engines find it."""
+    environment = filled_in(gpu_environment(os.environ), os.environ)
+    for program, source in _BUILDERS.items():
+        of_toolkit = os.path.join(environment.get("CUDA_HOME", ""), "bin")
+        found = shutil.which(program, path=of_toolkit if program == "nvcc" else environment["PATH"])
+        missing = Finding(PROBLEM, program, f"not found, and engines build kernels with it when they start: {source}")
+        yield Finding(OK, program, found) if found else missing
+    headers = os.path.join(sysconfig.get_path("include"), "Python.h")
+    there = os.path.exists(headers)
+    missing = Finding(
+        PROBLEM, "Python.h", f"{headers} is not there; Triton needs the headers of Python, such as python3.12-dev"
+    )
+    yield Finding(OK, "Python.h", headers) if there else missing
+
+
 def _gpu_libraries() -> Iterator[Finding]:
     """What a machine with a GPU needs beyond the packages of every machine."""
     import torch
 
     cudnn = torch.backends.cudnn.version()
     yield Finding(OK, "cuDNN", str(cudnn)) if cudnn else Finding(PROBLEM, "cuDNN", "torch does not find it; attention needs it")
-    nvcc = shutil.which("nvcc", path=os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")) or shutil.which(
-        "nvcc"
-    )
-    yield Finding(OK, "nvcc", nvcc) if nvcc else Finding(NOTE, "nvcc", "not found: TransformerEngine cannot be compiled here")
+    yield from (Finding(NOTE, "environment", line) for line in conflicts(os.environ))
+    yield from _builders()
     yield _imported("sglang.srt.entrypoints.engine", "no rollouts", required=True)
     yield _imported("sgl_kernel", "engines need SGLang's kernels", required=True)
     yield _imported("flashinfer", "engines need its attention and sampling", required=True)
-    yield _imported(
-        "torch_memory_saver", "engines cannot give their memory to the trainer (placement=colocated)", required=False
-    )
+    # SGLang imports it in every engine on Hopper, and takes nothing but its absence.
+    yield _imported("deep_gemm", "engines in FP8 need its kernels", required=False)
+    yield _tried("an engine's kernel", probes.kernel)
+    if util.find_spec("torch_memory_saver") is None:
+        yield Finding(NOTE, _SAVER, "not installed: engines cannot give their memory to the trainer (placement=colocated)")
+    else:
+        yield _tried(_SAVER, probes.memory_saver)
     # A package index has another package of this name.
     yield _imported("apex.optimizers", "nothing needs it; it is installed from NVIDIA's sources", required=False)
 
@@ -147,7 +199,7 @@ def _computes(here: Capabilities) -> Iterator[Finding]:
     yield _tried("all-reduce", probes.all_reduce)
 
 
-_TE = "TransformerEngine"
+_TE, _SAVER = "TransformerEngine", "torch_memory_saver"
 
 
 def examine() -> Iterator[Finding]:

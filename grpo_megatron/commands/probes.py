@@ -1,6 +1,8 @@
 """What `grpo-megatron doctor` tries out, each in a process of its own: a broken library may end the process that meets it."""
 
 import importlib
+import os
+import re
 import signal
 import statistics
 import subprocess
@@ -8,6 +10,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+
+from grpo_megatron.cluster.gpu_environment import filled_in, gpu_environment, preload_environment
 
 _CHILD = """
 import sys
@@ -21,13 +26,22 @@ class ProbeError(Exception):
 
 
 def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) -> str:
-    """What the probe, a function of this module, says in another process; timeout: seconds.
+    """Return what the probe, a function of this module, says in another process with the environment of a rank or an engine.
 
-    Raises ProbeError with the last line of an exception, or with what ended that process.
+    timeout: seconds. Raises ProbeError with the last line of an exception, or with what ended that process.
     """
-    command = [sys.executable, "-W", "ignore", "-c", _CHILD, probe.__name__, *arguments]
+    environment = filled_in(gpu_environment(os.environ), os.environ)
+    said = _output_of(["-W", "ignore", "-c", _CHILD, probe.__name__, *arguments], timeout, environment)
+    if not said.strip():
+        raise ProbeError("ended its process, with exit status 0")
+    return said.splitlines()[-1]
+
+
+def _output_of(arguments: list[str], timeout: float, environment: dict[str, str] | None = None) -> str:
+    """Return what Python prints with these arguments. Raises ProbeError if it does not end well."""
+    command = [sys.executable, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment)
     except subprocess.TimeoutExpired as error:
         raise ProbeError(f"did not end within {timeout:.0f} s") from error
     last = ([line.strip() for line in done.stderr.splitlines() if line.strip()] or ["without a message"])[-1]
@@ -35,14 +49,77 @@ def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) 
         raise ProbeError(f"ended by {signal.Signals(-done.returncode).name}: {last}")
     if done.returncode:
         raise ProbeError(last.removeprefix(f"{__name__}.ProbeError: "))
-    if not done.stdout.strip():
-        raise ProbeError("ended its process, with exit status 0")
-    return done.stdout.splitlines()[-1]
+    return done.stdout
 
 
 def import_of(module: str) -> str:
     """Import it, with all that it loads."""
     return getattr(importlib.import_module(module), "__version__", "can be imported")
+
+
+_PAUSED_BYTES = 256 * 2**20
+_PAUSE = """
+import sys
+import torch
+from torch_memory_saver import torch_memory_saver as saver
+
+size = int(sys.argv[1])
+with saver.region(tag="weights"):
+    memory = torch.full((size,), 7, dtype=torch.uint8, device="cuda")
+free = torch.cuda.mem_get_info()[0]
+saver.pause("weights")
+freed = torch.cuda.mem_get_info()[0] - free
+saver.resume("weights")
+memory.fill_(3)
+if freed < size // 2 or int(memory[-1]) != 3:
+    raise RuntimeError(f"of {size >> 20} MiB it gave back {freed >> 20} MiB, and the last byte is {int(memory[-1])}, not 3")
+"""
+
+
+def memory_saver() -> str:
+    """Give memory of a GPU back and take it again, as an engine does that shares its device with the trainer.
+
+    In one more process, because torch_memory_saver's library must be loaded before anything else is.
+    """
+    import torch
+    import torch_memory_saver
+
+    os.environ |= preload_environment(os.environ, torch.version.cuda)
+    with torch_memory_saver.configure_subprocess():
+        _output_of(["-W", "ignore", "-c", _PAUSE, str(_PAUSED_BYTES)], timeout=120.0)
+    return f"gives back {_PAUSED_BYTES >> 20} MiB and takes them again"
+
+
+def kernel(capability: str = "") -> str:
+    """Build SGLang's kernel for SwiGLU, which engines of nearly all models build when they start.
+
+    capability: to build it for, such as `9.0`; empty: for this machine's GPU, on which the kernel is then tried.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TVM_FFI_CACHE_DIR"] = folder  # one that was built earlier would prove nothing
+        import torch
+        from sglang.kernels.jit.utils import arch
+        from sglang.kernels.ops.activation import activation
+
+        start = time.perf_counter()
+        chosen = arch.override_jit_cuda_arch(*map(int, capability.split("."))) if capability else nullcontext()
+        with chosen:
+            try:
+                activation.activation_module(torch.bfloat16)
+            except RuntimeError as error:  # all that the compilers have printed
+                lines = [
+                    line for line in str(error).splitlines() if re.search(r"\b(error|cannot|not found)\b", line, re.IGNORECASE)
+                ]
+                raise ProbeError(lines[0] if lines else str(error).strip().splitlines()[-1]) from error
+            target = arch.get_jit_cuda_arch().target_name
+        seconds = time.perf_counter() - start
+        if not capability:
+            both = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
+            gate, up = both.float().chunk(2, dim=-1)
+            error = (activation.silu_and_mul(both).float() - torch.nn.functional.silu(gate) * up).abs().max().item()
+            if not error < 0.1:
+                raise ProbeError(f"SGLang's kernel for SwiGLU is off by {error:.2g}")
+    return f"built for sm {target} in {seconds:.0f} s"
 
 
 # Rounding of a product's largest element, relative to it; a wrong library is off by far more.

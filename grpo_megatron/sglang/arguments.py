@@ -61,6 +61,9 @@ def engine_arguments(
         arguments["enable_return_routed_experts"] = True
     if gpu:
         arguments |= GPU_ARGUMENTS
+        if arguments["dtype"] == "float32":
+            # SGLang's own choices on GPUs, FlashAttention 3 and FlashInfer, have kernels for 16 bits and less.
+            arguments["attention_backend"] = "torch_native"
     else:
         arguments |= {
             "device": "cpu",

@@ -33,7 +33,7 @@ def environments(monkeypatch):
     monkeypatch.setattr(placement, "_loopback_alone", dict)
 
     def of_both(slot=Slot(0, "node", 3), engine=EngineConfig(), **variables) -> tuple[dict, dict]:
-        for name in (*gpu_environment.NCCL_DEFAULTS, "CUDA_HOME", "TORCHINDUCTOR_COMPILE_THREADS"):
+        for name in (*gpu_environment.NCCL_DEFAULTS, "CUDA_HOME", "CUDA_PATH", "TORCHINDUCTOR_COMPILE_THREADS"):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -69,7 +69,7 @@ def test_ranks_and_engines_differ_in_nothing_else_of_nccl_and_cuda(environments)
     # SGLang sets its own number in its schedulers, see docs/gpu.md.
     shared -= {"CUDA_DEVICE_MAX_CONNECTIONS"}
     assert {name: rank.get(name) for name in shared} == {name: engine.get(name) for name in shared}
-    assert shared == {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "CUDA_VISIBLE_DEVICES", "PATH"}
+    assert shared - {"CUDA_HOME"} == {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "CUDA_VISIBLE_DEVICES", "PATH"}
 
 
 def test_processes_without_a_gpu_get_none_of_it(environments):
@@ -82,17 +82,50 @@ def test_programs_of_the_environment_come_first_on_a_nodes_own_path(environments
     """The driver's PATH may be another one than the node's. Ray fills in the node's, and so does what the doctor uses."""
     for variables in environments(PATH="/only/on/the/driver"):
         filled = gpu_environment.filled_in(variables, {"PATH": path, "HOME": "/h"})
-        monkeypatch.setattr(os, "environ", {"PATH": path, "HOME": "/h"})
-        update_envs(variables)
-        assert filled == os.environ
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", {"PATH": path, "HOME": "/h"})
+            update_envs(variables)
+            assert filled == os.environ
         assert filled["PATH"] == f"{BIN}:{path}"
         assert shutil.which(Path(sys.executable).name, path=filled["PATH"]) == str(Path(BIN, Path(sys.executable).name))
 
 
-def test_the_drivers_toolkit_is_every_processes(environments):
-    assert [variables["CUDA_HOME"] for variables in environments(CUDA_HOME="/opt/cuda-13")] == ["/opt/cuda-13"] * 2
-    assert all("CUDA_HOME" not in variables for variables in environments())
-    assert all("CUDA_HOME" not in variables for variables in environments(CUDA_HOME=""))
+@pytest.fixture
+def toolkits(tmp_path, monkeypatch):
+    """toolkit(folder, ...): makes toolkits there; the usual place is the folder `usual`."""
+    monkeypatch.setattr(gpu_environment, "_TOOLKIT", str(tmp_path / "usual"))
+
+    def make(*folders: str) -> None:
+        for folder in folders:
+            (tmp_path / folder / "bin").mkdir(parents=True)
+            (tmp_path / folder / "bin" / "nvcc").touch(mode=0o755)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("there", "variables", "expected"),
+    [
+        (["usual"], {}, "usual"),
+        (["usual", "site"], {"CUDA_HOME": "{}/site"}, "site"),
+        (["usual", "site"], {"CUDA_PATH": "{}/site"}, "site"),
+        (["usual", "site", "other"], {"CUDA_HOME": "{}/site", "CUDA_PATH": "{}/other"}, "site"),
+        (["usual"], {"CUDA_HOME": ""}, "usual"),
+        (["site"], {"PATH": "{}/site/bin:/bin"}, "site"),
+        # A link on PATH, such as /usr/local/bin/nvcc: SGLang took /usr/local for the toolkit, and linked no kernel.
+        (["usual"], {"PATH": "{}/links:/bin"}, "usual"),
+        (["site"], {"PATH": "{}/links:/bin"}, "site"),
+        ([], {"PATH": "/bin"}, None),
+    ],
+)
+def test_the_toolkit_that_kernels_are_built_with(environments, toolkits, tmp_path, there, variables, expected):
+    toolkits(*there)
+    (tmp_path / "links").mkdir()
+    for folder in there:
+        (tmp_path / "links" / "nvcc").unlink(missing_ok=True)
+        (tmp_path / "links" / "nvcc").symlink_to(tmp_path / folder / "bin" / "nvcc")
+    both = environments(**{name: value.format(tmp_path) for name, value in variables.items()})
+    assert [asked.get("CUDA_HOME") for asked in both] == [expected and str(tmp_path / expected)] * 2
 
 
 @pytest.mark.parametrize(
@@ -101,7 +134,8 @@ def test_the_drivers_toolkit_is_every_processes(environments):
         ({"NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE=1 has no effect"),
         ({"NCCL_NVLS_ENABLE": "2", "NCCL_CUMEM_ENABLE": "0"}, "NCCL_NVLS_ENABLE=2 has no effect"),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "CUDA_DEVICE_MAX_CONNECTIONS=8 has no effect"),
-        ({"CUDA_HOME": "/nowhere"}, "CUDA_HOME=/nowhere has no bin/nvcc"),
+        ({"CUDA_HOME": "/nowhere"}, "the CUDA toolkit /nowhere has no bin/nvcc"),
+        ({"CUDA_PATH": "/no/path"}, "the CUDA toolkit /no/path has no bin/nvcc"),
     ],
 )
 def test_a_setting_that_has_no_effect_is_said(environ, says):
@@ -117,9 +151,12 @@ def test_a_setting_that_has_no_effect_is_said(environ, says):
         {"NCCL_NVLS_ENABLE": "1", "NCCL_CUMEM_ENABLE": "1"},
         {"NCCL_NVLS_ENABLE": "0"},
         {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_HOME": ""},
+        {"CUDA_HOME": "{}/site"},
     ],
 )
-def test_settings_that_hold_are_no_conflict(environ):
+def test_settings_that_hold_are_no_conflict(environ, toolkits, tmp_path):
+    toolkits("site")
+    environ = {name: value.format(tmp_path) for name, value in environ.items()}
     assert gpu_environment.conflicts(environ) == []
 
 
@@ -220,6 +257,15 @@ def test_engines_on_gpus_capture_no_prefill_graphs():
     for gpu in (True, False):
         found = engine_arguments(config, model, 0, needs_tokenizer=False, gpu=gpu, routing=False)
         assert found.get("cuda_graph_backend_prefill") == ("disabled" if gpu else None)
+
+
+@pytest.mark.parametrize(("dtype", "attention"), [("bfloat16", None), ("float16", None), ("float32", "torch_native")])
+def test_attention_in_float32_is_torchs(dtype, attention):
+    """FlashAttention 3, which SGLang chooses on Hopper, has no kernels for it: the first prompt ended the engine."""
+    found = engine_arguments(
+        EngineConfig(dtype=dtype), ModelConfig("/models/any"), 0, needs_tokenizer=False, gpu=True, routing=False
+    )
+    assert found.get("attention_backend") == attention
 
 
 @pytest.mark.parametrize("release", ["sglang==0.5.17", None])

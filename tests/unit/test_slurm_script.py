@@ -60,21 +60,22 @@ PROGRAMS = {
     "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"',
     "scontrol": "echo NodeAddr=node1",
     "python": 'case "$*" in *.address*) echo 10.0.0.1;; *.ports*) echo 20000;; esac',
-    "ray": "exec sleep 60",
-    "grpo-megatron": 'echo "run $*"\nexit 3',
+    "ray": 'echo "ray $PATH $CUDA_HOME"\nexec sleep 60',
+    "grpo-megatron": 'echo "run $*"\necho "driver $PATH $CUDA_HOME"\nexit 3',
 }
 
 
-def whole_script(job: Job, folder: Path) -> subprocess.CompletedProcess:
-    """The job's script from its first line to its last, with stand-ins for Slurm, Ray and the run."""
+def whole_script(job: Job, folder: Path, bin: Path | None = None, **more: str) -> subprocess.CompletedProcess:
+    """The job's script from its first line to its last, with stand-ins for Slurm, Ray and the run. bin: a folder beside that of the
+    stand-ins on PATH, by which the script is told where programs are. more: environment variables of the job."""
     for name, lines in PROGRAMS.items():
         (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
         (folder / name).chmod(0o755)
     slurm = {"JOB_ID": "7", "JOB_NUM_NODES": "1", "SUBMIT_DIR": str(folder)}
     env = {f"SLURM_{name}": value for name, value in slurm.items()} | {"SLURMD_NODENAME": "node1"}
-    env = {**os.environ, **env, "PATH": f"{folder}:{os.environ['PATH']}"}
+    env = {**os.environ, **env, "PATH": f"{folder}:{os.environ['PATH']}", **more}
     return subprocess.run(
-        ["bash"], input=render(replace(job, bin=str(folder))), env=env, capture_output=True, text=True, timeout=60
+        ["bash"], input=render(replace(job, bin=str(bin or folder))), env=env, capture_output=True, text=True, timeout=60
     )
 
 
@@ -87,6 +88,19 @@ def test_what_another_job_has_left_since_this_one_was_queued_does_not_end_it(com
     done = whole_script(replace(JOB, folder=str(tmp_path), command=command), tmp_path)
     assert f"run {command} --config a.yaml data.eval=code.jsonl cluster.ray_address=10.0.0.1:20000\n" in done.stdout
     assert (done.returncode, done.stderr) == (3, "")
+
+
+@pytest.mark.parametrize("home", ["/opt/cuda-13.0", ""])
+def test_ray_and_the_run_find_what_kernels_are_built_with(tmp_path, home):
+    """Programs were called by their paths, and what they call in turn was not found: every engine ended without ninja."""
+    (tmp_path / "stand-ins").mkdir()
+    (tmp_path / "bin").symlink_to(tmp_path / "stand-ins")
+    done = whole_script(replace(JOB, folder=str(tmp_path)), tmp_path / "stand-ins", tmp_path / "bin", CUDA_HOME=home)
+    found = [line.split(" ") for line in done.stdout.splitlines() if line.startswith(("ray ", "driver "))]
+    assert {who for who, *_ in found} == {"ray", "driver"}, done.stdout + done.stderr
+    for _, path, cuda_home in found:
+        assert path.startswith(f"{tmp_path}/bin:{tmp_path}/stand-ins:")
+        assert cuda_home == home
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")

@@ -1,0 +1,158 @@
+"""The table of docs/gpu.md: what the GPU stack's SGLang makes of the engines of every configuration in configs/, on H100s.
+
+    python tools/engine_settings.py [--write]
+
+It runs that release's own Python, which `make install` unpacks beside the environment, on a machine with or without a GPU. --write: the
+table in docs/gpu.md is replaced.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from plan_recipes import RECIPES
+
+from grpo_megatron.cluster.gpu_environment import gpu_environment
+from grpo_megatron.commands.doctor import SGLANG_ON_GPU
+from grpo_megatron.config.load import read_config
+from grpo_megatron.config.schema import Config, Placement, RoutingReplay
+from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "gpu.md"
+BEGIN, END = "<!-- python tools/engine_settings.py --write -->", "<!-- end of the table -->"
+# Models of configurations that are not for clusters. The others are trained on one that their recipe makes, such as this.
+_MODELS = RECIPES | {"qwen2.5_0.5b_gsm8k": "qwen2.5-0.5b", "qwen2.5_0.5b_gsm8k_lora": "qwen2.5-0.5b"}
+_TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+# No configuration has engines in FP8. These show one of a dense model, and one with experts.
+_FP8 = ("rollout.engine.quantization=fp8", "rollout.engine.kv_cache_dtype=fp8_e4m3")
+_IN_FP8 = ("qwen3_8b_1node", "qwen3_30b_a3b_4node")
+HEAD = (
+    "configuration",
+    "attention",
+    "decode graphs",
+    "prefill graphs",
+    "chunked prefill",
+    "FP8 products",
+    "KV cache",
+    "memory saver",
+)
+
+
+def release_folder() -> Path:
+    return Path(sys.prefix, "unpacked", f"sglang-{SGLANG_ON_GPU}")
+
+
+def configurations(tiny: str) -> dict[str, Config]:
+    """Return those that have engines, by name. tiny: folder of the model of those that have none in configs/models."""
+    found = {}
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        if "rollout:" in path.read_text(encoding="utf-8").splitlines():
+            model = ROOT / "configs" / "models" / _MODELS[path.stem] if path.stem in _MODELS else tiny
+            found[f"`{path.stem}`"] = read_config(str(path), [f"model.path={model}"])
+            if path.stem in _IN_FP8:
+                found[f"`{path.stem}` in FP8"] = read_config(str(path), [f"model.path={model}", *_FP8])
+    return found
+
+
+def asked(config: Config) -> dict:
+    """Return what an engine of this configuration is started with, as sglang.pool starts it: {arguments, environment}."""
+    engine, routing = config.rollout.engine, config.moe.routing_replay == RoutingReplay.engine
+    arguments = engine_arguments(engine, config.model, 0, bool(config.rollout.stop), gpu=True, routing=routing)
+    arguments["enable_memory_saver"] = config.cluster.placement == Placement.colocated
+    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {"PYTHONPATH": f"{release_folder()}:{ROOT}"}
+    return {"arguments": arguments, "environment": environment | gpu_environment({}) | engine_environment(engine, gpu=True)}
+
+
+@contextmanager
+def all_asked() -> Iterator[dict[str, dict]]:
+    """Within this context, whose models are there as long: what every configuration asks of SGLang, by name."""
+    with tempfile.TemporaryDirectory() as tiny:
+        Path(tiny, "config.json").write_text(json.dumps(_TINY), encoding="utf-8")
+        yield {name: asked(config) for name, config in configurations(tiny).items()}
+
+
+def resolved(given: dict[str, dict]) -> dict[str, dict]:
+    """Return SGLang's decisions, see faked_h100.resolve. Raises RuntimeError with its words where it refuses."""
+    environment = os.environ | {"PYTHONPATH": f"{release_folder()}:{ROOT}", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tools" / "faked_h100.py")]
+    done = subprocess.run(command, input=json.dumps(list(given.values())), env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return dict(zip(given, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def row(name: str, found: dict) -> tuple[str, ...]:
+    graphs = found["decode_graphs"]
+    return (
+        name,
+        found["attention"],
+        graphs if graphs == "disabled" else f"{graphs}, up to {found['largest_decode_graph']}",
+        found["prefill_graphs"],
+        str(found["chunked_prefill"]),
+        found["fp8_products"] or "none",
+        found["kv_cache"],
+        "on" if found["memory_saver"] else "off",
+    )
+
+
+def table(decisions: dict[str, dict]) -> str:
+    """Return the table, and below it what is in the environment of all engines' schedulers, and of those in FP8 besides."""
+    rows = [HEAD, ("---",) * len(HEAD), *(row(name, found) for name, found in decisions.items())]
+    environments = {
+        name: {key: value for key, value in found.items() if key.isupper() and value} for name, found in decisions.items()
+    }
+    common = dict(set.intersection(*(set(variables.items()) for variables in environments.values())))
+    others = {name: sorted(variables.items() - common.items()) for name, variables in environments.items()}
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    lines += ["", f"In the environment of all: {_settings(sorted(common.items()))}."]
+    lines += [f"In that of {name} besides: {_settings(more)}." for name, more in others.items() if more]
+    return "\n".join(lines)
+
+
+def _settings(variables: list[tuple[str, str]]) -> str:
+    return ", ".join(f"`{name}={value}`" for name, value in variables)
+
+
+def parts_of(page: str) -> tuple[str, str, str]:
+    """Return what is before the table, the table, and what is behind it."""
+    before, _, rest = page.partition(BEGIN)
+    inside, _, after = rest.partition(END)
+    return before, inside.strip(), after
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    with all_asked() as given:
+        made = table(resolved(given))
+    print(made)
+    if options.write:
+        before, _, after = parts_of(PAGE.read_text(encoding="utf-8"))
+        PAGE.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

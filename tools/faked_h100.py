@@ -1,0 +1,122 @@
+"""Started by engine_settings.py with the GPU stack's SGLang in front of all others: what it makes of an engine's arguments on an H100.
+
+Reads a list of {arguments, environment} as JSON, writes a list of {name: value} as JSON. torch is told that there are eight H100s, before
+SGLang is imported. No kernel is loaded and no engine is started: compiled packages that this machine does not have are empty ones.
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+import types
+from unittest import mock
+
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+# The compiled packages of the GPU stack that SGLang imports where there is CUDA.
+_COMPILED = {"sgl_kernel", "flashinfer", "deep_gemm", "torch_memory_saver", "flash_attn", "cutlass", "tilelang", "deep_ep"}
+_MIB = 2**20
+_MEMORY = 81559 * _MIB  # as nvidia-smi says of an H100 with 80 GB
+_ENVIRONMENT = (
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_NVLS_ENABLE",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "SGLANG_JIT_DEEPGEMM_FAST_WARMUP",
+)
+
+
+class _Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the compiled packages and all of their modules, in which every name is there and does nothing."""
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in _COMPILED else None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__version__ = "0"
+        module.__getattr__ = lambda name: _absent(name)
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+def _absent(name: str):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return mock.MagicMock(name=name)
+
+
+def fake_devices() -> None:
+    """Let torch say what it says on a node of eight H100s with CUDA 13."""
+    properties = types.SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3",
+        major=9,
+        minor=0,
+        total_memory=_MEMORY,
+        multi_processor_count=132,
+        shared_memory_per_block_optin=232448,
+    )
+    torch.version.cuda = "13.0"
+    answers = {
+        "is_available": True,
+        "device_count": 8,
+        "current_device": 0,
+        "get_device_capability": (9, 0),
+        "get_device_name": properties.name,
+        "get_device_properties": properties,
+        "mem_get_info": (_MEMORY, _MEMORY),
+        "get_arch_list": ["sm_90"],
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    sys.meta_path.insert(0, _Compiled())
+    # This release registers kinds of models that the newer transformers of the CPU stack has already.
+    register = CONFIG_MAPPING.register
+    CONFIG_MAPPING.register = lambda key, value, exist_ok=False: register(key, value, exist_ok=True)
+
+
+def resolve(arguments: dict, environment: dict[str, str]) -> dict:
+    """Return SGLang's decisions. environment: of the engine's process."""
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.server_args import ServerArgs
+
+    with mock.patch.dict(os.environ, environment, clear=True), mock.patch.object(engine, "assert_pkg_version"):
+        found = ServerArgs(**arguments)
+        engine._set_envs_and_config(found)
+        variables = {name: os.environ.get(name) for name in _ENVIRONMENT}
+        products = fp8_products(found) if "quantization_config" in (arguments.get("json_model_override_args") or "") else None
+    graphs = found.cuda_graph_config
+    prefill, decode = found.get_attention_backends()
+    return variables | {
+        "attention": prefill if prefill == decode else f"{prefill}, {decode}",
+        "decode_graphs": graphs.decode.backend,
+        "largest_decode_graph": graphs.decode.max_bs,
+        "prefill_graphs": graphs.prefill.backend,
+        "chunked_prefill": found.chunked_prefill_size,
+        "sampling": found.sampling_backend,
+        "fp8_products": products,
+        "kv_cache": found.kv_cache_dtype,
+        "mem_fraction": found.mem_fraction_static,
+        "memory_saver": found.enable_memory_saver,
+    }
+
+
+def fp8_products(server_args) -> str:
+    """Return the function that multiplies by a linear layer's weight in FP8, without the words that all of them have."""
+    from sglang.srt.layers.quantization import fp8_utils
+
+    fp8_utils.initialize_fp8_gemm_config(server_args)
+    return fp8_utils.dispatch_w8a8_block_fp8_linear().__name__.partition("_w8a8")[0]
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    fake_devices()
+    print("\n" + json.dumps([resolve(one["arguments"], one["environment"]) for one in given]))
+
+
+if __name__ == "__main__":
+    main()
