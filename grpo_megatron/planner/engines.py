@@ -6,6 +6,7 @@ from math import prod
 import torch
 
 from grpo_megatron.config.engine import EngineConfig, KVCacheDtype
+from grpo_megatron.config.schema import Config
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.block_scaled import engine_entries
 from grpo_megatron.model.entries import EngineLayout, engine_shapes
@@ -38,6 +39,11 @@ def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tu
     for name, shape in engine_shapes(entries, layout).items():
         found[name in experts] += itemsizes.get(name, itemsize) * prod(shape)
     return found[0], found[1]
+
+
+def fp32_head_bytes(arch: Architecture, config: Config) -> int:
+    """Return the bytes of the output layer in float32, which SGLang makes in every step of a rank with model.fp32_head; else 0."""
+    return 4 * arch.vocab_size * arch.hidden_size // config.rollout.engine.tensor_parallel if config.model.fp32_head else 0
 
 
 def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:

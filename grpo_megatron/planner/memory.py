@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpo_megatron.capabilities import GPUS
-from grpo_megatron.config.schema import Config, Placement
+from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.activations import head_bytes, kept_activations, reference_hidden, working_activations
-from grpo_megatron.planner.engines import engine_weight_bytes, kv_tokens
+from grpo_megatron.planner.engines import engine_weight_bytes, fp32_head_bytes, kv_tokens
 from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import TrainingState, training_states
 
@@ -119,6 +119,8 @@ class _Account:
         colocated, turns = self.config.cluster.placement == Placement.colocated, takes_turns(self.config)
         context, weights = {"engine: context, graphs": ENGINE_CONTEXT}, {"engine: weights": self.weights}
         serving = weights | {"engine: KV cache": max(0, self.pool - self.weights)} | context
+        if head := fp32_head_bytes(self.arch, self.config):
+            serving["engine: output layer in float32"] = head
         # What ranks and engines on the same GPUs cannot give back: nothing without turns.
         beside = self.residue | (context if turns else serving if colocated else {})
         # Of the parcels of a sync one is packed while two travel.
@@ -143,9 +145,24 @@ class _Account:
             engine_asleep=ENGINE_CONTEXT if turns else 0,
             engine_weights=self.weights,
             kv_tokens=kv_tokens(self.arch, self.config.rollout.engine, self.pool),
-            host=self._waiting(in_files=False),
+            host=self._waiting(in_files=False) | self._routing(),
             files=self._waiting(in_files=True),
         )
+
+    def _routing(self) -> dict[str, int]:
+        """Each rank of an engine keeps which experts the tokens of its KV cache went to, if that is replayed, in the host's memory.
+
+        Of the engine ranks that share a node with ranks of the trainer.
+        """
+        config, moe = self.config, self.arch.moe
+        if not (moe and config.moe.routing_replay == RoutingReplay.engine):
+            return {}
+        engine = config.rollout.engine
+        tokens = kv_tokens(self.arch, engine, self.pool) // engine.data_parallel_attention
+        per_node, colocated = config.cluster.gpus_per_node, config.cluster.placement == Placement.colocated
+        slots = per_node if colocated else -ParallelSizes.from_config(config.megatron).world_size % per_node
+        ranks = min(slots, engine.num_engines * engine.tensor_parallel)
+        return {"experts of cached tokens": ranks * tokens * self.arch.num_layers * moe.top_k * 4}
 
     def _fullest(self, name: str, items: Callable[[int], dict[str, int]], beside: dict[str, int]) -> Moment:
         """items: of a rank of a stage."""

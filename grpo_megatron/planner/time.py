@@ -23,7 +23,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.activations import layers_of, recomputed_modules
-from grpo_megatron.planner.engines import engine_expert_bytes, engine_weight_bytes, kv_bytes_per_token
+from grpo_megatron.planner.engines import engine_expert_bytes, engine_weight_bytes, fp32_head_bytes, kv_bytes_per_token
 from grpo_megatron.planner.memory import takes_turns
 from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import TrainingState, itemsize, stage_elements, training_states
@@ -152,7 +152,8 @@ def _decode_step(config: Config, arch: Architecture, batch: float, context: floa
         weights -= engine_expert_bytes(arch, engine) * untouched
     cache = batch / engine.data_parallel_attention * context * kv_bytes_per_token(arch, engine)
     flops = batch * (arch.cost_model.per_token + arch.cost_model.per_pair * context)
-    step = max((weights + cache) / (BANDWIDTH * speed.memory), flops / engine.tensor_parallel / _engine_rate(config))
+    head = 2 * fp32_head_bytes(arch, config)  # written, and read by the product
+    step = max((weights + cache + head) / (BANDWIDTH * speed.memory), flops / engine.tensor_parallel / _engine_rate(config))
     layer = LAYER_SECONDS
     if engine.tensor_parallel > 1:
         # Two all-reduces of hidden states, each of which sends and receives them about twice.

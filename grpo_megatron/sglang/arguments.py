@@ -59,27 +59,29 @@ def engine_arguments(
         arguments["json_model_override_args"] = json.dumps({"quantization_config": fp8_blocks.settings(["lm_head"])})
     if routing:
         arguments["enable_return_routed_experts"] = True
-    if gpu:
-        arguments |= GPU_ARGUMENTS
-        if arguments["dtype"] == "float32":
-            # SGLang's own choices on GPUs, FlashAttention 3 and FlashInfer, have kernels for 16 bits and less.
-            arguments["attention_backend"] = "torch_native"
-    else:
-        arguments |= {
-            "device": "cpu",
-            "attention_backend": ATTENTION_BACKEND,
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-            "disable_cuda_graph": True,
-            # An idle scheduler would poll without a pause, and take a core from the trainer.
-            "sleep_on_idle": True,
-            # Overlapping needs a device to overlap with, and decodes one token too many of every response.
-            "disable_overlap_schedule": True,
-            # This share of the host's memory is not reserved: max_total_tokens bounds the pool.
-            "mem_fraction_static": 0.3,
-            "max_total_tokens": config.max_total_tokens or 65536,
-        }
-    return arguments
+    return arguments | (_on_gpu(arguments["dtype"]) if gpu else _on_cpu(config))
+
+
+def _on_gpu(dtype: str) -> dict[str, Any]:
+    # SGLang's own choices of attention on GPUs, FlashAttention 3 and FlashInfer, have kernels for 16 bits and less.
+    return GPU_ARGUMENTS | ({"attention_backend": "torch_native"} if dtype == "float32" else {})
+
+
+def _on_cpu(config: EngineConfig) -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "attention_backend": ATTENTION_BACKEND,
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_cuda_graph": True,
+        # An idle scheduler would poll without a pause, and take a core from the trainer.
+        "sleep_on_idle": True,
+        # Overlapping needs a device to overlap with, and decodes one token too many of every response.
+        "disable_overlap_schedule": True,
+        # This share of the host's memory is not reserved: max_total_tokens bounds the pool.
+        "mem_fraction_static": 0.3,
+        "max_total_tokens": config.max_total_tokens or 65536,
+    }
 
 
 def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:

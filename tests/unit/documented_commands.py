@@ -89,6 +89,12 @@ COMMANDS = {
     "grpo-megatron sft": Run(),
     "grpo-megatron reward-model": Run(),
     "grpo-megatron train": Run(),
+    "python tools/engine_settings.py": ByTest(
+        "tests/integration/test_engine_settings.py::test_the_table_is_what_sglang_decides", "table(resolved(given))"
+    ),
+    "srun --gpus=1 .venv/bin/grpo-megatron doctor": GPU,
+    "python -m sglang.compile_deep_gemm --model FOLDER --tp N": GPU,
+    "nvidia-smi --compute-mode=0": GPU,
     "grpo-megatron doctor": ByTest("tests/integration/test_doctor.py::test_a_sound_machine", 'main(["doctor"])'),
     "grpo-megatron eval --config FILE [key=value ...]": ByTest(
         "tests/integration/test_eval_command.py::test_several_data_sets_by_the_command", 'main(["eval"'

@@ -244,6 +244,37 @@ def test_a_cache_in_fp8_has_twice_the_tokens():
     assert small("rollout.engine.max_total_tokens=4096").memory.kv_tokens == 4096
 
 
+@pytest.mark.parametrize(
+    ("changes", "ranks"),
+    [
+        ([], 8),
+        (["rollout.engine.num_engines=1"], 4),
+        (["cluster.placement=separate"], 0),  # engines have nodes of their own
+        (["moe.routing_replay=off"], None),
+    ],
+)
+def test_engines_keep_the_experts_of_cached_tokens_on_the_host(changes, ranks):
+    """3.3 GB a rank, pinned, which was in no plan."""
+    arguments = ["model.path=configs/models/qwen3-30b-a3b", "cluster.nodes=8", "megatron.data_parallel=8", *changes]
+    config = read_config("configs/qwen3_30b_a3b_4node.yaml", arguments)
+    found = plan(config, read_architecture(config.model.path), with_sync=False).memory
+    item = found.host.get("experts of cached tokens")
+    assert item == (None if ranks is None else ranks * found.kv_tokens * 48 * 8 * 4)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_an_output_layer_in_float32_has_its_price_in_engines(tp):
+    """SGLang converts all of it in every step of decoding."""
+    layout = ("cluster.placement=separate", f"rollout.engine.tensor_parallel={tp}")
+    usual, exact = small(*layout), small(*layout, "model.fp32_head=true")
+    items = moments(exact)["generation"].items
+    assert items["engine: output layer in float32"] == 4 * 151936 * 1024 // tp
+    assert exact.memory.fullest.total >= usual.memory.fullest.total
+    assert "engine: output layer in float32" not in moments(usual)["generation"].items
+    assert exact.times.seconds["generation"] > usual.times.seconds["generation"]
+    assert exact.times.seconds["training"] == usual.times.seconds["training"]
+
+
 def test_colocated_engines_that_do_not_take_turns_are_beside_the_trainer_all_the_time():
     colocated = ("cluster.placement=colocated", "rollout.engine.mem_fraction=0.3")
     beside, in_turns = small(*colocated), small(*colocated, "megatron.sleep=true")
