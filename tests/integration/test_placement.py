@@ -1,6 +1,7 @@
 """Which device every rank and every engine gets, on two nodes that declare four GPUs each; Ray needs no GPU for that."""
 
 import os
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -20,6 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize("two_nodes", [(PER_NODE,
 class Seen:
     def tell(self):
         return ray.get_runtime_context().get_node_id(), tuple(map(int, os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+
+    def environment(self):
+        return dict(os.environ)
 
 
 def configured(placement, group=1, engine_tp=1):
@@ -116,3 +120,21 @@ def test_what_no_node_has_room_for_is_said(two_nodes):
     """Eight devices are enough in all, but two groups of three leave one free on each node."""
     with pytest.raises(UserError, match=r"in groups of 2, 3 that are each on one node; the Ray cluster has .*'GPU': 8"):
         allocate(configured(S, group=3, engine_tp=2), 6, 1, timeout=2.0)
+
+
+def test_ranks_and_engines_find_their_tools_and_agree_on_nccl(two_nodes, monkeypatch, capsys):
+    """Engines found no ninja, and SGLang's setting of NCCL_CUMEM_ENABLE was not the ranks'."""
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # the user's own
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setenv("PATH", "/only/on/the/driver")
+    with allocated(configured(S, group=2, engine_tp=2), 2, 1) as cluster:
+        slots = {"rank": cluster.rank_slots[0], "engine": cluster.engine_slots[0][0]}
+        actors = [Seen.options(**cluster.options(slot, {})).remote() for slot in slots.values()]
+        environments = ray.get([actor.environment.remote() for actor in actors])
+    for found in environments:
+        first, _, rest = found["PATH"].partition(os.pathsep)
+        assert first == os.path.dirname(sys.executable)
+        assert "/bin" in rest.split(os.pathsep)  # the node's own
+        assert "/only/on/the/driver" not in rest
+        assert (found["NCCL_CUMEM_ENABLE"], found["NCCL_NVLS_ENABLE"]) == ("1", "0")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=32 has no effect" in capsys.readouterr().out
