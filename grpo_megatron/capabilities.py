@@ -20,9 +20,10 @@ BLACKWELL = (10, 0)
 
 
 def start_method() -> str:
-    """Return multiprocessing's start method for processes that use torch: `fork` where it is a CPU build, else `spawn`.
+    """Return how to start processes that use torch: `fork` where it is a CPU build, else `spawn`.
 
-    CUDA cannot be used in a process that was forked from one that has asked for devices, and many libraries ask when they are imported.
+    CUDA cannot be used in a process that was forked from one that has asked for devices, and many libraries
+    ask when they are imported.
     """
     import torch
 

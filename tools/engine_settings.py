@@ -1,9 +1,9 @@
-"""The table of docs/gpu.md: what the GPU stack's SGLang makes of the engines of every configuration in configs/, on H100s.
+"""Print the table of docs/gpu.md: what SGLang decides for the engines of every configuration in configs/.
 
     python tools/engine_settings.py [--write]
 
-It runs that release's own Python, which `make install` unpacks beside the environment, on a machine with or without a GPU. --write: the
-table in docs/gpu.md is replaced.
+It runs the Python of the GPU stack's SGLang, which `make install` unpacks beside the environment, under faked H100s. No
+GPU is needed. --write: replace the table in docs/gpu.md.
 """
 
 import argparse
@@ -27,7 +27,8 @@ from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- python tools/engine_settings.py --write -->", "<!-- end of the table -->"
-# Models of configurations that are not for clusters. The others are trained on one that their recipe makes, such as this.
+# Models of the configurations, in configs/models. The other configurations train a model that their recipe makes,
+# such as _TINY.
 _MODELS = RECIPES | {"qwen2.5_0.5b_gsm8k": "qwen2.5-0.5b", "qwen2.5_0.5b_gsm8k_lora": "qwen2.5-0.5b"}
 _TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -65,7 +66,7 @@ def release_folder() -> Path:
 
 
 def configurations(tiny: str) -> dict[str, Config]:
-    """Return those that have engines, by name. tiny: folder of the model of those that have none in configs/models."""
+    """Return the configurations that have engines, by name. tiny: folder of the model that recipes make."""
     found = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         if "rollout:" in path.read_text(encoding="utf-8").splitlines():
@@ -77,7 +78,7 @@ def configurations(tiny: str) -> dict[str, Config]:
 
 
 def asked(config: Config) -> dict:
-    """Return what an engine of this configuration is started with, as sglang.pool starts it: {arguments, environment}."""
+    """Return {arguments, environment} of an engine of this configuration, as sglang.pool starts it."""
     engine, routing = config.rollout.engine, config.moe.routing_replay == RoutingReplay.engine
     arguments = engine_arguments(engine, config.model, 0, bool(config.rollout.stop), gpu=True, routing=routing)
     arguments["enable_memory_saver"] = config.cluster.placement == Placement.colocated
@@ -87,14 +88,14 @@ def asked(config: Config) -> dict:
 
 @contextmanager
 def all_asked() -> Iterator[dict[str, dict]]:
-    """Within this context, whose models are there as long: what every configuration asks of SGLang, by name."""
+    """Yield what every configuration asks of SGLang, by name. The models are there within this context only."""
     with tempfile.TemporaryDirectory() as tiny:
         Path(tiny, "config.json").write_text(json.dumps(_TINY), encoding="utf-8")
         yield {name: asked(config) for name, config in configurations(tiny).items()}
 
 
 def resolved(given: dict[str, dict]) -> dict[str, dict]:
-    """Return SGLang's decisions, see faked_h100.resolve. Raises RuntimeError with its words where it refuses."""
+    """Return SGLang's decisions, see faked_h100.resolve. Raises RuntimeError where it refuses."""
     environment = os.environ | {"PYTHONPATH": f"{release_folder()}:{ROOT}", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-W", "ignore", str(ROOT / "tools" / "faked_h100.py")]
     done = subprocess.run(command, input=json.dumps(list(given.values())), env=environment, capture_output=True, text=True)
@@ -118,7 +119,7 @@ def row(name: str, found: dict) -> tuple[str, ...]:
 
 
 def table(decisions: dict[str, dict]) -> str:
-    """Return the table, and below it what is in the environment of all engines' schedulers, and of those in FP8 besides."""
+    """Return the table, and below it the variables in the environment of the engines' schedulers."""
     rows = [HEAD, ("---",) * len(HEAD), *(row(name, found) for name, found in decisions.items())]
     environments = {
         name: {key: value for key, value in found.items() if key.isupper() and value} for name, found in decisions.items()

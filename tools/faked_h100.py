@@ -1,7 +1,8 @@
-"""Started by engine_settings.py with the GPU stack's SGLang in front of all others: what it makes of an engine's arguments on an H100.
+"""Ask the GPU stack's SGLang what it makes of an engine's arguments on an H100; started by engine_settings.py.
 
-Reads a list of {arguments, environment} as JSON, writes a list of {name: value} as JSON. torch is told that there are eight H100s, before
-SGLang is imported. No kernel is loaded and no engine is started: compiled packages that this machine does not have are empty ones.
+Reads a list of {arguments, environment} as JSON, writes a list of {name: value} as JSON. torch says that there are
+eight H100s before SGLang is imported. No kernel is loaded and no engine is started: compiled packages that this machine
+does not have are empty ones.
 """
 
 import importlib.abc
@@ -105,7 +106,7 @@ def resolve(arguments: dict, environment: dict[str, str]) -> dict:
 
 
 def fp8_products(server_args) -> str:
-    """Return the function that multiplies by a linear layer's weight in FP8, without the words that all of them have."""
+    """Return which library multiplies by a linear layer's weight in FP8."""
     from sglang.srt.layers.quantization import fp8_utils
 
     fp8_utils.initialize_fp8_gemm_config(server_args)

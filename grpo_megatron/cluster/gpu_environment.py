@@ -1,4 +1,4 @@
-"""Environment variables of the processes that use a GPU: one function for trainer ranks, engines and the doctor's probes."""
+"""Environment variables of processes on a GPU, for trainer ranks, engines and the doctor's probes alike."""
 
 import os
 import shutil
@@ -7,17 +7,18 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-# NCCL's peers must agree on these, or groups of ranks and engines fail or hang when they are made. SGLang sets both to 0 in its
-# schedulers unless the environment has them; what it leaves alone, NCCL sets to 1.
+# NCCL's peers must agree on these, or groups of ranks and engines fail or hang when they are made. SGLang sets
+# both to 0 in its schedulers unless the environment has them. In ranks, NCCL's own default is 1.
 NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 # The Makefile's own default.
 _TOOLKIT = "/usr/local/cuda"
 
 
 def cuda_home(environ: Mapping[str, str]) -> str | None:
-    """Return the CUDA toolkit's folder, or None: the one that the user names, else /usr/local/cuda, else that of the nvcc on PATH.
+    """Return the CUDA toolkit's folder, or None if there is none.
 
-    Libraries that build kernels guess it from the nvcc on PATH before they look into /usr/local/cuda. They guess wrong where that is a
+    The user's choice comes first, then /usr/local/cuda, then the folder of the nvcc on PATH. Libraries that build
+    kernels ask for the nvcc on PATH before they look into /usr/local/cuda. They guess wrong where that nvcc is a
     link or a script, such as /usr/local/bin/nvcc, and then do not find the CUDA runtime to link with.
     """
     if named := environ.get("CUDA_HOME") or environ.get("CUDA_PATH"):
@@ -29,11 +30,12 @@ def cuda_home(environ: Mapping[str, str]) -> str | None:
 
 
 def gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set for a process on a GPU. `${NAME}` stands for a node's own value, which Ray fills in.
+    """Return the variables to set for a process on a GPU. `${PATH}` stands for a node's own, which Ray fills in.
 
-    environ: of the driver. Its NCCL settings and its toolkit are those of every process of the run.
+    environ: the driver's environment. Every process of the run gets its NCCL settings and its toolkit.
 
-    SGLang, Triton and torch.compile build kernels at run time. They look for `ninja` on PATH; pip has put it beside Python.
+    SGLang, Triton and torch.compile build kernels at run time. SGLang looks for `ninja` on PATH, and pip has put
+    it beside Python.
     """
     found = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}${{PATH}}"}
     found |= {name: environ.get(name, value) for name, value in NCCL_DEFAULTS.items()}
@@ -46,19 +48,22 @@ def preload_environment(
 ) -> dict[str, str]:
     """Return the variables with which torch_memory_saver's library can be preloaded.
 
-    The library needs libcudart and says nothing of where it is. pip puts it into a folder that the loader does not search; torch knows
-    the folder, but is loaded later. environ: of the process whose children are preloaded. cuda: torch.version.cuda. packages: the
-    folder that pip installs into.
+    The library needs libcudart and does not say where it is. pip puts it into a folder that the loader does not
+    search. torch knows the folder, but is loaded later.
+
+    environ: the environment of the process whose children preload the library. cuda: torch.version.cuda.
+    packages: the folder that pip installs into.
     """
     major = (cuda or "").partition(".")[0]
     folders = [str(file.parent) for file in sorted(Path(packages, "nvidia").glob(f"*/lib/libcudart.so.{major}"))]
-    # First, so that the process has the runtime that torch was built with. An empty item would stand for the current folder.
+    # First, so that the process has the runtime that torch was built with. An empty item would stand for the
+    # current folder.
     items = [*folders[:1], *filter(None, [environ.get("LD_LIBRARY_PATH")])]
     return {"LD_LIBRARY_PATH": os.pathsep.join(items)} if folders else {}
 
 
 def conflicts(environ: Mapping[str, str]) -> list[str]:
-    """Return one line for each variable of the user's that has no effect, or not the one that it seems to have."""
+    """Return one line for each of the user's variables that does not have the effect it seems to have."""
     nccl, found = gpu_environment(environ), []
     if nccl["NCCL_NVLS_ENABLE"] != "0" and nccl["NCCL_CUMEM_ENABLE"] == "0":
         found.append(

@@ -77,8 +77,8 @@ class Cluster:
     def options(self, slot: Slot, env: dict[str, str], devices: list[int | None] | None = None) -> dict:
         """Return the Ray actor options that bind a process to `slot`.
 
-        env: what the process needs beside the variables of every process on a GPU, see gpu_environment. devices: GPU ids the process may
-        see (default: the slot's own).
+        env: variables that the process needs beside those of every process on a GPU, see gpu_environment.
+        devices: GPU ids the process may see (default: the slot's own).
         """
         env = dict(env) | _loopback_alone()
         if slot.device is not None:

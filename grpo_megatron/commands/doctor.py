@@ -47,8 +47,10 @@ def _python() -> Finding:
 
 
 def _driver() -> Finding | None:
-    """The driver of NVIDIA's devices on this machine, if there is one. torch says no more of one that is too old than that CUDA is not
-    available."""
+    """Check the version of NVIDIA's driver; None: there is no driver.
+
+    torch says of a driver that is too old only that CUDA is not available.
+    """
     try:
         text = _DRIVER.read_text(encoding="utf-8")
     except OSError:

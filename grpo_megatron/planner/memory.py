@@ -150,9 +150,9 @@ class _Account:
         )
 
     def _routing(self) -> dict[str, int]:
-        """Each rank of an engine keeps which experts the tokens of its KV cache went to, if that is replayed, in the host's memory.
+        """Count the host memory in which engines keep the experts of cached tokens, if routing is replayed.
 
-        Of the engine ranks that share a node with ranks of the trainer.
+        Each rank of an engine has such a buffer. Counted are those on a node with ranks of the trainer.
         """
         config, moe = self.config, self.arch.moe
         if not (moe and config.moe.routing_replay == RoutingReplay.engine):

@@ -63,7 +63,7 @@ def engine_arguments(
 
 
 def _on_gpu(dtype: str) -> dict[str, Any]:
-    # SGLang's own choices of attention on GPUs, FlashAttention 3 and FlashInfer, have kernels for 16 bits and less.
+    # SGLang would choose FlashAttention 3 or FlashInfer, which have kernels for 16 bits and less.
     return GPU_ARGUMENTS | ({"attention_backend": "torch_native"} if dtype == "float32" else {})
 
 
@@ -90,13 +90,13 @@ def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
 
 
 def engine_environment(config: EngineConfig, gpu: bool) -> dict[str, str]:
-    """Return what must be in the environment before the engine's process starts, beside what Cluster.options sets."""
+    """Return the engine's variables beside those that Cluster.options sets. They must be set before it starts."""
     # sglang.Engine returns on an engine's further nodes too, once they are ready.
     env = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
     if gpu:
         if config.quantization == Quantization.fp8:
-            # At its start an engine compiles DeepGEMM's kernels: for about 3,000 sizes of a batch in place of 16,384, and any other size
-            # when it is met.
+            # At its start an engine compiles DeepGEMM's kernels. With this it does so for about 3,000 sizes of a
+            # batch in place of 16,384, and for any other size when it meets one.
             name = "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"
             env[name] = os.environ.get(name, "1")
         return env

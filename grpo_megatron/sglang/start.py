@@ -27,7 +27,7 @@ def start_engine(arguments: dict[str, Any]) -> Any:
     """Return sglang.Engine(**arguments). Its processes on this node are children of this one."""
     unlink_files_of_the_dead()
     if arguments.get("enable_memory_saver"):
-        # SGLang preloads the memory saver's library into its schedulers, which have this process's environment.
+        # SGLang preloads the memory saver's library into its schedulers. They inherit this environment.
         os.environ |= preload_environment(os.environ, torch.version.cuda)
     on_cpu = arguments.get("device") == "cpu"
     if on_cpu:

@@ -32,12 +32,12 @@ from grpo_megatron.weights.sync.order import Order
 
 
 def _environment(slot: Slot, config: MegatronConfig) -> dict[str, str]:
-    """Return what must be in a rank's environment before its process starts, beside what Cluster.options sets."""
+    """Return a rank's variables beside those that Cluster.options sets. They must be set before it starts."""
     if slot.device is not None:
         return {
             # Megatron's overlap of communication with compute relies on one hardware queue.
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            # torch.compile starts up to 32 processes in each rank by default, which would be 256 on a node of eight.
+            # By default torch.compile starts up to 32 processes in each rank: 256 on a node of eight.
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "4"),
         }
     return {

@@ -118,7 +118,7 @@ def test_what_a_gpu_machine_needs_is_missing_here():
 
 @pytest.mark.parametrize("missing", ["nvcc", "ninja", "c++", "Python.h", None])
 def test_what_builds_kernels_is_a_problem_where_it_is_missing(tmp_path, monkeypatch, missing):
-    """A missing nvcc was a note that spoke of TransformerEngine, and ninja was not looked for: engines then died at their start."""
+    """A missing nvcc was only a note, and nobody looked for ninja. Engines then died at their start."""
     for path in ("toolkit/bin/nvcc", "bin/ninja", "bin/c++", "include/Python.h"):
         if not path.endswith(f"/{missing}"):
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def test_without_a_driver_nothing_is_said_of_it(tmp_path, monkeypatch, text):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a driver")
 def test_the_memory_saver_is_tried_as_engines_start_it(monkeypatch):
-    """Importing it, which is all that was tried, succeeds where every engine ends with status 127: nothing is preloaded."""
+    """Only its import was tried, which succeeds also where every engine ends with status 127."""
     runtime = unpacked("nvidia-cuda-runtime==13.0.96") / "nvidia" / "cu13" / "lib"
     monkeypatch.setenv("PYTHONPATH", f"{unpacked('torch_memory_saver==0.0.10')}:{os.getcwd()}")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(runtime))

@@ -30,7 +30,7 @@ def test_the_table_is_what_sglang_decides():
 
 @pytest.mark.slow
 def test_a_default_that_this_project_departs_from_would_be_seen():
-    """The engine of the first configuration without this project's arguments, and with other settings of the user's for NCCL."""
+    """One engine without this project's arguments, and with the user's own settings for NCCL."""
     unpacked("sglang==0.5.17")
     with all_asked() as given:
         usual = given["`qwen3_8b_1node`"]
@@ -49,6 +49,7 @@ def test_a_default_that_this_project_departs_from_would_be_seen():
         "float32": "breakable",
         "the user's NCCL": "disabled",
     }
-    # FlashAttention 3 has no kernels for float32, and SGLang chooses it all the same: arguments.py does not leave it to SGLang.
+    # FlashAttention 3 has no kernels for float32. SGLang chooses it all the same, so sglang/arguments.py does not
+    # leave the choice to it.
     assert found["float32"]["attention"] == "fa3"
     assert {name: found["the user's NCCL"][name] for name in nccl} == nccl

@@ -1,7 +1,7 @@
-"""What the processes of a GPU run find in their environment: tools, libraries, NCCL's settings, and SGLang's arguments.
+"""Environment and arguments of the processes of a GPU run: tools, libraries, NCCL's settings.
 
-On a machine with a GPU and no container every engine would have ended at its start: with status 127, because the loader does not find the
-CUDA runtime of the library that is preloaded; or because SGLang does not find ninja, which it compiles kernels with.
+On a machine with a GPU and no container every engine would have ended at its start. The loader does not find the CUDA
+runtime of the library that is preloaded (status 127), and SGLang does not find ninja to compile its kernels with.
 """
 
 import os
@@ -57,7 +57,7 @@ def environments(monkeypatch):
     ],
 )
 def test_nccl_is_set_alike_in_ranks_and_engines(environments, variables, expected):
-    """SGLang switches cuMem off in its schedulers; NCCL switches it on in ranks. Groups of both then fail or hang."""
+    """SGLang switches cuMem off, NCCL switches it on in ranks, and groups of both fail or hang."""
     rank, engine = environments(**variables)
     both = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
     assert tuple(rank[name] for name in both) == tuple(engine[name] for name in both) == expected
@@ -79,7 +79,7 @@ def test_processes_without_a_gpu_get_none_of_it(environments):
 
 @pytest.mark.parametrize("path", ["/usr/bin:/bin", "/opt/conda/bin", f"{BIN}:/bin", ""])
 def test_programs_of_the_environment_come_first_on_a_nodes_own_path(environments, monkeypatch, path):
-    """The driver's PATH may be another one than the node's. Ray fills in the node's, and so does what the doctor uses."""
+    """The driver's PATH may be another one than the node's. Ray and the doctor fill in the node's."""
     for variables in environments(PATH="/only/on/the/driver"):
         filled = gpu_environment.filled_in(variables, {"PATH": path, "HOME": "/h"})
         with monkeypatch.context() as patch:
@@ -112,7 +112,7 @@ def toolkits(tmp_path, monkeypatch):
         (["usual", "site", "other"], {"CUDA_HOME": "{}/site", "CUDA_PATH": "{}/other"}, "site"),
         (["usual"], {"CUDA_HOME": ""}, "usual"),
         (["site"], {"PATH": "{}/site/bin:/bin"}, "site"),
-        # A link on PATH, such as /usr/local/bin/nvcc: SGLang took /usr/local for the toolkit, and linked no kernel.
+        # A link on PATH, such as /usr/local/bin/nvcc: SGLang took /usr/local for the toolkit, and linked nothing.
         (["usual"], {"PATH": "{}/links:/bin"}, "usual"),
         (["site"], {"PATH": "{}/links:/bin"}, "site"),
         ([], {"PATH": "/bin"}, None),
@@ -205,7 +205,7 @@ def test_the_cuda_runtime_beside_torch_is_found(tmp_path, libraries, cuda, befor
 
 
 def test_the_pinned_memory_saver_can_be_preloaded(tmp_path):
-    """Its library of the GPU stack, with the CUDA runtime of the GPU stack and a driver that is an empty file."""
+    """The library and the CUDA runtime of the GPU stack, with a driver that is an empty library."""
     loader, compiler = Path("/lib64/ld-linux-x86-64.so.2"), shutil.which("gcc")
     if not (loader.exists() and compiler):
         pytest.skip("needs gcc, and the loader of Linux on x86-64")
@@ -252,7 +252,7 @@ def test_an_engines_schedulers_inherit_the_library_path(monkeypatch, tmp_path, s
 
 
 def test_engines_on_gpus_capture_no_prefill_graphs():
-    """By default they do, and may compute a prompt's keys and values wrongly: every response is then to another prompt."""
+    """By default they do, and may compute a prompt's keys and values wrongly."""
     config, model = EngineConfig(dtype="bfloat16"), ModelConfig("/models/any")
     for gpu in (True, False):
         found = engine_arguments(config, model, 0, needs_tokenizer=False, gpu=gpu, routing=False)
@@ -261,7 +261,7 @@ def test_engines_on_gpus_capture_no_prefill_graphs():
 
 @pytest.mark.parametrize(("dtype", "attention"), [("bfloat16", None), ("float16", None), ("float32", "torch_native")])
 def test_attention_in_float32_is_torchs(dtype, attention):
-    """FlashAttention 3, which SGLang chooses on Hopper, has no kernels for it: the first prompt ended the engine."""
+    """SGLang chooses FlashAttention 3 on Hopper, which has no kernels for float32."""
     found = engine_arguments(
         EngineConfig(dtype=dtype), ModelConfig("/models/any"), 0, needs_tokenizer=False, gpu=True, routing=False
     )

@@ -66,8 +66,11 @@ PROGRAMS = {
 
 
 def whole_script(job: Job, folder: Path, bin: Path | None = None, **more: str) -> subprocess.CompletedProcess:
-    """The job's script from its first line to its last, with stand-ins for Slurm, Ray and the run. bin: a folder beside that of the
-    stand-ins on PATH, by which the script is told where programs are. more: environment variables of the job."""
+    """Run the job's script from its first line to its last, with stand-ins for Slurm, Ray and the run.
+
+    bin: the folder in which the script looks for programs; None: that of the stand-ins, which is on PATH in any
+    case. more: environment variables of the job.
+    """
     for name, lines in PROGRAMS.items():
         (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
         (folder / name).chmod(0o755)
@@ -92,7 +95,7 @@ def test_what_another_job_has_left_since_this_one_was_queued_does_not_end_it(com
 
 @pytest.mark.parametrize("home", ["/opt/cuda-13.0", ""])
 def test_ray_and_the_run_find_what_kernels_are_built_with(tmp_path, home):
-    """Programs were called by their paths, and what they call in turn was not found: every engine ended without ninja."""
+    """Programs were called by their paths, and did not find the programs that they call in turn."""
     (tmp_path / "stand-ins").mkdir()
     (tmp_path / "bin").symlink_to(tmp_path / "stand-ins")
     done = whole_script(replace(JOB, folder=str(tmp_path)), tmp_path / "stand-ins", tmp_path / "bin", CUDA_HOME=home)

@@ -1,7 +1,8 @@
 """Processes that use CUDA are never forked, and what needs no Ray can be imported without it.
 
-On the first GPU machine every `cuda-*` case of tests/gpu would have failed with "Cannot re-initialize CUDA in forked subprocess": the
-ranks were forked from a process in which importing Megatron had asked for devices. On a CPU build of torch nothing notices.
+On the first GPU machine every `cuda-*` case of tests/gpu would have failed with "Cannot re-initialize CUDA in forked
+subprocess": the ranks were forked from a process in which importing Megatron had asked for devices. On a CPU build of
+torch nothing notices.
 """
 
 import ast
@@ -48,7 +49,8 @@ def _may_fork(call: ast.Call) -> str | None:
         return text
     if name in ("get_context", "set_start_method"):
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        safe = {"'spawn'", "start_method()", "method"}  # `method`: tests.ranks passes on what start_method returned
+        # tests.ranks passes on what start_method returned, as `method`.
+        safe = {"'spawn'", "start_method()", "method"}
         return None if given and ast.unparse(given[0]) in safe else text
     return text if called in DEFAULT_METHOD and "mp_context" not in keywords else None
 
@@ -102,12 +104,12 @@ def test_ranks_are_spawned_where_torch_is_a_cuda_build(monkeypatch, cuda):
 
 
 def parent_imported_megatron() -> bool:
-    """Return whether the process that started this one has Megatron's files mapped, which it needs for forking only."""
+    """Return whether the process that started this one has torch's files mapped, which only a fork needs."""
     maps = Path(f"/proc/{os.getppid()}/maps").read_text()
     return "libtorch" in maps
 
 
-# What runs on a machine without Ray: all of tests/gpu, and the sections of benchmarks/gpu.py that do not name ray as a package they need.
+# Imports all of tests/gpu, and the sections of benchmarks/gpu.py that do not name Ray as a package they need.
 WITHOUT_RAY = """
 import importlib, sys
 
@@ -129,7 +131,7 @@ print(*sorted(names))
 
 @pytest.mark.slow
 def test_what_is_measured_on_a_gpu_needs_no_ray():
-    """Ray's wheel of 79 MB is too large for some ways to a machine without a network; every section ended in an ImportError."""
+    """A machine without a network may have no Ray. Every section then ended in an ImportError."""
     tests = [f"tests.gpu.{path.stem}" for path in sorted((ROOT / "tests" / "gpu").glob("*.py")) if path.stem != "__init__"]
     assert {"tests.gpu.checks", "tests.gpu.test_smoke", "tests.gpu.test_host_memory"} <= set(tests)
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_RAY, *tests]
