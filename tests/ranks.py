@@ -1,9 +1,9 @@
 """A pool of persistent processes that become the ranks of one layout after another.
 
-Importing Megatron takes seconds. Where torch is a CPU build, a session pays this once, in a process from which the
-others are forked. Where torch is a CUDA build, every process is spawned and imports Megatron again: CUDA cannot be
-used in a process that was forked from one that has asked for devices, and importing Megatron asks. Process groups are
-kept as long as the layout stays the same, and made anew for another.
+Importing Megatron takes seconds. Where torch is a CPU build, a session pays this once, in a process from
+which the others are forked. Where torch is a CUDA build, every process is spawned and imports Megatron again:
+CUDA cannot be used in a process that was forked from one that has asked for devices, and importing Megatron
+asks. Process groups are kept as long as the layout stays the same, and made anew for another.
 """
 
 import contextlib

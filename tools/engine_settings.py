@@ -2,8 +2,8 @@
 
     python tools/engine_settings.py [--write]
 
-It runs the Python of the GPU stack's SGLang, which `make install` unpacks beside the environment, under faked H100s. No
-GPU is needed. --write: replace the table in docs/gpu.md.
+It runs the Python of the GPU stack's SGLang, which `make install` unpacks beside the environment, under faked
+H100s. No GPU is needed. --write: replace the table in docs/gpu.md.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- python tools/engine_settings.py --write -->", "<!-- end of the table -->"
-# Models of the configurations, in configs/models. The other configurations train a model that their recipe makes,
-# such as _TINY.
+# Models of the configurations, in configs/models. The other configurations train a model that their recipe
+# makes, such as _TINY.
 _MODELS = RECIPES | {"qwen2.5_0.5b_gsm8k": "qwen2.5-0.5b", "qwen2.5_0.5b_gsm8k_lora": "qwen2.5-0.5b"}
 _TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -88,7 +88,7 @@ def asked(config: Config) -> dict:
 
 @contextmanager
 def all_asked() -> Iterator[dict[str, dict]]:
-    """Yield what every configuration asks of SGLang, by name. The models are there within this context only."""
+    """Yield what every configuration asks of SGLang, by name. Their models exist in this context only."""
     with tempfile.TemporaryDirectory() as tiny:
         Path(tiny, "config.json").write_text(json.dumps(_TINY), encoding="utf-8")
         yield {name: asked(config) for name, config in configurations(tiny).items()}

@@ -1,8 +1,8 @@
-"""Ask the GPU stack's SGLang what it makes of an engine's arguments on an H100; started by engine_settings.py.
+"""Ask the GPU stack's SGLang what it makes of an engine's arguments on an H100. engine_settings.py starts it.
 
-Reads a list of {arguments, environment} as JSON, writes a list of {name: value} as JSON. torch says that there are
-eight H100s before SGLang is imported. No kernel is loaded and no engine is started: compiled packages that this machine
-does not have are empty ones.
+Reads a list of {arguments, environment} as JSON, writes a list of {name: value} as JSON. torch says that
+there are eight H100s before SGLang is imported. No kernel is loaded and no engine is started: compiled
+packages that this machine does not have are empty ones.
 """
 
 import importlib.abc

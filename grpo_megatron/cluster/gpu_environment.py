@@ -7,8 +7,8 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-# NCCL's peers must agree on these, or groups of ranks and engines fail or hang when they are made. SGLang sets
-# both to 0 in its schedulers unless the environment has them. In ranks, NCCL's own default is 1.
+# NCCL's peers must agree on these, or groups of ranks and engines fail or hang when they are made. SGLang
+# sets both to 0 in its schedulers unless the environment has them. In ranks, NCCL's own default is 1.
 NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 # The Makefile's own default.
 _TOOLKIT = "/usr/local/cuda"
@@ -17,9 +17,10 @@ _TOOLKIT = "/usr/local/cuda"
 def cuda_home(environ: Mapping[str, str]) -> str | None:
     """Return the CUDA toolkit's folder, or None if there is none.
 
-    The user's choice comes first, then /usr/local/cuda, then the folder of the nvcc on PATH. Libraries that build
-    kernels ask for the nvcc on PATH before they look into /usr/local/cuda. They guess wrong where that nvcc is a
-    link or a script, such as /usr/local/bin/nvcc, and then do not find the CUDA runtime to link with.
+    The user's choice comes first, then /usr/local/cuda, then the folder of the nvcc on PATH. Libraries that
+    build kernels ask for the nvcc on PATH before they look into /usr/local/cuda. They guess wrong where that
+    nvcc is a link or a script, such as /usr/local/bin/nvcc, and then do not find the CUDA runtime to link
+    with.
     """
     if named := environ.get("CUDA_HOME") or environ.get("CUDA_PATH"):
         return named
@@ -30,12 +31,12 @@ def cuda_home(environ: Mapping[str, str]) -> str | None:
 
 
 def gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set for a process on a GPU. `${PATH}` stands for a node's own, which Ray fills in.
+    """Return the variables to set for a process on a GPU. Ray replaces `${PATH}` by each node's own.
 
     environ: the driver's environment. Every process of the run gets its NCCL settings and its toolkit.
 
-    SGLang, Triton and torch.compile build kernels at run time. SGLang looks for `ninja` on PATH, and pip has put
-    it beside Python.
+    SGLang, Triton and torch.compile build kernels at run time. SGLang looks for `ninja` on PATH, and pip has
+    put it beside Python.
     """
     found = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}${{PATH}}"}
     found |= {name: environ.get(name, value) for name, value in NCCL_DEFAULTS.items()}
@@ -48,8 +49,8 @@ def preload_environment(
 ) -> dict[str, str]:
     """Return the variables with which torch_memory_saver's library can be preloaded.
 
-    The library needs libcudart and does not say where it is. pip puts it into a folder that the loader does not
-    search. torch knows the folder, but is loaded later.
+    The library needs libcudart and does not say where it is. pip puts it into a folder that the loader does
+    not search. torch knows the folder, but is loaded later.
 
     environ: the environment of the process whose children preload the library. cuda: torch.version.cuda.
     packages: the folder that pip installs into.

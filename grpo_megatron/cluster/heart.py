@@ -151,8 +151,8 @@ class Heart:
 
     def start(self) -> None:
         """Start the thread that sends heartbeats. Call it in a Ray actor only."""
-        # Imported here and in `beat`, because the training engine has a Heart that it never starts where Ray is
-        # not installed.
+        # Imported here and in `beat`, because the training engine has a Heart that it never starts where Ray
+        # is not installed.
         import ray
 
         self._key = ray.get_runtime_context().get_actor_id().encode()

@@ -28,7 +28,8 @@ class ProbeError(Exception):
 def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) -> str:
     """Run a probe, a function of this module, in another process, and return what it says.
 
-    The process has the environment of a rank or an engine. timeout: seconds. Raises ProbeError with the last line of an exception, or with what ended that process.
+    The process has the environment of a rank or an engine. timeout: seconds. Raises ProbeError with the last
+    line of an exception, or with what ended that process.
     """
     environment = filled_in(gpu_environment(os.environ), os.environ)
     said = _output_of(["-W", "ignore", "-c", _CHILD, probe.__name__, *arguments], timeout, environment)
@@ -93,8 +94,8 @@ def memory_saver() -> str:
 def kernel(capability: str = "") -> str:
     """Build SGLang's kernel for SwiGLU, which engines of nearly all models build when they start.
 
-    capability: compute capability to build for, such as `9.0`. Empty: this machine's GPU, on which the kernel is
-    then tried.
+    capability: compute capability to build for, such as `9.0`. Empty: this machine's GPU, on which the kernel
+    is then tried.
     """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TVM_FFI_CACHE_DIR"] = folder  # one that was built earlier would prove nothing

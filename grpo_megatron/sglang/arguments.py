@@ -90,13 +90,13 @@ def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
 
 
 def engine_environment(config: EngineConfig, gpu: bool) -> dict[str, str]:
-    """Return the engine's variables beside those that Cluster.options sets. They must be set before it starts."""
+    """Return an engine's variables beside those that Cluster.options sets, to be set before it starts."""
     # sglang.Engine returns on an engine's further nodes too, once they are ready.
     env = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
     if gpu:
         if config.quantization == Quantization.fp8:
-            # At its start an engine compiles DeepGEMM's kernels. With this it does so for about 3,000 sizes of a
-            # batch in place of 16,384, and for any other size when it meets one.
+            # At its start an engine compiles DeepGEMM's kernels. With this it does so for about 3,000 sizes
+            # of a batch in place of 16,384, and for any other size when it meets one.
             name = "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"
             env[name] = os.environ.get(name, "1")
         return env

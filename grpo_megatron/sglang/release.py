@@ -13,10 +13,10 @@ from grpo_megatron.config.weight_sync import PauseMode
 
 # Arguments of engines on GPUs in which this project departs from SGLang's defaults.
 #
-# cuda_graph_backend_prefill: the default on CUDA, `breakable`, can compute a prompt's keys and values wrongly, or
-# read memory that is not its own (sglang#37606). Its graphs keep the tensors between their segments by weak
-# references, so graphs that are captured later reuse that memory. All releases from 0.5.17 to 0.5.23 do.
-# tests/unit/test_engine_environment.py fails with the first one that does not.
+# cuda_graph_backend_prefill: the default on CUDA, `breakable`, can compute a prompt's keys and values
+# wrongly, or read memory that is not its own (sglang#37606). Its graphs keep the tensors between their
+# segments by weak references, so graphs that are captured later reuse that memory. All releases from 0.5.17
+# to 0.5.23 do. tests/unit/test_engine_environment.py fails with the first one that does not.
 GPU_ARGUMENTS = {"cuda_graph_backend_prefill": "disabled"}
 
 # What SGLang answers where it can refuse: whether it did as asked, and why not.

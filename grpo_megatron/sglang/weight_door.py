@@ -69,9 +69,9 @@ def _carry_out(order: Order, me: EngineRank, model: torch.nn.Module) -> Answer:
 def reset_kv_scales(model: torch.nn.Module) -> None:
     """Set the scales of an FP8 KV cache to 1, because the trainer's weights come without any.
 
-    SGLang makes these parameters in engines in FP8, for some families such as Llama, Qwen2 and Mixtral. They lie in
-    the memory of the weights, whose contents are lost when an engine gives it back. An engine that began with
-    load_format=dummy has random ones.
+    SGLang makes these parameters in engines in FP8, for some families such as Llama, Qwen2 and Mixtral. They
+    lie in the memory of the weights, whose contents are lost when an engine gives it back. An engine that
+    began with load_format=dummy has random ones.
     """
     for module in model.modules():
         for name in KV_SCALES:

@@ -49,7 +49,7 @@ def test_a_default_that_this_project_departs_from_would_be_seen():
         "float32": "breakable",
         "the user's NCCL": "disabled",
     }
-    # FlashAttention 3 has no kernels for float32. SGLang chooses it all the same, so sglang/arguments.py does not
-    # leave the choice to it.
+    # FlashAttention 3 has no kernels for float32. SGLang chooses it all the same, so sglang/arguments.py does
+    # not leave the choice to it.
     assert found["float32"]["attention"] == "fa3"
     assert {name: found["the user's NCCL"][name] for name in nccl} == nccl

@@ -1,7 +1,8 @@
 """Environment and arguments of the processes of a GPU run: tools, libraries, NCCL's settings.
 
-On a machine with a GPU and no container every engine would have ended at its start. The loader does not find the CUDA
-runtime of the library that is preloaded (status 127), and SGLang does not find ninja to compile its kernels with.
+On a machine with a GPU and no container every engine would have ended at its start. The loader does not find
+the CUDA runtime of the library that is preloaded (status 127), and SGLang does not find ninja to compile its
+kernels with.
 """
 
 import os
@@ -112,7 +113,8 @@ def toolkits(tmp_path, monkeypatch):
         (["usual", "site", "other"], {"CUDA_HOME": "{}/site", "CUDA_PATH": "{}/other"}, "site"),
         (["usual"], {"CUDA_HOME": ""}, "usual"),
         (["site"], {"PATH": "{}/site/bin:/bin"}, "site"),
-        # A link on PATH, such as /usr/local/bin/nvcc: SGLang took /usr/local for the toolkit, and linked nothing.
+        # A link on PATH, such as /usr/local/bin/nvcc: SGLang took /usr/local for the toolkit, and linked
+        # nothing.
         (["usual"], {"PATH": "{}/links:/bin"}, "usual"),
         (["site"], {"PATH": "{}/links:/bin"}, "site"),
         ([], {"PATH": "/bin"}, None),

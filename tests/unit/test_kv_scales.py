@@ -1,7 +1,7 @@
 """An engine in FP8 lost the scales of its FP8 KV cache when it first gave its memory to the trainer.
 
-They lie in the memory of the weights. After it was resumed they were whatever the new pages held. With zeros, all keys
-are zero.
+They lie in the memory of the weights. After it was resumed they were whatever the new pages held. With zeros,
+all keys are zero.
 """
 
 import pytest

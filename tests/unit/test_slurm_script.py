@@ -68,8 +68,8 @@ PROGRAMS = {
 def whole_script(job: Job, folder: Path, bin: Path | None = None, **more: str) -> subprocess.CompletedProcess:
     """Run the job's script from its first line to its last, with stand-ins for Slurm, Ray and the run.
 
-    bin: the folder in which the script looks for programs; None: that of the stand-ins, which is on PATH in any
-    case. more: environment variables of the job.
+    bin: the folder in which the script looks for programs; None: that of the stand-ins, which is on PATH in
+    any case. more: environment variables of the job.
     """
     for name, lines in PROGRAMS.items():
         (folder / name).write_text(f"#!/bin/sh\n{lines}\n")

@@ -1,8 +1,8 @@
 """Processes that use CUDA are never forked, and what needs no Ray can be imported without it.
 
-On the first GPU machine every `cuda-*` case of tests/gpu would have failed with "Cannot re-initialize CUDA in forked
-subprocess": the ranks were forked from a process in which importing Megatron had asked for devices. On a CPU build of
-torch nothing notices.
+On the first GPU machine every `cuda-*` case of tests/gpu would have failed with "Cannot re-initialize CUDA in
+forked subprocess": the ranks were forked from a process in which importing Megatron had asked for devices. On
+a CPU build of torch nothing notices.
 """
 
 import ast
