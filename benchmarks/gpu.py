@@ -70,9 +70,9 @@ SECTIONS = {
     "sleep": Section("weights.sleep", 40),
     "loop": Section("loop.steps", 90, packages=("megatron", "sglang", "ray")),
     "fp8_error": Section("training.fp8_error", 40),
-    "repeat": Section("training.repeat", 60),
     "training-0.6b": Section("training.shape", 40, ("qwen3-0.6b",)),
     "training-4b": Section("training.shape", 60, ("qwen3-4b",)),
+    "repeat": Section("training.repeat", 60),
 }
 # section, path within its figures, comparison, target: on one H200.
 TARGETS = (

@@ -107,8 +107,8 @@ BUNDLES = {
 }
 # Libraries with code for several GPU architectures: the files whose code is thinned.
 _THINNED = {"transformer-engine-cu13": r".*/libtransformer_engine\.so"}
-# Files that stay behind, by package.
-_LEFT_OUT = {"sglang-kernel": r"sgl_kernel/(flash_ops\.abi3\.so|sm(?!90/)\d+/.*)"}
+# Files that stay behind, by package. ARCHITECTURE is that of the GPU.
+_LEFT_OUT = {"sglang-kernel": r"sgl_kernel/(flash_ops\.abi3\.so|sm(?!ARCHITECTURE/)\d+/.*)"}
 
 
 class Image:
@@ -191,7 +191,7 @@ def _digest(content: bytes) -> str:
 
 def make_small(name: str, wheel: Path, architecture: int) -> None:
     """Replace a wheel by one with code for one GPU architecture and without files that are not needed."""
-    thin, left_out = _THINNED.get(name), _LEFT_OUT.get(name)
+    thin, left_out = _THINNED.get(name), _LEFT_OUT.get(name, "").replace("ARCHITECTURE", str(architecture))
     if not thin and not left_out:
         return
 

@@ -4,9 +4,11 @@ The names of packages are in the file that GRPO_PACK_PACKAGES names. What they r
 """
 
 import importlib.abc
+import importlib.machinery
 import os
 import re
 import sys
+import sysconfig
 from importlib import metadata
 
 
@@ -32,6 +34,12 @@ def _with_dependencies(names: set[str]) -> set[str]:
     return found
 
 
+def _is_installed(module: str) -> bool:
+    """False for a module of the same name elsewhere: of this project, or one that stands in."""
+    found = importlib.machinery.PathFinder.find_spec(module)
+    return bool(found and found.origin and found.origin.startswith(sysconfig.get_path("purelib")))
+
+
 class _Missing(importlib.abc.MetaPathFinder):
     """Refuses modules of packages that are not there."""
 
@@ -41,11 +49,11 @@ class _Missing(importlib.abc.MetaPathFinder):
         }
 
     def find_spec(self, name, path=None, target=None):
-        if path is None and name in self._hidden:
+        if path is None and name in self._hidden and _is_installed(name):
             raise ModuleNotFoundError(f"No module named {name!r} in the pack or in the image it is made for", name=name)
         return None
 
 
 if "GRPO_PACK_PACKAGES" in os.environ:
     with open(os.environ["GRPO_PACK_PACKAGES"], encoding="utf-8") as file:
-        sys.meta_path.insert(0, _Missing(_with_dependencies(set(file.read().split()))))
+        sys.meta_path.insert(0, _Missing(_with_dependencies({"pip", *file.read().split()})))
