@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
@@ -40,6 +41,8 @@ SOURCE_ONLY = {
         "transformer_engine_cu13==2.11.0",
     ]
 }
+# `make install-gpu` takes either; the lock is made with the newer one.
+PYTHONS = ("3.11", "3.12")
 # Names every component of one CUDA release, by extras.
 TOOLKIT = "cuda-toolkit"
 _HEADER = "# Made by tools/lock_gpu.py: all packages of the GPU stack, for CPython 3.12 on Linux x86-64. Do not edit.\n"
@@ -57,6 +60,8 @@ class Locked:
     """Digest of the wheel, in hexadecimal digits; empty for a package that exists as source only."""
     requires: list[str]
     """`Requires-Dist` lines that hold on the target, with `extras`. All lines of the toolkit."""
+    pythons: str = ""
+    """`Requires-Python`, such as ">=3.10"."""
     extras: list[str] = field(default_factory=list)
     """Extras that somebody asks for."""
 
@@ -103,10 +108,12 @@ class Lock:
         return found
 
     def problems(self, roots: list[Requirement]) -> list[str]:
-        """What is missing or has a version that somebody does not accept, and components of another CUDA release than torch's."""
+        """What is missing, has a version that somebody or a Python does not accept, or is of another CUDA release than torch's."""
         extras, found = self.extras(roots), []
         demands = [("requirements", root) for root in roots if self.applies(root)]
         for name, own in self.packages.items():
+            bad = [python for python in PYTHONS if not SpecifierSet(own.pythons).contains(python)]
+            found += [f"{name} {own.version} is not for Python {python}" for python in bad]
             found += [f"{name}[{extra}] is needed, and was not when this was locked" for extra in extras[name] - {*own.extras}]
             needed = [Requirement(line) for line in own.requires]
             demands += [(name, one) for one in needed if self.applies(one, extras[name])]
@@ -152,7 +159,7 @@ def locked(report: dict) -> dict[str, Locked]:
         metadata, download = item["metadata"], item["download_info"]
         wheel = download["url"].rpartition("/")[2]
         digest = download["archive_info"]["hashes"]["sha256"]
-        own = Locked(metadata["version"], wheel, digest, metadata.get("requires_dist", []))
+        own = Locked(metadata["version"], wheel, digest, metadata.get("requires_dist", []), metadata.get("requires_python", ""))
         found[canonicalize_name(metadata["name"])] = own
     return found
 

@@ -153,8 +153,8 @@ def arguments_of(model: str, gpu: bool, prefill_graph: bool) -> tuple[dict, dict
     arguments = engine_arguments(config, ModelConfig(path=model), seed=0, needs_tokenizer=False, gpu=gpu, routing=False)
     arguments["enable_memory_saver"] = True
     if gpu:
-        # Neither the FlashAttention kernels nor a library for grammars is in the pack, because they are large.
-        arguments |= {"attention_backend": "triton", "grammar_backend": "none"}
+        # The FlashAttention kernels are not in the pack: they are larger than everything else in it.
+        arguments["attention_backend"] = "triton"
         arguments.setdefault("cuda_graph_backend_prefill", "disabled")
     if prefill_graph:
         arguments.pop("cuda_graph_backend_prefill")

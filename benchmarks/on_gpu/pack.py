@@ -101,6 +101,7 @@ BUNDLES = {
             "transformers",
             "uvicorn",
             "uvloop",
+            "xgrammar",
         ),
         ("sglang", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python", "torch-memory-saver"),
     ),

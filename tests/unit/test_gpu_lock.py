@@ -67,6 +67,22 @@ def test_another_version_is_noticed(lock, package, version, says):
     assert any(says in problem for problem in lock.problems(ROOTS))
 
 
+@pytest.mark.parametrize(
+    ("pythons", "says"),
+    [
+        (">=3.12", "Python 3.11"),
+        ("<3.12", "Python 3.12"),
+        ("!=3.11.*", "Python 3.11"),
+        (">=3.13", "Python 3.11"),
+        ("~=3.10.0", "Python 3.12"),
+    ],
+)
+def test_a_version_that_one_of_the_pythons_cannot_have_is_noticed(lock, pythons, says):
+    """networkx 3.7, which pip chose for 3.12, does not exist for 3.11, which `make install-gpu` looks for first."""
+    lock.packages["networkx"].pythons = pythons
+    assert any("networkx" in problem and says in problem for problem in lock.problems(ROOTS))
+
+
 @pytest.mark.parametrize("package", ["nvidia-cufft", "ray", "pydantic-core", "importlib-metadata", "antlr4-python3-runtime"])
 def test_a_missing_package_is_noticed(lock, package):
     del lock.packages[package]

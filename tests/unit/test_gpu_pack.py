@@ -115,6 +115,7 @@ def run_call(tmp_path, monkeypatch, *steps: Step, seconds: int = 60) -> tuple[in
     """(exit status, summary.json) of a call of these steps."""
     monkeypatch.setattr(call, "CALLS", {"bring-up": Call("a test", (), steps)})
     monkeypatch.setattr(call, "CALL_SECONDS", seconds)
+    monkeypatch.setattr(call, "_DRY_RUN_FACTOR", 1)
     monkeypatch.setattr(sys, "argv", ["call.py", "bring-up", str(tmp_path / "results"), "--home", str(tmp_path), "--dry-run"])
     status = call.main()
     return status, json.loads((tmp_path / "results/summary.json").read_text())
