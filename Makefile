@@ -14,6 +14,9 @@ GPU_STAMP := $(VENV)/.installed-gpu
 REQUIREMENTS := $(filter-out requirements/gpu% requirements/mutants.txt,$(wildcard requirements/*.txt)) setup.py Makefile
 GPU_REQUIREMENTS := $(wildcard requirements/gpu*.txt) requirements/test.txt setup.py Makefile
 
+# Exact versions of all packages of the GPU stack. Made by tools/lock_gpu.py.
+GPU_LOCK := -c requirements/gpu-lock.txt
+
 # The toolkit that TransformerEngine's extension is compiled with; it takes no GPU.
 CUDA_HOME ?= /usr/local/cuda
 
@@ -51,15 +54,15 @@ $(GPU_STAMP): $(GPU_REQUIREMENTS)
 	@$(CUDA_HOME)/bin/nvcc --version 2>/dev/null | grep -q 'release 13\.' || \
 		{ echo "no CUDA 13 toolkit in $(CUDA_HOME) (bin/nvcc); name its folder: make install-gpu CUDA_HOME=..." >&2; exit 1; }
 	$(new_environment)
-	$(PIP) -r requirements/gpu-torch.txt
-	# Against this torch. Before SGLang, whose packages bring headers of a newer CUDA into the same folder.
+	$(PIP) $(GPU_LOCK) -r requirements/gpu-torch.txt
+	# Compiled against this torch, which is why build isolation is off.
 	# The toolkit need not have the headers of cuDNN and NCCL: those that came with torch are named.
 	nvidia=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia && \
 	CUDA_HOME=$(CUDA_HOME) NVTE_PYTORCH_FORCE_BUILD=TRUE LIBRARY_PATH=$$nvidia/cu13/lib \
 	CPATH=$$nvidia/cu13/include:$$nvidia/cudnn/include:$$nvidia/nccl/include \
-		$(PIP) --no-deps --no-build-isolation -r requirements/gpu-transformer-engine.txt
+		$(PIP) $(GPU_LOCK) --no-deps --no-build-isolation -r requirements/gpu-transformer-engine.txt
 	# With torch named again, so that nothing can exchange it.
-	$(PIP) -r requirements/gpu-torch.txt -r requirements/gpu.txt -r requirements/test.txt
+	$(PIP) $(GPU_LOCK) -r requirements/gpu-torch.txt -r requirements/gpu.txt -r requirements/test.txt
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -14,6 +14,7 @@ Sections, each in a process of its own, so that none has the memory or the error
     handover         weights into the memory of another process on the same device
     sleep            five times asleep and awake
     loop             three whole GRPO steps with an engine on the same device: start, sync, generation
+    repeat           whether three training steps from the same weights give the same bits twice, in each precision
     fp8_error        log-probs in FP8 against bf16 on a trained model (--trained, a folder with an HF checkpoint)
 
 Weights are random and in bf16, but for fp8_error. MFU is the model's FLOPs (6 per weight of a matrix product and token, plus those of the
@@ -73,6 +74,7 @@ SECTIONS = {
     "fp8_error": Section("training.fp8_error", 40),
     "training-0.6b": Section("training.shape", 40, ("qwen3-0.6b",)),
     "training-4b": Section("training.shape", 60, ("qwen3-4b",)),
+    "repeat": Section("training.repeat", 60),
 }
 # section, path within its figures, comparison, target: on one H200.
 TARGETS = (

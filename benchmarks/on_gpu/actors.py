@@ -23,6 +23,7 @@ from on_gpu.bench import Bench, Sizes, random_weights
 PRECISIONS = {
     "bf16": {"precision": Precision.bf16},
     "fp8_tensorwise": {"precision": Precision.fp8, "fp8": FP8Config(recipe=FP8Recipe.tensorwise)},
+    "fp8_delayed": {"precision": Precision.fp8, "fp8": FP8Config(recipe=FP8Recipe.delayed)},
     "fp8_blockwise": {"precision": Precision.fp8, "fp8": FP8Config(recipe=FP8Recipe.blockwise)},
 }
 

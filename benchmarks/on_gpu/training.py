@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.weights import iterate_hf
 from on_gpu.actors import PRECISIONS, RandomActor, batches, micro_batches, one_rank, problem_of, spec_of
 from on_gpu.bench import Bench, parameters
 from on_gpu.device import seconds, slowest_operations
@@ -89,6 +91,31 @@ def _rates(bench: Bench, actor: Actor, batch: TrainBatch, parts: list[TrainBatch
         "logprob_mfu": bench.share_of_peak(flops, logprobs),
         "peak_gb": peak / 1e9,
     }
+
+
+def repeat(bench: Bench) -> None:
+    """Whether the same three steps from the same weights give the same bits twice: {precision: share of weights that differ}."""
+    with one_rank(), bench.model("qwen3-0.6b", bench.sizes.layers) as folder:
+        for precision in PRECISIONS:
+            if problem := problem_of(bench, precision):
+                bench.report(**{precision: {"skipped": problem}})
+                continue
+            first, second = (_weights_after_steps(bench, folder, precision) for _ in range(2))
+            differ = sum(int((first[name] != second[name]).sum()) for name in first)
+            share = differ / sum(weight.numel() for weight in first.values())
+            bench.report(**{precision: {"equal": not differ, "share_of_weights_that_differ": share}})
+
+
+def _weights_after_steps(bench: Bench, folder: str, precision: str, steps: int = 3) -> dict[str, torch.Tensor]:
+    actor = RandomActor(spec_of(bench, folder, precision))
+    batch = batches(bench.sizes, actor.arch.vocab_size)["gsm8k"]
+    parts = micro_batches(batch, actor, bench.sizes.tokens)
+    for number in range(steps):
+        _step(actor, batch, parts, key=(0, number))
+    weights = {name: tensor.to("cpu", copy=True) for name, tensor in iterate_hf(actor.chunks, actor.entries)}
+    del actor
+    bench.device.give_back()
+    return weights
 
 
 def fp8_error(bench: Bench) -> None:

@@ -12,7 +12,7 @@ from grpo_megatron.weights.sync.order import Order, Setup, Task, Way
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
 from grpo_megatron.weights.sync.receiver import Receiver
 from grpo_megatron.weights.sync.sender import Sender
-from tests.unit.test_reshard import DENSE, engine_parameters, hf_tensors, trainer_parameters
+from tests.unit.sync_cluster import DENSE, engine_parameters, hf_tensors, trainer_parameters
 
 ME = EngineRank(0, 0)
 SYNCS = (1, 2)

@@ -15,7 +15,7 @@ from tests.tools import run_tool
 pytestmark = pytest.mark.skipif(emulated_transformer_engine()[1] is not None, reason=str(emulated_transformer_engine()[1]))
 
 
-OTHERS = ["peak", "head", "export", "handover", "sleep", "loop", "fp8_error"]
+OTHERS = ["peak", "head", "export", "handover", "sleep", "loop", "fp8_error", "repeat"]
 SHAPES = ["training-8b", "training-4b", "training-0.6b"]
 
 
@@ -42,12 +42,13 @@ def test_every_section_but_the_one_that_fails_reports(tmp_path):
         assert figures["transformer_engine"] is True
         assert len(figures["slowest_operations"]) == 5
         # Kernels that compute in bf16 in place of FP8 would leave no difference.
-        for precision in ("fp8_tensorwise", "fp8_blockwise"):
+        for precision in ("fp8_tensorwise", "fp8_delayed", "fp8_blockwise"):
             assert 0 < figures[precision]["mean_logp_difference_long"] < 0.1
     heads = [figures["mean_logp"] for figures in result["sections"]["head"].values() if isinstance(figures, dict)]
     assert heads == pytest.approx([heads[0]] * 3, abs=1e-3)
     assert len(result["sections"]["sleep"]["asleep_gb"]) == 5
     assert result["sections"]["loop"]["last_step"]["step"] == 3
+    assert all(figures["equal"] for figures in result["sections"]["repeat"].values())
 
 
 @pytest.mark.slow

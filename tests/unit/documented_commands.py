@@ -198,9 +198,9 @@ COMMANDS = {
     "apptainer exec grpo-megatron.sif python slurm/submit.py --config FILE --apptainer grpo-megatron.sif --dry-run > job.sbatch": Needs(
         "Apptainer and the image", "Apptainer"
     ),
-    "pip install --dry-run --ignore-installed -r requirements/gpu-torch.txt -r requirements/gpu.txt": Needs(
-        "a package index", "resolver"
-    ),
+    "python benchmarks/on_gpu/pack.py OUT": Needs("a package index", "network"),
+    "python benchmarks/on_gpu/pack.py --dry-run": Run(),
+    "python tools/lock_gpu.py --python python3.12": Needs("a package index", "resolver"),
     "sacct -o MaxRSS": Needs("a Slurm that keeps accounts", "accounting"),
     "wandb login": Needs("an account", "account"),
     "wandb sync": Needs("an account", "account"),

@@ -32,6 +32,8 @@ def test_torch_comes_first_and_extensions_are_compiled_against_it(tmp_path):
     files = [re.findall(r"-r requirements/([\w-]+)\.txt", line) for line in installs]
     assert files == [["gpu-torch"], ["gpu-transformer-engine"], ["gpu-torch", "gpu", "test"], []]
     assert "--no-deps --no-build-isolation" in installs[1]
+    # The last one installs this project alone.
+    assert ["-c requirements/gpu-lock.txt" in line for line in installs] == [True, True, True, False]
     assert {"torch", "ninja", "setuptools", "wheel"} <= pins("gpu-torch.txt").keys()
 
 

@@ -12,7 +12,7 @@ from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.weights.sync.parcels import make_parcels, odd_factors
 from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
-from tests.unit.test_reshard import DENSE, EXPERTS, hf_tensors, trainer_parameters
+from tests.unit.sync_cluster import DENSE, EXPERTS, hf_tensors, trainer_parameters
 
 CPU = torch.device("cpu")
 

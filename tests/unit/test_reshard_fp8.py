@@ -21,7 +21,8 @@ from grpo_megatron.weights.sync.order import Answer, Task, Way
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
 from grpo_megatron.weights.sync.quantised import Quantised
 from grpo_megatron.weights.sync.resharding import Resharding
-from tests.unit.test_reshard import DENSE, ENGINE_LAYOUTS, Cluster, engine_parameters, hf_tensors, trainer_parameters
+from tests.unit.sync_cluster import DENSE, Cluster, engine_parameters, hf_tensors, trainer_parameters
+from tests.unit.test_reshard import ENGINE_LAYOUTS
 
 # Heads of 32: a block has rows of four, between which Megatron has rows of others.
 SMALL_HEADS = dataclasses.replace(

@@ -14,7 +14,8 @@ from grpo_megatron.weights.sync.plan import EngineRank, ReshardPlan
 from grpo_megatron.weights.sync.receiver import Receiver
 from grpo_megatron.weights.sync.resharding import Resharding
 from grpo_megatron.weights.sync.sender import Sender
-from tests.unit.test_reshard import DENSE, changed, engine_parameters, hf_tensors, tp2_pp2_to_two_engines, trainer_parameters
+from tests.unit.sync_cluster import DENSE, engine_parameters, hf_tensors, tp2_pp2_to_two_engines, trainer_parameters
+from tests.unit.test_reshard import changed
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from grpo_megatron.weights.sync.disk import DiskReceiver
 from grpo_megatron.weights.sync.order import Setup, Way
 from grpo_megatron.weights.sync.parcels import make_parcels
 from grpo_megatron.weights.sync.plan import ReshardPlan
-from tests.unit.test_reshard import DENSE, Cluster, hf_tensors, tp2_pp2_to_two_engines
+from tests.unit.sync_cluster import DENSE, Cluster, hf_tensors, tp2_pp2_to_two_engines
 
 
 class CountedStore:

@@ -95,7 +95,7 @@ class Groups:
                 f"{what} failed, or did not come within {self._timeout.total_seconds():.0f} s: {error}"
             ) from error
         if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         self._groups.clear()

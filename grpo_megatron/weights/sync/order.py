@@ -74,7 +74,7 @@ class Setup:
             return DiskReceiver(self.connect(), self.folder, device, self.timeout)
         if self.way == Way.groups:
             return GroupReceiver(self.groups(me, parcels, device), self.delta)
-        return SharedMemoryReceiver(self.connect(), self.timeout)
+        return SharedMemoryReceiver(self.connect(), device, self.timeout)
 
     def groups(self, me: int | EngineRank, parcels: list[Parcel], device: torch.device) -> Groups:
         links = list(dict.fromkeys(parcel.link for parcel in parcels))

@@ -1,8 +1,8 @@
-"""Parcels through memory that the trainer's rank and the engine's rank share: on one GPU or node by CUDA IPC, on a CPU as a file in memory.
+"""Send parcels through memory that a trainer rank and the engine ranks of its node share: CUDA IPC on GPUs, a file in memory on CPUs.
 
-A sender has a few slots, which it fills in turn; a slot is free again when all receivers of its parcel have said so. So no second copy
-of the model is alive. Both sides are on one node, and tell each other of parcels through a store that the sender serves there: all
-the nodes' parcels through the driver's store would keep the driver busy for longer than they travel.
+A sender fills its few slots in turn. A slot is free again when all receivers of its parcel have confirmed it, so no second copy
+of the model is alive. Both sides announce parcels through a store that the sender serves on its node: the driver's store would
+need longer for the parcels of all nodes than the parcels themselves travel.
 """
 
 import json
@@ -14,52 +14,62 @@ from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import reductions
 
 from grpo_megatron.cluster.store import StoreServer
 from grpo_megatron.weights.sync.channel import SizeOf, parcel_key, wait_for
 from grpo_megatron.weights.sync.parcels import Parcel
 
 _SLOTS = 2
+# Position of `storage_device` among the arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor.
+_STORAGE_DEVICE = 6
 
 
 def _make(size: int, device: torch.device) -> tuple[torch.Tensor, Any, IO | None]:
-    """Memory of uint8 [size], how another process opens it, and the file that must stay open for that."""
-    if device.type == "cuda":
-        from torch.multiprocessing.reductions import reduce_tensor
-
+    """Allocate uint8 [size]. Return it, the handle that another process opens it by, and the file to keep open until then."""
+    if device.type != "cpu":
         memory = torch.empty(size, dtype=torch.uint8, device=device)
-        return memory, reduce_tensor(memory), None
-    # A file without a name: it is gone with the last process that has it open, whatever ends that one.
+        return memory, reductions.reduce_tensor(memory), None
+    # A file without a name disappears with the last process that has it open, however that process ends.
     file = os.fdopen(os.memfd_create("grpo-weights"), "rb+")
-    # Reserved now: without memory left, the process would otherwise end by a signal in the middle of a copy.
+    # Reserve the memory now: a process that runs out of it in the middle of a copy is ended by a signal.
     os.posix_fallocate(file.fileno(), 0, size)
     memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     return memory, (f"/proc/{os.getpid()}/fd/{file.fileno()}", size), file
 
 
-def _open(handle: Any) -> torch.Tensor:
-    first, second = handle
-    if callable(first):
-        return first(*second)
-    with open(first, "rb+") as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), second), dtype=torch.uint8)
+def _open(handle: Any, device: torch.device) -> torch.Tensor:
+    """Map a sender's memory into this process, for use on `device`.
+
+    A handle of CUDA IPC names the device by its index in the sender's process. A rank of the trainer sees one GPU, so that is
+    always 0; a scheduler of an engine sees all GPUs of its engine, where 0 is another scheduler's.
+    """
+    if device.type != "cpu":
+        rebuild, arguments = handle
+        return rebuild(*arguments[:_STORAGE_DEVICE], device.index, *arguments[_STORAGE_DEVICE + 1 :])
+    path, size = handle
+    with open(path, "rb+") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
 
 
 def _settle(memory: torch.Tensor) -> None:
-    """Copies on a device must be done before the other process is told of them."""
-    if memory.is_cuda:
-        torch.cuda.synchronize(memory.device)
+    """Wait for the copies on a device, which must be done before the other process is told of them."""
+    if memory.device.type != "cpu":
+        torch.get_device_module(memory.device).synchronize(memory.device)
 
 
 class SharedMemorySender:
-    """store: reaches every receiver, to say where the memory is, and the store of this rank. slot_bytes: of the largest parcel.
-    timeout: seconds that a slot may stay taken."""
+    """Fills slots in memory on its own device.
+
+    store: reaches every receiver; tells it where the memory and the rank's own store are. slot_bytes: size of the largest parcel.
+    timeout: seconds that a slot may stay taken.
+    """
 
     def __init__(self, store: dist.Store, rank: int, slot_bytes: int, device: torch.device, timeout: float):
         self._timeout = timeout
         self._memory, handle, self._file = _make(_SLOTS * slot_bytes, device)
         self._slot_bytes = slot_bytes
-        self._taken: list[str] = []  # of each parcel, the key that says so
+        self._taken: list[str] = []  # for each parcel, the key under which its receivers confirm it
         self._server = StoreServer("127.0.0.1", timeout)
         self._store = self._server.store
         store.set(_memory_key(rank), pickle.dumps((self._server.address, handle)))
@@ -99,17 +109,21 @@ class SharedMemorySender:
 
 
 class _Carrier(NamedTuple):
-    """A rank that hands parcels over, as a receiver has it."""
+    """What a receiver keeps of a rank that hands parcels over: its memory, and the store of its announcements."""
 
     memory: torch.Tensor
     store: dist.Store
 
 
 class SharedMemoryReceiver:
-    """store: of the senders' `store`. timeout: seconds to wait for a parcel."""
+    """Reads the slots of its senders on its own device.
 
-    def __init__(self, store: dist.Store, timeout: float):
-        self._store, self._timeout = store, timeout
+    store: the one that the senders announce their memory in. device: that of the parameters to fill. timeout: seconds to wait
+    for a parcel.
+    """
+
+    def __init__(self, store: dist.Store, device: torch.device, timeout: float):
+        self._store, self._device, self._timeout = store, device, timeout
         self._carriers: dict[int, _Carrier] = {}
 
     def receive(self, number: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
@@ -127,7 +141,7 @@ class SharedMemoryReceiver:
     def _carrier(self, rank: int) -> _Carrier:
         if rank not in self._carriers:
             address, handle = pickle.loads(self._value(self._store, _memory_key(rank)))
-            self._carriers[rank] = _Carrier(_open(handle), address.connect(self._timeout))
+            self._carriers[rank] = _Carrier(_open(handle, self._device), address.connect(self._timeout))
         return self._carriers[rank]
 
     def _value(self, store: dist.Store, key: str) -> bytes:

@@ -1,0 +1,170 @@
+"""What the tests of this folder run in a process that has the fake devices."""
+
+import dataclasses
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+import torch
+
+from grpo_megatron.megatron import memory
+from grpo_megatron.megatron.memory import Parking, unique_storages
+from grpo_megatron.model.entries import EngineLayout
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.sglang import weight_door
+from grpo_megatron.weights.sync import delta, receiver, sender, shared_memory
+from grpo_megatron.weights.sync.order import Answer, Order, Task, Way
+from grpo_megatron.weights.sync.plan import EngineRank, Layouts
+from tests.unit.sync_cluster import DENSE, Cluster, hf_tensors
+
+
+class Node(Cluster):
+    """Rank r of the trainer, and rank r of each engine, are on device r of one node."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.arrived = self._on_devices(self.arrived)
+
+    def device_of(self, rank: int | EngineRank) -> torch.device:
+        return torch.device("fake", (rank.rank if isinstance(rank, EngineRank) else rank) % 2)
+
+    def trainer_parameters(self, tensors):
+        return self._on_devices(super().trainer_parameters(tensors))
+
+    def _on_devices(self, parameters):
+        """{rank: {name: tensor}}, each rank's on its device."""
+        return {rank: {name: own.to(self.device_of(rank)) for name, own in named.items()} for rank, named in parameters.items()}
+
+
+def colocated(engines: int = 1, **sizes) -> Layouts:
+    """A node whose two devices have ranks of the trainer and of engines with TP2."""
+    sizes = dataclasses.replace(ParallelSizes(tp=2), **sizes)
+    return Layouts(DENSE, sizes, EngineLayout(2), engines, multicast=True, within_nodes=True)
+
+
+def sync(way: Way, folder: str, use_delta: bool = False, layouts: Layouts | None = None) -> None:
+    """Transfer weights twice and verify them; every parameter must have arrived on its device, with its digest."""
+    with closing(Node(layouts or colocated(), way, folder, delta=use_delta)) as node:
+        for seed in (1, 2):
+            tensors = hf_tensors(DENSE, seed)
+            answers = node.sync(tensors, full=seed == 1)
+            node.check(tensors)
+            assert not any(answers[me].wrong for me in node.plan.engine_ranks)
+        node.sync(tensors, Task.verify)
+        for me, own in node.arrived.items():
+            assert {value.device for value in own.values()} == {node.device_of(me)}
+
+
+def over_shared_memory(tmp_path: str) -> None:
+    sync(Way.shared_memory, tmp_path)
+
+
+def as_deltas(tmp_path: str) -> None:
+    sync(Way.shared_memory, tmp_path, use_delta=True)
+
+
+def over_files(tmp_path: str) -> None:
+    sync(Way.disk, tmp_path, use_delta=True)
+
+
+def to_two_engines(tmp_path: str) -> None:
+    """Each rank's memory is opened by receivers on both devices."""
+    sync(Way.shared_memory, tmp_path, layouts=colocated(engines=2, tp=1, pp=2))
+
+
+class Model(torch.nn.Module):
+    """Has an engine rank's parameters under the engine's names."""
+
+    def __init__(self, own: dict[str, torch.Tensor]):
+        super().__init__()
+        self._own = {name: torch.nn.Parameter(value, requires_grad=False) for name, value in own.items()}
+
+    def named_parameters(self, *_args, **_kwargs):
+        return iter(self._own.items())
+
+    def parameters(self, recurse=True):
+        return iter(self._own.values())
+
+
+def through_the_weight_door(tmp_path: str) -> None:
+    """Schedulers of one engine, which see both devices, get weights from ranks that each see their own alone."""
+    local = threading.local()
+    distributed = types.SimpleNamespace(get_tp_group=lambda: types.SimpleNamespace(rank_in_group=local.rank))
+    with (
+        closing(Node(colocated(), Way.shared_memory, tmp_path)) as node,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setitem(sys.modules, "sglang.srt.distributed", distributed)
+        tensors, number = hf_tensors(DENSE), 1
+        have = node.trainer_parameters(tensors)
+        models = {me: Model(own) for me, own in node.arrived.items()}
+        order = Order(Task.transfer, number, node.setup)
+
+        def obey(me: EngineRank) -> Answer:
+            local.rank = me.rank
+            weight_door.obey(models[me], pickle.loads(weight_door.by_value(order.to_engine(me.engine))))
+            return pickle.loads(node.server.store.get(weight_door.answer_key(order.to_engine(me.engine), me.rank)))
+
+        answers = node.on_all(lambda rank: node.senders[rank].send(order, have[rank]), obey)
+        assert [answers[me].error for me in models] == [""] * len(models)
+        node.check(tensors)
+
+
+def asleep_and_awake(tmp_path: str, in_files: bool) -> None:
+    """Two devices' memory is parked and comes back on its own device, under all views of it."""
+    tensors = [torch.arange(12.0, device=f"fake:{index}") + index for index in range(2)]
+    views = [tensor.view(3, 4)[1:] for tensor in tensors]
+    expected = [tensor.tolist() for tensor in tensors]
+    parking = Parking(tmp_path if in_files else None)
+    parking._in_files = in_files
+    with pytest.MonkeyPatch.context() as patch:
+        # Page-locked memory needs CUDA.
+        patch.setattr(memory, "host_memory", lambda size: torch.empty(size, dtype=torch.uint8))
+        for _ in range(2):
+            parking.park("values", unique_storages(tensors))
+            assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0]
+            parking.unpark("values")
+            assert [tensor.tolist() for tensor in tensors] == expected
+            assert [view.tolist() for view in views] == [[values[4:8], values[8:]] for values in expected]
+            assert [view.device.index for view in views] == [0, 1]
+
+
+def parked_in_files(tmp_path: str) -> None:
+    asleep_and_awake(tmp_path, in_files=True)
+
+
+def parked_in_memory(tmp_path: str) -> None:
+    asleep_and_awake(tmp_path, in_files=False)
+
+
+def on_first_device(function: Callable) -> Callable:
+    """Return the same function with its last argument, a device, replaced by the first device."""
+    return lambda *arguments: function(*arguments[:-1], torch.device("fake:0"))
+
+
+def returned_on_first_device(function: Callable) -> Callable:
+    return lambda *arguments: function(*arguments).cpu().to("fake:0")
+
+
+# What is planted: (object, name in it, fault, whether deltas travel). Each puts a tensor of rank 1 on device 0.
+FAULTS = {
+    "memory opened on the device of its sender": (shared_memory, "_open", on_first_device, False),
+    "memory of the sender": (shared_memory, "_make", on_first_device, False),
+    "factors of digests": (receiver, "odd_factors", on_first_device, False),
+    "factors of the sender": (sender, "odd_factors", on_first_device, False),
+    "a decoded delta": (delta, "decode", returned_on_first_device, True),
+    "an encoded delta": (delta.Encoder, "encode", returned_on_first_device, True),
+}
+
+
+def with_fault(tmp_path: str, name: str) -> None:
+    """Sync with a fault planted, which must be an error that names both devices."""
+    target, attribute, fault, use_delta = FAULTS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, attribute, fault(getattr(target, attribute)))
+        with pytest.raises(RuntimeError, match=r"fake:[01].* fake:[01]"):
+            sync(Way.shared_memory, tmp_path, use_delta)
