@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument(
         "--survey", type=Path, metavar="FOLDER", help="print what becomes of every .sh and .yaml in it, and nothing else"
     )
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.table:
         print(SYSTEMS[options.table].table())
         return 0
