@@ -18,6 +18,7 @@ from grpo_megatron.importers.mapping import (
     flag,
     only,
     room_for,
+    run_name,
     same,
     total_steps,
     trains,
@@ -101,7 +102,7 @@ RUN = (
     ),
     becomes("runner.val_check_interval", "eval.every", every("eval.every"), "-1 (never) is 0 here"),
     becomes("runner.save_interval", "checkpoint.every", every("checkpoint.every"), "-1 (never) is 0 here"),
-    same("runner.experiment_name", "run.name"),
+    becomes("runner.experiment_name", "run.name", run_name, "a slash becomes a dash"),
     becomes("runner.task_type", (), elsewhere, "only reasoning tasks are imported"),
     dropped("runner.*", "not mapped; where a run writes is run.root, run.name"),
     *trains(
