@@ -9,6 +9,7 @@ from grpo_megatron.importers.mapping import (
     becomes,
     choice,
     dropped,
+    elsewhere,
     flag,
     only,
     room_for,
@@ -173,13 +174,16 @@ ALGORITHM = (
         _group_metric,
         "the reward that is trained with is what a group is judged by; read only with filter_groups.enable",
     ),
-    dropped(
-        "algorithm.filter_groups.*", "see rollout.dynamic_sampling.over_sampling, which says how many groups are in flight"
+    becomes(
+        "algorithm.filter_groups.max_inflight_gen_batches",
+        (),
+        elsewhere,
+        "how many groups are in flight is rollout.dynamic_sampling.over_sampling here",
     ),
     becomes(
         "algorithm.use_pf_ppo", (), only((False, None), "samples are never drawn again by their weight here"), "only false"
     ),
-    dropped("algorithm.pf_ppo.*", "belongs to algorithm.use_pf_ppo"),
+    becomes("algorithm.pf_ppo.*", (), elsewhere, "belongs to algorithm.use_pf_ppo"),
     *ROLLOUT_CORRECTION,
 )
 
