@@ -31,7 +31,7 @@ from grpo_megatron.importers import SYSTEMS, Settings, import_settings, read_set
 from grpo_megatron.preflight.check import Report, check
 from grpo_megatron.preflight.load import load_config
 
-SCRIPTS = (".sh", ".yaml", ".yml")
+SCRIPTS = (".sh", ".yaml", ".yml", ".toml")
 
 
 def guess(settings: Settings) -> str:
@@ -160,7 +160,10 @@ def main() -> int:
     )
     parser.add_argument("--table", choices=SYSTEMS, help="print the mapping and do nothing else")
     parser.add_argument(
-        "--survey", type=Path, metavar="FOLDER", help="print what becomes of every .sh and .yaml in it, and nothing else"
+        "--survey",
+        type=Path,
+        metavar="FOLDER",
+        help="print what becomes of every script, YAML and TOML file in it, and nothing else",
     )
     options = parser.parse_intermixed_args()
     if options.table:

@@ -168,7 +168,9 @@ class _Inspection:
             if not fits:
                 raise _Refused(line, _about(key, f"{shortened(node.value)} is not an integer of 64 bits"))
         if _UNWRITABLE.search(node.value):
-            raise _Refused(line, _about(key, f"{shortened(node.value)!r} holds NUL or half of a surrogate pair, which no text has"))
+            raise _Refused(
+                line, _about(key, f"{shortened(node.value)!r} holds NUL or half of a surrogate pair, which no text has")
+            )
 
     def _name_keys(self, node: yaml.MappingNode, prefix: str) -> None:
         """Keys are text, whatever else YAML would take them for, and each is there once: YAML parsers keep the last of two."""

@@ -70,8 +70,12 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
     """
     result = Import(system.name, given=given or {}, unread=list(settings.unread), notes=list(settings.notes))
     source = Source(settings.values, system.entries)
-    if not any(system.entry_for(key) for key in settings.values):
+    known = sum(system.entry_for(key) is not None for key in settings.values)
+    if not known:
         raise UserError(f"none of these keys is one of {system.name}'s")
+    if known < len(settings.values) / 2:
+        counted = f"only {known} of {len(settings.values)} keys are {system.name}'s"
+        raise UserError(f"{counted}: this is a part of a configuration, or a file of something else")
     if refusal := system.refusal(source, settings):
         raise UserError(refusal)
     for entry in system.entries:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.importers import others
 from grpo_megatron.importers.hydra_values import as_words, hydra_value
 from grpo_megatron.importers.shell import Launch, names, read_script
 from grpo_megatron.importers.shell_expand import Perhaps, Variables
@@ -48,11 +49,15 @@ class Settings:
 def read_settings(
     text: str, launch: int | None = None, is_yaml: bool = False, environment: dict[str, str] | None = None
 ) -> Settings:
-    """Read YAML sections or a launch command, told apart by what they look like. Raises UserError for neither.
+    """Read YAML sections or a launch command, told apart by what they look like.
+
+    Raises UserError for neither, and for a file of another system than those that can be imported.
 
     launch: which of a script's launch commands, counted from 1. is_yaml: nothing else is tried. environment: variables
     that a script finds set.
     """
+    if problem := others.refusal(text):
+        raise UserError(problem)
     try:
         tree = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:

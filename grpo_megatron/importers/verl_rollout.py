@@ -60,6 +60,12 @@ def _same_as(length: str) -> Convert:
     return convert
 
 
+def _experts(value: Any, source: Source) -> int:
+    if source.count(f"{ROLLOUT}.tensor_model_parallel_size") % int(value):
+        raise CannotCarry("an engine has TP ranks here, and TP * DP there: give tensor_parallel and expert_parallel by hand")
+    return value
+
+
 def _replay(value: Any, source: Source) -> Any:
     modes = {str(source[key]) for key in REPLAY_MODES} - {"None", "disabled"}
     if value in (None, "disabled") and modes:
@@ -144,7 +150,12 @@ ENGINE = (
         "dummy, dummy_megatron, …: dummy; all others: auto",
     ),
     becomes(f"{ROLLOUT}.name", (), only(("sglang",), "the engine is always SGLang here"), "any engine there is SGLang here"),
-    same(f"{ROLLOUT}.expert_parallel_size", "rollout.engine.expert_parallel"),
+    becomes(
+        f"{ROLLOUT}.expert_parallel_size",
+        "rollout.engine.expert_parallel",
+        _experts,
+        "only a divisor of the engine's TP: its ranks are TP * DP there",
+    ),
     becomes(
         f"{ROLLOUT}.data_parallel_size",
         ("rollout.engine.tensor_parallel", "rollout.engine.data_parallel_attention", "rollout.engine.num_engines"),

@@ -222,7 +222,7 @@ TRAINER = (
     ),
     becomes(f"{ACTOR}.veomni.param_offload", "megatron.sleep", flag, "weights, gradients and optimizer together"),
     becomes(f"{ACTOR}.veomni.optimizer_offload", "optimizer.offload", flag),
-    same(f"{ACTOR}.veomni.expert_parallel_size", "megatron.expert_parallel"),
+    dropped(f"{ACTOR}.veomni.expert_parallel_size", "the trainer is Megatron: give megatron.expert_parallel by hand"),
     *(
         dropped(f"{ACTOR}.{engine}.*", "the trainer is Megatron: see the megatron section")
         for engine in ("fsdp_config", "veomni", "torchtitan")

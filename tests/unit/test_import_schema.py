@@ -26,7 +26,7 @@ VERL_CARRIED = [
     ),
     ({f"{ROLLOUT}.quantization": "fp8"}, {"rollout.engine.quantization": "fp8"}),
     ({f"{ROLLOUT}.quantization": None}, {"rollout.engine.quantization": "none"}),
-    ({f"{ROLLOUT}.expert_parallel_size": 8}, {"rollout.engine.expert_parallel": 8}),
+    ({f"{ROLLOUT}.tensor_model_parallel_size": 8, f"{ROLLOUT}.expert_parallel_size": 4}, {"rollout.engine.expert_parallel": 4}),
     ({f"{ROLLOUT}.engine_kwargs.sglang.kv_cache_dtype": "fp8_e5m2"}, {"rollout.engine.kv_cache_dtype": "fp8_e5m2"}),
     ({f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": "fp8"}, {"rollout.engine.kv_cache_dtype": "fp8_e4m3"}),
     ({f"{ROLLOUT}.engine_kwargs.sglang.disable_radix_cache": True}, {"rollout.engine.prefix_cache": False}),
@@ -110,6 +110,7 @@ def test_a_key_of_rlinf_that_has_a_counterpart_is_carried_over(theirs, ours):
     ("system", "key", "value", "says"),
     [
         (VERL, f"{ROLLOUT}.data_parallel_size", 4, "give tensor_parallel as their product"),
+        (VERL, f"{ROLLOUT}.expert_parallel_size", 64, "TP * DP there"),
         (VERL, f"{ROLLOUT}.pipeline_model_parallel_size", 2, "no pipeline stages"),
         (VERL, f"{ROLLOUT}.nnodes", 2, "cluster.placement=separate"),
         (VERL, f"{ROLLOUT}.agent.num_workers", 4, "reward.workers"),
