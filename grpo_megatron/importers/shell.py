@@ -315,7 +315,7 @@ class _Run:
         if index:
             variables.values[name] = variables.hold(f"${name}")
             return
-        value = variables.array(raw) if raw.startswith("(") else variables.string(raw)
+        value = variables.array(raw) if raw.startswith("(") else variables.string(re.sub(r"\A~(?=/|\Z)", "$HOME", raw))
         before = variables.values.get(name)
         if more and before is not None:
             if isinstance(before, list) != isinstance(value, list):
