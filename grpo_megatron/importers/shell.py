@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from grpo_megatron.importers import shell_syntax as syntax
-from grpo_megatron.importers.shell_expand import PLACEHOLDER, Variables
+from grpo_megatron.importers.shell_expand import PLACEHOLDER, Variables, home_written_out
 from grpo_megatron.importers.shell_merge import is_setting, merged
 from grpo_megatron.importers.shell_tokens import ShellSyntaxError
 
@@ -315,7 +315,7 @@ class _Run:
         if index:
             variables.values[name] = variables.hold(f"${name}")
             return
-        value = variables.array(raw) if raw.startswith("(") else variables.string(re.sub(r"\A~(?=/|\Z)", "$HOME", raw))
+        value = variables.array(raw) if raw.startswith("(") else variables.string(home_written_out(raw))
         before = variables.values.get(name)
         if more and before is not None:
             if isinstance(before, list) != isinstance(value, list):

@@ -233,6 +233,11 @@ def parameter(variables: Variables, body: str, quoted: bool) -> Value:
     return unknown if changed is None else changed
 
 
+def home_written_out(word: str) -> str:
+    """Write a ~ at the beginning of an unquoted word as the variable that it stands for."""
+    return re.sub(r"\A~(?=/|\Z)", "$HOME", word)
+
+
 def _selected(variables: Variables, indirect: str, name: str, index: str | None) -> Value | None:
     value = variables.get(name)
     if indirect:
@@ -250,6 +255,7 @@ def _selected(variables: Variables, indirect: str, name: str, index: str | None)
 def _alternative(variables: Variables, name: str, value: Value | None, match: re.Match, plain: str, quoted: bool) -> Value:
     """${A:-word} and its kin. What is not set in the script counts as not set, as when it is started by itself."""
     colon, kind, word = match.groups()
+    word = word if quoted else home_written_out(word)
     is_set = value is not None and not (colon and not value)
     if kind == "+":
         return variables.string(word, quoted, keep=not quoted) if is_set else ""

@@ -289,13 +289,11 @@ BATCH = (
 
 VERL = System(
     "verl",
-    trains(*ALGORITHM, dropped("algorithm.*", "no such part of the algorithm here"), *LOSS)
-    + BATCH
-    + DATA
-    + REWARD
-    + ENGINE
-    + OPTIMIZER
-    + TRAINER,
+    (
+        dropped("*_target_", "the class that holds a section there"),
+        *trains(*ALGORITHM, dropped("algorithm.*", "no such part of the algorithm here"), *LOSS),
+        *(*BATCH, *DATA, *REWARD, *ENGINE, *OPTIMIZER, *TRAINER),
+    ),
     findings,
     refusal,
 )

@@ -40,6 +40,10 @@ def _betas(value: Any, source: Source) -> dict[str, Any]:
     return {"optimizer.beta1": value[0], "optimizer.beta2": value[1]}
 
 
+def _schedule_unless_null(value: Any, source: Source) -> Any:
+    return {} if value is None else choice(SCHEDULES)(value, source)
+
+
 def _schedule(source: Source) -> str:
     set_by = (source[f"{ACTOR}.optim.{name}"] for name in ("warmup_style", "lr_scheduler_type", "lr_decay_style"))
     return SCHEDULES.get(str(next(filter(None, set_by), None)), "constant")
@@ -75,8 +79,10 @@ OPTIMIZER = (
             default=0.0,
         ),
         becomes(f"{ACTOR}.optim.lr_decay_style", "optimizer.lr_schedule", choice(SCHEDULES), default="constant"),
-        becomes(f"{ACTOR}.optim.lr_scheduler_type", "optimizer.lr_schedule", choice(SCHEDULES)),
-        becomes(f"{ACTOR}.optim.warmup_style", "optimizer.lr_schedule", choice(SCHEDULES)),
+        *(
+            becomes(f"{ACTOR}.optim.{name}", "optimizer.lr_schedule", _schedule_unless_null)
+            for name in ("lr_scheduler_type", "warmup_style")
+        ),
         becomes(f"{ACTOR}.optim.lr_decay_steps", "optimizer.lr_decay_steps", unless_null("optimizer.lr_decay_steps")),
         same(f"{ACTOR}.optim.min_lr", "optimizer.lr_min", default=0.0),
         same(f"{ACTOR}.optim.weight_decay", "optimizer.weight_decay", default=0.01),
@@ -118,6 +124,8 @@ OPTIMIZER = (
                 ("optimizer", (), ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),
                 ("optimizer_impl", (), ("torch.optim", None), "the optimizer is AdamW here"),
                 ("lr_warmup_init", (), (0, None), "a warm-up begins at 0 here"),
+                ("lr_start", (), (0, None), "a warm-up begins at 0 here"),
+                ("lr_decay_ratio", (), (1, None), "give optimizer.lr_decay_steps"),
                 ("num_cycles", (), (0.5, None), "a cosine schedule has half a period here"),
                 ("weight_decay_incr_style", (), ("constant", None), "weight decay is constant here"),
                 ("use_checkpoint_opt_param_scheduler", (), (False, None), "the schedule is the configuration's here"),

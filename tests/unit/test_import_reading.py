@@ -92,6 +92,8 @@ python3 train.py a.b="x y" 'c.d=[1, 2]' ++e.f=$N +g.h=${M:-7} i.j=${UNSET} k.l=1
         ("~/data/x.parquet", "", "~/data/x.parquet"),
         ("$A", "A=~/data/x.parquet", "$HOME/data/x.parquet"),
         ("$A", "A='~/x'", "~/x"),
+        ("$A", "A=${B:-~/x}", "$HOME/x"),
+        ("$A", 'A="${B:-~/x}"', "~/x"),
         ('${A:-"${HOME}/x"}', "", "$HOME/x"),
         ("${A:-${B:-c}}", "", "c"),
         ("$A", ': "${A:=7}"', 7),
