@@ -132,7 +132,7 @@ def outcome(source: str, system: str | None, given: dict[str, Any], environment:
 
 
 def survey(folder: Path, system: str | None, given: dict[str, Any], environment: dict[str, str]) -> int:
-    """Print a line for each file, then how many there are of each outcome as JSON. given: our keys with which each is imported."""
+    """Print a line for each file, then the counts as JSON. given: our keys with which each is imported."""
     if not folder.is_dir():
         raise UserError(f"--survey {folder} is not a folder")
     files = sorted(path for path in folder.rglob("*") if path.suffix in SCRIPTS and path.is_file())

@@ -44,7 +44,7 @@ class Import:
 
     @property
     def needs_acceptance(self) -> bool:
-        """Whether the result trains something else than theirs, or may: an unknown key or an unread word can mean anything."""
+        """Whether the result may train something else: an unknown key or an unread word can mean anything."""
         return bool(self.changes_training or self.unknown or self.unread)
 
     def report(self) -> str:
@@ -140,7 +140,7 @@ def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import, u
 
 
 def _leave(line: str, entry: Entry, result: Import, not_known: bool = False) -> None:
-    """Report what is not carried over. A person must accept it if it decides what is trained, or was not_known."""
+    """Report what is not carried over, to be accepted if it decides what is trained or was not_known."""
     settled = [name for name in entry.ours if name in result.given]
     if settled:
         result.absorbed.append(f"{line} (settled: {settled[0]}={result.given[settled[0]]})")

@@ -44,7 +44,7 @@ def hydra_value(text: str, shown: Callable[[str], str]) -> Any:
 
 
 def as_words(value: Any) -> Any:
-    """Return text, also that within lists and mappings, with ${references} as $<references>: our files would follow them."""
+    """Write ${references} as $<references>, also within lists and mappings: our files would follow them."""
     if isinstance(value, dict):
         return {as_words(name): as_words(one) for name, one in value.items()}
     if isinstance(value, list):

@@ -48,7 +48,7 @@ class Source:
         return key in self._values
 
     def __getitem__(self, key: str) -> Any:
-        """Return None for a key that is neither set nor has a default. Raises NotKnown for an unreplaced $VARIABLE."""
+        """Return None for a key without a value or default. Raises NotKnown for an unreplaced $VARIABLE."""
         value = self._values.get(key, self._defaults.get(key))
         if isinstance(value, str) and "$" in value:
             raise NotKnown(f"{key}={value} is not known here")

@@ -1,4 +1,4 @@
-"""Recognise launch files of systems whose settings cannot be imported, so that none is taken for something else."""
+"""Recognise launch files of systems whose settings cannot be imported."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _ENOUGH = 2  # marks, each of which may stand in another system's file by chance
 
 @dataclass(frozen=True)
 class Other:
-    """A system that is known by name only. marks: regular expressions, each for something of its own that its files have."""
+    """A system that is known by name only. marks: regular expressions, each for one thing that its files have."""
 
     name: str
     marks: tuple[str, ...]

@@ -60,7 +60,7 @@ class _Left(Exception):
 
 
 def read_script(text: str, environment: dict[str, str] | None = None) -> Script:
-    """Follow a script. environment: variables that it finds set. Raises ShellSyntaxError for a text that is no bash script."""
+    """Follow a script that finds `environment` set. Raises ShellSyntaxError for a text that is no bash script."""
     run = _Run(environment)
     nodes = syntax.parse(text.replace("\r\n", "\n").translate(dict.fromkeys(range(2, 7))))
     try:
@@ -187,7 +187,7 @@ class _Run:
         self._undecided([lambda: self.block(node.body), lambda: None], "how often a loop runs")
 
     def _undecided(self, branches: list[Callable[[], object]], condition: str) -> None:
-        """Follow branches of which any may be taken; one that leaves the script says nothing about what comes after."""
+        """Follow branches of which any may be taken. After one that leaves the script nothing comes."""
         variables = self._variables
         before, ends = variables.values, []
         for branch in branches:

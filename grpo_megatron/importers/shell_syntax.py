@@ -66,7 +66,7 @@ class Not:
 
 @dataclass
 class Group:
-    """{ ...; }, ( ... ), and the parts of a pipeline. subshell: variables that are set in it are lost at its end."""
+    """{ ...; }, ( ... ), and the parts of a pipeline. subshell: variables set in it are lost at its end."""
 
     body: list["Node"]
     subshell: bool = False

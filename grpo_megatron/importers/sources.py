@@ -227,7 +227,7 @@ class _Arguments:
             self._settings.undecided[key] = reasons
 
     def _leave_open(self, key: str, found: list[tuple[Any, str]]) -> None:
-        """Take note of a key whose value depends on a condition; a value that is set in any case is one of its values."""
+        """Note the values of a key that depend on a condition, and the one that is set in any case."""
         always = [self._settings.values[key]] if key in self._settings.values else []
         values = list(dict.fromkeys(map(str, [*always, *(value for value, _ in found)])))
         if always and len(values) == 1:

@@ -1,4 +1,4 @@
-"""Launch files of systems that cannot be imported are named, and no file of verl or RLinf is taken for one of them."""
+"""Launch files of systems that cannot be imported are named, and none of verl or RLinf is taken for one."""
 
 from functools import partial
 from pathlib import Path

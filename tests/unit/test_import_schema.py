@@ -1,4 +1,4 @@
-"""The keys of verl's and RLinf's current schemas: each is carried over, named with a reason that is true, or unknown.
+"""Keys of verl's and RLinf's current schemas: carried over, or named with a reason that is true.
 
 The lists hold facts about keys of verl (1dda039b, August 2026) and RLinf (a3816b59, August 2026).
 """
@@ -58,14 +58,14 @@ VERL_CARRIED = [
 
 
 def imported(system, values):
-    """The result for these values in an otherwise legal run, whose steps and reward are given unless it has its own reward."""
+    """Import these values in an otherwise legal run, whose steps and reward are given unless it has its own."""
     start = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 8} if system is VERL else {"reward.reward_type": "math"}
     given = {} if any(key.startswith("reward") for key in values) else {"reward.function": "math"}
     return import_settings(system, Settings(start | values), given | {"run.total_steps": 9})
 
 
 def carried(system, theirs, ours):
-    """Check that `theirs` becomes `ours`, where None stands for a key that is left as it is, and that nothing is left to accept."""
+    """Check that `theirs` becomes `ours`, where None is a key that is not set, with nothing to accept."""
     result = imported(system, theirs)
     assert {key: result.values.get(key) for key in ours} == ours
     assert [line for line in result.changes_training if not line.startswith("reward: ")] == []
@@ -174,7 +174,7 @@ def test_a_key_that_trains_something_else_must_be_accepted(system, key, value, s
     assert any(line.startswith(f"{key}=") and says in line for line in result.changes_training), result.report()
 
 
-# Defaults of theirs that stand in the whole configuration which Hydra writes beside a run's log, and change nothing.
+# Defaults of theirs, which Hydra writes beside a run's log, and which change nothing.
 HARMLESS = {
     f"{ACTOR}.tau_pos": 1.0,
     f"{ACTOR}.policy_loss.clip_cov_ratio": 0.0002,
@@ -230,7 +230,7 @@ def test_what_the_schema_has_by_default_needs_no_acceptance():
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_no_reason_hides_behind_a_decision_and_each_names_keys_that_exist(name):
-    """A reason such as "decided here" tells nobody what to set; one that names a key of ours must name a real one."""
+    """A reason such as "decided here" tells nobody what to set; a key that a reason names must exist."""
     sections = {key.partition(".")[0] for key in known_keys()} - {"data", "rollout", "algorithm", "reward"}
     for entry in SYSTEMS[name].entries:
         assert "decided here" not in entry.note, entry.theirs

@@ -56,7 +56,7 @@ def found(job, *arguments):
     ],
 )
 def test_an_option_that_contradicts_what_submit_sets_is_refused(argument, says):
-    """`--nodes 1 --sbatch-arg=--nodes=4` was queued: the run was checked for one node, and Slurm gave it four."""
+    """`--nodes 1 --sbatch-arg=--nodes=4` was queued: a run that was checked for one node got four."""
     (problem,) = found(PART, argument)
     assert problem.startswith(f"--sbatch-arg={argument}: ")
     assert says in problem
