@@ -100,7 +100,7 @@ def convert(options: argparse.Namespace) -> int:
     imported = import_settings(system, settings, values_given(options.overrides))
     if imported.needs_acceptance and not options.accept:
         print(
-            f"{imported.report()}\n\nerror: the result would train something else, see above, and was not written. Give keys of ours "
+            f"{imported.report()}\n\nerror: the result may train something else, see above, and was not written. Give keys of ours "
             "as key=value and variables of the script as --env NAME=VALUE, or accept all of it with --accept.",
             file=sys.stderr,
         )

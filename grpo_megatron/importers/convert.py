@@ -50,7 +50,7 @@ class Import:
     def report(self) -> str:
         parts = []
         for title, lines in (
-            ("changes what is trained", self.changes_training),
+            ("changes what is trained, or is not known", self.changes_training),
             ("not read", self.unread),
             ("unknown to this tool, not carried over", self.unknown),
             ("in another unit or definition", self.changed),

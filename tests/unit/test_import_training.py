@@ -176,7 +176,7 @@ def test_nothing_is_written_without_acceptance(tmp_path):
     printed, report = tool("-", "--out", out, stdin=command(), status=2)
     assert printed == ""
     assert not out.exists()
-    assert report.startswith("changes what is trained (1):\n  - reward: ")
+    assert report.startswith("changes what is trained, or is not known (1):\n  - reward: ")
     tool("-", "--accept", "--out", out, stdin=command(), status=0)
     assert yaml.safe_load(out.read_text())["data"]["train"] == "/d.parquet"
     printed, _ = tool("-", "reward.function=math", stdin=command(), status=0)
