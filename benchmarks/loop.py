@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each kind")
     parser.add_argument("--tokenizer", choices=("characters", "bytes"), default="characters", help="decides the lengths")
     parser.add_argument("changes", nargs="*", metavar="key=value")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
         parameters = make(Path(folder, "model"), options.tokenizer, hidden=256, layers=4, heads=8, ffn=512)
         write_prompts(Path(folder, "train.jsonl"), 1024)

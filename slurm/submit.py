@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from render import TASK, Job, apptainer, pyxis, render, sbatch_arguments
+from sbatch_options import conflicts
 
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.cluster.bundles import bundles
@@ -116,6 +117,8 @@ def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
     given = [*given, *_grace(options), *(f"cluster.{key}={value}" for key, value in facts.items() if value is not None)]
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
     job = _job(options, _of_command(options.command, config), given)
+    if found := conflicts(job):
+        raise UserError("\n".join(found))
     notes = [note for task in tasks for note in check_run(options, [argument.replace(TASK, task) for argument in given], task)]
     return job, list(dict.fromkeys(notes))
 
@@ -274,9 +277,6 @@ def _job(options: argparse.Namespace, config: Config, overrides: list[str]) -> J
     here, root, file = Path.cwd(), Path(config.run.root).absolute(), Path(options.config).absolute()
     gpus, in_image = config.cluster.gpus_per_node, options.apptainer or options.pyxis
     mounts = _mounts([str(here), str(root), str(file.parent), *options.mount]) if in_image else []
-    for argument in options.sbatch_arg:
-        if not argument.startswith("-"):
-            raise UserError(f"--sbatch-arg={argument}: an option of sbatch begins with -")
     return Job(
         name=config.run.name.replace(TASK, "array"),
         nodes=config.cluster.nodes,

@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=8000, help="of the warm start")
     parser.add_argument("--lost", type=float, default=0.6, help="how often the player of the warm start moves anywhere")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     start, root, seed = time.monotonic(), options.root, str(options.seed)
     data, model, file = f"{root}/frozen_lake_data", f"{root}/frozen_lake_model", str(CONFIGS / "frozen_lake.yaml")
     named = [f"data.{name}={data}/{name}.jsonl" for name in ("train", "eval")]

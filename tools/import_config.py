@@ -2,6 +2,7 @@
 
     python tools/import_config.py run_grpo.sh --out mine.yaml
     python tools/import_config.py run_grpo.sh run.total_steps=435 reward.function=math --out mine.yaml
+    python tools/import_config.py run_grpo.sh --env DEVICE=gpu --out mine.yaml
     python tools/import_config.py rlinf.yaml --from rlinf --accept --out mine.yaml
     python tools/import_config.py - <<< 'python3 -m verl.trainer.main_ppo data.train_batch_size=256 ...'
     python tools/import_config.py --table verl           # the mapping, as docs/coming-from-verl.md has it
@@ -15,6 +16,7 @@ if the result does not pass `grpo-megatron config check`.
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -29,7 +31,7 @@ from grpo_megatron.importers import SYSTEMS, Settings, import_settings, read_set
 from grpo_megatron.preflight.check import Report, check
 from grpo_megatron.preflight.load import load_config
 
-SCRIPTS = (".sh", ".yaml", ".yml")
+SCRIPTS = (".sh", ".yaml", ".yml", ".toml")
 
 
 def guess(settings: Settings) -> str:
@@ -49,13 +51,21 @@ def values_given(overrides: list[str]) -> dict[str, Any]:
     return {key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for key, value in values.items()}
 
 
-def read(source: str, launch: int | None) -> Settings:
+def variables_given(settings: list[str]) -> dict[str, str]:
+    """Read --env NAME=VALUE. Raises UserError for another form."""
+    for setting in settings:
+        if not re.match(r"[A-Za-z_]\w*=", setting, flags=re.ASCII):
+            raise UserError(f"--env {setting}: it must be NAME=VALUE")
+    return dict(setting.split("=", 1) for setting in settings)
+
+
+def read(source: str, launch: int | None, environment: dict[str, str]) -> Settings:
     try:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"{source} cannot be read: {error}") from error
     try:
-        return read_settings(text, launch, is_yaml=source.endswith((".yaml", ".yml")))
+        return read_settings(text, launch, source.endswith((".yaml", ".yml")), environment)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
 
@@ -85,13 +95,13 @@ def write(text: str, out: Path | None) -> None:
 
 def convert(options: argparse.Namespace) -> int:
     """Exit status: 0, or 2 if a person has to accept or to mend something first."""
-    settings = read(options.source, options.launch)
+    settings = read(options.source, options.launch, variables_given(options.env))
     system = SYSTEMS[options.system or guess(settings)]
     imported = import_settings(system, settings, values_given(options.overrides))
     if imported.needs_acceptance and not options.accept:
         print(
-            f"{imported.report()}\n\nerror: the result would train something else, see above, and was not written. Give keys of ours "
-            "as key=value, or accept all of it with --accept.",
+            f"{imported.report()}\n\nerror: the result may train something else, see above, and was not written. Give keys of ours "
+            "as key=value and variables of the script as --env NAME=VALUE, or accept all of it with --accept.",
             file=sys.stderr,
         )
         return 2
@@ -102,10 +112,10 @@ def convert(options: argparse.Namespace) -> int:
     return 2 if report.violations else 0
 
 
-def outcome(source: str, system: str | None, given: dict[str, Any]) -> tuple[str, str]:
-    """(legal, needs --accept, or refused; the main reason)."""
+def outcome(source: str, system: str | None, given: dict[str, Any], environment: dict[str, str]) -> tuple[str, str]:
+    """Return legal, needs --accept, or refused, and the main reason."""
     try:
-        settings = read(source, None)
+        settings = read(source, None, environment)
         imported = import_settings(SYSTEMS[system or guess(settings)], settings, given)
     except UserError as error:
         return "refused", str(error).removeprefix(f"{source}: ")
@@ -117,18 +127,18 @@ def outcome(source: str, system: str | None, given: dict[str, Any]) -> tuple[str
         except UserError as error:
             return "refused", str(error).replace("the configuration is not legal:\n  - ", "").replace(str(path), "result")
     if imported.needs_acceptance:
-        return "needs --accept", [*imported.changes_training, *imported.unknown][0]
+        return "needs --accept", [*imported.changes_training, *imported.unread, *imported.unknown][0]
     return "legal", ""
 
 
-def survey(folder: Path, system: str | None, given: dict[str, Any]) -> int:
-    """A line per file, then how many there are of each outcome as JSON. given: our keys with which each is imported."""
+def survey(folder: Path, system: str | None, given: dict[str, Any], environment: dict[str, str]) -> int:
+    """Print a line for each file, then the counts as JSON. given: our keys with which each is imported."""
     if not folder.is_dir():
         raise UserError(f"--survey {folder} is not a folder")
     files = sorted(path for path in folder.rglob("*") if path.suffix in SCRIPTS and path.is_file())
     totals = Counter({"files": len(files), "legal": 0, "needs --accept": 0, "refused": 0})
     for path in files:
-        kind, reason = outcome(str(path), system, given)
+        kind, reason = outcome(str(path), system, given, environment)
         totals[kind] += 1
         print(f"{kind:14}  {path.relative_to(folder)}  {' '.join(reason.split())[:160]}")
     print(json.dumps(totals))
@@ -145,18 +155,23 @@ def main() -> int:
     parser.add_argument(
         "--launch", type=int, metavar="NUMBER", help="which launch command of a script that has several, from 1"
     )
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="variable that the script finds set; repeatable"
+    )
     parser.add_argument("--table", choices=SYSTEMS, help="print the mapping and do nothing else")
     parser.add_argument(
-        "--survey", type=Path, metavar="FOLDER", help="print what becomes of every .sh and .yaml in it, and nothing else"
+        "--survey",
+        type=Path,
+        metavar="FOLDER",
+        help="print what becomes of every script, YAML and TOML file in it, and nothing else",
     )
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.table:
         print(SYSTEMS[options.table].table())
         return 0
     if options.survey:
-        return survey(
-            options.survey, options.system, values_given([options.source, *options.overrides] if options.source else [])
-        )
+        given = values_given([options.source, *options.overrides] if options.source else [])
+        return survey(options.survey, options.system, given, variables_given(options.env))
     if options.source is None:
         parser.error("name a source")
     return convert(options)

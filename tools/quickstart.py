@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234, help="of task, model, warm start and training")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     root, seed, file = options.root, str(options.seed), str(CONFIGS / f"{options.config}.yaml")
     arguments = with_overrides(parser, options.overrides, file, grpo_arguments(root, seed))
     prepare(root, seed)

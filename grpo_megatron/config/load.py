@@ -180,7 +180,7 @@ def _read_override(text: str) -> Layer:
         raise UserError(f"argument {shown} is not of the form key=value")
     if key.count(".") > MAX_DEPTH:
         raise UserError(f"argument {shown} is nested more than {MAX_DEPTH} deep")
-    values: Any = read_yaml(value, f"argument {shown}", numbered=False).value
+    values: Any = read_yaml(value, f"argument {shown}", key).value
     for name in reversed(key.split(".")):
         values = {name: values}
     return Layer(text, values)

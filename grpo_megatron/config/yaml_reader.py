@@ -75,12 +75,12 @@ class YamlText:
     lines: dict[str, int] = field(default_factory=dict)
 
 
-def read_yaml(text: str, where: str, numbered: bool = True) -> YamlText:
-    """Values are None, bool, int, float, str, and lists and (str-keyed) dicts of them.
+def read_yaml(text: str, where: str, key: str = "") -> YamlText:
+    """Read values that are None, bool, int, float, str, and lists and (str-keyed) dicts of them.
 
-    where: the file or argument, for messages. numbered: they name the line too. Raises UserError for what is not
-    YAML, a key that is set twice, a tag, an integer beyond 64 bits, characters that cannot be written, and for a text
-    that is too large, too deep, or contains itself.
+    where: the file or argument, for messages. key: the dotted key whose value the text is, for messages; without it the
+    text is a file, and messages name the line. Raises UserError for what is not YAML, a key that is set twice, a tag, an
+    integer beyond 64 bits, characters that cannot be written, and for a text that is too large, too deep, or contains itself.
     """
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{where}: more than {MAX_CHARACTERS} characters, this is no configuration")
@@ -90,20 +90,25 @@ def read_yaml(text: str, where: str, numbered: bool = True) -> YamlText:
         node = loader.get_single_node()
         if node is None:
             return YamlText(None)
-        _Inspection(loader).visit(node, "")
+        _Inspection(loader).visit(node, key)
         value = loader.construct_document(node)
         _note_lines(node, "", lines)
     except _Refused as refused:
-        raise UserError(f"{where}{_place(refused.line, numbered)}: {refused}") from refused
+        raise UserError(f"{where}{_place(refused.line, key)}: {refused}") from refused
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        place = _place(mark.line + 1, numbered) if mark else ""
+        place = _place(mark.line + 1, key) if mark else ""
         raise UserError(f"{where}{place}: not valid YAML: {_problem(error)}") from error
     return YamlText(value, lines)
 
 
-def _place(line: int, numbered: bool) -> str:
-    return f":{line}" if numbered else ""
+def _place(line: int, key: str) -> str:
+    """Return the line of a file as messages show it; the value of one argument has no lines worth naming."""
+    return "" if key else f":{line}"
+
+
+def _about(key: str, problem: str) -> str:
+    return f"{shortened(key)}: {problem}" if key else problem
 
 
 def _problem(error: yaml.YAMLError) -> str:
@@ -126,7 +131,7 @@ class _Inspection:
         if id(node) in self._seen:
             found = self._seen[id(node)]
             if found is None:
-                raise _Refused(line, f"{shortened(key)}: an alias within what it stands for has no end")
+                raise _Refused(line, _about(key, "an alias within what it stands for has no end"))
             return found
         self._seen[id(node)] = None
         if isinstance(node, yaml.ScalarNode):
@@ -161,9 +166,11 @@ class _Inspection:
             except ValueError:  # 0x_
                 fits = False
             if not fits:
-                raise _Refused(line, f"{shortened(key)}: {shortened(node.value)} is not an integer of 64 bits")
+                raise _Refused(line, _about(key, f"{shortened(node.value)} is not an integer of 64 bits"))
         if _UNWRITABLE.search(node.value):
-            raise _Refused(line, f"{shortened(key)}: {shortened(node.value)!r} holds characters that no text has")
+            raise _Refused(
+                line, _about(key, f"{shortened(node.value)!r} holds NUL or half of a surrogate pair, which no text has")
+            )
 
     def _name_keys(self, node: yaml.MappingNode, prefix: str) -> None:
         """Keys are text, whatever else YAML would take them for, and each is there once: YAML parsers keep the last of two."""

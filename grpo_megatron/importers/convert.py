@@ -1,4 +1,4 @@
-"""Another system's settings into ours, with an account of everything that happened to them."""
+"""Turn another system's settings into ours, with an account of everything that happened to them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,31 +6,36 @@ from typing import Any
 from grpo_megatron.config.keys import default_of, nested_yaml
 from grpo_megatron.config.load import known_keys
 from grpo_megatron.errors import UserError
-from grpo_megatron.importers.mapping import UNSET, CannotCarry, Entry, Finding, Source, System, plain
+from grpo_megatron.importers.mapping import UNSET, CannotCarry, Entry, Finding, NotKnown, Source, System, plain
 from grpo_megatron.importers.sources import Settings
 from grpo_megatron.importers.typed import takes_text, typed
 
 
 @dataclass
 class Import:
-    """values by our dotted key, and for each where it comes from; then what a person must read.
-
-    given: keys of ours that were set by hand. findings: what makes another run of it. changed: carried over,
-    but in another unit or definition. not_carried: known and without a counterpart, with the reason. absorbed:
-    nothing had to be set for them, or another key decided. unknown: keys the mapping does not have. unread: other
-    words. Every key of theirs is in one of these.
-    """
+    """Our values, and what became of every key of theirs."""
 
     system: str
     values: dict[str, Any] = field(default_factory=dict)
+    """By our dotted key."""
     origins: dict[str, str] = field(default_factory=dict)
+    """Where each of `values` comes from."""
     given: dict[str, Any] = field(default_factory=dict)
+    """Keys of ours that were set by hand."""
     findings: list[Finding] = field(default_factory=list)
+    """What makes another run of it."""
     changed: list[str] = field(default_factory=list)
+    """Carried over, but in another unit or definition."""
     not_carried: list[str] = field(default_factory=list)
+    """Known and without a counterpart, with the reason."""
     absorbed: list[str] = field(default_factory=list)
+    """Nothing had to be set for them, or another key decided."""
     unknown: list[str] = field(default_factory=list)
+    """Keys that the mapping does not have."""
     unread: list[str] = field(default_factory=list)
+    """Words of a script that may be settings or change them."""
+    notes: list[str] = field(default_factory=list)
+    """What a script takes from its caller."""
 
     @property
     def changes_training(self) -> list[str]:
@@ -39,18 +44,19 @@ class Import:
 
     @property
     def needs_acceptance(self) -> bool:
-        """Whether the result trains something else than theirs, or may: a key that is not known here can mean anything."""
-        return bool(self.changes_training or self.unknown)
+        """Whether the result may train something else: an unknown key or an unread word can mean anything."""
+        return bool(self.changes_training or self.unknown or self.unread)
 
     def report(self) -> str:
         parts = []
         for title, lines in (
-            ("changes what is trained", self.changes_training),
+            ("changes what is trained, or is not known", self.changes_training),
+            ("not read", self.unread),
             ("unknown to this tool, not carried over", self.unknown),
             ("in another unit or definition", self.changed),
             ("could not be carried over", self.not_carried),
             ("nothing to set here", self.absorbed),
-            ("not read", self.unread),
+            ("not part of the script", self.notes),
         ):
             if lines:
                 parts += [f"{title} ({len(lines)}):", *(f"  - {line}" for line in lines), ""]
@@ -62,10 +68,14 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
 
     given: values of our keys, of their types, that a person sets; they win. Raises UserError for settings of another kind of run.
     """
-    result = Import(system.name, unread=list(settings.unread), given=given or {})
+    result = Import(system.name, given=given or {}, unread=list(settings.unread), notes=list(settings.notes))
     source = Source(settings.values, system.entries)
-    if not any(system.entry_for(key) for key in settings.values):
+    known = sum(system.entry_for(key) is not None for key in settings.values)
+    if not known:
         raise UserError(f"none of these keys is one of {system.name}'s")
+    if known < len(settings.values) / 2:
+        counted = f"only {known} of {len(settings.values)} keys are {system.name}'s"
+        raise UserError(f"{counted}: this is a part of a configuration, or a file of something else")
     if refusal := system.refusal(source, settings):
         raise UserError(refusal)
     for entry in system.entries:
@@ -81,7 +91,7 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
             known.append((order[entry.theirs], key, value, entry))
     # In the order of the table, so that a special key of theirs comes after the general one.
     for _, key, value, entry in sorted(known, key=lambda item: item[0]):
-        _carry(key, value, entry, source, result)
+        _carry(key, value, entry, source, result, settings.undecided.get(key))
     result.findings += [
         finding for finding in system.findings(source, settings) if not result.given.keys() & set(finding.settled_by)
     ]
@@ -97,7 +107,8 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
     return result
 
 
-def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import) -> None:
+def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import, undecided: str | None) -> None:
+    """Carry one of their keys over. undecided: between which values a script leaves it open, or None."""
     if not entry.ours and entry.convert is None:
         if value in (None, {}, []):
             result.absorbed.append(f"{key}={value}: nothing is set")
@@ -105,9 +116,12 @@ def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import) -
         _leave(f"{key}={value}: {entry.note}", entry, result)
         return
     try:
+        if undecided and entry.ours:
+            raise NotKnown(f"{undecided}; set it by hand ({', '.join(entry.ours)})")
         carried = _converted(key, value, entry, source)
     except CannotCarry as reason:
-        _leave(f"{key}={value}: {str(reason).removeprefix(f'{value}: ')}", entry, result)
+        line = f"{key}={value}: {str(reason).removeprefix(f'{value}: ')}"
+        _leave(line, entry, result, isinstance(reason, NotKnown))
         return
     for name, ours in carried.items():
         result.values[name] = ours
@@ -125,12 +139,12 @@ def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import) -
     ]
 
 
-def _leave(line: str, entry: Entry, result: Import) -> None:
-    """What is not carried over, among what a person must accept if it decides what is trained."""
+def _leave(line: str, entry: Entry, result: Import, not_known: bool = False) -> None:
+    """Report what is not carried over, to be accepted if it decides what is trained or was not_known."""
     settled = [name for name in entry.ours if name in result.given]
     if settled:
         result.absorbed.append(f"{line} (settled: {settled[0]}={result.given[settled[0]]})")
-    elif entry.changes_training:
+    elif entry.changes_training or not_known:
         result.findings.append(Finding(line, entry.ours))
     else:
         result.not_carried.append(line)
@@ -139,7 +153,7 @@ def _leave(line: str, entry: Entry, result: Import) -> None:
 def _converted(key: str, value: Any, entry: Entry, source: Source) -> dict[str, Any]:
     """Our keys with values of their types. Raises CannotCarry."""
     if "$" in str(value) and not all(map(takes_text, entry.ours)):
-        raise CannotCarry("not known here; set it by hand" + (f" ({', '.join(entry.ours)})" if entry.ours else ""))
+        raise NotKnown(f"not known here; set it by hand ({', '.join(entry.ours)})")
     if isinstance(value, dict):
         raise CannotCarry("a section, where one value is expected")
     if entry.convert is None:

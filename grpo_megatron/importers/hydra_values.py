@@ -24,7 +24,7 @@ def hydra_value(text: str, shown: Callable[[str], str]) -> Any:
     held: list[str] = []
 
     def stand_in(match: re.Match) -> str:
-        held.append(shown(match[0]) if PLACEHOLDER.match(match[0]) else as_words(match[0]))
+        held.append(as_words(shown(match[0])))
         return f"xHELDx{len(held) - 1}x"
 
     plain = re.sub(f"{PLACEHOLDER.pattern}|{_REFERENCE.pattern}", stand_in, text)
@@ -43,9 +43,15 @@ def hydra_value(text: str, shown: Callable[[str], str]) -> Any:
     return restored(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
 
 
-def as_words(text: str) -> str:
-    """${references} as $<references>: our own files would take them for references of theirs."""
+def as_words(value: Any) -> Any:
+    """Write ${references} as $<references>, also within lists and mappings: our files would follow them."""
+    if isinstance(value, dict):
+        return {as_words(name): as_words(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [as_words(one) for one in value]
+    if not isinstance(value, str):
+        return value
     before = None
-    while before != text:
-        before, text = text, _REFERENCE.sub(r"$<\1>", text)
-    return text.replace("${", "$<")
+    while before != value:
+        before, value = value, _REFERENCE.sub(r"$<\1>", value)
+    return value.replace("${", "$<")

@@ -17,6 +17,10 @@ class CannotCarry(Exception):
     """A value that has no counterpart here; the message says why."""
 
 
+class NotKnown(CannotCarry):
+    """A value that the other system's file leaves open, so that it has to be given by hand."""
+
+
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -44,10 +48,10 @@ class Source:
         return key in self._values
 
     def __getitem__(self, key: str) -> Any:
-        """None for a key that is neither set nor has a default. Raises CannotCarry for an unreplaced $VARIABLE."""
+        """Return None for a key without a value or default. Raises NotKnown for an unreplaced $VARIABLE."""
         value = self._values.get(key, self._defaults.get(key))
         if isinstance(value, str) and "$" in value:
-            raise CannotCarry(f"{key}={value} is not known here")
+            raise NotKnown(f"{key}={value} is not known here")
         return plain(value)
 
     def below(self, section: str) -> dict[str, Any]:
@@ -219,6 +223,14 @@ def every(ours: str) -> Convert:
         return {ours: max(0, value) if isinstance(value, int) else value}
 
     return convert
+
+
+def run_name(value: Any, source: Source) -> str:
+    """Return a name that run.name takes: that of one folder."""
+    name = str(value).strip().replace("/", "-")
+    if "$" in name or value is None or name in ("", ".", "..", "???"):
+        raise CannotCarry("no name that is known here; give run.name=NAME")
+    return name
 
 
 def total_steps(value: Any, source: Source) -> dict[str, Any]:

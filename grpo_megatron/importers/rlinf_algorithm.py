@@ -68,6 +68,12 @@ def _token_scale(value: Any, source: Source) -> dict[str, Any]:
     return {}
 
 
+def _of_the_critic(value: Any, source: Source) -> dict[str, Any]:
+    if source["algorithm.adv_type"] in ESTIMATORS:
+        return {}
+    raise CannotCarry("there is no critic here")
+
+
 def _mini_batch(value: Any, source: Source) -> int:
     prompts = source.number("data.rollout_batch_size")
     if prompts % int(value):
@@ -268,7 +274,26 @@ PENALTIES = trains(
     dropped("algorithm.len_reward_penalty", "another form of length penalty: see reward.overlong_buffer"),
     dropped("algorithm.safe_length", "see reward.overlong_buffer.length: that many tokens before rollout.max_response_length"),
     dropped("algorithm.*_length", "see reward.overlong_buffer"),
-    dropped("algorithm.max_resample", "new prompts are not drawn for filtered groups"),
+    dropped(
+        "algorithm.max_resample",
+        "give rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
+    ),
+    becomes(
+        "algorithm.max_num_gen_batches",
+        "rollout.dynamic_sampling.max_batches",
+        only((1, None), "give rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop"),
+        "only 1",
+    ),
+    *(
+        becomes(f"algorithm.{name}", (), only((False, None), "there is no critic here"), "only false")
+        for name in ("use_critic", "use_value_loss")
+    ),
+    *(
+        becomes(f"algorithm.{name}", (), _of_the_critic, "read only with a critic")
+        for name in ("gamma", "gae_lambda", "value_cliprange", "critic_warmup_steps")
+    ),
+    becomes("algorithm.clip_log_ratio_min", (), only((-20, None), "the log-ratio is limited to 20 here"), "only -20"),
+    becomes("algorithm.clip_log_ratio_max", (), only((20, None), "the log-ratio is limited to 20 here"), "only 20"),
     dropped("algorithm.*", "no such part of the algorithm here"),
     dropped("agentloop.*", "tools and turns are a Python class of yours here: write one and set rollout.environment"),
     dropped("tools.*", "tools are functions here: set rollout.environment=tools, and name yours in rollout.tools"),

@@ -1,7 +1,8 @@
-"""The launch commands of a bash script, as far as the script itself says what they are. Nothing is run.
+"""Find the launch commands of a bash script, as far as the script itself says what they are. Nothing is run.
 
-Branches whose condition is known are followed, of others all: a variable that they leave different is then not
-known. Loops over known words are followed word by word, functions where they are called.
+A branch whose condition is known is followed. Where a condition is not known all branches are followed: a variable that
+they leave different is then not known, and of an array the words that all branches leave in it are known. Loops over
+known words are followed word by word, functions where they are called.
 """
 
 import fnmatch
@@ -11,13 +12,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from grpo_megatron.importers import shell_syntax as syntax
-from grpo_megatron.importers.shell_expand import PLACEHOLDER, Variables
+from grpo_megatron.importers.shell_expand import PLACEHOLDER, Variables, home_written_out
+from grpo_megatron.importers.shell_merge import is_setting, merged
 from grpo_megatron.importers.shell_tokens import ShellSyntaxError
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)\Z", re.DOTALL)
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
-_SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w@]*(?:[./][\w@-]+)+=")
 _TALKS = ("echo", "printf", "alias", "trap", "pip", "sed", "git", ":", *_DECLARES)
+_READS = ("read", "mapfile", "readarray", "getopts")
 _SHELLS = ("bash", "sh", "sbatch", "ssh", "srun", "zsh")
 _DEEPEST = 20
 _MOST_TURNS = 50
@@ -27,7 +29,7 @@ _MOST_TURNS = 50
 class Launch:
     """A command with settings. words: as the program gets them; what is not known is written $NAME, $(...) or $<...>.
 
-    held: the same words with placeholders instead. reasons: what an undecided branch leaves open, by $NAME.
+    held: the same words with placeholders instead. reasons: by $NAME, the values that branches give it, and their condition.
     """
 
     words: list[str]
@@ -57,9 +59,9 @@ class _Left(Exception):
     """exit or return."""
 
 
-def read_script(text: str) -> Script:
-    """Raises ShellSyntaxError for a text that is no bash script."""
-    run = _Run()
+def read_script(text: str, environment: dict[str, str] | None = None) -> Script:
+    """Follow a script that finds `environment` set. Raises ShellSyntaxError for a text that is no bash script."""
+    run = _Run(environment)
     nodes = syntax.parse(text.replace("\r\n", "\n").translate(dict.fromkeys(range(2, 7))))
     try:
         run.block(nodes)
@@ -70,13 +72,24 @@ def read_script(text: str) -> Script:
     return run.script
 
 
-def _names(variable: str, word: str) -> bool:
+def _written(nodes: list[syntax.Node]) -> str:
+    """Show a condition as it is written, for messages."""
+    last = nodes[-1] if nodes else None
+    if isinstance(last, syntax.Not):
+        return f"! {_written([last.node])}"
+    if isinstance(last, syntax.AndOr):
+        return f"{_written([last.first])} {last.operator} {_written([last.second])}"
+    return " ".join(last.words) if isinstance(last, syntax.Command) else "a condition that is not known here"
+
+
+def names(variable: str, word: str) -> bool:
+    """Return whether $NAME stands in the word."""
     return re.search(re.escape(variable) + r"(?!\w)", word) is not None
 
 
 class _Run:
-    def __init__(self) -> None:
-        self.script = Script()
+    def __init__(self, environment: dict[str, str] | None) -> None:
+        self.script = Script(variables=Variables(environment))
         self._functions: dict[str, list[syntax.Node]] = {}
         self._reasons: dict[str, str] = {}
         self._depth = 0
@@ -110,36 +123,52 @@ class _Run:
             case syntax.Function():
                 self._functions[node.name] = node.body
             case syntax.Group():
-                return self.block(node.body)
+                return self._group(node)
         return _Status.ran
+
+    def _group(self, node: syntax.Group) -> _Status:
+        if not node.subshell:
+            return self.block(node.body)
+        before = dict(self._variables.values)
+        try:
+            return self.block(node.body)
+        except _Left:
+            return _Status.undecided
+        finally:
+            self._variables.values = before
 
     # branches
 
     def _and_or(self, node: syntax.AndOr) -> _Status:
         first = self._node(node.first)
         if first is _Status.undecided:
-            self._undecided([lambda: self._node(node.second), lambda: None])
+            self._undecided([lambda: self._node(node.second), lambda: None], _written([node.first]))
             return first
         runs = (first is not _Status.false) == (node.operator == "&&")
         return self._node(node.second) if runs else first
 
     def _if(self, node: syntax.If) -> None:
         possible: list[Callable[[], object]] = []
+        conditions = []
         for condition, body in node.branches:
             status = self.block(condition)
             if status is _Status.false:
                 continue
+            conditions.append(_written(condition))
             possible.append(lambda body=body: self.block(body))
             if status is _Status.true:
                 break
         else:
             possible.append(lambda: self.block(node.otherwise))
-        self._undecided(possible)
+        self._undecided(possible, " and ".join(conditions))
 
     def _case(self, node: syntax.Case) -> None:
         word = self._variables.string(node.word)
         if PLACEHOLDER.search(word):
-            self._undecided([*(lambda body=body: self.block(body) for _, body in node.branches), lambda: None])
+            possible = [lambda body=body: self.block(body) for _, body in node.branches]
+            if not any("*" in patterns for patterns, _ in node.branches):
+                possible.append(lambda: None)
+            self._undecided(possible, f"case {node.word}")
             return
         for patterns, body in node.branches:
             if any(fnmatch.fnmatchcase(word, self._variables.string(pattern)) for pattern in patterns):
@@ -155,10 +184,10 @@ class _Run:
             return
         if node.name:
             self._variables.values[node.name] = self._variables.hold(f"${node.name}")
-        self._undecided([lambda: self.block(node.body), lambda: None])
+        self._undecided([lambda: self.block(node.body), lambda: None], "how often a loop runs")
 
-    def _undecided(self, branches: list[Callable[[], object]]) -> None:
-        """Any of the branches may be taken; one that leaves the script says nothing about what comes after."""
+    def _undecided(self, branches: list[Callable[[], object]], condition: str) -> None:
+        """Follow branches of which any may be taken. After one that leaves the script nothing comes."""
         variables = self._variables
         before, ends = variables.values, []
         for branch in branches:
@@ -170,33 +199,20 @@ class _Run:
                 pass
         if not ends:
             raise _Left
-        variables.values = ends[0] if len(ends) == 1 else self._merged(ends)
-
-    def _merged(self, ends: list[dict]) -> dict:
-        merged = {}
-        for name in {name: None for end in ends for name in end}:
-            values = [end.get(name) for end in ends]
-            if all(value == values[0] for value in values):
-                merged[name] = values[0]
-                continue
-            shown = {
-                "not set"
-                if value is None
-                else self._variables.shown(" ".join(value) if isinstance(value, list) else value): None
-                for value in values
-            }
-            merged[name] = self._variables.hold(f"${name}")
-            self._reasons[f"${name}"] = f"{' or '.join(shown)}, by a condition that is not known here"
-        return merged
+        variables.values, reasons = merged(ends, condition, variables)
+        self._reasons |= reasons
 
     # commands
 
     def _command(self, node: syntax.Command) -> _Status:
         words = list(node.words)
+        assignments = []
         while words and (assignment := _ASSIGNMENT.match(words[0])):
-            self._assign(assignment)
+            assignments.append(assignment)
             words.pop(0)
         if not words:
+            for assignment in assignments:
+                self._assign(assignment)
             return _Status.true
         if words[0].startswith("(("):
             return self._arithmetic(words[0][2:-2])
@@ -207,7 +223,16 @@ class _Run:
                 self._assign(assignment)
             return _Status.true
         held = [field for word in words for field in self._variables.fields(word)]
-        return self._plain(held, node) if held else _Status.true
+        # Assignments in front of a command hold for that command only, and not for its own words.
+        before = dict(self._variables.values)
+        for assignment in assignments:
+            self._assign(assignment)
+        try:
+            return self._plain(held, node) if held else _Status.true
+        finally:
+            for name in {assignment[1] for assignment in assignments}:
+                self._variables.values.pop(name)
+                self._variables.values |= {name: before[name]} if name in before else {}
 
     def _plain(self, held: list[str], node: syntax.Command) -> _Status:
         name, *arguments = held
@@ -220,6 +245,14 @@ class _Run:
         if name == "unset":
             for variable in arguments:
                 self._variables.values.pop(variable, None)
+        elif name in _READS or (name == "printf" and arguments[:1] == ["-v"]):
+            for variable in arguments[1:2] if name == "printf" else arguments:
+                self._variables.values[variable] = self._variables.hold(f"${variable}")
+        elif name == "eval":
+            self._nested(" ".join(arguments))
+        elif name == "set":
+            if "--" in arguments:
+                self._variables.arguments = arguments[arguments.index("--") + 1 :]
         elif name == "let":
             for expression in arguments:
                 self._arithmetic(expression)
@@ -232,10 +265,10 @@ class _Run:
             self._call(name, arguments)
         elif (inner := self._inner_script(held, node)) is not None:
             self._nested(inner)
-        elif _SETTING.match(name):
+        elif is_setting(name, self._variables):
             shown = self._variables.shown(" ".join(held))
             self.script.lost.append(f"line {node.line}: settings that reach no command, as after a missing backslash: {shown}")
-        elif name not in _TALKS and any(_SETTING.match(word) for word in held):
+        elif name not in _TALKS and any(is_setting(word, self._variables) for word in held):
             self._launch(held, node.line)
         return _Status.ran
 
@@ -273,7 +306,7 @@ class _Run:
 
     def _launch(self, held: list[str], line: int) -> None:
         shown = [self._variables.shown(word) for word in held]
-        used = {name: why for name, why in self._reasons.items() if any(_names(name, word) for word in shown)}
+        used = {name: why for name, why in self._reasons.items() if any(names(name, word) for word in shown)}
         self.script.launches.append(Launch(shown, held, line, used))
 
     def _assign(self, assignment: re.Match) -> None:
@@ -282,7 +315,7 @@ class _Run:
         if index:
             variables.values[name] = variables.hold(f"${name}")
             return
-        value = variables.array(raw) if raw.startswith("(") else variables.string(raw)
+        value = variables.array(raw) if raw.startswith("(") else variables.string(home_written_out(raw))
         before = variables.values.get(name)
         if more and before is not None:
             if isinstance(before, list) != isinstance(value, list):

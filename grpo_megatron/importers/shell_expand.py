@@ -6,6 +6,7 @@ an opaque piece of text that no operation looks into, and that `Variables.shown`
 
 import fnmatch
 import re
+from dataclasses import dataclass
 
 from grpo_megatron.importers.shell_arithmetic import evaluate
 from grpo_megatron.importers.shell_tokens import end_of_ansi, end_of_bracket, end_of_quote, tokens
@@ -22,18 +23,41 @@ _KEPT = str.maketrans("\x04\x05\x06", " \t\n")
 Value = str | list[str]
 
 
+@dataclass(frozen=True)
+class Perhaps:
+    """A word that a command gets only if `condition` holds, which is not known here."""
+
+    word: str
+    condition: str
+
+
 class Variables:
     """What the script has set so far, and the arguments of the function it is in (none: those of the script, not known)."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, Value] = {}
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self.values: dict[str, Value] = dict(environment or {})
         self.arguments: list[str] | None = None
         self._held: list[str] = []
+        self._perhaps: dict[str, Perhaps] = {}
 
     def hold(self, text: str) -> str:
         """A placeholder for what is not known. text: how a person reads it."""
         self._held.append(self.shown(text))
         return f"\x02{len(self._held) - 1}\x03"
+
+    def hold_perhaps(self, word: str, condition: str) -> str:
+        """Return a placeholder for a word of which it is not known whether the command gets it."""
+        if word in self._perhaps:
+            return word
+        perhaps = Perhaps(word, condition)
+        known = next((placeholder for placeholder, one in self._perhaps.items() if one == perhaps), None)
+        placeholder = known or self.hold(f"$<{word}>")
+        self._perhaps[placeholder] = perhaps
+        return placeholder
+
+    def perhaps(self, word: str) -> Perhaps | None:
+        """Return what `hold_perhaps` has made a placeholder of; None for any other word."""
+        return self._perhaps.get(word)
 
     def shown(self, text: str) -> str:
         return PLACEHOLDER.sub(lambda match: self._held[int(match[1])], text)
@@ -209,6 +233,11 @@ def parameter(variables: Variables, body: str, quoted: bool) -> Value:
     return unknown if changed is None else changed
 
 
+def home_written_out(word: str) -> str:
+    """Write a ~ at the beginning of an unquoted word as the variable that it stands for."""
+    return re.sub(r"\A~(?=/|\Z)", "$HOME", word)
+
+
 def _selected(variables: Variables, indirect: str, name: str, index: str | None) -> Value | None:
     value = variables.get(name)
     if indirect:
@@ -226,6 +255,7 @@ def _selected(variables: Variables, indirect: str, name: str, index: str | None)
 def _alternative(variables: Variables, name: str, value: Value | None, match: re.Match, plain: str, quoted: bool) -> Value:
     """${A:-word} and its kin. What is not set in the script counts as not set, as when it is started by itself."""
     colon, kind, word = match.groups()
+    word = word if quoted else home_written_out(word)
     is_set = value is not None and not (colon and not value)
     if kind == "+":
         return variables.string(word, quoted, keep=not quoted) if is_set else ""

@@ -66,9 +66,10 @@ class Not:
 
 @dataclass
 class Group:
-    """{ ...; }, ( ... ), and the parts of a pipeline."""
+    """{ ...; }, ( ... ), and the parts of a pipeline. subshell: variables set in it are lost at its end."""
 
     body: list["Node"]
+    subshell: bool = False
 
 
 Node = Command | AndOr | Not | If | Case | Loop | Function | Group
@@ -141,7 +142,7 @@ class _Parser:
             self._next()
             self._skip("\n")
             parts.append(self._command())
-        node = parts[0] if len(parts) == 1 else Group(parts)
+        node = parts[0] if len(parts) == 1 else Group(parts, subshell=True)
         return Not(node) if negated else node
 
     def _command(self) -> Node:
@@ -211,7 +212,7 @@ class _Parser:
         self._next()
         body = self.block((closer,))
         self._expect(closer)
-        return Group(body)
+        return Group(body, subshell=closer == ")")
 
     def _if(self) -> If:
         branches = []
@@ -242,7 +243,11 @@ class _Parser:
                 patterns.append(self._next().text)
             self._expect(")")
             branches.append((patterns, self.block(("esac",))))
-            self._skip(";;", ";&", ";;&", "\n")
+            if self._is(";&", ";;&"):
+                raise ShellSyntaxError(
+                    f"line {self.ahead().line}: a branch of case that ends with {self.ahead().text} is not read"
+                )
+            self._skip(";;", "\n")
         self._expect("esac")
         return Case(word, branches)
 

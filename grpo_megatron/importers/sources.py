@@ -13,9 +13,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.importers import others
 from grpo_megatron.importers.hydra_values import as_words, hydra_value
-from grpo_megatron.importers.shell import Launch, read_script
-from grpo_megatron.importers.shell_expand import Variables
+from grpo_megatron.importers.shell import Launch, names, read_script
+from grpo_megatron.importers.shell_expand import Perhaps, Variables
 from grpo_megatron.importers.shell_tokens import ShellSyntaxError
 
 _ARGUMENT = re.compile(r"\+{0,2}([A-Za-z_][\w]*(?:[./][\w-]+)*)=(.*)\Z", re.DOTALL)
@@ -27,24 +28,36 @@ _NEITHER = "found neither YAML sections nor key=value arguments of a launch comm
 
 @dataclass
 class Settings:
-    """values by dotted key. unread: words of a command that are no settings, each with what it is.
-
-    lost: settings that stand in the script and reach no command. program: the Python module or file that is
-    launched; None for YAML. base: what the command says with --config-name, --config-path, --config-dir.
-    """
+    """Settings of another system, with what of its file could not be read."""
 
     values: dict[str, Any] = field(default_factory=dict)
+    """By dotted key. What is not known is text with a $ in it, such as `$N` or `$<8 or 16>`."""
+    undecided: dict[str, str] = field(default_factory=dict)
+    """For keys of `values` that the script gives several values: which, and the condition that decides."""
     unread: list[str] = field(default_factory=list)
+    """Words that may be settings or change them, each with what it is."""
+    notes: list[str] = field(default_factory=list)
+    """What the script takes from its caller, which changes nothing when it is started by itself."""
     lost: list[str] = field(default_factory=list)
+    """Settings that stand in the script and reach no command."""
     program: str | None = None
+    """Python module, .py or .sh file that is launched; None for YAML."""
     base: dict[str, str] = field(default_factory=dict)
+    """What the command says with --config-name, --config-path and --config-dir, by the last word of each."""
 
 
-def read_settings(text: str, launch: int | None = None, is_yaml: bool = False) -> Settings:
-    """YAML sections or a launch command, told apart by what they look like. Raises UserError for neither.
+def read_settings(
+    text: str, launch: int | None = None, is_yaml: bool = False, environment: dict[str, str] | None = None
+) -> Settings:
+    """Read YAML sections or a launch command, told apart by what they look like.
 
-    launch: which of a script's launch commands, counted from 1. is_yaml: nothing else is tried.
+    Raises UserError for neither, and for a file of another system than those that can be imported.
+
+    launch: which of a script's launch commands, counted from 1. is_yaml: nothing else is tried. environment: variables
+    that a script finds set.
     """
+    if problem := others.refusal(text):
+        raise UserError(problem)
     try:
         tree = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
@@ -55,7 +68,7 @@ def read_settings(text: str, launch: int | None = None, is_yaml: bool = False) -
         return _read_tree(tree)
     if is_yaml:
         raise UserError(f"expected YAML sections at the top level, got {type(tree).__name__}")
-    return _read_command(text, launch)
+    return _read_command(text, launch, environment)
 
 
 # YAML
@@ -73,13 +86,7 @@ def _read_tree(tree: dict) -> Settings:
         values = dict(_flat(_resolved(tree)))
     except (OmegaConfBaseException, RecursionError) as error:
         raise UserError(f"this YAML cannot be read: {' '.join(str(error).split())}") from error
-    return Settings({key: _without_references(value) for key, value in values.items()})
-
-
-def _without_references(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_references(one) for one in value]
-    return as_words(value) if isinstance(value, str) else value
+    return Settings({key: as_words(value) for key, value in values.items()})
 
 
 def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -140,9 +147,9 @@ def _arithmetic() -> Iterator[None]:
 # Launch commands
 
 
-def _read_command(text: str, number: int | None) -> Settings:
+def _read_command(text: str, number: int | None, environment: dict[str, str] | None) -> Settings:
     try:
-        script = read_script(text)
+        script = read_script(text, environment)
     except ShellSyntaxError as error:
         raise UserError(f"{_NEITHER}; as a script: {error}") from error
     launches = [launch for launch in script.launches if _settings(launch)]
@@ -150,17 +157,21 @@ def _read_command(text: str, number: int | None) -> Settings:
         raise UserError(_NEITHER)
     chosen = _chosen(launches, number)
     settings = Settings(unread=list(script.notes), lost=list(script.lost), program=_program(chosen))
-    _read_arguments(chosen, script.variables, settings)
-    settings.unread += [f"{name}: {why}" for name, why in chosen.reasons.items()]
+    _Arguments(chosen, script.variables, settings).read()
     return settings
 
 
 def _settings(launch: Launch) -> list[str]:
-    return [word for word in launch.words if _ARGUMENT.match(word) and not word.startswith("-")]
+    """Return the words that are settings, or may be."""
+    return [
+        word
+        for word in launch.words
+        if (_ARGUMENT.match(word) and not word.startswith("-")) or _UNKNOWN_WORD.match(word) or _REMOVAL.match(word)
+    ]
 
 
 def _chosen(launches: list[Launch], number: int | None) -> Launch:
-    """The launch command to import. Raises UserError if several differ and none is named."""
+    """Return the launch command to import. Raises UserError if several differ and none is named."""
     if number is not None:
         if not 1 <= number <= len(launches):
             raise UserError(f"--launch {number}: the script has {len(launches)} launch commands")
@@ -175,29 +186,73 @@ def _chosen(launches: list[Launch], number: int | None) -> Launch:
 
 
 def _program(launch: Launch) -> str | None:
-    """What Python is told to run: the module after the last -m before the settings, or a .py file."""
-    words = launch.words[: next(place for place, word in enumerate(launch.words) if _ARGUMENT.match(word))]
+    """Return what is run: the module after the last -m before the settings, or a .py or .sh file."""
+    first = next((place for place, word in enumerate(launch.words) if _ARGUMENT.match(word)), len(launch.words))
+    words = launch.words[:first]
     modules = [after for word, after in pairwise(words) if word == "-m"]
-    files = [word for word in words if word.endswith(".py")]
+    files = [word for word in words if word.endswith((".py", ".sh"))]
     return (modules + files)[-1] if modules or files else None
 
 
-def _read_arguments(launch: Launch, variables: Variables, settings: Settings) -> None:
-    begun = False  # words before the program may be variables of the launcher
-    for word, held in zip(launch.words, launch.held, strict=True):
-        match = _ARGUMENT.match(held)
-        if match and not held.startswith("-"):
-            settings.values[match[1]] = hydra_value(match[2], variables.shown)
-        elif _REMOVAL.match(word):
-            settings.unread.append(f"{word}: removes a key of theirs")
-        elif word.startswith(("--config-name", "--config-path", "--config-dir")):
-            name, _, value = word.removeprefix("--config-").partition("=")
-            settings.base[name] = value or _after(launch.words, word)
-        elif word in ("$@", "$*"):
-            settings.unread.append(f"{word}: further arguments of the script's caller")
-        elif begun and _UNKNOWN_WORD.match(word):
-            settings.unread.append(f"{word}: not known here, and perhaps further settings")
-        begun = begun or bool(match) or word == settings.program
+class _Arguments:
+    """The words of a launch command, read into settings."""
+
+    def __init__(self, launch: Launch, variables: Variables, settings: Settings):
+        self._launch, self._variables, self._settings = launch, variables, settings
+        # What the command sets only under conditions that are not known: {key: [(value, condition)]}
+        self._perhaps: dict[str, list[tuple[Any, str]]] = {}
+
+    def read(self) -> None:
+        begun = False  # words before the program may be variables of the launcher
+        for word, held in zip(self._launch.words, self._launch.held, strict=True):
+            perhaps = self._variables.perhaps(held)
+            match = _ARGUMENT.match(perhaps.word if perhaps else held)
+            if match and not match[0].startswith("-"):
+                self._set(match[1], match[2], perhaps)
+            elif begun or not _UNKNOWN_WORD.match(word):
+                self._read_other(word, perhaps)
+            begun = begun or bool(match) or word == self._settings.program
+        for key, found in self._perhaps.items():
+            self._leave_open(key, found)
+
+    def _set(self, key: str, text: str, perhaps: Perhaps | None) -> None:
+        value = hydra_value(text, self._variables.shown)
+        if perhaps:
+            self._perhaps.setdefault(key, []).append((value, perhaps.condition))
+            return
+        self._perhaps.pop(key, None)
+        self._settings.values[key] = value
+        self._settings.undecided.pop(key, None)
+        if reasons := self._reasons(self._variables.shown(text)):
+            self._settings.undecided[key] = reasons
+
+    def _leave_open(self, key: str, found: list[tuple[Any, str]]) -> None:
+        """Note the values of a key that depend on a condition, and the one that is set in any case."""
+        always = [self._settings.values[key]] if key in self._settings.values else []
+        values = list(dict.fromkeys(map(str, [*always, *(value for value, _ in found)])))
+        if always and len(values) == 1:
+            return
+        listed = " or ".join(values if len(values) > 1 else [*values, "not set"])
+        self._settings.values[key] = f"$<{as_words(listed)}>"
+        self._settings.undecided[key] = f"depends on {', '.join(dict.fromkeys(condition for _, condition in found))}"
+
+    def _read_other(self, word: str, perhaps: Perhaps | None) -> None:
+        unread, condition = self._settings.unread, f", depending on {perhaps.condition}" if perhaps else ""
+        plain = self._variables.shown(perhaps.word) if perhaps else word
+        if _REMOVAL.match(plain):
+            unread.append(f"{plain}: removes a key of theirs{condition}")
+        elif plain.startswith(("--config-name", "--config-path", "--config-dir")):
+            name, _, value = plain.removeprefix("--config-").partition("=")
+            self._settings.base[name] = value or _after(self._launch.words, word)
+        elif plain in ("$@", "$*"):
+            self._settings.notes.append(f"{plain}: further arguments of the script's caller")
+        elif _UNKNOWN_WORD.match(plain):
+            reason = self._reasons(plain) or "not known here, and perhaps further settings"
+            unread.append(f"{plain}: {reason}{condition}")
+
+    def _reasons(self, word: str) -> str:
+        found = {name: why for name, why in self._launch.reasons.items() if names(name, word)}
+        return "; ".join(f"{name} is {why}" for name, why in found.items())
 
 
 def _after(words: list[str], word: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any, get_args, get_origin
 
 from grpo_megatron.config.keys import type_name
 from grpo_megatron.config.load import known_keys
+from grpo_megatron.importers.hydra_values import as_words
 from grpo_megatron.importers.mapping import CannotCarry, plain, truth
 
 _FIELDS = known_keys()
@@ -38,7 +39,7 @@ def _as(kind: Any, value: Any) -> Any:
     if get_origin(kind) is dict:
         if not isinstance(value, dict):
             raise CannotCarry(f"{value!r} is none")
-        return value
+        return as_words(value)
     if get_origin(kind) is list:
         if not isinstance(value, list):
             raise CannotCarry(f"{value!r} is none")
@@ -57,7 +58,10 @@ def _as(kind: Any, value: Any) -> Any:
 def _text(value: Any) -> str:
     if isinstance(value, (list, dict, bool)):
         raise CannotCarry(f"{value!r} is none")
-    return str(value)
+    text = as_words(str(value))
+    if text == "???" or "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise CannotCarry(f"{value!r} is no text of a configuration")
+    return text
 
 
 def _files(value: Any) -> Any:

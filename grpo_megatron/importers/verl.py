@@ -20,7 +20,9 @@ from grpo_megatron.importers.mapping import (
 from grpo_megatron.importers.verl_correction import CORRECTION, ROLLOUT_CORRECTION, bypasses
 from grpo_megatron.importers.verl_data import DATA, REWARD
 from grpo_megatron.importers.verl_findings import findings, refusal
-from grpo_megatron.importers.verl_trainer import ACTOR, MODEL, ROLLOUT, TRAINER
+from grpo_megatron.importers.verl_optimizer import OPTIMIZER
+from grpo_megatron.importers.verl_rollout import ENGINE
+from grpo_megatron.importers.verl_trainer import ACTOR, ROLLOUT, TRAINER
 
 ESTIMATORS = {name: name for name in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg")} | {
     "grpo_vectorized": "grpo",
@@ -62,12 +64,6 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
     return {"train.max_tokens_per_micro_batch": int(value) * _longest(source)}
 
 
-def _validation(value: Any, source: Source) -> dict[str, Any]:
-    if truth(value):
-        return {"eval.temperature": source.number(f"{ROLLOUT}.val_kwargs.temperature"), "eval.greedy": False}
-    return {"eval.temperature": 0.0, "eval.n": 1, "eval.greedy": False}
-
-
 def _discounting(estimators: tuple[str, ...], why: str):
     """For gamma and lam, which only some of verl's estimators read."""
 
@@ -83,33 +79,23 @@ def _filter_groups(value: Any, source: Source) -> dict[str, Any]:
     return {"algorithm.filters": ["nonzero_variance"], "rollout.dynamic_sampling.enabled": True} if truth(value) else {}
 
 
+def _group_metric(value: Any, source: Source) -> dict[str, Any]:
+    if value is not None and truth(source["algorithm.filter_groups.enable"]):
+        raise CannotCarry("the reward that is trained with is what a group is judged by here")
+    return {}
+
+
+def _of_other_losses(value: Any, source: Source) -> dict[str, Any]:
+    if _loss_mode(source) not in LOSS_MODES:
+        raise CannotCarry("belongs to a policy loss that is not here")
+    return {}
+
+
 def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
     """0: as many as it takes."""
     if not truth(source["algorithm.filter_groups.enable"]):
         return {}
     return {"rollout.dynamic_sampling.max_batches": float(value) or 10000.0}
-
-
-def _off_is(neutral: Any, why: str):
-    """Only the neutral value: another one would sample from another distribution than the log-probs are of."""
-
-    def convert(value: Any, source: Source) -> Any:
-        if value is not None and value != neutral:
-            raise CannotCarry(f"{value}: {why}")
-        return neutral
-
-    return convert
-
-
-def _turns(value: Any, source: Source) -> dict[str, Any]:
-    switch = f"{ROLLOUT}.multi_turn.enable"
-    if value in (None, False) or (switch in source and not truth(source[switch])):
-        return {}
-    raise CannotCarry("several turns and tools are a Python class of yours here: write one and set rollout.environment")
-
-
-def _replay(value: Any, source: Source) -> str:
-    return choice({"disabled": "off", "R2": "old_policy", "R3": "engine"})(value, source)
 
 
 def _loss_mode(source: Source) -> str:
@@ -182,7 +168,22 @@ ALGORITHM = (
         _generated_batches,
         "0, as many as it takes, is 10000 here",
     ),
-    dropped("algorithm.filter_groups.*", "the reward that is trained with is what a group is judged by"),
+    becomes(
+        "algorithm.filter_groups.metric",
+        (),
+        _group_metric,
+        "the reward that is trained with is what a group is judged by; read only with filter_groups.enable",
+    ),
+    becomes(
+        "algorithm.filter_groups.max_inflight_gen_batches",
+        (),
+        elsewhere,
+        "how many groups are in flight is rollout.dynamic_sampling.over_sampling here",
+    ),
+    becomes(
+        "algorithm.use_pf_ppo", (), only((False, None), "samples are never drawn again by their weight here"), "only false"
+    ),
+    becomes("algorithm.pf_ppo.*", (), elsewhere, "belongs to algorithm.use_pf_ppo"),
     *ROLLOUT_CORRECTION,
 )
 
@@ -228,7 +229,11 @@ LOSS = (
         default="low_var_kl",
     ),
     same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coeff", default=0),
-    dropped(f"{ACTOR}.policy_loss.*", "belongs to losses that are not here (clip-cov, kl-cov)"),
+    becomes(
+        f"{ACTOR}.policy_loss.*", (), _of_other_losses, "belongs to losses that are not here (clip_cov, kl_cov, dro, sapo)"
+    ),
+    becomes(f"{ACTOR}.tau_pos", (), _of_other_losses, "belongs to a loss that is not here (sapo)"),
+    becomes(f"{ACTOR}.tau_neg", (), _of_other_losses, "belongs to a loss that is not here (sapo)"),
     becomes(
         f"{ACTOR}.loss_scale_factor",
         (),
@@ -282,88 +287,13 @@ BATCH = (
     becomes(f"{ACTOR}.shuffle", (), only((False,), "the order within a step is that of the batch here"), "only false"),
 )
 
-ENGINE = (
-    *trains(
-        same(f"{MODEL}.path", "model.path"),
-        same(f"{ROLLOUT}.temperature", "rollout.temperature", default=1.0),
-        becomes(
-            f"{ROLLOUT}.top_p",
-            "rollout.top_p",
-            _off_is(1, "log-probs would be of another distribution than the one sampled from"),
-            "only 1: see rollout.top_k",
-            default=1.0,
-        ),
-        becomes(
-            f"{ROLLOUT}.top_k",
-            "rollout.top_k",
-            lambda value, source: _off_is(-1, "log-probs would be of another distribution than the one sampled from")(
-                value if value is not None and 0 < value < 500_000 else -1, source
-            ),
-            "only -1 (off), as are 0 and numbers above any vocabulary",
-            default=-1,
-        ),
-        becomes(f"{ROLLOUT}.do_sample", (), only((True,), "training samples are never greedy here"), "only true"),
-        becomes(
-            f"{ROLLOUT}.ignore_eos", (), only((False, None), "a response ends at the model's end token here"), "only false"
-        ),
-        becomes(f"{ROLLOUT}.repetition_penalty", (), only((1, None), "would be another distribution"), "only 1"),
-        becomes(f"{ROLLOUT}.over_sample_rate", (), only((0, None), "every sample of a step is waited for here"), "only 0"),
-        becomes(f"{ROLLOUT}.quantization", (), only((None,), "engines run the weights that are trained"), "only null"),
-        becomes(f"{ROLLOUT}.multi_turn.enable", "rollout.environment", _turns, "only false; else a class of yours"),
-        becomes(f"{ROLLOUT}.multi_turn.tool_config_path", "rollout.environment", _turns, "a class of yours"),
-        becomes(f"{ROLLOUT}.multi_turn.interaction_config_path", "rollout.environment", _turns, "a class of yours"),
-        becomes(
-            f"{ROLLOUT}.agent.default_agent_loop",
-            "rollout.environment",
-            lambda value, source: {} if value == "single_turn_agent" else _turns(value, source),
-            "only single_turn_agent; else a class of yours",
-        ),
-        becomes(f"{ROLLOUT}.agent.agent_loop_config_path", "rollout.environment", _turns, "a class of yours"),
-        becomes(
-            f"{ACTOR}.router_replay.mode",
-            "moe.routing_replay",
-            _replay,
-            "disabled: off, R2: old_policy, R3: engine",
-        ),
-    ),
-    dropped(f"{ACTOR}.router_replay.*", "routing is replayed within a step, never from a file"),
-    dropped(f"{ROLLOUT}.enable_rollout_routing_replay", "follows from moe.routing_replay=engine (router_replay.mode=R3)"),
-    dropped(f"{ROLLOUT}.multi_turn.*", "what a turn is, an environment says: rollout.environment, rollout.max_turns"),
-    dropped(f"{ROLLOUT}.calculate_log_probs", "the engine's log-probs are always recorded here"),
-    same(f"{ROLLOUT}.enable_prefix_caching", "rollout.engine.prefix_cache"),
-    same(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.engine.tensor_parallel", default=2),
-    same(f"{ROLLOUT}.gpu_memory_utilization", "rollout.engine.mem_fraction", default=0.5),
-    same(f"{ROLLOUT}.max_num_seqs", "rollout.engine.max_running_requests", default=1024),
-    same(f"{ROLLOUT}.dtype", "rollout.engine.dtype", default="bfloat16"),
-    becomes(
-        f"{ROLLOUT}.load_format",
-        "rollout.engine.load_format",
-        lambda value, source: "dummy" if str(value).startswith("dummy") else "auto",
-        "dummy, dummy_megatron, …: dummy; all others: auto",
-    ),
-    becomes(f"{ROLLOUT}.name", (), only(("sglang",), "the engine is always SGLang here"), "any engine there is SGLang here"),
-    same(f"{ROLLOUT}.val_kwargs.n", "eval.n", default=1),
-    same(f"{ROLLOUT}.val_kwargs.top_p", "eval.top_p", default=1.0),
-    becomes(f"{ROLLOUT}.val_kwargs.temperature", "eval.temperature", elsewhere, "read with do_sample", default=0),
-    becomes(
-        f"{ROLLOUT}.val_kwargs.do_sample",
-        ("eval.temperature", "eval.n", "eval.greedy"),
-        _validation,
-        "false: greedy, one sample",
-        default=False,
-    ),
-    dropped(f"{ROLLOUT}.*", "has no counterpart: how the engine is run is decided here"),
-    dropped("actor_rollout_ref.hybrid_engine", "always true in verl's GRPO; here cluster.placement"),
-)
-
 VERL = System(
     "verl",
-    trains(*ALGORITHM, dropped("algorithm.*", "no such part of the algorithm here"), *LOSS)
-    + BATCH
-    + DATA
-    + REWARD
-    + ENGINE
-    + TRAINER,
+    (
+        dropped("*_target_", "the class that holds a section there"),
+        *trains(*ALGORITHM, dropped("algorithm.*", "no such part of the algorithm here"), *LOSS),
+        *(*BATCH, *DATA, *REWARD, *ENGINE, *OPTIMIZER, *TRAINER),
+    ),
     findings,
     refusal,
 )

@@ -3,8 +3,10 @@
 from typing import Any
 
 from grpo_megatron.importers.mapping import (
+    UNSET,
     CannotCarry,
     Convert,
+    Entry,
     Source,
     becomes,
     choice,
@@ -19,7 +21,6 @@ from grpo_megatron.importers.mapping import (
 )
 
 BUFFER = "reward_model.overlong_buffer"
-DAPO_BUFFER = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
 
 def _train_files(value: Any, source: Source) -> dict[str, Any]:
@@ -44,10 +45,20 @@ def _overlong_length(buffer: str) -> Convert:
     return convert
 
 
-def _overlong_end(value: Any, source: Source) -> dict[str, Any]:
-    """The length the buffer ends at, which here is always that of the longest response."""
-    if value is not None and truth(source[f"{DAPO_BUFFER}.enable"]) and value != source["data.max_response_length"]:
-        raise CannotCarry("reward.overlong_buffer ends at rollout.max_response_length")
+def _overlong_end(buffer: str) -> Convert:
+    """For the length that the buffer ends at, which here is always that of the longest response."""
+
+    def convert(value: Any, source: Source) -> dict[str, Any]:
+        if value is not None and truth(source[f"{buffer}.enable"]) and value != source["data.max_response_length"]:
+            raise CannotCarry("reward.overlong_buffer ends at rollout.max_response_length")
+        return {}
+
+    return convert
+
+
+def _drawn(value: Any, source: Source) -> dict[str, Any]:
+    if value not in (None, source["data.train_batch_size"]):
+        raise CannotCarry("give rollout.dynamic_sampling.over_sampling, or data.train_batch_size if no groups are filtered")
     return {}
 
 
@@ -84,36 +95,85 @@ DATA = (
             "data.train_max_samples", (), only((-1, None), "all records are used: write those you want to a file"), "only -1"
         ),
     ),
+    *trains(
+        becomes(
+            "data.gen_batch_size",
+            "rollout.dynamic_sampling.over_sampling",
+            _drawn,
+            "only that of data.train_batch_size; how many prompts are drawn for filtered groups follows from over_sampling",
+        ),
+        becomes("data.tokenizer", (), only((None,), "the tokenizer is that of model.path"), "only null"),
+        becomes("data.function_tool_path", (), only((None,), "tools are functions here: rollout.tools"), "only null"),
+    ),
+    becomes("data.val_max_samples", (), only((-1, None), "all records are used: write those you want to a file"), "only -1"),
     same("data.val_files", "data.eval"),
     becomes("data.seed", "run.seed", unless_null("run.seed")),
     dropped("data.reward_fn_key", "one reward function for all records here"),
     dropped("data.*", "no counterpart in how prompts are read"),
 )
 
-REWARD = (
-    *trains(
-        becomes(
-            "reward_model.reward_manager",
-            "reward.function",
-            lambda value, source: only(("naive", "dapo", "batch"), _BY_HAND)(value, source),
-            "naive, batch and dapo score by the data_source of a record",
+
+_SANDBOX = "programs run in a sandbox on the node here: reward.function=code"
+
+
+def _reward_entries(old: bool) -> tuple[Entry, ...]:
+    """Return the keys of the reward. old: as they were called until the end of 2025, under other sections."""
+    manager, function, sandbox, kwargs = (
+        ("reward_model.reward_manager", "custom_reward_function", "sandbox_fusion", "reward_model.reward_kwargs")
+        if old
+        else ("reward.reward_manager.name", "reward.custom_reward_function", "reward.sandbox_fusion", "reward.reward_kwargs")
+    )
+    model, buffer = "reward_model" if old else "reward.reward_model", f"{kwargs}.overlong_buffer_cfg"
+    return (
+        *trains(
+            becomes(
+                manager,
+                "reward.function",
+                only(("naive", "dapo", "batch", None), _BY_HAND),
+                "naive, batch and dapo score by the data_source of a record",
+            ),
+            becomes(
+                f"{model}.enable",
+                ("reward.function", "reward.model.path"),
+                only((False, None), "give reward.function=model with reward.model.path, or a function that asks a server"),
+                "only false",
+            ),
+            becomes(f"{function}.path", "reward.function", only((None,), _BY_HAND), "a function of yours"),
+            becomes(
+                f"{sandbox}.url",
+                "reward.function",
+                only((None,), _SANDBOX),
+                "only null",
+            ),
+            becomes(f"{buffer}.enable", (), elsewhere, "read with overlong_buffer_cfg.len", default=UNSET if old else False),
+            becomes(f"{buffer}.len", "reward.overlong_buffer.length", _overlong_length(buffer)),
+            same(f"{buffer}.penalty_factor", "reward.overlong_buffer.penalty"),
+            becomes(f"{kwargs}.max_resp_len", (), _overlong_end(buffer), "only data.max_response_length"),
         ),
-        becomes("reward_model.enable", "reward.function", only((False,), "a reward function may call a model"), "only false"),
-        becomes("custom_reward_function.path", "reward.function", only((None,), _BY_HAND), "a function of yours"),
-        dropped("reward_model.sandbox_fusion.*", "a reward function may call a sandbox"),
+        dropped(f"{function}.name", f"belongs to {function}.path"),
+        dropped(f"{sandbox}.*", f"belongs to {sandbox}.url; see reward.code.limits"),
+        dropped(f"{buffer}.log", "the mean reward is logged with the punishment in it"),
+        dropped(
+            f"{model.removesuffix('.reward_model')}.num_workers", "see reward.workers, which counts processes on each node"
+        ),
+        *trains(dropped(f"{function}.*", _BY_HAND), dropped(f"{kwargs}.*", _BY_HAND)),
+    )
+
+
+REWARD = (
+    *_reward_entries(old=False),
+    *_reward_entries(old=True),
+    *trains(
+        becomes("reward.reward_manager.source", "reward.function", only(("register", None), _BY_HAND), "only register"),
+        becomes("reward.reward_manager.module.path", "reward.function", only((None,), _BY_HAND), "only null"),
+        becomes("reward_model.sandbox_fusion.url", "reward.function", only((None,), _SANDBOX), "only null"),
         dropped("reward_model.reward_loop*", _BY_HAND),
-        becomes(f"{DAPO_BUFFER}.enable", (), elsewhere, "read with overlong_buffer_cfg.len", default=False),
-        becomes(f"{DAPO_BUFFER}.len", "reward.overlong_buffer.length", _overlong_length(DAPO_BUFFER)),
-        same(f"{DAPO_BUFFER}.penalty_factor", "reward.overlong_buffer.penalty"),
-        becomes("reward_model.reward_kwargs.max_resp_len", (), _overlong_end, "only data.max_response_length"),
         becomes(f"{BUFFER}.enable", (), elsewhere, "read with overlong_buffer.len", default=False),
         becomes(f"{BUFFER}.len", "reward.overlong_buffer.length", _overlong_length(BUFFER)),
         same(f"{BUFFER}.penalty_factor", "reward.overlong_buffer.penalty"),
     ),
-    dropped("custom_reward_function.*", "belongs to custom_reward_function.path"),
-    dropped(f"{DAPO_BUFFER}.log", "the mean reward is logged with the punishment in it"),
-    *trains(dropped("reward_model.reward_kwargs.*", _BY_HAND), dropped("reward.*", _BY_HAND)),
-    dropped(
-        "reward_model.*", "belongs to a reward model or to how rewards are computed; see reward_model.enable, reward.workers"
-    ),
+    dropped("reward.reward_manager.module.*", "belongs to reward_manager.module.path"),
+    dropped("reward.reward_model.*", "belongs to reward.reward_model.enable"),
+    *trains(dropped("reward.*", _BY_HAND)),
+    dropped("reward_model.*", "belongs to reward_model.enable"),
 )

@@ -8,11 +8,11 @@ from grpo_megatron.importers.mapping import (
     becomes,
     choice,
     dropped,
-    elsewhere,
     epochs,
     every,
     flag,
     only,
+    run_name,
     same,
     total_steps,
     trains,
@@ -25,7 +25,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 MEGATRON = f"{ACTOR}.megatron"
 OVERRIDE = f"{MEGATRON}.override_transformer_config"
-SCHEDULES = {name: name for name in ("constant", "cosine", "linear")} | {"WSD": "wsd", "wsd": "wsd"}
 
 
 def _gpus(value: Any, source: Source) -> dict[str, Any]:
@@ -46,25 +45,6 @@ def _sequence_parallel(value: Any, source: Source) -> bool:
     return truth(value) and source.number(f"{MEGATRON}.tensor_model_parallel_size") > 1
 
 
-def _warmup_steps(value: Any, source: Source) -> dict[str, Any]:
-    return {"optimizer.lr_warmup_steps": value} if value is not None and value > 0 else {}
-
-
-def _warmup_ratio(value: Any, source: Source) -> dict[str, Any]:
-    if not value or (source[f"{ACTOR}.optim.lr_warmup_steps"] or 0) > 0:
-        return {}
-    steps = source["trainer.total_training_steps"] or source[f"{ACTOR}.optim.total_training_steps"]
-    if not isinstance(steps, int) or steps <= 0:
-        raise CannotCarry("the number of steps is not known here: set optimizer.lr_warmup_steps to this share of it")
-    return {"optimizer.lr_warmup_steps": int(value * steps)}
-
-
-def _betas(value: Any, source: Source) -> dict[str, Any]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise CannotCarry("expected two numbers")
-    return {"optimizer.beta1": value[0], "optimizer.beta2": value[1]}
-
-
 def _recompute(value: Any, source: Source) -> str:
     return choice({"None": "none", "full": "full", "selective": "selective"})(value, source)
 
@@ -75,6 +55,12 @@ def _checkpointing(value: Any, source: Source) -> dict[str, Any]:
     return {"megatron.recompute": "full"} if truth(value) and granularity not in source else {}
 
 
+def _fp8(value: Any, source: Source) -> dict[str, Any]:
+    if value is None:
+        return {}
+    return {"megatron.precision": "fp8", "megatron.fp8.format": choice({"e4m3": "e4m3", "hybrid": "hybrid"})(value, source)}
+
+
 def _resume(value: Any, source: Source) -> dict[str, Any]:
     if value is None:
         return {}
@@ -83,6 +69,8 @@ def _resume(value: Any, source: Source) -> dict[str, Any]:
 
 # Keys of the actor that change how it computes, not what.
 _HOW = (
+    "pad_to_length",
+    "entropy_from_logits_chunk_size",
     "strategy",
     "use_torch_compile",
     "checkpoint.*",
@@ -133,6 +121,7 @@ TRAINER = (
             f"{MODEL}.custom_chat_template", (), only((None,), "the template is the tokenizer's: change it there"), "only null"
         ),
         becomes(f"{MODEL}.tokenizer_path", (), only((None,), "the tokenizer is that of model.path"), "only null"),
+        becomes("actor_rollout_ref.*.qat.enable", (), only((False,), "weights are not quantized in training"), "only false"),
         becomes(f"{ACTOR}.freeze_vision_tower", (), only((False,), "only text is trained here"), "only false"),
         same(
             f"{OVERRIDE}.moe_aux_loss_coeff",
@@ -142,16 +131,34 @@ TRAINER = (
         same(f"{OVERRIDE}.moe_z_loss_coeff", "moe.z_loss_coeff"),
         becomes("actor_rollout_ref.ref.model.path", "ref.path", unless_null("ref.path")),
     ),
+    dropped("actor_rollout_ref.*.qat.*", "belongs to qat.enable"),
     dropped(f"{MODEL}.lora*", "belongs to an adapter; see lora_rank"),
     dropped(f"{MODEL}.target_modules", "belongs to an adapter; see lora_rank"),
     dropped(f"{MODEL}.exclude_modules", "belongs to an adapter; see lora_rank"),
-    same("trainer.experiment_name", "run.name"),
+    becomes("trainer.experiment_name", "run.name", run_name, "a slash becomes a dash"),
     becomes("trainer.save_freq", "checkpoint.every", every("checkpoint.every"), "-1 (never) is 0 here", default=-1),
     becomes("trainer.test_freq", "eval.every", every("eval.every"), "-1 (never) is 0 here", default=-1),
     becomes("trainer.critic_warmup", (), only((0,), "there is no critic here"), "only 0"),
     dropped("trainer.resume_mode", "run.resume is auto, none, or the checkpoint to continue from"),
-    dropped("trainer.logger", "metrics go to TensorBoard and metrics.jsonl"),
-    dropped("trainer.*", "not mapped; where a run writes is run.root, run.name"),
+    dropped(
+        "trainer.logger", "metrics go to TensorBoard and metrics.jsonl, and with monitor.listeners=[wandb] to Weights & Biases"
+    ),
+    becomes("trainer.project_name", "monitor.wandb_project", run_name, "read only with monitor.listeners=[wandb]"),
+    becomes("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", unless_null("checkpoint.keep"), "null: 2 are kept here"),
+    *trains(
+        becomes("trainer.val_only", (), only((False, None), "nothing is trained then: use grpo-megatron eval"), "only false"),
+        becomes("trainer.v1.trainer_mode", (), only(("sync", None), "rollout and training take turns here"), "only sync"),
+        dropped("trainer.v1.sampler.custom_sampler.*", "prompts come in a new order every epoch, or in that of the file"),
+    ),
+    dropped("trainer.v1.*", "belongs to trainer.v1.trainer_mode"),
+    dropped("trainer.val_before_train", "with data.eval, an evaluation comes before the first step and after the last"),
+    dropped("trainer.log_val_generations", "see eval.save_samples"),
+    dropped("trainer.validation_data_dir", "see eval.save_samples, which writes to the run's folder"),
+    dropped("trainer.rollout_data_dir", "see rollout.record"),
+    dropped("trainer.balance_batch", "samples are always shared among ranks by their tokens here"),
+    dropped("trainer.esi_redundant_time", "see run.grace and run.grace_usr1"),
+    dropped("trainer.default_*_dir", "where a run writes is run.root, run.name"),
+    dropped("trainer.*", "no counterpart in how a run is done"),
     same(f"{MEGATRON}.tensor_model_parallel_size", "megatron.tensor_parallel", default=1),
     same(f"{MEGATRON}.pipeline_model_parallel_size", "megatron.pipeline_parallel", default=1),
     becomes(
@@ -176,46 +183,81 @@ TRAINER = (
     becomes("actor_rollout_ref.model.enable_gradient_checkpointing", "megatron.recompute", _checkpointing, "true: full"),
     becomes(f"{MEGATRON}.dtype", "megatron.precision", choice({"bfloat16": "bf16", "float32": "fp32"}), default="bfloat16"),
     dropped(f"{MEGATRON}.grad_offload", "follows from param_offload: megatron.sleep takes gradients along"),
-    dropped(f"{MEGATRON}.*", "decided here, or read from the model's config.json"),
+    *(
+        becomes(f"{MEGATRON}.override_ddp_config.{name}", "megatron.overlap", flag, "one switch for both of them here")
+        for name in ("overlap_grad_reduce", "overlap_param_gather")
+    ),
+    *trains(
+        becomes(
+            f"{OVERRIDE}.fp8",
+            ("megatron.precision", "megatron.fp8.format"),
+            _fp8,
+            "e4m3, hybrid: megatron.precision=fp8 with that format",
+        ),
+        becomes(
+            f"{OVERRIDE}.fp8_recipe",
+            "megatron.fp8.recipe",
+            choice({name: name for name in ("tensorwise", "delayed", "blockwise", "mxfp8")}),
+            "the same names; read only with fp8",
+        ),
+        same(f"{OVERRIDE}.num_layers_at_start_in_bf16", "megatron.fp8.bf16_first_layers"),
+        same(f"{OVERRIDE}.num_layers_at_end_in_bf16", "megatron.fp8.bf16_last_layers"),
+    ),
+    *(
+        dropped(f"{OVERRIDE}.{name}", "give megatron.pipeline_layers by hand: the layers of each stage")
+        for name in ("num_layers_in_*", "account_for_*", "pipeline_model_parallel_layout")
+    ),
+    dropped(f"{MEGATRON}.seed", "one seed for all: run.seed"),
+    dropped(f"{MEGATRON}.*", "no counterpart: the layers are Megatron's as the model's config.json has them"),
     becomes(f"{ACTOR}.fsdp_config.param_offload", "megatron.sleep", flag, "weights, gradients and optimizer together"),
     becomes(f"{ACTOR}.fsdp_config.optimizer_offload", "optimizer.offload", flag),
     becomes("actor_rollout_ref.ref.fsdp_config.param_offload", "ref.offload", flag),
-    dropped(f"{ACTOR}.fsdp_config.*", "the trainer is Megatron: see the megatron section"),
+    *trains(
+        becomes(
+            f"{ACTOR}.fsdp_config.dtype",
+            "megatron.precision",
+            only(("bfloat16", None), "give megatron.precision by hand: bf16 or fp32"),
+            "only bfloat16",
+        ),
+    ),
+    becomes(f"{ACTOR}.veomni.param_offload", "megatron.sleep", flag, "weights, gradients and optimizer together"),
+    becomes(f"{ACTOR}.veomni.optimizer_offload", "optimizer.offload", flag),
+    dropped(f"{ACTOR}.veomni.expert_parallel_size", "the trainer is Megatron: give megatron.expert_parallel by hand"),
+    *(
+        dropped(f"{ACTOR}.{engine}.*", "the trainer is Megatron: see the megatron section")
+        for engine in ("fsdp_config", "veomni", "torchtitan")
+    ),
     dropped(
         f"{ACTOR}.ulysses_sequence_parallel_size",
         "the trainer is Megatron: long sequences are split by megatron.context_parallel",
     ),
-    *trains(
-        same(f"{ACTOR}.optim.lr", "optimizer.lr", default=1e-6),
-        becomes(f"{ACTOR}.optim.lr_warmup_steps", "optimizer.lr_warmup_steps", _warmup_steps, default=-1),
-        becomes(
-            f"{ACTOR}.optim.lr_warmup_steps_ratio",
-            "optimizer.lr_warmup_steps",
-            _warmup_ratio,
-            unit="share of all steps -> optimizer steps",
-            default=0.0,
-        ),
-        becomes(f"{ACTOR}.optim.lr_decay_style", "optimizer.lr_schedule", choice(SCHEDULES), default="constant"),
-        becomes(f"{ACTOR}.optim.lr_scheduler_type", "optimizer.lr_schedule", choice(SCHEDULES)),
-        becomes(f"{ACTOR}.optim.warmup_style", "optimizer.lr_schedule", choice(SCHEDULES)),
-        becomes(f"{ACTOR}.optim.lr_decay_steps", "optimizer.lr_decay_steps", unless_null("optimizer.lr_decay_steps")),
-        same(f"{ACTOR}.optim.min_lr", "optimizer.lr_min", default=0.0),
-        same(f"{ACTOR}.optim.weight_decay", "optimizer.weight_decay", default=0.01),
-        becomes(f"{ACTOR}.optim.betas", ("optimizer.beta1", "optimizer.beta2"), _betas, default=[0.9, 0.999]),
-        same(f"{ACTOR}.optim.clip_grad", "optimizer.clip_grad", default=1.0),
-        same(f"{ACTOR}.grad_clip", "optimizer.clip_grad"),
+    becomes(f"{ACTOR}.checkpoint.async_save", "checkpoint.async_save", flag),
+    dropped(
+        f"{ACTOR}.checkpoint.*_contents", "a checkpoint holds all of it; checkpoint.export_hf writes the model in HF's form"
     ),
-    becomes(f"{ACTOR}.optim.total_training_steps", (), elsewhere, "read with lr_warmup_steps_ratio", default=-1),
-    becomes(
-        f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload",
-        "optimizer.offload",
-        flag,
-    ),
-    dropped(f"{ACTOR}.optim.override_optimizer_config.*", "decided here"),
-    *trains(dropped(f"{ACTOR}.optim.*", "no counterpart in the optimizer section")),
-    *(dropped(f"{ACTOR}.{name}", "how the trainer runs is decided here") for name in _HOW),
+    dropped(f"{ACTOR}.rollout_n", "it is rollout.n"),
+    dropped(f"{ACTOR}.data_loader_seed", "one seed for all: run.seed"),
+    dropped(f"{ACTOR}.calculate_entropy", "the entropy is always measured here"),
+    becomes(f"{ACTOR}.calculate_sum_pi_squared", (), only((False, None), "no estimator here reads it"), "only false"),
+    *(dropped(f"{ACTOR}.{name}", "changes how the trainer computes, not what") for name in _HOW),
     *trains(dropped(f"{ACTOR}.*", "no counterpart, and it may decide what is trained")),
+    dropped("actor_rollout_ref.ref.*", "the reference has the policy's layout and ranks: see ref.path and ref.offload"),
+    dropped(f"{MODEL}.trust_remote_code", "code from a checkpoint is never run here"),
+    dropped(f"{MODEL}.mtp.*", "belongs to mtp.enable_train"),
     dropped("actor_rollout_ref.*", "no counterpart"),
+    dropped("model_engine", "the trainer is Megatron"),
+    becomes(
+        "skip.*.enable",
+        ("rollout.record", "rollout.replay"),
+        only((False,), "give rollout.record or rollout.replay"),
+        "only false",
+    ),
+    dropped("skip.*", "belongs to skip.*.enable; see rollout.record and rollout.replay"),
+    *trains(
+        becomes("distillation.enabled", (), only((False,), "there is no teacher here"), "only false"),
+    ),
+    dropped("distillation.*", "belongs to distillation.enabled"),
+    dropped("transfer_queue.*", "samples go from engines to ranks through Ray's object store"),
     dropped("critic.*", "GRPO has no critic"),
     dropped("global_profiler.*", "no counterpart"),
     dropped("ray_kwargs.*", "cluster.ray_address names the Ray cluster"),

@@ -195,8 +195,8 @@ FILES = [
     ("run: {name: !ours a}\n", "the tag !ours means nothing here"),
     ("rollout: {n: !!bool perhaps}\n", "the tag !!bool means nothing here"),
     ("rollout: {n: !!timestamp x}\n", "the tag !!timestamp means nothing here"),
-    ('run: {name: "a\\0b"}\n', "run.name: 'a\\x00b' holds characters that no text has"),
-    ('run: {name: "\\ud800"}\n', "run.name: '\\ud800' holds characters that no text has"),
+    ('run: {name: "a\\0b"}\n', "run.name: 'a\\x00b' holds NUL or half of a surrogate pair, which no text has"),
+    ('run: {name: "\\ud800"}\n', "run.name: '\\ud800' holds NUL or half of a surrogate pair, which no text has"),
     ("a: 1\n---\nb: 2\n", "another document"),
     ("%YAML 9.9\n---\nrun: {}\n", "not valid YAML"),
     ("#" * 300_000, "more than 65536 characters"),
@@ -233,7 +233,15 @@ def test_files_that_mean_nothing_are_refused(text, part, capsys, tmp_path):
         ("rollout.n=" + "9" * 5000, "is not an integer of 64 bits"),
         ("rollout.n=" + "[" * 5000, "nested more than 32 deep"),
         ("run.name=\udcff", "not valid YAML: unacceptable character"),
-        ("run.name=&a [*a]", "an alias within what it stands for has no end"),
+        ("run.name=&a [*a]", ": run.name: an alias within what it stands for has no end"),
+        # The key stood missing between two colons: `argument '...': : '\ud800' holds ...`.
+        ('data.prompt_suffix="\\ud800"', ": data.prompt_suffix: '\\ud800' holds NUL or half of a surrogate pair"),
+        ('run.name="\\0"', ": run.name: '\\x00' holds NUL or half of a surrogate pair"),
+        ('data.train=["\\ud800"]', ": data.train: '\\ud800' holds NUL or half of a surrogate pair"),
+        ("run.seed=99999999999999999999", ": run.seed: 99999999999999999999 is not an integer of 64 bits"),
+        ("data.chat_template_args={a: 99999999999999999999}", ": data.chat_template_args.a: 99999999999999999999 is not an"),
+        ("data.chat_template_args={a: 1, a: 2}", ": data.chat_template_args.a is already set"),
+        ("data.chat_template_args={[1]: 2}", "a key of data.chat_template_args is a sequence, not a word"),
         ("data.train=[d.jsonl, 5]", "data.train must be"),
         ("data.train=5", "data.train must be"),
         ("rollout.engine.tensor_parallel=0", "rollout.engine.tensor_parallel"),
@@ -242,6 +250,7 @@ def test_files_that_mean_nothing_are_refused(text, part, capsys, tmp_path):
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(argument, part, capsys):
+    """The message names the argument, the key and the fault; users met messages without the key."""
     assert main(["train", "model.path=m", "data.train=d.jsonl", argument]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")

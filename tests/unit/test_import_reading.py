@@ -90,6 +90,10 @@ python3 train.py a.b="x y" 'c.d=[1, 2]' ++e.f=$N +g.h=${M:-7} i.j=${UNSET} k.l=1
         ('"1e-6"', "", 1e-6),
         ("\"'1'\"", "", "1"),
         ("~/data/x.parquet", "", "~/data/x.parquet"),
+        ("$A", "A=~/data/x.parquet", "$HOME/data/x.parquet"),
+        ("$A", "A='~/x'", "~/x"),
+        ("$A", "A=${B:-~/x}", "$HOME/x"),
+        ("$A", 'A="${B:-~/x}"', "~/x"),
         ('${A:-"${HOME}/x"}', "", "$HOME/x"),
         ("${A:-${B:-c}}", "", "c"),
         ("$A", ': "${A:=7}"', 7),
@@ -135,10 +139,8 @@ run 5 m.n=6
 def test_a_variable_that_a_branch_decides_is_not_known_and_its_values_are_named():
     settings = read_settings(f'if [ "$BIG" = 1 ]; then N=8; else N=4; fi\n{HEAD} a.b=$N $UNKNOWN_WORDS\n')
     assert settings.values == {"a.b": "$N"}
-    assert settings.unread == [
-        "$UNKNOWN_WORDS: not known here, and perhaps further settings",
-        "$N: 8 or 4, by a condition that is not known here",
-    ]
+    assert settings.undecided == {"a.b": '$N is 8 or 4, depending on [ "$BIG" = 1 ]'}
+    assert settings.unread == ["$UNKNOWN_WORDS: not known here, and perhaps further settings"]
 
 
 def test_of_several_different_launches_one_must_be_named():

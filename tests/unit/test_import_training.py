@@ -52,18 +52,18 @@ ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "roll
         ("data.image_key", "images", "only text"),
         (f"{MODEL}.mtp.enable_train", True, "several tokens"),
         ("custom_reward_function.path", "r.py", "module:function"),
-        ("reward_model.enable", True, "reward function"),
+        ("reward_model.enable", True, "reward.function=model"),
         ("reward_model.reward_manager", "prime", "module:function"),
         ("reward_model.sandbox_fusion.url", "u", "sandbox"),
         ("algorithm.adv_estimator", "gae", "no critic"),
-        ("algorithm.use_pf_ppo", True, "no such part"),
+        ("algorithm.use_pf_ppo", True, "drawn again"),
         (f"{ROLLOUT}.top_p", 0.9, "another distribution"),
         (f"{ROLLOUT}.top_k", 50, "another distribution"),
         (f"{ROLLOUT}.multi_turn.enable", True, "rollout.environment"),
         (f"{ROLLOUT}.multi_turn.tool_config_path", "t.yaml", "rollout.environment"),
         (f"{ROLLOUT}.agent.default_agent_loop", "tool_agent", "rollout.environment"),
         (f"{ROLLOUT}.over_sample_rate", 0.1, "waited for"),
-        (f"{ACTOR}.tau_pos", 1.0, "may decide"),
+        (f"{ACTOR}.new_key", 1.0, "may decide"),
         (f"{ACTOR}.optim.lr", "$LR", "not known here"),
         ("data.train_batch_size", "many", "integer"),
         ("data.sampler.class_path", "x", "order"),
@@ -176,7 +176,7 @@ def test_nothing_is_written_without_acceptance(tmp_path):
     printed, report = tool("-", "--out", out, stdin=command(), status=2)
     assert printed == ""
     assert not out.exists()
-    assert report.startswith("changes what is trained (1):\n  - reward: ")
+    assert report.startswith("changes what is trained, or is not known (1):\n  - reward: ")
     tool("-", "--accept", "--out", out, stdin=command(), status=0)
     assert yaml.safe_load(out.read_text())["data"]["train"] == "/d.parquet"
     printed, _ = tool("-", "reward.function=math", stdin=command(), status=0)

@@ -1,0 +1,106 @@
+"""Options of sbatch that submit.py sets itself, so that --sbatch-arg cannot contradict them."""
+
+import re
+from collections.abc import Iterator
+
+from render import Job
+
+_SUBMITS = "submit.py runs sbatch itself and reads its answer"
+_TASKS = "the job's script needs one task on each node"
+_GPUS = "use --gpus-per-node"
+_CPUS = "use --cpus-per-node"
+_LOGS = "the log is written to the run's folder, which run.root and run.name set"
+_WHOLE = "the job takes whole nodes; --cpus-per-node asks for a part of each"
+
+# {long name: (its short form, what to do instead)}
+_SET: dict[str, tuple[str, str]] = {
+    "job-name": ("J", "set run.name"),
+    "nodes": ("N", "use --nodes"),
+    "ntasks": ("n", _TASKS),
+    "ntasks-per-node": ("", _TASKS),
+    "ntasks-per-core": ("", _TASKS),
+    "ntasks-per-gpu": ("", _TASKS),
+    "ntasks-per-socket": ("", _TASKS),
+    "gpus": ("G", _GPUS),
+    "gpus-per-node": ("", _GPUS),
+    "gpus-per-socket": ("", _GPUS),
+    "gpus-per-task": ("", _GPUS),
+    "cpus-per-task": ("c", _CPUS),
+    "cpus-per-gpu": ("", _CPUS),
+    "tres-per-task": ("", "use --cpus-per-node and --gpus-per-node"),
+    "partition": ("p", "use --partition"),
+    "account": ("A", "use --account"),
+    "qos": ("q", "use --qos"),
+    "time": ("t", "use --time"),
+    "array": ("a", "use --array"),
+    "chdir": ("D", "run submit.py in the folder that the job is to work in"),
+    "output": ("o", _LOGS),
+    "open-mode": ("", _LOGS),
+    "signal": ("", "use --stop-before"),
+    "requeue": ("", "use --requeue"),
+    "no-requeue": ("", "leave out --requeue"),
+    "parsable": ("", _SUBMITS),
+    "test-only": ("", "use --dry-run"),
+    "wrap": ("", "use --setup for commands that come first"),
+    "help": ("h", _SUBMITS),
+    "usage": ("", _SUBMITS),
+    "version": ("V", _SUBMITS),
+}
+_SET_WITH_WHOLE_NODES = {
+    "exclusive": ("", _WHOLE),
+    "oversubscribe": ("s", _WHOLE),
+    "mem": ("", _WHOLE),
+    "mem-per-cpu": ("", _WHOLE),
+    "mem-per-gpu": ("", _WHOLE),
+}
+# Short options that may be followed by others in one argument, as in -HN4.
+_WITHOUT_VALUE = "hHOQsuvVW"
+
+
+def conflicts(job: Job) -> list[str]:
+    """Describe each of `job.sbatch_arguments` that is no option or contradicts what submit.py sets.
+
+    An option is recognised by its long name, by a beginning of it, and by its short form, alone or after others (-HN4).
+    """
+    known = _SET | ({} if job.cpus_per_node else _SET_WITH_WHOLE_NODES)
+    return [
+        f"--sbatch-arg={argument}: {problem}"
+        for argument in job.sbatch_arguments
+        for problem in _problems(argument, job, known)
+    ]
+
+
+def _problems(argument: str, job: Job, known: dict[str, tuple[str, str]]) -> Iterator[str]:
+    if not argument or not argument.startswith("-") or not argument.strip("-"):
+        yield "an option of sbatch begins with - and has a name"
+        return
+    name, _, value = argument.removeprefix("--").partition("=")
+    if not argument.startswith("--"):
+        yield from _short_problems(argument[1:], known)
+    elif name == "gres":
+        wanted = _gpus_in(value)
+        if wanted not in (None, job.gpus_per_node):
+            yield f"it asks for another number of GPUs on a node ({wanted}) than the job ({job.gpus_per_node or 0}); {_GPUS}"
+    elif name in known:
+        yield known[name][1]
+    else:
+        # sbatch takes every unambiguous beginning of a name for the name.
+        longer = next((full for full in (*known, "gres") if full.startswith(name)), None)
+        if longer:
+            yield f"write out the name; if it stands for --{longer}, {known.get(longer, ('', _GPUS))[1]}"
+
+
+def _short_problems(letters: str, known: dict[str, tuple[str, str]]) -> Iterator[str]:
+    for letter in letters:
+        yield from (f"-{letter} is --{full}: {instead}" for full, (short, instead) in known.items() if short == letter)
+        if letter not in _WITHOUT_VALUE:
+            return
+
+
+def _gpus_in(value: str) -> int | None:
+    """Return how many GPUs a --gres value asks for on a node; None if it asks for other things only."""
+    found = [
+        re.fullmatch(r"gpu(?::[A-Za-z][\w.-]*)?(?::(\d+))?", part.partition("(")[0], re.ASCII) for part in value.split(",")
+    ]
+    counts = [int(match[1] or 1) for match in found if match]
+    return sum(counts) if counts else None

@@ -1,0 +1,238 @@
+"""What is read of launch scripts whose branches cannot be decided."""
+
+import subprocess
+from functools import partial
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.importers import VERL, import_settings, read_settings, to_yaml
+from grpo_megatron.preflight.load import load_config
+from tests.tools import run_tool
+
+HEAD = "python3 -m verl.trainer.main_ppo "
+# A condition that only a machine can answer, as the scripts of verl have it.
+DEVICE = "DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}\n"
+SCRIPT = (
+    DEVICE
+    + """
+ACTOR=(
+    algorithm.adv_estimator=grpo
+    actor_rollout_ref.actor.optim.lr=3e-6
+    actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=0.002
+)
+ROLLOUT=(actor_rollout_ref.rollout.n=16 actor_rollout_ref.model.path=/m data.train_files=/d.parquet)
+EXTRA=()
+case "${DEVICE}" in
+    gpu) batch=256 ;;
+    npu) batch=16
+         ACTOR+=(actor_rollout_ref.actor.kl_loss_coef=0.01)
+         ROLLOUT+=(actor_rollout_ref.rollout.temperature=0.7)
+         EXTRA+=(+my.key=1) ;;
+    *) echo "unsupported" >&2; exit 1 ;;
+esac
+python3 -m verl.trainer.main_ppo "${ACTOR[@]}" "${ROLLOUT[@]}" data.train_batch_size=$batch "${EXTRA[@]}" "$@"
+"""
+)
+
+
+def read(script, **environment):
+    return read_settings(script, environment=environment)
+
+
+def verl(script, given=None, **environment):
+    return import_settings(VERL, read(script, **environment), given or {})
+
+
+# whole scripts
+
+
+def test_arrays_that_a_branch_changes_keep_what_all_branches_have():
+    """Users lost the whole array, got defaults in its place, and were told so by no exit status."""
+    result = verl(SCRIPT)
+    assert result.values["rollout.n"] == 16
+    assert result.values["optimizer.lr"] == 3e-6
+    assert result.values["algorithm.use_kl_loss"] is True
+    assert result.values["model.path"] == "/m"
+    for key in ("algorithm.kl_loss_coef", "rollout.temperature", "data.train_batch_size"):
+        assert key not in result.values
+    text = result.report()
+    assert 'kl_loss_coef=$<0.002 or 0.01>: depends on case "${DEVICE}"; set it by hand (algorithm.kl_loss_coef)' in text
+    assert "temperature=$<0.7 or not set>: depends on case" in text
+    assert "data.train_batch_size=$batch: $batch is 256 or 16, depending on case" in text
+    assert "my.key=$<1 or not set>" in text
+    assert result.needs_acceptance
+
+
+def test_a_variable_that_is_given_decides_the_branches():
+    gpu, npu = read(SCRIPT, DEVICE="gpu"), read(SCRIPT, DEVICE="npu")
+    assert (gpu.undecided, gpu.unread, npu.undecided, npu.unread) == ({}, [], {}, [])
+    assert gpu.values["actor_rollout_ref.actor.kl_loss_coef"] == 0.002
+    assert npu.values["actor_rollout_ref.actor.kl_loss_coef"] == 0.01
+    assert (gpu.values["data.train_batch_size"], npu.values["data.train_batch_size"]) == (256, 16)
+    assert "my.key" not in gpu.values
+    with pytest.raises(UserError, match="neither"):
+        read(SCRIPT, DEVICE="other")  # the script ends before it launches anything
+
+
+def test_keys_that_are_given_settle_what_branches_leave_open():
+    given = {
+        "algorithm.kl_loss_coef": 0.002,
+        "rollout.temperature": 1.0,
+        "data.train_batch_size": 256,
+        "reward.function": "math",
+    }
+    result = verl(SCRIPT.replace("+my.key=1", "actor_rollout_ref.rollout.temperature=0.9"), given | {"run.total_steps": 9})
+    assert (result.changes_training, result.unread, result.unknown) == ([], [], [])
+    assert not result.needs_acceptance
+
+
+def test_nothing_is_written_of_what_was_not_read_without_acceptance(tmp_path):
+    """16 of the scripts of verl gave a file of defaults, with status 0."""
+    out = tmp_path / "ours.yaml"
+    tool = partial(run_tool, "import_config")
+    overrides = ["reward.function=math", "run.total_steps=9"]
+    _, report = tool("-", "--from", "verl", *overrides, "--out", out, stdin=SCRIPT, status=2)
+    assert not out.exists()
+    assert "--env NAME=VALUE" in report
+    tool("-", "--env", "DEVICE=gpu", "--from", "verl", *overrides, "--out", out, stdin=SCRIPT, status=0)
+    assert yaml.safe_load(out.read_text())["algorithm"]["kl_loss_coef"] == 0.002
+    _, report = tool("-", "--env", "DEVICE", stdin=SCRIPT, status=2)
+    assert "--env DEVICE: it must be NAME=VALUE" in report
+
+
+# parts of scripts: what is known, what is open, what is not read
+
+
+UNKNOWN = "[ -d /data ]"
+
+
+@pytest.mark.parametrize(
+    ("script", "values", "unread"),
+    [
+        # Arrays, changed in different forms of branches.
+        (f"X=(a.b=1)\nif {UNKNOWN}; then X+=(c.d=2); fi", {"a.b": 1, "c.d": "$<2 or not set>"}, []),
+        (f"X=(a.b=1)\n{UNKNOWN} && X+=(c.d=2 e.f=3)", {"a.b": 1, "c.d": "$<2 or not set>", "e.f": "$<3 or not set>"}, []),
+        (f"if {UNKNOWN}; then X=(a.b=1 c.d=2); else X=(a.b=1 c.d=3); fi", {"a.b": 1, "c.d": "$<2 or 3>"}, []),
+        (f"X=(a.b=1 c.d=2)\nif {UNKNOWN}; then X=(c.d=2); fi", {"a.b": "$<1 or not set>", "c.d": 2}, []),
+        (f"X=(a.b=1)\nif {UNKNOWN}; then X+=(a.b=2); fi\nX+=(a.b=3)", {"a.b": 3}, []),
+        (f"X=(a.b=1)\nif {UNKNOWN}; then X+=(a.b=1); fi", {"a.b": 1}, []),
+        (f"if {UNKNOWN}; then X=(a.b=1); fi", {"a.b": "$<1 or not set>"}, []),
+        ("X=(a.b=1)\nfor f in $FILES; do X+=(c.d=$f); done", {"a.b": 1, "c.d": "$<$f or not set>"}, []),
+        (f"X=(a.b=1)\nif {UNKNOWN}; then exit 1; fi\nX+=(c.d=2)", {"a.b": 1, "c.d": 2}, []),
+        ("X=(a.b=1)\ncase $D in g) X+=(c.d=2);; *) X+=(c.d=2);; esac", {"a.b": 1, "c.d": 2}, []),
+        ("X=(a.b=1)\ncase $D in g) X+=(c.d=2);; h) X+=(c.d=2);; esac", {"a.b": 1, "c.d": "$<2 or not set>"}, []),
+        # Text that is made of settings.
+        (f'X="a.b=1"\nif {UNKNOWN}; then X="$X c.d=2"; fi', {"a.b": 1, "c.d": "$<2 or not set>"}, []),
+        (f'X=""\nif {UNKNOWN}; then X="a.b=1"; fi', {"a.b": "$<1 or not set>"}, []),
+        # What nobody knows is named.
+        ("X=(a.b=1)\nX[1]=c.d=2", {}, ["$X: not known here, and perhaps further settings"]),
+        ("mapfile -t X < settings.txt", {}, ["$X: not known here, and perhaps further settings"]),
+        (
+            f"X=(a.b=1)\nif {UNKNOWN}; then X+=(~c.d); fi",
+            {"a.b": 1},
+            ["~c.d: removes a key of theirs, depending on [ -d /data ]"],
+        ),
+        (
+            f"X=(a.b=1)\nif {UNKNOWN}; then X+=($MORE); fi",
+            {"a.b": 1},
+            ["$MORE: not known here, and perhaps further settings, depending on [ -d /data ]"],
+        ),
+        ("X=(a.b=1)\n. ./settings.sh", {"a.b": 1}, [". ./settings.sh: another script, which was not read"]),
+        # Variables that commands set are not what they were before.
+        ("N=1\nread N < file\nX=(a.b=$N)", {"a.b": "$N"}, []),
+        ("N=1\nprintf -v N '%d' 3\nX=(a.b=$N)", {"a.b": "$N"}, []),
+        ("N=1\nwhile getopts n: OPT; do case $OPT in n) N=$OPTARG;; esac; done\nX=(a.b=$N)", {"a.b": "$N"}, []),
+        # Where a variable holds, and where not.
+        ("N=1\nN=2 python3 other.py\nX=(a.b=$N)", {"a.b": 1}, []),
+        ("N=1\n(N=2; cd /)\nX=(a.b=$N)", {"a.b": 1}, []),
+        ("N=1\necho 2 | read N\nX=(a.b=$N)", {"a.b": 1}, []),
+        ("N=1\n{ N=2; }\nX=(a.b=$N)", {"a.b": 2}, []),
+        ("N=1\neval N=2\nX=(a.b=$N)", {"a.b": 2}, []),
+        ("set -- a.b=1 c.d=2\nX=($1)", {"a.b": 1}, []),
+    ],
+)
+def test_what_a_script_leaves_open_is_said(script, values, unread):
+    words = "$X" if 'X="' in script else '"${X[@]}"'
+    found = read(f"{script}\n{HEAD} z.z=0 {words}\n")
+    assert found.values == {"z.z": 0} | values
+    assert list(dict.fromkeys(found.unread)) == unread
+    assert {key for key, value in values.items() if "$<" in str(value)} <= set(found.undecided)
+
+
+def test_a_branch_of_case_that_falls_through_is_refused():
+    with pytest.raises(UserError, match="line 2: a branch of case that ends with ;& is not read"):
+        read(f"case $D in\n a) N=1 ;&\n b) N=2 ;;\nesac\n{HEAD} a.b=$N")
+
+
+def test_a_script_of_another_is_not_the_program_itself():
+    result = verl(f"bash run_common.sh {' '.join(('algorithm.adv_estimator=grpo', 'actor_rollout_ref.rollout.n=8'))}")
+    assert any("run_common.sh: another program than verl's main_ppo" in line for line in result.changes_training)
+
+
+# what is written can be loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ('$(basename "${X,,}")', None),
+        ('"$(basename "${MODEL_PATH,,}")-minimal"', None),
+        ("${EXP:-qwen_$(date +%Y%m%d)}", None),
+        ('"a/${B:-c}"', "a-c"),
+        ("..", None),
+        ("'???'", None),
+        ("'${oc.env:USER}'", None),
+        ('"a b"', "a b"),
+        ("gsm8k-7b", "gsm8k-7b"),
+    ],
+)
+def test_the_name_of_a_run_gives_a_file_that_can_be_loaded(name, expected, tmp_path):
+    """A name such as $(basename "${X,,}") was written as it is, and read as a reference that has no end."""
+    result = verl(SCRIPT.replace('"$@"', f"trainer.experiment_name={name}"), DEVICE="gpu")
+    path = tmp_path / "ours.yaml"
+    path.write_text(to_yaml(result))
+    load_config(str(path), [])
+    assert result.values.get("run.name") == expected
+    assert expected or any(line.startswith("trainer.experiment_name=") for line in result.not_carried)
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "data.train_files", "data.prompt_key"])
+@pytest.mark.parametrize("text", ["${A", "$(x ${A[@]:1} y)", "???", "$HOME/${A,,}/x", "a: b", "- a", '"${A}${"', "${a.b}"])
+def test_any_text_gives_a_file_that_can_be_loaded(key, text, tmp_path):
+    result = verl(SCRIPT.replace('"$@"', f"{key}='{text}'"), DEVICE="gpu")
+    path = tmp_path / "ours.yaml"
+    path.write_text(to_yaml(result))
+    load_config(str(path), [f"{ours}=/x" for ours in ("model.path", "data.train") if ours not in result.values])
+
+
+# against bash itself
+
+
+_WORD = st.sampled_from(["a.b=1", "a.b=2", "c.d=3", "e.f=4"])
+_CHANGE = st.one_of(
+    st.lists(_WORD, max_size=3).map(lambda words: f"X+=({' '.join(words)})"),
+    st.lists(_WORD, max_size=3).map(lambda words: f"X=({' '.join(words)})"),
+)
+_BRANCH = st.lists(_CHANGE, max_size=2).map(lambda changes: "\n".join([":", *changes]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(_CHANGE, st.lists(st.tuples(_BRANCH, _BRANCH), min_size=1, max_size=2), st.lists(st.booleans(), min_size=2, max_size=2))
+def test_what_is_read_is_what_bash_does_whichever_branch_it_takes(first, branches, taken):
+    body = "\n".join(f'if [ "$B{i}" = 1 ]; then\n{yes}\nelse\n{no}\nfi' for i, (yes, no) in enumerate(branches))
+    script = f"{first}\n{body}\n"
+    environment = {f"B{i}": str(int(one)) for i, one in enumerate(taken)}
+    done = subprocess.run(["/bin/bash", "-c", f"{script}echo z.z=0 ${{X[@]}}"], env=environment, capture_output=True, text=True)
+    real = dict(word.split("=") for word in done.stdout.split())
+    found = read(f'{script}{HEAD} z.z=0 "${{X[@]}}"')
+    for key, value in found.values.items():
+        known = str(value).removeprefix("$<").removesuffix(">").split(" or ")
+        assert real.get(key, "not set") in known or (key in found.undecided and key not in real)
+    assert real.keys() <= found.values.keys()
+    exact = read(f'{script}{HEAD} z.z=0 "${{X[@]}}"', **environment)
+    assert {key: str(value) for key, value in exact.values.items()} == real
