@@ -18,7 +18,9 @@ def process(tmp_path_factory):
     if compiler is None:
         pytest.skip("there is no C++ compiler (c++)")
     library = fake.build(tmp_path_factory.mktemp("fake"), compiler)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), fake.install, (library,)) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn"), initializer=fake.install, initargs=(library,)
+    ) as pool:
         yield pool
 
 
