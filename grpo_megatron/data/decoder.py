@@ -1,21 +1,48 @@
 """Token ids into text, in processes that do nothing else with a tokenizer."""
 
+from collections.abc import Iterable
+from pathlib import Path
+
 import numpy as np
+
+from grpo_megatron.json_files import read_object
 
 # What transformers cleans up in a text, where a tokenizer is told to.
 _UNCLEAN = "a , b . c ? d ! it 's we 're I 'm do n't"
 
 
 class Decoder:
-    """`decoder(ids)`: the text of int ids without special tokens. To be sent to other processes, which then import little."""
+    """`decoder(ids)`: the text of int ids without end and padding tokens. To be sent to other processes, which then import little.
 
-    def __init__(self, tokenizer):
-        """tokenizer: of transformers."""
+    All other special tokens stay: a tokenizer may have tags such as <think> or <tool_call> among them, which rewards and
+    tools look for.
+    """
+
+    def __init__(self, tokenizer, left_out: Iterable[int]):
+        """tokenizer: of transformers. left_out: ids of end and padding tokens."""
         # Its compiled part starts in a hundredth of the time.
         self._tokenizer = tokenizer.backend_tokenizer if _adds_nothing(tokenizer) else tokenizer
+        self._left_out = frozenset(left_out)
 
     def __call__(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        kept = [number for number in ids.tolist() if number not in self._left_out]
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+
+def end_tokens(tokenizer, model_path: str, closing: np.ndarray) -> set[int]:
+    """Return the ids of all end and padding tokens: the tokenizer's, the model's, and what the chat template closes turns with.
+
+    closing: int32 ids of the latter; only the last one of them is an end token.
+    """
+    stated: list[int | None] = []
+    for name in ("config.json", "generation_config.json"):
+        path = Path(model_path) / name
+        value = read_object(path).get("eos_token_id") if path.is_file() else None
+        stated += value if isinstance(value, list) else [value]
+    # Some files state the id of an ordinary token by mistake, which belongs to the text.
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    found = {tokenizer.eos_token_id, tokenizer.pad_token_id, *closing[-1:].tolist(), *(special & {*stated})}
+    return {number for number in found if number is not None}
 
 
 def _adds_nothing(tokenizer) -> bool:
@@ -27,5 +54,5 @@ def _adds_nothing(tokenizer) -> bool:
         return False
     if kind.decode is not PreTrainedTokenizerFast.decode or kind._decode is not PreTrainedTokenizerFast._decode:
         return False
-    ids = tokenizer.encode(_UNCLEAN)
-    return tokenizer.decode(ids, skip_special_tokens=True) == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+    ids = [*tokenizer.encode(_UNCLEAN), *tokenizer.all_special_ids]
+    return tokenizer.decode(ids) == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from grpo_megatron.data.arrow_records import HUB_PREFIX, HubRecords, ParquetRecords
+from grpo_megatron.data.arrow_records import HUB_PREFIX, HubRecords, ParquetRecords, hub_folder
 from grpo_megatron.data.json_records import JsonRecords
 from grpo_megatron.data.store import Records
 from grpo_megatron.data.values import required
 from grpo_megatron.errors import UserError
 
-__all__ = ["HUB_PREFIX", "open_records", "read_records"]
+__all__ = ["HUB_PREFIX", "hub_folder", "open_records", "read_records"]
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
