@@ -118,7 +118,7 @@ class DataConfig:
     response_key: str = option(
         "response",
         "sft only: field with the response to learn: a string, taken as the model writes it, or the messages of the rest of a chat, "
-        "made to text by the chat template",
+        "which the chat template renders",
     )
     chosen_key: str = option(
         "chosen",
