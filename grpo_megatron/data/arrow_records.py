@@ -20,9 +20,10 @@ _SAVED = ("state.json", "dataset_dict.json")  # one of them is in every folder t
 
 
 class _ArrowRecords(Records):
-    """Records of Arrow tables, whose structs have null for every key that another record has and this one lacks.
+    """Records of Arrow tables.
 
-    Such a null cannot be told from one that was written, so a template sees neither.
+    A struct in Arrow has every key that any record has, and null for those that this record lacks. Such a
+    null cannot be told from one that was written, so chat templates get neither.
     """
 
     def meant(self, value: Any) -> Any:
@@ -121,7 +122,10 @@ def hub_folder(source: str) -> str | None:
 
 
 def _saved(source: str, folder: str, config: str, split: str):
-    """Return the data set of a folder that `save_to_disk` wrote. Raises UserError for a part that it does not have."""
+    """Return the data set of a folder that `save_to_disk` wrote.
+
+    Raises UserError for a configuration or a split that it does not have.
+    """
     from datasets import Dataset, load_from_disk
 
     data = load_from_disk(folder)
@@ -144,7 +148,7 @@ def _saved(source: str, folder: str, config: str, split: str):
 
 
 def _reasons(error: BaseException) -> str:
-    """Return what the library says, and why: its own message often says no more than that something failed."""
+    """Return the messages of an error and its causes: the last one often says only that something failed."""
     said: list[str] = []
     while error is not None:
         message = " ".join(str(error).split())

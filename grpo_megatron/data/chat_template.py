@@ -14,7 +14,8 @@ from grpo_megatron.errors import UserError
 
 _WORD = "response"
 _QUESTION = {"role": "user", "content": "prompt"}
-# A tag that begins a turn, such as <think> in the templates of models that always think, and white space behind it.
+# A tag that begins a turn, and the white space behind it: templates of models that always think end with
+# <think>.
 _LAST_TAG = re.compile(r"(<[^<>\s]+>)(\s*)\Z")
 
 
@@ -23,23 +24,27 @@ class TurnShape:
     """What the template puts around the text of a turn of the model."""
 
     lead: str
-    """White space between the beginning of the turn and its text, such as the space behind Mistral's [/INST]."""
+    """White space between the beginning of a turn and its text, such as that behind Mistral's [/INST]."""
     tail: str
     """Everything behind the text in a finished conversation, such as `<|im_end|>` and a line break."""
     closing: str
-    """The part of `tail` that the model writes: up to the first token of the tokenizer's added ones, such as `<|im_end|>`."""
+    """The part of `tail` that the model writes, up to the first added token, such as `<|im_end|>`."""
     is_closed: bool
-    """Whether `closing` ends with such a token. If not, the tokenizer's end token has to close the turn."""
+    """Whether `closing` has such a token. If not, the tokenizer's end token has to close the turn."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the model. before: all text that stands before it; text: what the model writes, without the closing."""
+    """A turn of the model in a chat."""
 
     before: str
+    """All text in front of the turn."""
     text: str
+    """What the model writes, without the closing."""
     closing: str
+    """As in TurnShape."""
     is_closed: bool
+    """As in TurnShape."""
 
 
 class ChatTemplate:
@@ -68,7 +73,10 @@ class ChatTemplate:
     def render(
         self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None = None, generation: bool = True
     ) -> str:
-        """Return the text of a chat. tools: those of its record. generation: the beginning of the model's next turn follows."""
+        """Return the text of a chat.
+
+        tools: JSON schemas that its record offers. generation: add the beginning of the model's next turn.
+        """
         if tools and self._tools:
             raise UserError(
                 f"{where}: the record offers tools of its own (data.tools_key), and so does the environment; set data.tools_key=null to "
@@ -98,7 +106,11 @@ class ChatTemplate:
         return self._tokenizer.apply_chat_template(messages, chat_template=self._text, tokenize=False, **arguments)
 
     def prompt(self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None = None) -> str:
-        """Return the text up to where the model goes on: behind the last message, or within it if it is a begun turn of the model."""
+        """Return the text that the model continues.
+
+        A chat that ends with a message of the assistant is a begun turn: the text ends where that message
+        ends.
+        """
         *earlier, last = messages
         if last["role"] != "assistant":
             return self.render(messages, where, tools)
@@ -113,9 +125,9 @@ class ChatTemplate:
         return before + self.text_behind(before, last["content"])
 
     def text_behind(self, before: str, text: str) -> str:
-        """Return the text that a turn begins with, as it has to stand behind the beginning that the template makes of a turn.
+        """Return the beginning of a turn's text in the form in which it follows the text `before`.
 
-        A tag with which the template begins turns is not repeated.
+        A tag that the template puts at the beginning of turns is not repeated.
         """
         if not text:
             return text
@@ -141,8 +153,9 @@ class ChatTemplate:
     def turn(self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None, begun: str = "") -> Turn:
         """Return the last message, which is the assistant's, as the model writes it.
 
-        The turn is what the template adds to the chat before it. begun: the beginning of its content that belongs to the prompt.
-        Raises UserError where the template leaves out a part of the message, or does not show where it begins or ends.
+        The turn is what the template adds to the chat before it. begun: the part of its content that the
+        prompt has. Raises UserError if the template leaves out a part of the message, or if its beginning or
+        end cannot be found.
         """
         *earlier, last = messages
         before = self.render(earlier, where, tools)
@@ -187,10 +200,11 @@ class ChatTemplate:
 
     @cached_property
     def _call_forms(self) -> list[tuple[str | None, type]]:
-        """The forms in which the template shows tool calls: (content where there is none, type of the arguments).
+        """Forms in which the template shows tool calls: (what empty content has to be, type of arguments).
 
-        Some templates print None, or want content to be None; some write arguments given as text as a JSON string within JSON,
-        and others fail if they are an object. The form of most data sets comes first.
+        Templates differ: some print None, and some show calls only if content is None; some write arguments
+        that are text as a JSON string within JSON, and others fail if they are an object. The usual form
+        comes first.
         """
         return [form for form in product((None, ""), (dict, str)) if self._shows_calls(*form)]
 
@@ -215,7 +229,7 @@ class ChatTemplate:
         return _WORD in text and not prints_nothing and f'\\"{_WORD}' not in text
 
     def _fitted(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with its empty content, and the arguments of its calls, in a form that this template shows."""
+        """Return the message with empty content and arguments of calls in a form that the template shows."""
         if not message.get("tool_calls"):
             return message if message["content"] is not None else {**message, "content": ""}
         given = _function(message["tool_calls"][0]).get("arguments", {})

@@ -12,10 +12,12 @@ _UNCLEAN = "a , b . c ? d ! it 's we 're I 'm do n't"
 
 
 class Decoder:
-    """`decoder(ids)`: the text of int ids without end and padding tokens. To be sent to other processes, which then import little.
+    """Makes text of token ids, without end and padding tokens.
 
-    All other special tokens stay: a tokenizer may have tags such as <think> or <tool_call> among them, which rewards and
-    tools look for.
+    It can be sent to other processes, which then import little.
+
+    All other special tokens stay: tags such as <think> or <tool_call> may be among them, and rewards look for
+    these.
     """
 
     def __init__(self, tokenizer, left_out: Iterable[int]):
@@ -29,11 +31,8 @@ class Decoder:
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
 
-def end_tokens(tokenizer, model_path: str, closing: np.ndarray) -> set[int]:
-    """Return the ids of all end and padding tokens: the tokenizer's, the model's, and what the chat template closes turns with.
-
-    closing: int32 ids of the latter; only the last one of them is an end token.
-    """
+def end_tokens(tokenizer, model_path: str) -> set[int]:
+    """Return the ids of the end and padding tokens that the tokenizer and the files of the model name."""
     stated: list[int | None] = []
     for name in ("config.json", "generation_config.json"):
         path = Path(model_path) / name
@@ -41,7 +40,7 @@ def end_tokens(tokenizer, model_path: str, closing: np.ndarray) -> set[int]:
         stated += value if isinstance(value, list) else [value]
     # Some files state the id of an ordinary token by mistake, which belongs to the text.
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    found = {tokenizer.eos_token_id, tokenizer.pad_token_id, *closing[-1:].tolist(), *(special & {*stated})}
+    found = {tokenizer.eos_token_id, tokenizer.pad_token_id, *(special & {*stated})}
     return {number for number in found if number is not None}
 
 

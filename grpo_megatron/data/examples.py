@@ -20,9 +20,10 @@ from grpo_megatron.errors import UserError
 def load_examples(config: Config, tokenizer: PromptTokenizer) -> Sequence[Sample]:
     """Return the prompt/response pairs of all of data.train as samples.
 
-    Every response ends as the chat template ends a turn of the assistant, or else with the tokenizer's end token. A response may
-    also be the rest of a chat, such as an episode with an environment: a list of messages that begins and ends with one of the
-    assistant. All of the assistant's are trained on.
+    Every response ends as the chat template ends a turn of the assistant; if the template has no token for
+    that, with the tokenizer's end token. A response may also be the rest of a chat, such as an episode with
+    an environment: a list of messages that begins and ends with one of the assistant. All messages of the
+    assistant are trained on.
 
     Each is made once here, so that whatever is wrong is found before a run starts, and again when it is asked for.
     """

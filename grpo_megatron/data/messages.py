@@ -15,9 +15,9 @@ CALL_KEYS = ("tool_calls", "function_call")
 def chat_messages(prompt: Any, where: str, name: str = "prompt") -> list[dict[str, Any]]:
     """Return the messages with their contents as text, and without the keys that are null.
 
-    Many libraries write every key that a message could have, with null for those it lacks; templates, however, ask whether
-    a key is there. An assistant's message may have no content beside tool calls or reasoning: it is then None.
-    name: the field, for messages of a UserError.
+    Many libraries write null for keys that a message lacks, but templates ask whether a key is there. The
+    content is None where an assistant's message has tool calls or reasoning alone. name: of the field, for a
+    UserError.
     """
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise UserError(
@@ -75,12 +75,12 @@ def _content(message: dict[str, Any], where: str) -> str | None:
 
 
 def written_beside_content(message: dict[str, Any]) -> list[str]:
-    """Return the keys, besides content, in which an assistant's message has something that the model wrote."""
+    """Return the keys besides content that hold what the model wrote in an assistant's message."""
     return [key for key in (*REASONING_KEYS, *CALL_KEYS) if message.get(key)]
 
 
 def chat_in_text(text: str, where: str) -> list[dict[str, Any]] | None:
-    """Return the messages that a string spells as JSON, as columns of CSV files often do; None if it is another text.
+    """Return the messages if a text is a list of them as JSON, as in CSV files; None for any other text.
 
     Raises UserError for messages that are spelled as Python spells them.
     """
@@ -112,7 +112,7 @@ def _json_value(text: str) -> Any:
 
 
 def offered_tools(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return the JSON schemas of the tools that a record offers to the model. given: a list of them, or its JSON text."""
+    """Return the JSON schemas of the tools that a record offers. given: a list of them, or its JSON text."""
     tools = _json_value(given) if isinstance(given, str) else given
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(

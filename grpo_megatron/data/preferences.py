@@ -81,7 +81,10 @@ class PairMaker:
         return prompt_ids, tokenizer.template.turn([*earlier, last], where, tools).text
 
     def _conversation(self, messages: list[dict[str, Any]], record: dict[str, Any], where: str) -> list[dict[str, Any]]:
-        """Return the whole conversation. messages: it, or its part behind the record's prompt, which begins with the assistant."""
+        """Return the whole conversation.
+
+        messages: all of it, or, if they begin with the assistant, the rest behind the record's prompt.
+        """
         tokenizer = self.conversations.tokenizer
         if messages[0]["role"] != "assistant":
             return [*tokenizer.messages(messages[:-1], where), messages[-1]]

@@ -54,11 +54,12 @@ class PromptTokenizer:
         self._system, self._suffix = data.system_prompt, data.prompt_suffix
         self.template = _template(model_path, self.tokenizer, data, tools)
         self._beginning = self._put_before_texts()
-        # Tokenizers in the manner of SentencePiece put a space before a text that begins, but not before one that goes on.
+        # SentencePiece tokenizers put a space in front of a text, but not in front of a part within it.
         self._depends_on_text_before = self._behind("\n", "a") != self._ids("a")
         if self.template and self._system is not None:
             self._check_system_prompt()
-        self.decoder = Decoder(self.tokenizer, end_tokens(self.tokenizer, model_path, self._closing_of_template()))
+        self.turn_ends = self._ends_of_template()
+        self.decoder = Decoder(self.tokenizer, {*self.turn_ends, *end_tokens(self.tokenizer, model_path)})
 
     def prompt(self, prompt: Any, where: str, tools: Tools = None) -> tuple[str, np.ndarray]:
         """Return (text, int32 ids [P], P > 0). tools: JSON schemas that the record offers.
@@ -90,7 +91,10 @@ class PromptTokenizer:
         return self.prompt(prompt, where)[0]
 
     def messages(self, prompt: Any, where: str = "the prompt") -> list[dict[str, Any]] | None:
-        """Return the chat that a prompt begins, with system prompt and suffix; None for token ids and a text to go on from."""
+        """Return the prompt as a chat, with system prompt and suffix.
+
+        None for token ids, and for text where there is no template.
+        """
         if _are_ids(prompt):
             return None
         given = prompt
@@ -120,11 +124,14 @@ class PromptTokenizer:
         return messages
 
     def chat(self, messages: list[dict[str, Any]], where: str = "the prompt", tools: Tools = None) -> str:
-        """Return the text of a chat whose messages are all finished, up to where the model begins its next turn."""
+        """Return the text of a chat, whose last message is finished, with the beginning of the next turn."""
         return self._needed_template().render(messages, where, tools)
 
     def after_turn(self, messages: list[dict[str, Any]], tools: Tools = None) -> np.ndarray:
-        """Return int32 ids of what the template puts behind a turn of the model: its end, these messages, the next turn's beginning."""
+        """Return int32 ids of what the template puts behind a turn of the model.
+
+        They are the turn's end, these messages, and the beginning of the next turn.
+        """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}, *messages]
         _, found, behind = self.chat(chat, "an observation", tools).partition(_STAND_IN)
         if not found:
@@ -134,8 +141,19 @@ class PromptTokenizer:
             )
         return self.encode(behind)
 
+    def continued(self, ids: list[int], messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
+        """Return ids that end with a turn of the model, and `after_turn` behind them."""
+        behind, shape = self.after_turn(messages, tools).tolist(), self._needed_template().shape
+        end = self._ids(shape.closing) if shape.is_closed else behind[:1]
+        # The model mostly wrote the end of its turn itself.
+        is_written = end == behind[: len(end)] == ids[len(ids) - len(end) :]
+        return [*ids, *(behind[len(end) :] if is_written else behind)]
+
     def after_response(self) -> np.ndarray:
-        """Return int32 ids that stand behind a response in a finished conversation; without a template the end token, if any."""
+        """Return int32 ids that follow a response in a finished conversation.
+
+        Without a template this is the end token, if there is one.
+        """
         if self.template:
             return self.encode(self.template.shape.tail)
         end = self.tokenizer.eos_token_id
@@ -185,7 +203,7 @@ class PromptTokenizer:
         return ids
 
     def _must_be_plain(self, messages: list[dict[str, Any]], text: str, where: str) -> None:
-        """Raises UserError for a prompt that begins as the template's text does: a template was applied to it before."""
+        """Refuse a prompt that begins like the template's own text: a template was applied to it before."""
         first = next((token for token in self.template.added_tokens if text.startswith(token)), None)
         asked = next((message["content"] for message in messages if message["role"] == "user"), None)
         if first and asked and asked.lstrip().startswith(first):
@@ -216,12 +234,13 @@ class PromptTokenizer:
         if with_it == without:
             raise UserError("data.system_prompt has no effect: the chat template leaves out messages of the role system")
 
-    def _closing_of_template(self) -> np.ndarray:
+    def _ends_of_template(self) -> tuple[int, ...]:
+        """Return the token with which the template ends turns, if any. It need not be the tokenizer's end token."""
         try:
             shape = self.template.shape if self.template else None
         except UserError:
-            shape = None  # it is said where it matters: not every run needs finished turns
-        return self.encode(shape.closing) if shape and shape.is_closed else np.array([], dtype=np.int32)
+            return ()  # it is said where it matters: not every run needs finished turns
+        return tuple(self._ids(shape.closing)[-1:]) if shape and shape.is_closed else ()
 
     def _needed_template(self) -> ChatTemplate:
         if self.template is None:
@@ -235,16 +254,6 @@ class PromptTokenizer:
     def decode_all(self, ids: np.ndarray) -> str:
         """Return the text with every token."""
         return self.tokenizer.decode(ids.tolist())
-
-
-def continued(tokenizer: PromptTokenizer, ids: list[int], messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
-    """Return ids that end with a turn of the model, and what comes behind it, see PromptTokenizer.after_turn."""
-    behind = tokenizer.after_turn(messages, tools).tolist()
-    shape = tokenizer.template.shape
-    end = tokenizer.encode(shape.closing).tolist() if shape.is_closed else behind[:1]
-    # The model mostly wrote the end of its turn itself.
-    is_written = end == behind[: len(end)] == ids[len(ids) - len(end) :]
-    return [*ids, *(behind[len(end) :] if is_written else behind)]
 
 
 def _are_ids(prompt: Any) -> bool:
@@ -271,7 +280,8 @@ def load_tokenizer(model_path: str):
 def _vocab_size(model_path: str, tokenizer) -> int:
     """Return the model's number of tokens; the tokenizer's where the folder has no model.
 
-    A model may have more tokens than its tokenizer, which pads the embedding to a convenient size, but not fewer.
+    A model may have more tokens than its tokenizer, because embeddings are padded to convenient sizes, but
+    not fewer.
     """
     needed = max(tokenizer.get_vocab().values()) + 1
     config = Path(model_path) / "config.json"
@@ -287,13 +297,16 @@ def _vocab_size(model_path: str, tokenizer) -> int:
 
 
 def _template(model_path: str, tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]]) -> ChatTemplate | None:
-    """Return the template that data.chat_template names; None for none. Raises UserError for settings that do not fit."""
+    """Return the template that data.chat_template names; None for `none`. Raises as _read_template does."""
     text = _read_template(model_path, tokenizer, data)
     return None if data.chat_template == NO_TEMPLATE else ChatTemplate(tokenizer, text, data.chat_template_args, tools)
 
 
 def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
-    """Return the text of the file that data.chat_template names, if it names one. Raises UserError for settings that do not fit."""
+    """Return the text of the file that data.chat_template names; None if it names no file.
+
+    Raises UserError for settings that do not go together.
+    """
     name = data.chat_template
     ours = sorted(set(_OURS) & set(data.chat_template_args))
     if ours:

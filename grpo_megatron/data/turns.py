@@ -1,4 +1,4 @@
-"""A response that is learned from, as the model would have written it: its tokens, and which of them are the model's."""
+"""Tokens of a response to learn from, and which of them the model writes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _ASKED = {"role": "user", "content": "?"}
 
 @dataclass(frozen=True)
 class Asked:
-    """The prompt of a record. text: what was tokenized. messages: its chat, or None. tools: JSON schemas that the record offers."""
+    """The prompt of a record. text: what was tokenized. messages, tools: as in Prompt."""
 
     text: str
     messages: list[dict[str, Any]] | None
@@ -25,11 +25,13 @@ class Asked:
 
 
 def written(tokenizer: PromptTokenizer, asked: Asked, response: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (int32 ids, bool mask of those that the model writes) of everything behind the prompt.
+    """Return (int32 ids [R], bool mask [R]) of everything behind the prompt.
 
-    response: a string, which is the text of one turn as the model writes it; or messages, of which the first and the last are the
-    assistant's, rendered by the chat template. Their tokens are those of an episode with rollout.history=append. where: the
-    record and the field, for the message of the UserError about what cannot be used.
+    The mask is true for tokens that the model writes.
+
+    response: a string, which is the text of one turn as the model writes it, or messages, which the chat
+    template renders. The first and the last message are the assistant's. The tokens are those of an episode
+    with rollout.history=append. where: the record and its field, for the message of a UserError.
     """
     parts = [(ids, by_model) for ids, by_model in _parts(tokenizer, asked, _messages(response, where), where) if len(ids)]
     mask = np.concatenate([np.full(len(ids), by_model, dtype=np.bool_) for ids, by_model in parts])
@@ -78,7 +80,7 @@ def _turn(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarra
 
 
 def _plain_parts(tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str) -> Iterator:
-    """Yield the parts behind a prompt that is no chat: contents as they are, as an episode's observations are there."""
+    """Yield the parts behind a prompt that is no chat: contents verbatim, as in such an episode."""
     before = asked.text
     for message in response:
         if beside := written_beside_content(message):
@@ -118,6 +120,7 @@ def _between(tokenizer: PromptTokenizer, earlier: Turn, turn: Turn, messages: li
     behind = f"{earlier.before}{earlier.text}{earlier.closing}"
     if turn.before.startswith(behind):
         return tokenizer.encode_behind(behind, turn.before[len(behind) :])
-    # The template shows the earlier turn otherwise now, mostly without its thinking, but the model reads on what it wrote.
+    # The template now shows the earlier turn in another form, mostly without its thinking. An episode with
+    # rollout.history=append keeps what the model wrote.
     ids, end = tokenizer.after_turn(messages, tools), tokenizer.encode(tokenizer.template.shape.closing)
     return ids[len(end) :] if np.array_equal(ids[: len(end)], end) else ids

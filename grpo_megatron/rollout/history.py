@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.rollout import HistoryKind
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.data.tokenizer import continued
 from grpo_megatron.errors import UserError
 
 Observation = str | list[dict[str, Any]]
@@ -38,7 +37,7 @@ class AppendedHistory:
     def go_on(self, ids: list[int], turn: str, observation: Observation) -> list[int]:
         if isinstance(observation, str) or self._prompt.messages is None:
             return [*ids, *self._encode(observation)]
-        return continued(self._tokenizer, ids, observation, self._prompt.tools)
+        return self._tokenizer.continued(ids, observation, self._prompt.tools)
 
     def _encode(self, observation: Observation) -> list[int]:
         text = observation if isinstance(observation, str) else "".join(message["content"] for message in observation)
@@ -86,7 +85,8 @@ def _as_messages(observation: Observation) -> list[dict[str, Any]]:
 def _joined(prompt: Prompt, observation: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the prompt's messages with an environment's first observation.
 
-    A first message of the role that spoke last goes on in its message, because many templates want the roles to alternate.
+    If the observation begins with the role of the last message, it is appended to that message, because many
+    templates want the roles to alternate.
     """
     messages = prompt.messages
     if observation and messages[-1]["role"] == "assistant":

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of well-known models, and tokenizers that have them. The tokenizers know every byte."""
+"""Chat templates like those of well-known models, and tokenizers with them that know every byte."""
 
 import json
 
@@ -121,8 +121,8 @@ PAD = "<|pad|>"
 def save_tokenizer(folder, kind, special=(), around=None, tokens_of_model=None):
     """Write a tokenizer with one of TEMPLATES; returns its folder.
 
-    special: further special tokens. around: what it puts around texts, such as `<s> $A`. tokens_of_model: the vocab_size of a
-    config.json beside it.
+    special: further special tokens. around: what it puts around texts, such as `<s> $A`. tokens_of_model:
+    vocab_size of a config.json in the folder; None for no such file.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from tokenizers.processors import TemplateProcessing

@@ -1,4 +1,4 @@
-"""Prompts through well-known chat templates: begun turns, beginnings, suffixes, and settings that would have no effect."""
+"""Prompts in well-known chat templates: begun turns, BOS tokens, suffixes, settings that had no effect."""
 
 import json
 
@@ -37,7 +37,7 @@ def refused(folder, prompt="1", **data):
 @pytest.mark.parametrize("kind", TEMPLATES)
 @pytest.mark.parametrize("begun", ["It is", "It is ", "The answer:\n", "<tool>\n\n", "", "\tx"])
 def test_a_begun_turn_is_continued_as_it_was_begun(folders, kind, begun):
-    """The turn was closed, and a new one opened behind it. Templates that strip contents would have lost its white space."""
+    """The turn was closed, and a new one was opened behind it. Some templates would strip its white space."""
     tokenizer = PromptTokenizer(folders[kind])
     text, ids = tokenizer.prompt([ASKED, said(begun)], "f:1")
     before = tokenizer.text([ASKED])

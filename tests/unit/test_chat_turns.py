@@ -1,4 +1,4 @@
-"""Which tokens supervised training learns from a chat: exactly those that the assistant writes, as the chat template shows them."""
+"""Supervised training learns exactly the tokens that the assistant writes, as its template shows them."""
 
 import json
 
@@ -100,7 +100,7 @@ ANSWERED = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n
             [called("", {"a": 1}), TOOL, said("2")],
             '[[<|tool_call|>add\n{"a": 1}<|end_of_sentence|>]]<|tool_output|>2<|Assistant|>[[2<|end_of_sentence|>]]',
         ),
-        # The template drops the thinking of the first turn before the second; an episode goes on from what was written.
+        # The template drops the thinking of the first turn before the second; an episode keeps it.
         (
             "qwen3",
             [said("4", reasoning_content="a"), ASKED, said("2", reasoning_content="b")],
@@ -112,7 +112,7 @@ ANSWERED = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n
     ],
 )
 def test_the_assistants_tokens_are_learned(folders, tmp_path, kind, response, expected):
-    """Reasoning and tool calls were left out, an empty turn was trained in their place, and turns ended with the tokenizer's end token."""
+    """Reasoning and tool calls were dropped, so empty turns were trained; turns ended with the wrong token."""
     prompt, found = learned(folders[kind], {"prompt": [ASKED], "response": response}, tmp_path)
     if expected is None:  # as JSON text
         expected = learned(folders[kind], {"prompt": [ASKED], "response": json.loads(response)}, tmp_path)[1]
@@ -222,7 +222,7 @@ def test_a_response_behind_a_prompt_that_is_no_chat(folders, tmp_path):
 
 
 def test_tokenizers_that_put_a_space_before_texts(tmp_path):
-    """SentencePiece's put one before the response, as if it began a text, in a place where the model goes on in one."""
+    """The response was tokenized like a text of its own, with a space that the model does not write."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

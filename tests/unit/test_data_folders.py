@@ -152,7 +152,7 @@ def qwen3(tmp_path_factory):
 
 @pytest.mark.parametrize("form", ["parquet", "save_to_disk", "hf"])
 def test_keys_that_a_record_lacks_are_not_in_its_prompt(tmp_path, qwen3, form):
-    """Arrow gives each object the keys of all, with null; a prompt then called functions with arguments that nobody gave."""
+    """Arrow gives each object the keys of all, with null: prompts showed calls with arguments nobody gave."""
     texts = {}
     for kind in ("jsonl", form):
         source = in_form(kind, tmp_path)

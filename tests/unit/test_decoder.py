@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 
 from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.schema import DataConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.rewards.scoring import RewardTask, ScorerSpec
+from grpo_megatron.rollout.episodes import SingleTurn
+from grpo_megatron.rollout.manager import RolloutManager, Sampling
 from grpo_megatron.rollout.tool_environment import ToolEnvironment
+from grpo_megatron.sglang.engine import Completion
 from tests.unit.chat_templates import PAD, TEMPLATES, save_tokenizer
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "\\boxed{", "####"]
@@ -89,7 +93,7 @@ def test_only_end_and_padding_tokens_are_left_out(folders, monkeypatch, kind, id
 
 
 def test_end_tokens_that_the_model_states(folders, tmp_path):
-    """Llama's generation_config.json has three. An ordinary token that is stated by mistake belongs to the text."""
+    """Llama's generation_config.json has three. An ordinary token stated by mistake stays in the text."""
     folder = save_tokenizer(tmp_path, "llama3", special=TAGS)
     ids = PromptTokenizer(folder).encode("2<|eom_id|>")
     assert PromptTokenizer(folder).decode(ids) == "2<|eom_id|>"
@@ -109,3 +113,43 @@ def test_every_other_token_is_in_the_text(folders):
             is_end = text == ""
             token = tokenizer.tokenizer.convert_ids_to_tokens(number)
             assert is_end == (token in (PAD, tokenizer.tokenizer.eos_token, tokenizer.template.shape.closing)), token
+
+
+class Engine:
+    """Keeps the parameters of its requests; each of its responses is one end token."""
+
+    weight_version = 0
+
+    def __init__(self):
+        self.parameters = []
+
+    def clients(self):
+        return [self]
+
+    async def generate(self, request):
+        self.parameters.append(request.sampling)
+        return Completion(request.key, np.array([1], np.int32), np.zeros(1, np.float32), "stop", (WeightSpan(0, 0, 1),))
+
+
+class Rewards:
+    async def score(self, prompt, sample):
+        return sample.scored(0.0, {})
+
+    async def score_group(self, prompt, samples):
+        return tuple(samples)
+
+
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [("chatml", "<|im_end|>"), ("qwen3", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("mistral", "</s>"), ("plain", None)],
+)
+def test_responses_end_where_the_template_ends_turns(folders, kind, end):
+    """A base model's files name another end token, so engines did not stop at the one that was learned."""
+    tokenizer = PromptTokenizer(folders[kind])
+    for template, ends in (("tokenizer", [end] if end else []), ("none", [])):
+        engine, own = Engine(), PromptTokenizer(folders[kind], DataConfig(chat_template=template))
+        manager = RolloutManager(engine, SingleTurn(Rewards()), own.turn_ends)
+        asked = Prompt(0, np.array([1], np.int32), "", "")
+        manager.generate([asked], Sampling(n=1, temperature=1.0, max_response_length=3, stop_token_ids=(7,)))
+        expected = sorted({7, *(tokenizer.tokenizer.convert_tokens_to_ids(token) for token in ends)})
+        assert [parameters["stop_token_ids"] for parameters in engine.parameters] == [expected]
