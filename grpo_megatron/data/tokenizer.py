@@ -235,7 +235,7 @@ class PromptTokenizer:
             raise UserError("data.system_prompt has no effect: the chat template leaves out messages of the role system")
 
     def _ends_of_template(self) -> tuple[int, ...]:
-        """Return the token with which the template ends turns, if any. It need not be the tokenizer's end token."""
+        """Return the token that ends turns in the template, if any; not always the tokenizer's end token."""
         try:
             shape = self.template.shape if self.template else None
         except UserError:

@@ -112,7 +112,7 @@ ANSWERED = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n
     ],
 )
 def test_the_assistants_tokens_are_learned(folders, tmp_path, kind, response, expected):
-    """Reasoning and tool calls were dropped, so empty turns were trained; turns ended with the wrong token."""
+    """Reasoning and tool calls were dropped, so empty turns were trained; turns ended with a wrong token."""
     prompt, found = learned(folders[kind], {"prompt": [ASKED], "response": response}, tmp_path)
     if expected is None:  # as JSON text
         expected = learned(folders[kind], {"prompt": [ASKED], "response": json.loads(response)}, tmp_path)[1]
