@@ -1,5 +1,6 @@
 """Records of Parquet files and of HF `datasets`, both of which are Arrow tables when they are read."""
 
+import os
 from bisect import bisect_right
 from collections import OrderedDict
 from itertools import accumulate
@@ -118,7 +119,7 @@ class HubRecords(_ArrowRecords):
 def hub_folder(source: str) -> str | None:
     """Return the folder on this machine that `hf:NAME...` names; None for a name to be looked up on a hub."""
     name = source.removeprefix(HUB_PREFIX).split(":", 1)[0]
-    return name if Path(name).is_dir() or name.startswith(("/", "./", "../")) else None
+    return name if os.path.isdir(name) or name.startswith(("/", "./", "../")) else None
 
 
 def _saved(source: str, folder: str, config: str, split: str):
@@ -154,7 +155,7 @@ def _reasons(error: BaseException) -> str:
         message = " ".join(str(error).split())
         said.append(f"{type(error).__name__}: {message}"[:_LONGEST_REASON])
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return " <- ".join(dict.fromkeys(said))
+    return "; because of ".join(dict.fromkeys(said))
 
 
 def _row(table, row: int, where: str) -> dict[str, Any]:

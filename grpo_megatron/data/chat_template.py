@@ -164,16 +164,16 @@ class ChatTemplate:
         for key in written_beside_content(last):
             if whole == self._without(key, messages, where, tools):
                 raise UserError(f"{where}: a message of the assistant has {key}, {_LEFT_OUT}")
-        if _squeezed(last["content"] or "") not in _squeezed(whole):
-            raise UserError(
-                f"{where}: a message of the assistant has content of which the chat template cuts off a part, such as "
-                f"thinking before </think>; give the response as a string, or change data.chat_template"
-            )
         if not whole.startswith(before):
             raise UserError(
                 f"{where}: the chat template does not show the assistant's message behind the beginning that it gives to a turn, "
                 f"{before[-40:]!r}, so it does not tell what the model writes; give the response as a string, or change "
                 "data.chat_template or its arguments"
+            )
+        if _squeezed(last["content"] or "") not in _squeezed(begun + whole[len(before) :]):
+            raise UserError(
+                f"{where}: a message of the assistant has content of which the chat template cuts off a part, such as "
+                f"thinking before </think>; give the response as a string, or change data.chat_template"
             )
         return self._closed(before, whole[len(before) :], where)
 

@@ -24,7 +24,7 @@ def open_records(source: str) -> Records:
     if source.startswith(HUB_PREFIX):
         records: Records = HubRecords(source)
     elif Path(source).is_dir():
-        raise UserError(f"{source} is a folder; name the files in it, or hf:{source} to load it as an HF dataset")
+        raise UserError(f"{source} is a folder, not a file; name the files in it, or hf:{source} to load it as an HF dataset")
     elif not Path(source).is_file():
         raise UserError(f"{source} does not exist (a file, or hf:NAME[:CONFIG[:SPLIT]] for an HF dataset)")
     elif suffix in (".jsonl", ".json"):

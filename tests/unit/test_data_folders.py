@@ -96,6 +96,10 @@ def test_check_reads_folders_that_are_here(saved, tmp_path):
     assert any("has no split 'train'" in violation for violation in report.violations)
     report = checked(good, **{"data.prompt_key": "question"})
     assert any("record 0: field 'question' is missing" in violation for violation in report.violations)
+    report = checked(f"{saved}/one")
+    assert any(
+        f"{saved}/one is a folder, not a file; name the files in it, or hf:{saved}/one" in one for one in report.violations
+    )
     report = checked("hf:openai/gsm8k:main:train", f"hf:{tmp_path}/nothing")
     assert "data.train: hf:openai/gsm8k:main:train is read from a hub" in report.not_checked
     assert f"data.train: hf:{tmp_path}/nothing is not a folder here" in report.not_checked
