@@ -12,8 +12,6 @@ from grpo_megatron.data.tokenizer import PromptTokenizer, Tools
 from grpo_megatron.data.values import shown
 from grpo_megatron.errors import UserError
 
-_ASKED = {"role": "user", "content": "?"}
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -56,22 +54,24 @@ def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
 
 def _parts(tokenizer: PromptTokenizer, asked: Asked, response: str | list[dict[str, Any]], where: str) -> Iterator:
     if isinstance(response, str):
-        yield _turn(tokenizer, text_turn(tokenizer, asked, response), where)
+        yield _turn(tokenizer, _text_turn(tokenizer, asked, response), where)
     elif asked.messages is None:
         yield from _plain_parts(tokenizer, asked, response, where)
     else:
         yield from _chat_parts(tokenizer, asked, response, where)
 
 
-def text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
+def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
     """Return a turn whose text is given as the model writes it."""
-    template = tokenizer.template
-    if template is None:
-        return Turn(asked.text, text, "", False)
-    is_begun = asked.messages is not None and asked.messages[-1]["role"] == "assistant" and asked.messages[-1]["content"]
-    if asked.messages is not None and not is_begun:
+    template, closing, is_closed = tokenizer.template, "", False
+    if template:
+        closing, is_closed = template.shape.closing, template.shape.is_closed
+    if asked.messages is not None and not (asked.messages[-1]["role"] == "assistant" and asked.messages[-1]["content"]):
         text = template.text_behind(asked.text, text)
-    return Turn(asked.text, text, template.shape.closing, template.shape.is_closed)
+    end = closing if is_closed else tokenizer.tokenizer.eos_token
+    if end and text.rstrip().endswith(end):  # some data sets have it in their texts
+        text = text.rstrip().removesuffix(end)
+    return Turn(asked.text, text, closing, is_closed)
 
 
 def _turn(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarray, bool]:
@@ -89,7 +89,7 @@ def _plain_parts(tokenizer: PromptTokenizer, asked: Asked, response: list[dict[s
             )
         text = message["content"]
         if message["role"] == "assistant":
-            yield _turn(tokenizer, text_turn(tokenizer, Asked(before, None, None), text), where)
+            yield _turn(tokenizer, _text_turn(tokenizer, Asked(before, None, None), text), where)
         else:
             yield tokenizer.encode_behind(before, text), False
         before = text

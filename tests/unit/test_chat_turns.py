@@ -70,6 +70,10 @@ ANSWERED = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n
         ("r1", "<think>\nhm</think>4", "[[hm</think>4<|end_of_sentence|>]]"),
         ("r1", "hm</think>4", "[[hm</think>4<|end_of_sentence|>]]"),
         ("plain", "4", "[[4<|endoftext|>]]"),
+        ("chatml", "4<|im_end|>", "[[4<|im_end|>]]"),
+        ("qwen3", "4<|im_end|>\n", "[[4<|im_end|>]]"),
+        ("mistral", "4</s>", "[[ 4</s>]]"),
+        ("plain", "4<|endoftext|>", "[[4<|endoftext|>]]"),
         # Messages are rendered by the template.
         ("qwen3", [said("4", reasoning_content="2+2")], "[[<think>\n2+2\n</think>\n\n4<|im_end|>]]"),
         ("qwen3", [said(None, reasoning_content="2+2")], "[[<think>\n2+2\n</think>\n\n<|im_end|>]]"),
