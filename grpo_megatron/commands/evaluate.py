@@ -63,7 +63,8 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
             site.engines.wait_until_ready()
             site.engines.admit()
             monitor.say(f"everything is up after {time.perf_counter() - site.started:.1f} s")
-            evaluation = Evaluation(RolloutManager(site.engines, episodes), held_out, config, site.directory, monitor.text)
+            manager = RolloutManager(site.engines, episodes, tokenizer.turn_ends)
+            evaluation = Evaluation(manager, held_out, config, site.directory, monitor.text)
             with monitor.phases("evaluate"):
                 scores = evaluation.scores(step=0)
             monitor.evaluated(0, scalars(scores))

@@ -113,7 +113,7 @@ def _loop(
         if run.engines is None:
             rollouts = ReplayedRollouts(config.rollout.replay)
         else:
-            manager = RolloutManager(run.engines, episodes)
+            manager = RolloutManager(run.engines, episodes, data.tokenizer.turn_ends)
             rollouts = EngineRollouts(manager, config, run.resumed)
             weight_sync = WeightSync(
                 run.trainer, run.engines, _transport(run), _probe(run, prompts), config.weight_sync.probe_every

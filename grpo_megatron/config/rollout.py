@@ -124,7 +124,12 @@ class RolloutConfig:
     )
     max_turns: int = option(8, "most turns of the model in one episode, with rollout.environment", "turns", above=0)
     stop: list[str] = option([], "strings that end a response (besides the model's end token)")
-    stop_token_ids: list[int] = option([], "token ids that end a response (besides the model's end token)", at_least=0)
+    stop_token_ids: list[int] = option(
+        [],
+        "token ids that end a response, besides the model's end tokens and the one that ends a turn in the chat template; they stay in "
+        "the text that rewards see",
+        at_least=0,
+    )
     max_concurrency: int = option(256, "samples in flight per engine at a time", above=0)
     record: str | None = option(None, "file to write every step's samples to, for rollout.replay", text=Text.path)
     replay: str | None = option(None, "file of recorded samples to train on instead of generating", text=Text.path)

@@ -116,7 +116,9 @@ class DataConfig:
         "answer", "field with the reference answer given to the reward, or with a list of those it accepts; a.b: field b of a"
     )
     response_key: str = option(
-        "response", "sft only: field with the response to learn, a text, or the messages of the rest of a chat"
+        "response",
+        "sft only: field with the response to learn: a string, taken as the model writes it, or the messages of the rest of a chat, "
+        "which the chat template renders",
     )
     chosen_key: str = option(
         "chosen",
@@ -128,14 +130,22 @@ class DataConfig:
         None,
         "reward-model only: field with a margin by which the preferred one's score should be ahead (arXiv:2307.09288 eq. 2)",
     )
+    tools_key: str | None = option(
+        "tools",
+        "field with the JSON schemas of tools that the chat template offers to the model, where a record has it; null: not read",
+    )
     system_prompt: str | None = option(None, "system message put before prompts that have none", text=Text.any)
     chat_template: str = option(
         "tokenizer",
         "what makes the prompt's text: tokenizer (its chat template), a file with a Jinja template, or none (for base models: "
         "the string as it is, with the BOS token if the tokenizer puts one before texts, and no end token)",
     )
-    chat_template_args: dict[str, Any] = option({}, "further arguments of the chat template, such as {enable_thinking: false}")
-    prompt_suffix: str = option("", "text appended to every prompt that is a string, such as an instruction", text=Text.any)
+    chat_template_args: dict[str, Any] = option(
+        {}, "further arguments of the chat template, such as {enable_thinking: false}; only those that it reads"
+    )
+    prompt_suffix: str = option(
+        "", "text appended to every prompt, such as an instruction; in a chat to its last message of the user", text=Text.any
+    )
     max_prompt_length: int = option(512, "longest prompt accepted", "tokens", above=0)
     overlong_prompts: OverlongPrompts = option(
         OverlongPrompts.error, "what happens to longer prompts: error, skip (counted), truncate_left (counted)"

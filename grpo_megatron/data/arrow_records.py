@@ -1,21 +1,37 @@
 """Records of Parquet files and of HF `datasets`, both of which are Arrow tables when they are read."""
 
+import os
 from bisect import bisect_right
 from collections import OrderedDict
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from grpo_megatron.data.store import FileRecords, Records
-from grpo_megatron.data.values import plain_record, shown
+from grpo_megatron.data.values import plain_record, shown, without_nulls
 from grpo_megatron.errors import UserError
+from grpo_megatron.paths import is_absent
 
 HUB_PREFIX = "hf:"
 # Row groups that are kept decoded, of each file: a shuffled order comes back to them.
 _CACHE_BYTES = 256 * 2**20
 _LONGEST_LINE = 200  # characters of a message of the library
+_LONGEST_REASON = 1000  # as above, where it lists columns
+_SAVED = ("state.json", "dataset_dict.json")  # one of them is in every folder that save_to_disk wrote
 
 
-class ParquetRecords(FileRecords):
+class _ArrowRecords(Records):
+    """Records of Arrow tables.
+
+    A struct in Arrow has every key that any record has, and null for those that this record lacks. Such a
+    null cannot be told from one that was written, so chat templates get neither.
+    """
+
+    def meant(self, value: Any) -> Any:
+        return without_nulls(value)
+
+
+class ParquetRecords(_ArrowRecords, FileRecords):
     """A Parquet file, read by row group. In memory are groups of up to 256 MiB together, or one that is larger."""
 
     def __init__(self, path: str):
@@ -63,8 +79,11 @@ class ParquetRecords(FileRecords):
         return self._tables[group]
 
 
-class HubRecords(Records):
-    """`hf:NAME[:CONFIG[:SPLIT]]`, what `datasets.load_dataset` finds; the library maps it from its files."""
+class HubRecords(_ArrowRecords):
+    """`hf:NAME[:CONFIG[:SPLIT]]`: what `datasets.load_dataset` finds, or a folder that `save_to_disk` wrote.
+
+    The library maps the records from its files.
+    """
 
     def __init__(self, source: str):
         self.source = source
@@ -74,17 +93,69 @@ class HubRecords(Records):
             from datasets import load_dataset
         except ImportError as error:
             raise UserError(f"{source}: this needs the datasets package; pip install datasets") from error
+        folder = hub_folder(source)
+        if folder and is_absent(folder):
+            raise UserError(f"{source}: the folder {folder} does not exist")
         try:
+            if any(Path(name, file).is_file() for file in _SAVED):
+                data = _saved(source, name, config, split)
+            else:
+                data = load_dataset(name, config or None, split=split or "train")
             # The Arrow format leaves pictures and sounds undecoded.
-            self._data = load_dataset(name, config or None, split=split or "train").with_format("arrow")
+            self._data = data.with_format("arrow")
+        except UserError:
+            raise
         except Exception as error:  # the library raises many kinds; all of them mean this
-            raise UserError(f"{source} cannot be loaded ({type(error).__name__}: {error}); is the hub reachable?") from error
+            hint = "" if folder else "; is the hub reachable?"
+            raise UserError(f"{source} cannot be loaded ({_reasons(error)}){hint}") from error
 
     def __len__(self) -> int:
         return len(self._data)
 
     def _read(self, number: int) -> dict[str, Any]:
         return _row(self._data[number], 0, self.where(number))
+
+
+def hub_folder(source: str) -> str | None:
+    """Return the folder on this machine that `hf:NAME...` names; None for a name to be looked up on a hub."""
+    name = source.removeprefix(HUB_PREFIX).split(":", 1)[0]
+    return name if os.path.isdir(name) or name.startswith(("/", "./", "../")) else None
+
+
+def _saved(source: str, folder: str, config: str, split: str):
+    """Return the data set of a folder that `save_to_disk` wrote.
+
+    Raises UserError for a configuration or a split that it does not have.
+    """
+    from datasets import Dataset, load_from_disk
+
+    data = load_from_disk(folder)
+    if config:
+        raise UserError(
+            f"{source}: the folder was written by save_to_disk, so it has no configuration {config!r}; use hf:FOLDER::SPLIT"
+        )
+    if isinstance(data, Dataset):
+        if split:
+            raise UserError(
+                f"{source}: the folder was written by save_to_disk of one data set, so it has no splits; use hf:{folder}"
+            )
+        return data
+    if (split or "train") not in data:
+        raise UserError(
+            f"{source}: the folder has no split {split or 'train'!r}, but {', '.join(sorted(data))}; use hf:{folder}::SPLIT with the "
+            "name of one"
+        )
+    return data[split or "train"]
+
+
+def _reasons(error: BaseException) -> str:
+    """Return the messages of an error and its causes: the last one often says only that something failed."""
+    said: list[str] = []
+    while error is not None:
+        message = " ".join(str(error).split())
+        said.append(f"{type(error).__name__}: {message}"[:_LONGEST_REASON])
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "; because of ".join(dict.fromkeys(said))
 
 
 def _row(table, row: int, where: str) -> dict[str, Any]:

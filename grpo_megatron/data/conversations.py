@@ -53,6 +53,8 @@ def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conver
                     "put the one that it was trained with into this folder, as chat_template.jinja"
                 )
             data = replace(data, chat_template=FROM_TOKENIZER, chat_template_args={})
+        # The policy's prompts come with the system prompt and the suffix.
+        data = replace(data, system_prompt=None, prompt_suffix="")
         return Conversations(PromptTokenizer(reward_model, data), stated_pad_token(reward_model))
     except UserError as error:
         raise UserError(f"reward.model.path: {error}") from error

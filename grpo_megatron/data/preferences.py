@@ -12,10 +12,10 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import DataConfig, OverlongPrompts
 from grpo_megatron.data.conversations import Conversations
 from grpo_megatron.data.lazy import Chain, Made
-from grpo_megatron.data.prompts import as_list, record_prompt
+from grpo_megatron.data.messages import chat_in_text, chat_messages, written_beside_content
+from grpo_megatron.data.prompts import as_list, record_prompt, record_tools
 from grpo_megatron.data.records import open_records
 from grpo_megatron.data.store import Records
-from grpo_megatron.data.tokenizer import chat_messages
 from grpo_megatron.data.values import required, shown
 from grpo_megatron.errors import UserError
 
@@ -41,12 +41,11 @@ class PairMaker:
         return chosen, self._sample(record, self.config.rejected_key, number, where, 0.0)
 
     def _sample(self, record: dict[str, Any], key: str, number: int, where: str, reward: float) -> Sample:
-        prompt, text = self._said(record, key, where)
-        _, prompt_ids = self.conversations.tokenizer.prompt(prompt, where)
-        written = self.conversations.tokenizer.encode(text)
-        response = self.conversations.finished(written)
-        if not (len(written) and len(response)):
-            raise UserError(f"{where}: the tokenizer makes no token of the response in field {key!r}, {shown(text)}")
+        tokenizer = self.conversations.tokenizer
+        prompt_ids, said = self._said(record, key, where)
+        response = self.conversations.finished(tokenizer.encode(said))
+        if not (said and len(tokenizer.encode(said)) and len(response)):
+            raise UserError(f"{where}: the tokenizer makes no token of the response in field {key!r}, {shown(said)}")
         return Sample(
             group_id=self.first + number,
             trajectory_id=self.first + number,
@@ -62,21 +61,37 @@ class PairMaker:
     def _truncates(self) -> bool:
         return self.config.overlong_prompts == OverlongPrompts.truncate_left
 
-    def _said(self, record: dict[str, Any], key: str, where: str) -> tuple[Any, str]:
-        """(the prompt, what the assistant said)."""
-        value = required(record, key, where)
+    def _said(self, record: dict[str, Any], key: str, where: str) -> tuple[np.ndarray, str]:
+        """Return (int32 ids of the prompt, what the assistant said)."""
+        tokenizer, value = self.conversations.tokenizer, self.records.meant(required(record, key, where))
+        tools = record_tools(self.records, record, self.config, where)
         if isinstance(value, str):
-            return record_prompt(record, self.config, where), value
+            value = chat_in_text(value, where) or value
+        if isinstance(value, str):
+            return tokenizer.prompt(record_prompt(self.records, record, self.config, where), where, tools)[1], value
         messages = chat_messages(value, f"{where}: field {key!r}")
         if messages[-1]["role"] != "assistant":
             raise UserError(
                 f"{where}: field {key!r} ends with a message of {shown(messages[-1]['role'])}, not of the assistant"
             )
-        if messages[0]["role"] == "assistant":
-            prompt = record_prompt(record, self.config, where)
-            earlier = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat_messages(prompt, where)
-            messages = earlier + messages
-        return messages[:-1], messages[-1]["content"]
+        *earlier, last = self._conversation(messages, record, where)
+        _, prompt_ids = tokenizer.chat_prompt(earlier, where, tools)
+        if not written_beside_content(last):
+            return prompt_ids, last["content"]
+        return prompt_ids, tokenizer.template.turn([*earlier, last], where, tools).text
+
+    def _conversation(self, messages: list[dict[str, Any]], record: dict[str, Any], where: str) -> list[dict[str, Any]]:
+        """Return the whole conversation.
+
+        messages: all of it, or, if they begin with the assistant, the rest behind the record's prompt.
+        """
+        tokenizer = self.conversations.tokenizer
+        if messages[0]["role"] != "assistant":
+            return [*tokenizer.messages(messages[:-1], where), messages[-1]]
+        asked = tokenizer.messages(record_prompt(self.records, record, self.config, where), where)
+        if asked is None:
+            raise UserError(f"{where}: the prompt is no chat, so the responses must be strings, not messages")
+        return [*asked, *messages]
 
     def problem(self, pair: Pair) -> str | None:
         """What of a pair is too long."""

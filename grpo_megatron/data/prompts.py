@@ -12,10 +12,11 @@ from typing import Any
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.schema import DataConfig, OverlongPrompts
 from grpo_megatron.data.lazy import Made
+from grpo_megatron.data.messages import offered_tools
 from grpo_megatron.data.records import open_records
 from grpo_megatron.data.store import Records
-from grpo_megatron.data.tokenizer import PromptTokenizer
-from grpo_megatron.data.values import required, shown
+from grpo_megatron.data.tokenizer import PromptTokenizer, Tools
+from grpo_megatron.data.values import lookup, required, shown
 from grpo_megatron.errors import UserError
 
 # Takes a prompt and the place of its record, and raises UserError for one that cannot be used.
@@ -75,18 +76,26 @@ class PromptMaker:
         """With all of its tokens. Raises UserError, naming the record, for whatever is wrong with it."""
         config, where = self.config, self.records.where(number)
         record = self.records[number]
-        given = record_prompt(record, config, where)
-        text, ids = self.tokenizer.prompt(given, where)
+        given = record_prompt(self.records, record, config, where)
+        tools = record_tools(self.records, record, config, where)
+        text, ids = self.tokenizer.prompt(given, where, tools)
         answer = reference_answer(required(record, config.answer_key, where), f"{where}: field {config.answer_key!r}")
         fields = {key: value for key, value in record.items() if key not in (config.prompt_key, config.answer_key)}
         messages = self.tokenizer.messages(given, where)
-        return Prompt(self.first_uid + number, ids, text, answer, fields, self.name, messages)
+        return Prompt(self.first_uid + number, ids, text, answer, fields, self.name, messages, tools)
 
 
-def record_prompt(record: dict[str, Any], config: DataConfig, where: str) -> Any:
-    """What data.prompt_key names; a string with data.prompt_suffix."""
-    prompt = required(record, config.prompt_key, where)
-    return f"{prompt}{config.prompt_suffix}" if isinstance(prompt, str) and prompt.strip() else prompt
+def record_prompt(records: Records, record: dict[str, Any], config: DataConfig, where: str) -> Any:
+    """Return what data.prompt_key names, as PromptTokenizer takes it."""
+    return records.meant(required(record, config.prompt_key, where))
+
+
+def record_tools(records: Records, record: dict[str, Any], config: DataConfig, where: str) -> Tools:
+    """Return the JSON schemas of the tools that a record offers to the model; None if it has none."""
+    given = None if config.tools_key is None else lookup(record, config.tools_key)
+    if given in (None, [], ""):
+        return None
+    return offered_tools(records.meant(given), f"{where}: field {config.tools_key!r}") or None
 
 
 def load_prompts(

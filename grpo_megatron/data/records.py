@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from grpo_megatron.data.arrow_records import HUB_PREFIX, HubRecords, ParquetRecords
+from grpo_megatron.data.arrow_records import HUB_PREFIX, HubRecords, ParquetRecords, hub_folder
 from grpo_megatron.data.json_records import JsonRecords
 from grpo_megatron.data.store import Records
 from grpo_megatron.data.values import required
 from grpo_megatron.errors import UserError
 
-__all__ = ["HUB_PREFIX", "open_records", "read_records"]
+__all__ = ["HUB_PREFIX", "hub_folder", "open_records", "read_records"]
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
@@ -24,7 +24,7 @@ def open_records(source: str) -> Records:
     if source.startswith(HUB_PREFIX):
         records: Records = HubRecords(source)
     elif Path(source).is_dir():
-        raise UserError(f"{source} is a folder; name the files in it, or hf:{source} to load it as an HF dataset")
+        raise UserError(f"{source} is a folder, not a file; name the files in it, or hf:{source} to load it as an HF dataset")
     elif not Path(source).is_file():
         raise UserError(f"{source} does not exist (a file, or hf:NAME[:CONFIG[:SPLIT]] for an HF dataset)")
     elif suffix in (".jsonl", ".json"):

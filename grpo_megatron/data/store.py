@@ -24,6 +24,10 @@ class Records(Sequence[dict[str, Any]]):
         """The place of a record as messages name it."""
         return f"{self.source}: record {number}"
 
+    def meant(self, value: Any) -> Any:
+        """Return a value of a record without what the file's format has added to it."""
+        return value
+
     @abstractmethod
     def _read(self, number: int) -> dict[str, Any]: ...
 

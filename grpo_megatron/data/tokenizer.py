@@ -1,6 +1,5 @@
 """Prompts into text and tokens: the chat template, special tokens, the vocabulary."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,31 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.config.schema import DataConfig
-from grpo_megatron.data.decoder import Decoder
+from grpo_megatron.data.chat_template import ChatTemplate
+from grpo_megatron.data.decoder import Decoder, end_tokens
+from grpo_megatron.data.messages import chat_in_text, chat_messages
 from grpo_megatron.data.values import shown
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import read_object
 
 FROM_TOKENIZER, NO_TEMPLATE = "tokenizer", "none"
 # Arguments of apply_chat_template that decide about its result, not about the text.
-_OURS = ("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict")
+_OURS = (
+    "conversation",
+    "chat_template",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "continue_final_message",
+)
+_STAND_IN = "-- the model's turn --"
+
+Tools = list[dict[str, Any]] | None
 
 
 class PromptTokenizer:
@@ -22,68 +39,101 @@ class PromptTokenizer:
 
     With a template, a string is the user's message, and the generation prompt is added. Without one a string is
     text to go on from, with what the tokenizer itself puts before texts (BOS) but no end token behind it. A list of
-    integers is token ids, taken as they are.
+    integers is token ids, taken as they are. A string that spells a list of messages as JSON is that list.
     """
 
     def __init__(self, model_path: str, data: DataConfig | None = None, tools: Sequence[dict[str, Any]] = ()):
-        """data: template, its arguments and the system prompt are used; None: the defaults. tools: JSON schemas of what the
-        model may call, for the template."""
+        """Raises UserError for a tokenizer that cannot be used, and for settings that do not fit it.
+
+        data: template, its arguments, the system prompt and the suffix are used; None: the defaults.
+        tools: JSON schemas of what the model may call in every prompt, for the template.
+        """
         data = data or DataConfig()
         self.tokenizer = load_tokenizer(model_path)
-        self.vocab_size = _vocab_size(model_path, len(self.tokenizer))
-        self.decoder = Decoder(self.tokenizer)
-        self._has_template = data.chat_template != NO_TEMPLATE
-        self._template = _read_template(model_path, self.tokenizer, data)  # None: the tokenizer's, or none
-        offered = {"tools": list(tools)} if tools else {}
-        self._arguments = {"add_generation_prompt": True, **offered, **data.chat_template_args}
-        self._system = data.system_prompt
-        self._puts_an_end = self.tokenizer.encode("0")[-1:] == [self.tokenizer.eos_token_id]
+        self.vocab_size = _vocab_size(model_path, self.tokenizer)
+        self._system, self._suffix = data.system_prompt, data.prompt_suffix
+        self.template = _template(model_path, self.tokenizer, data, tools)
+        self._beginning = self._put_before_texts()
+        # SentencePiece tokenizers put a space in front of a text, but not in front of a part within it.
+        self._depends_on_text_before = self._behind("\n", "a") != self._ids("a")
+        if self.template and self._system is not None:
+            self._check_system_prompt()
+        self.turn_ends = self._ends_of_template()
+        self.decoder = Decoder(self.tokenizer, {*self.turn_ends, *end_tokens(self.tokenizer, model_path)})
 
-    def prompt(self, prompt: Any, where: str) -> tuple[str, np.ndarray]:
-        """(text, int32 ids [P], P > 0). where: the record, for the message of the UserError about what is wrong with it."""
+    def prompt(self, prompt: Any, where: str, tools: Tools = None) -> tuple[str, np.ndarray]:
+        """Return (text, int32 ids [P], P > 0). tools: JSON schemas that the record offers.
+
+        Raises UserError for a prompt that cannot be used. where: the record, for its message.
+        """
         if _are_ids(prompt):
-            return self._given_ids(prompt, where)
-        text = self.text(prompt, where)
+            return self._given_ids(prompt, where, tools)
+        messages = self.messages(prompt, where)
+        if messages is not None:
+            return self.chat_prompt(messages, where, tools)
+        if tools:
+            raise UserError(
+                f"{where}: the record offers tools (data.tools_key), which need a chat template; data.chat_template=none"
+            )
+        text = f"{prompt}{self._suffix}"
+        return text, self._some(self._encode_with_beginning(text), text, where)
+
+    def chat_prompt(self, messages: list[dict[str, Any]], where: str, tools: Tools = None) -> tuple[str, np.ndarray]:
+        """As `prompt`, for what `messages` returned."""
+        text = self._needed_template().prompt(messages, where, tools)
         if not text.strip():
             raise UserError(f"{where}: the prompt is empty (after the chat template, if there is one)")
-        ids = self.encode(text) if self._has_template else self._encode_with_beginning(text)
-        if not len(ids):
-            raise UserError(f"{where}: the tokenizer makes no token of the prompt {shown(text)}")
-        return text, ids
+        self._must_be_plain(messages, text, where)
+        return text, self._some(self.encode(text), text, where)
 
     def text(self, prompt: Any, where: str = "the prompt") -> str:
-        """What is tokenized, of a string or a list of messages."""
-        messages = self.messages(prompt, where)
-        return prompt if messages is None else self.chat(messages, where)
+        """Return what is tokenized for a string or a list of messages."""
+        return self.prompt(prompt, where)[0]
 
     def messages(self, prompt: Any, where: str = "the prompt") -> list[dict[str, Any]] | None:
-        """The chat that a prompt begins, with the system prompt; None of token ids, and of a text to go on from."""
+        """Return the prompt as a chat, with system prompt and suffix.
+
+        None for token ids, and for text where there is no template.
+        """
+        if _are_ids(prompt):
+            return None
+        given = prompt
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise UserError(f"{where}: the prompt is empty")
-            if not self._has_template:
+            given = chat_in_text(prompt, where)
+            if given is None and not self.template:
                 return None
-            messages = [{"role": "user", "content": prompt}]
-        elif _are_ids(prompt):
-            return None
-        else:
-            messages = chat_messages(prompt, where)
-        if not self._has_template:
+            given = given or [{"role": "user", "content": prompt}]
+        messages = chat_messages(given, where)
+        if not self.template:
             raise UserError(
                 f"{where}: the prompt is a list of chat messages, but data.chat_template=none; give a string or token ids, or "
                 "set data.chat_template to tokenizer or a file with a Jinja template"
             )
-        if self._system is not None and messages[0]["role"] != "system":
+        if self._system is not None and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": self._system})
+        return self._with_suffix(messages, where) if self._suffix else messages
+
+    def _with_suffix(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+        asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
+        if not asked:
+            raise UserError(f"{where}: the prompt has no message of the user, to which data.prompt_suffix could be appended")
+        last = messages[asked[-1]]
+        messages[asked[-1]] = {**last, "content": f"{last['content']}{self._suffix}"}
         return messages
 
-    def after_turn(self, messages: list[dict[str, Any]]) -> np.ndarray:
-        """int32 ids of what the chat template puts behind a turn of the model: its end, these messages, and the next turn's beginning."""
-        turn = "-- the model's turn --"
-        text = self.chat(
-            [{"role": "user", "content": "?"}, {"role": "assistant", "content": turn}, *messages], "an observation"
-        )
-        _, found, behind = text.partition(turn)
+    def chat(self, messages: list[dict[str, Any]], where: str = "the prompt", tools: Tools = None) -> str:
+        """Return the text of a chat, whose last message is finished, with the beginning of the next turn."""
+        return self._needed_template().render(messages, where, tools)
+
+    def after_turn(self, messages: list[dict[str, Any]], tools: Tools = None) -> np.ndarray:
+        """Return int32 ids of what the template puts behind a turn of the model.
+
+        They are the turn's end, these messages, and the beginning of the next turn.
+        """
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}, *messages]
+        _, found, behind = self.chat(chat, "an observation", tools).partition(_STAND_IN)
         if not found:
             raise UserError(
                 "the chat template does not show a turn of the model as it was written, so nothing can be put behind one: use "
@@ -91,111 +141,127 @@ class PromptTokenizer:
             )
         return self.encode(behind)
 
-    def chat(self, messages: list[dict[str, Any]], where: str = "the prompt") -> str:
-        """The text of a chat, up to where the model goes on."""
-        try:
-            return self.tokenizer.apply_chat_template(messages, chat_template=self._template, tokenize=False, **self._arguments)
-        except Exception as error:  # a template is a program: it can fail in any way
-            raise UserError(f"{where}: the chat template fails: {type(error).__name__}: {error}") from error
+    def continued(self, ids: list[int], messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
+        """Return ids that end with a turn of the model, and `after_turn` behind them."""
+        behind, shape = self.after_turn(messages, tools).tolist(), self._needed_template().shape
+        end = self._ids(shape.closing) if shape.is_closed else behind[:1]
+        # The model mostly wrote the end of its turn itself.
+        is_written = end == behind[: len(end)] == ids[len(ids) - len(end) :]
+        return [*ids, *(behind[len(end) :] if is_written else behind)]
 
     def after_response(self) -> np.ndarray:
-        """int32 ids that stand behind a response in a finished conversation; without a template the end token, if there is one."""
-        if not self._has_template:
-            end = self.tokenizer.eos_token_id
-            return np.array([] if end is None else [end], dtype=np.int32)
-        word = "response"
-        conversation = [{"role": "user", "content": "prompt"}, {"role": "assistant", "content": word}]
-        arguments = {**self._arguments, "add_generation_prompt": False}
-        try:
-            text = self.tokenizer.apply_chat_template(conversation, chat_template=self._template, tokenize=False, **arguments)
-        except Exception as error:  # as above
-            raise UserError(f"the chat template fails for a response: {type(error).__name__}: {error}") from error
-        if word not in text:
-            raise UserError("the chat template leaves out what the assistant says, so there is nothing to score")
-        return self.encode(text[text.rindex(word) + len(word) :])
+        """Return int32 ids that follow a response in a finished conversation.
+
+        Without a template this is the end token, if there is one.
+        """
+        if self.template:
+            return self.encode(self.template.shape.tail)
+        end = self.tokenizer.eos_token_id
+        return np.array([] if end is None else [end], dtype=np.int32)
+
+    def closing(self, text: str, is_closed: bool, where: str) -> np.ndarray:
+        """Return int32 ids that close a turn of the model. text, is_closed: as in TurnShape."""
+        end = self.tokenizer.eos_token_id
+        if is_closed:
+            return self.encode(text)
+        if end is None:
+            raise UserError(
+                f"{where}: neither the chat template nor the tokenizer has an end token, which must close every response"
+            )
+        return np.append(self.encode(text), np.int32(end))
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 ids of the text alone; a template has put in whatever special tokens it wants."""
-        return self._checked(self.tokenizer.encode(text, add_special_tokens=False))
+        """Return int32 ids of the text alone; a template has put in whatever special tokens it wants."""
+        return np.array(self._ids(text), dtype=np.int32)
+
+    def encode_behind(self, before: str, text: str) -> np.ndarray:
+        """Return int32 ids of a text that stands behind another one."""
+        return np.array(self._behind(before, text) if self._depends_on_text_before else self._ids(text), dtype=np.int32)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _behind(self, before: str, text: str) -> list[int]:
+        head, both = self._ids(before), self._ids(before + text)
+        return both[len(head) :] if both[: len(head)] == head else self._ids(text)
+
+    def _put_before_texts(self) -> list[int]:
+        """Return the tokens that the tokenizer puts before every text, such as BOS."""
+        alone, whole = self._ids("0"), self.tokenizer.encode("0")
+        starts = [n for n in range(len(whole)) if whole[n : n + len(alone)] == alone]
+        return whole[: starts[0]] if alone and starts else []
 
     def _encode_with_beginning(self, text: str) -> np.ndarray:
-        ids = self.tokenizer.encode(text)
-        return self._checked(ids[:-1] if self._puts_an_end else ids)
-
-    def _checked(self, ids: list[int]) -> np.ndarray:
-        if ids and max(ids) >= self.vocab_size:
-            token = self.tokenizer.convert_ids_to_tokens(max(ids))
-            raise UserError(
-                f"the tokenizer of {self.tokenizer.name_or_path} has token {token!r} with id {max(ids)}, but the model has "
-                f"only {self.vocab_size} (vocab_size of its config.json): they do not belong together"
-            )
+        ids = self._ids(text)
+        if ids[: len(self._beginning)] != self._beginning:
+            ids = [*self._beginning, *ids]
         return np.array(ids, dtype=np.int32)
 
-    def _given_ids(self, ids: list[int], where: str) -> tuple[str, np.ndarray]:
+    def _some(self, ids: np.ndarray, text: str, where: str) -> np.ndarray:
+        if not len(ids):
+            raise UserError(f"{where}: the tokenizer makes no token of the prompt {shown(text)}")
+        return ids
+
+    def _must_be_plain(self, messages: list[dict[str, Any]], text: str, where: str) -> None:
+        """Refuse a prompt that begins like the template's own text: a template was applied to it before."""
+        first = next((token for token in self.template.added_tokens if text.startswith(token)), None)
+        asked = next((message["content"] for message in messages if message["role"] == "user"), None)
+        if first and asked and asked.lstrip().startswith(first):
+            raise UserError(
+                f"{where}: the prompt begins with {first!r}, as what the chat template makes does, so a template was applied to it "
+                "before; set data.chat_template=none, or give prompts without it"
+            )
+
+    def _given_ids(self, ids: list[int], where: str, tools: Tools) -> tuple[str, np.ndarray]:
         wrong = [number for number in ids if not 0 <= number < self.vocab_size]
         if wrong:
             raise UserError(
                 f"{where}: token id {shown(wrong[0])} of the prompt is not among the model's 0 to {self.vocab_size - 1}"
             )
-        if self._system is not None:
-            raise UserError(f"{where}: the prompt is token ids, which data.system_prompt cannot be put before")
+        for key, value in (("system_prompt", self._system), ("prompt_suffix", self._suffix or None), ("tools_key", tools)):
+            if value is not None:
+                raise UserError(f"{where}: the prompt is token ids, to which data.{key} cannot be applied")
         array = np.array(ids, dtype=np.int32)
         return self.decode_all(array), array
 
+    def _check_system_prompt(self) -> None:
+        asked = {"role": "user", "content": "?"}
+        try:
+            with_it = self.chat([{"role": "system", "content": self._system}, asked])
+            without = self.chat([asked])
+        except UserError:
+            return  # it is said with the first record, for which the template may not fail
+        if with_it == without:
+            raise UserError("data.system_prompt has no effect: the chat template leaves out messages of the role system")
+
+    def _ends_of_template(self) -> tuple[int, ...]:
+        """Return the token that ends turns in the template, if any; not always the tokenizer's end token."""
+        try:
+            shape = self.template.shape if self.template else None
+        except UserError:
+            return ()  # it is said where it matters: not every run needs finished turns
+        return tuple(self._ids(shape.closing)[-1:]) if shape and shape.is_closed else ()
+
+    def _needed_template(self) -> ChatTemplate:
+        if self.template is None:
+            raise UserError("messages need a chat template, but data.chat_template=none")
+        return self.template
+
     def decode(self, ids: np.ndarray) -> str:
-        """Without special tokens; `decoder` does the same in other processes."""
+        """Return the text without end and padding tokens; `decoder` does the same in other processes."""
         return self.decoder(ids)
 
     def decode_all(self, ids: np.ndarray) -> str:
-        """Special tokens too."""
+        """Return the text with every token."""
         return self.tokenizer.decode(ids.tolist())
-
-
-def continued(tokenizer: PromptTokenizer, ids: list[int], messages: list[dict[str, Any]]) -> list[int]:
-    """Ids that end with a turn of the model, and what comes behind it, see PromptTokenizer.after_turn."""
-    behind = tokenizer.after_turn(messages).tolist()
-    # The model mostly wrote the end of its turn itself.
-    return [*ids, *(behind[1:] if behind[:1] == ids[-1:] else behind)]
 
 
 def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
 
 
-def chat_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
-    """The messages with their contents as text. Arrow fills keys a message does not have with null: those go."""
-    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
-        raise UserError(
-            f"{where}: the prompt must be a string, a list of messages with role and content, or a list of token ids; "
-            f"it is {shown(prompt)}"
-        )
-    if not prompt:
-        raise UserError(f"{where}: the prompt is empty, a list without messages")
-    messages = []
-    for number, message in enumerate(prompt):
-        message = {key: value for key, value in message.items() if value is not None}
-        role = message.get("role")
-        if not isinstance(role, str) or not role.strip():
-            raise UserError(f"{where}: message {number} of the prompt has no role; its keys are {shown(list(message))}")
-        messages.append({**message, "content": _content(message, f"{where}: message {number} of the prompt")})
-    return messages
-
-
-def _content(message: dict[str, Any], where: str) -> str:
-    """The text of a message, whose content may be a list of parts `{"type": "text", "text": ...}`."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise UserError(f"{where} has no content" if content is None else f"{where} has the content {shown(content)}, not text")
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"{where} has a part of type {shown(kind)}; only text can be used")
-    return "".join(part["text"] for part in content)
-
-
 def load_tokenizer(model_path: str):
+    """Return the folder's tokenizer of transformers. Raises UserError if there is none."""
     from transformers import AutoTokenizer
 
     if not Path(model_path).is_dir():
@@ -211,14 +277,36 @@ def load_tokenizer(model_path: str):
     return tokenizer
 
 
-def _vocab_size(model_path: str, tokens: int) -> int:
-    """Of the model; of the tokenizer where the folder has no model. tokens: in the tokenizer."""
+def _vocab_size(model_path: str, tokenizer) -> int:
+    """Return the model's number of tokens; the tokenizer's where the folder has no model.
+
+    A model may have more tokens than its tokenizer, because embeddings are padded to convenient sizes, but
+    not fewer.
+    """
+    needed = max(tokenizer.get_vocab().values()) + 1
     config = Path(model_path) / "config.json"
-    return json.loads(config.read_text(encoding="utf-8")).get("vocab_size", tokens) if config.is_file() else tokens
+    size = read_object(config).get("vocab_size", needed) if config.is_file() else needed
+    if needed > size:
+        beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= size)
+        names = ", ".join(repr(token) for _, token in beyond[:5]) + (", ..." if len(beyond) > 5 else "")
+        raise UserError(
+            f"{model_path}: the tokenizer has {needed} tokens, but the model has only {size} (vocab_size of its config.json), so it cannot "
+            f"embed {names}; take the tokenizer that belongs to the model, or enlarge the model's embedding with resize_token_embeddings"
+        )
+    return size
+
+
+def _template(model_path: str, tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]]) -> ChatTemplate | None:
+    """Return the template that data.chat_template names; None for `none`. Raises as _read_template does."""
+    text = _read_template(model_path, tokenizer, data)
+    return None if data.chat_template == NO_TEMPLATE else ChatTemplate(tokenizer, text, data.chat_template_args, tools)
 
 
 def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
-    """The text of the file that data.chat_template names. Raises UserError for settings that do not go together."""
+    """Return the text of the file that data.chat_template names; None if it names no file.
+
+    Raises UserError for settings that do not go together.
+    """
     name = data.chat_template
     ours = sorted(set(_OURS) & set(data.chat_template_args))
     if ours:

@@ -66,6 +66,15 @@ def _text(text: str) -> str:
     return text
 
 
+def without_nulls(value: Any) -> Any:
+    """Return the value without the keys of objects, at any depth, that are null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
 def lookup(record: dict[str, Any], key: str) -> Any:
     """record[key]; if there is no such key, `a.b` is b of the object a. None if that is missing too."""
     if key in record or "." not in key:

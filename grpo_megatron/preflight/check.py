@@ -1,6 +1,7 @@
 """`grpo-megatron config check`: everything that can be known to be wrong before a run starts."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from functools import partial
 
@@ -9,7 +10,7 @@ from omegaconf import MISSING
 from grpo_megatron.config.load import Layer, as_config, merge, missing_keys, read_preset, read_sources
 from grpo_megatron.config.origins import leaves
 from grpo_megatron.config.schema import Config
-from grpo_megatron.data.records import HUB_PREFIX
+from grpo_megatron.data.records import HUB_PREFIX, hub_folder
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
@@ -168,11 +169,12 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
     for key, source in sources:
         if not isinstance(source, str):
             continue
-        if source.startswith(HUB_PREFIX):
+        is_hub, folder = source.startswith(HUB_PREFIX), hub_folder(source)
+        if is_hub and not folder:
             report.not_checked.append(f"{key}: {source} is read from a hub")
-        elif is_absent(source):
-            report.not_checked.append(f"{key}: {source} is not a file here")
-        elif file_problem(source):
+        elif is_absent(folder if is_hub else source):
+            report.not_checked.append(f"{key}: {source} is not a {'folder' if is_hub else 'file'} here")
+        elif not is_hub and not os.path.isdir(source) and file_problem(source):  # of folders, open_records says more
             report.violations.append(f"{key}: {source} {file_problem(source)}")
         elif not tokenizers:
             report.attempt(f"fields of {key} {source}", partial(read_records, source, fields))

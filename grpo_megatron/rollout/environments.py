@@ -74,7 +74,7 @@ class Environment(Protocol):
         """Begin; what the model reads with the prompt, if any. All episodes of a group get one seed, hence one initial state."""
 
     async def step(self, response: str) -> StepResult:
-        """response: text of the model's turn, without special tokens."""
+        """Answer a turn of the model. response: its text, without end and padding tokens."""
 
     async def close(self) -> None:
         """Optional. However the episode ended, this is called last, of every instance that was made."""

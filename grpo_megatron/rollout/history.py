@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.rollout import HistoryKind
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.data.tokenizer import continued
 from grpo_megatron.errors import UserError
 
 Observation = str | list[dict[str, Any]]
@@ -30,15 +29,15 @@ class AppendedHistory:
         self._prompt, self._tokenizer = prompt, tokenizer
 
     def begin(self, observation: Observation) -> list[int]:
-        messages = self._prompt.messages
+        messages, tools = self._prompt.messages, self._prompt.tools
         if observation and messages and not isinstance(observation, str):
-            return self._tokenizer.encode(self._tokenizer.chat(_joined(messages, observation))).tolist()
+            return self._tokenizer.encode(self._tokenizer.chat(_joined(self._prompt, observation), tools=tools)).tolist()
         return [*self._prompt.ids.tolist(), *self._encode(observation)]
 
     def go_on(self, ids: list[int], turn: str, observation: Observation) -> list[int]:
         if isinstance(observation, str) or self._prompt.messages is None:
             return [*ids, *self._encode(observation)]
-        return continued(self._tokenizer, ids, observation)
+        return self._tokenizer.continued(ids, observation, self._prompt.tools)
 
     def _encode(self, observation: Observation) -> list[int]:
         text = observation if isinstance(observation, str) else "".join(message["content"] for message in observation)
@@ -55,18 +54,23 @@ class TemplateHistory:
                 f"record {prompt.uid}: rollout.history=template needs prompts that a chat template is applied to, not token ids and "
                 "not data.chat_template=none"
             )
-        self._messages, self._tokenizer = prompt.messages, tokenizer
+        self._prompt, self._messages, self._tokenizer = prompt, prompt.messages, tokenizer
+        self._is_begun = prompt.messages[-1]["role"] == "assistant"  # the next turn goes on in the last message
 
     def begin(self, observation: Observation) -> list[int]:
-        self._messages = _joined(self._messages, _as_messages(observation))
-        return self._ids()
+        self._messages = _joined(self._prompt, _as_messages(observation))
+        return self._ids() if observation else self._prompt.ids.tolist()
 
     def go_on(self, ids: list[int], turn: str, observation: Observation) -> list[int]:
-        self._messages = [*self._messages, {"role": "assistant", "content": turn}, *_as_messages(observation)]
+        earlier = self._messages
+        if self._is_begun:
+            turn, earlier = earlier[-1]["content"] + turn, earlier[:-1]
+            self._is_begun = False
+        self._messages = [*earlier, {"role": "assistant", "content": turn}, *_as_messages(observation)]
         return self._ids()
 
     def _ids(self) -> list[int]:
-        return self._tokenizer.encode(self._tokenizer.chat(self._messages, "an episode")).tolist()
+        return self._tokenizer.encode(self._tokenizer.chat(self._messages, "an episode", self._prompt.tools)).tolist()
 
 
 HISTORIES = {HistoryKind.append: AppendedHistory, HistoryKind.template: TemplateHistory}
@@ -78,8 +82,18 @@ def _as_messages(observation: Observation) -> list[dict[str, Any]]:
     return [{"role": "user", "content": observation}] if observation else []
 
 
-def _joined(messages: list[dict[str, Any]], observation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Both; a first message of the role that spoke last goes on in its message, because many templates want the roles to alternate."""
+def _joined(prompt: Prompt, observation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the prompt's messages with an environment's first observation.
+
+    If the observation begins with the role of the last message, it is appended to that message, because many
+    templates want the roles to alternate.
+    """
+    messages = prompt.messages
+    if observation and messages[-1]["role"] == "assistant":
+        raise UserError(
+            f"record {prompt.uid}: the prompt ends with a begun turn of the assistant, behind which the environment's first observation "
+            "has no place; end the prompt with a message of the user"
+        )
     if not observation or observation[0]["role"] != messages[-1]["role"]:
         return [*messages, *observation]
     one = {**messages[-1], "content": f"{messages[-1]['content']}\n{observation[0]['content']}"}

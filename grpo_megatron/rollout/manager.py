@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -69,9 +69,9 @@ class StaleWeights(UserError):
 class RolloutManager:
     """Plays episodes on the engines, all at once, and puts groups together again."""
 
-    def __init__(self, engines: EnginePool, episodes: SingleTurn | MultiTurn):
-        self._engines = engines
-        self._episodes = episodes
+    def __init__(self, engines: EnginePool, episodes: SingleTurn | MultiTurn, turn_ends: Sequence[int] = ()):
+        """turn_ends: ids of tokens that end a response, besides those that the engines know of the model."""
+        self._engines, self._episodes, self._turn_ends = engines, episodes, frozenset(turn_ends)
         self._next_group = 0
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Group]:
@@ -135,7 +135,8 @@ class RolloutManager:
         """number: of the group among those of this call."""
         # Samples of one group go to one engine, whose prefix cache then holds the prompt.
         client = clients[number % len(clients)]
-        parameters = sampling.parameters()
+        stops = self._turn_ends.union(sampling.stop_token_ids)
+        parameters = sampling.parameters() | {"stop_token_ids": sorted(stops)}
 
         async def ask(member: int, ids: list[int], most: int, routed: int = 0, top: int = 0) -> Completion:
             request = Request((number, member), ids, parameters | {"max_new_tokens": most}, routed=routed, top=top)
@@ -144,7 +145,7 @@ class RolloutManager:
             return completion
 
         if sampling.beam:
-            ends = await client.end_ids() | frozenset(sampling.stop_token_ids)
+            ends = await client.end_ids() | stops
             search = BeamSearch(sampling.n, ends, sampling.max_response_length, sampling.beam)
             asked = prompt.ids.tolist()
             await run_search(search, lambda beam, ids, top: ask(beam, asked + ids, 1, top=top))

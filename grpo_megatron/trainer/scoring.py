@@ -51,7 +51,9 @@ class ModelRewards:
             where = f"record {prompt.uid}"
             if prompt.messages is None and self._config.data.chat_template != NO_TEMPLATE:
                 raise UserError(f"{where}: its prompt is token ids, which a reward model with another tokenizer cannot read")
-            _, prompt_ids = self._conversations.tokenizer.prompt(prompt.messages or prompt.text, where)
+            tokenizer = self._conversations.tokenizer
+            tools = prompt.tools if tokenizer.template and tokenizer.template.shows_tools else None
+            _, prompt_ids = tokenizer.prompt(prompt.messages or prompt.text, where, tools)
             response_ids = self._conversations.tokenizer.encode(sample.response_text)
         ids = np.concatenate([prompt_ids, self._conversations.finished(response_ids)])[-self._longest :]
         # Nothing is trained on, so where the response begins does not matter; one that is nothing but its end may have no token here.

@@ -190,23 +190,25 @@ def test_requests_that_arrive_after_their_batch_was_aborted_are_not_answered(man
     assert largest_difference(groups, model, 1.0) <= 1e-5
 
 
-def test_how_responses_end(manager, tokenizer, model):
+def test_how_responses_end(manager, engines, tokenizer, model):
     asked = prompts(tokenizer)
     seven, end = tokenizer.encode("7")[0], model.config.eos_token_id
-    ends = set()
-    for sampling in (
-        Sampling(n=8, temperature=1.0, max_response_length=30),
-        Sampling(n=8, temperature=1.0, max_response_length=30, stop=("7",)),
-        Sampling(n=8, temperature=1.0, max_response_length=30, stop_token_ids=(int(seven),)),
+    template_ends_turns = RolloutManager(engines, manager._episodes, turn_ends=(int(seven),))
+    ends, plain = set(), Sampling(n=8, temperature=1.0, max_response_length=30)
+    for used, sampling in (
+        (manager, plain),
+        (manager, replace(plain, stop=("7",))),
+        (manager, replace(plain, stop_token_ids=(int(seven),))),
+        (template_ends_turns, plain),
     ):
-        for sample in all_samples(manager.generate(asked, sampling)):
+        for sample in all_samples(used.generate(asked, sampling)):
             last = sample.response_ids[-1]
             if sample.finish_reason == "length":
                 assert len(sample.response_ids) == 30
                 assert end not in sample.response_ids
                 continue
             assert sample.finish_reason == "stop"
-            stops = {end, seven} if sampling.stop or sampling.stop_token_ids else {end}
+            stops = {end} if (used, sampling) == (manager, plain) else {end, seven}
             assert last in stops
             assert not stops & set(sample.response_ids[:-1].tolist())
             ends.add(int(last))

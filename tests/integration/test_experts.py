@@ -55,7 +55,7 @@ def test_engine_and_trainer_agree_on_the_same_experts(live):
 
 
 def test_episodes_of_one_and_of_several_sequences(live):
-    """An untrained model writes special tokens, which are not in the text that the template gets: what it reads then is no continuation."""
+    """An untrained model writes padding tokens, which the template does not get, so its text differs."""
     root, rows = live
     trajectories = [found for group in Replay(f"{root}/rollouts.jsonl").read(1) for found in group.trajectories]
     assert {len(found) > 1 for found in trajectories} == {True, False}

@@ -213,7 +213,7 @@ def test_a_worker_that_cannot_start_is_one_clear_error(places, tmp_path, monkeyp
 def test_the_workers_text_is_the_tokenizers(arithmetic):
     tokenizer = PromptTokenizer(str(arithmetic / "model"))
     ids = np.arange(tokenizer.vocab_size, dtype=np.int32)
-    assert tokenizer.decoder(ids) == tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+    assert tokenizer.decoder(ids) == tokenizer.tokenizer.decode(ids.tolist()).replace("<pad>", "").replace("<eos>", "")
     assert ScorerSpec(RewardConfig(function=FUNCTION), tokenizer.decoder)().work([], 1.0) == []
 
 

@@ -88,7 +88,7 @@ def test_system_prompt_and_suffix(tmp_path, tokenizer):
     config = DataConfig(system_prompt="42", prompt_suffix="=?")
     prompts, _ = load_prompts(path, PromptTokenizer(tokenizer.tokenizer.name_or_path, config), config)
     assert prompts[0].text == "<system>42<user>12+3=?<assistant>"
-    assert prompts[1].text == "<system>7<user>1<assistant>"  # keeps its own system message
+    assert prompts[1].text == "<system>7<user>1=?<assistant>"  # keeps its own system message
 
 
 def test_a_prompt_of_the_wrong_kind(tmp_path, tokenizer):
@@ -123,7 +123,7 @@ def test_an_hf_dataset_from_a_local_folder(tmp_path):
     pytest.importorskip("datasets", reason="the optional package datasets is not installed")
     write(tmp_path / "train.jsonl", '{"prompt": "1+1", "answer": "2"}')
     assert list(read_records(f"hf:{tmp_path}", ["prompt"])) == [{"prompt": "1+1", "answer": "2"}]
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match=f"the folder {tmp_path}/nothing does not exist"):
         read_records(f"hf:{tmp_path}/nothing", [])
 
 

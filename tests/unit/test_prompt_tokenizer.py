@@ -119,7 +119,7 @@ def test_settings_that_do_not_go_together(chat, settings, complaint):
     ("template", "complaint"),
     [
         ("", "is an empty file"),
-        ("{% for %}", "f:1: the chat template fails: TemplateSyntaxError"),
+        ("{% for %}", "the chat template cannot be read: TemplateSyntaxError"),
         ("{{ raise_exception('roles must alternate') }}", "f:1: the chat template fails: TemplateError: roles must alternate"),
         ("{{ messages[7]['content'] + 1 }}", "f:1: the chat template fails: UndefinedError"),
         (" {# nothing #} \n", "f:1: the prompt is empty"),
@@ -132,7 +132,7 @@ def test_templates_that_make_no_prompt(chat, tmp_path, template, complaint):
 
 def test_a_prompt_of_token_ids_is_taken_as_it_is(chat, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": [3, 8, 9, 4], "answer": "1"}\n')
-    config = DataConfig(prompt_suffix="=?")
+    config = DataConfig()
     [prompt], _ = load_prompts(str(tmp_path / "p.jsonl"), PromptTokenizer(chat, config), config)
     assert prompt.ids.tolist() == [3, 8, 9, 4]
     assert prompt.ids.dtype == "int32"
@@ -143,13 +143,13 @@ def test_ids_beyond_the_models_vocabulary(chat, tmp_path):
     known = len(PromptTokenizer(chat).tokenizer)
     assert f"f:1: token id {known} of the prompt is not among the model's 0 to {known - 1}" in refused(chat, None, [1, known])
     assert "token id -1" in refused(chat, None, [-1])
-    assert "data.system_prompt cannot be put before" in refused(chat, DataConfig(system_prompt="7"), [1])
-    # The model decides, not the tokenizer: here it has rows for the first ten tokens alone.
+    assert "data.system_prompt cannot be applied" in refused(chat, DataConfig(system_prompt="7"), [1])
+    assert "data.prompt_suffix cannot be applied" in refused(chat, DataConfig(prompt_suffix="=?"), [1])
+    # The model decides, not the tokenizer: here it has a row more than the tokenizer has tokens.
     folder = tmp_path / "m"
     shutil.copytree(chat, folder)
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 10}))
-    assert "token id 10 of the prompt is not among the model's 0 to 9" in refused(str(folder), None, [10])
-    assert "has token '4' with id 11, but the model has only 10" in refused(str(folder), None, "14")
+    (folder / "config.json").write_text(json.dumps({"vocab_size": known + 1}))
+    assert PromptTokenizer(str(folder)).prompt([known], "f:1")[1].tolist() == [known]
 
 
 def message(content, **other):

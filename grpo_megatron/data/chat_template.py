@@ -1,0 +1,292 @@
+"""A chat template: what it makes of messages, and which part of its text the model writes itself."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from grpo_megatron.data.messages import CALL_KEYS, REASONING_KEYS, written_beside_content
+from grpo_megatron.data.values import shown
+from grpo_megatron.errors import UserError
+
+_WORD = "response"
+_QUESTION = {"role": "user", "content": "prompt"}
+# A tag that begins a turn, and the white space behind it: templates of models that always think end with
+# <think>.
+_LAST_TAG = re.compile(r"(<[^<>\s]+>)(\s*)\Z")
+
+
+@dataclass(frozen=True)
+class TurnShape:
+    """What the template puts around the text of a turn of the model."""
+
+    lead: str
+    """White space between the beginning of a turn and its text, such as that behind Mistral's [/INST]."""
+    tail: str
+    """Everything behind the text in a finished conversation, such as `<|im_end|>` and a line break."""
+    closing: str
+    """The part of `tail` that the model writes, up to the first added token, such as `<|im_end|>`."""
+    is_closed: bool
+    """Whether `closing` has such a token. If not, the tokenizer's end token has to close the turn."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the model in a chat."""
+
+    before: str
+    """All text in front of the turn."""
+    text: str
+    """What the model writes, without the closing."""
+    closing: str
+    """As in TurnShape."""
+    is_closed: bool
+    """As in TurnShape."""
+
+
+class ChatTemplate:
+    """The template of one run, with its arguments and the tools of its environment."""
+
+    def __init__(self, tokenizer, text: str | None, arguments: dict[str, Any], tools: Sequence[dict[str, Any]] = ()):
+        """tokenizer: of transformers. text: a template in place of the tokenizer's own.
+
+        Raises UserError for a template that cannot be compiled, and for arguments that it does not read.
+        """
+        self._tokenizer, self._text, self._arguments, self._tools = tokenizer, text, arguments, list(tools)
+        self._names = _names_read(tokenizer.chat_template if text is None else text)
+        unread = sorted(set(arguments) - self._names)
+        if unread:
+            raise UserError(
+                f"data.chat_template_args: the chat template reads nothing of the name {', '.join(unread)}, so that would have no "
+                f"effect; it reads {', '.join(sorted(self._names))}"
+            )
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+        self.added_tokens = sorted({*filter(str.strip, added), *filter(None, [tokenizer.eos_token])}, key=len, reverse=True)
+
+    @property
+    def shows_tools(self) -> bool:
+        return "tools" in self._names
+
+    def render(
+        self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None = None, generation: bool = True
+    ) -> str:
+        """Return the text of a chat.
+
+        tools: JSON schemas that its record offers. generation: add the beginning of the model's next turn.
+        """
+        if tools and self._tools:
+            raise UserError(
+                f"{where}: the record offers tools of its own (data.tools_key), and so does the environment; set data.tools_key=null to "
+                "offer those of the environment alone"
+            )
+        if tools and not self.shows_tools:
+            raise UserError(
+                f"{where}: the record offers tools (data.tools_key), which the chat template does not show to the model; use a template "
+                "that reads `tools`, or set data.tools_key=null"
+            )
+        for message in messages:
+            if message.get("tool_calls") and not self._call_forms:
+                raise UserError(f"{where}: a message has tool_calls, {_LEFT_OUT}")
+        try:
+            return self._apply([self._fitted(message) for message in messages], tools or self._tools, generation)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise UserError(f"{where}: the chat template fails: {type(error).__name__}: {error}") from error
+
+    def _apply(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation: bool) -> str:
+        arguments = {"add_generation_prompt": True, **self._arguments}
+        if tools:
+            arguments = {"tools": tools, **arguments}
+        if not generation:
+            arguments["add_generation_prompt"] = False
+        return self._tokenizer.apply_chat_template(messages, chat_template=self._text, tokenize=False, **arguments)
+
+    def prompt(self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None = None) -> str:
+        """Return the text that the model continues.
+
+        A chat that ends with a message of the assistant is a begun turn: the text ends where that message
+        ends.
+        """
+        *earlier, last = messages
+        if last["role"] != "assistant":
+            return self.render(messages, where, tools)
+        if beside := written_beside_content(last):
+            raise UserError(
+                f"{where}: the prompt ends with a turn of the assistant that has {beside[0]}, which cannot be continued; end it with "
+                "the message that the model shall answer, or with the begun text of an answer"
+            )
+        if not earlier:
+            raise UserError(f"{where}: the prompt is a turn of the assistant alone; put the message before it that it answers")
+        before = self.render(earlier, where, tools)
+        return before + self.text_behind(before, last["content"])
+
+    def text_behind(self, before: str, text: str) -> str:
+        """Return the beginning of a turn's text in the form in which it follows the text `before`.
+
+        A tag that the template puts at the beginning of turns is not repeated.
+        """
+        if not text:
+            return text
+        tag = _LAST_TAG.search(before)
+        if tag and text.startswith(tag[1]):
+            return text.removeprefix(tag[1]).removeprefix(tag[2])
+        return text if text[0].isspace() else self.shape.lead + text
+
+    @cached_property
+    def shape(self) -> TurnShape:
+        """Raises UserError for a template that fails for a finished turn, or leaves out its text."""
+        where = "a finished conversation"
+        text = self.render([_QUESTION, {"role": "assistant", "content": _WORD}], where, generation=False)
+        if _WORD not in text:
+            raise UserError("the chat template leaves out what the assistant says, so there is nothing to score or to learn")
+        start = text.rindex(_WORD)
+        before, tail = self.render([_QUESTION], where), text[start + len(_WORD) :]
+        lead = text[len(before) : start] if text.startswith(before) else ""
+        ends = [(tail.index(token) + len(token), tail.index(token)) for token in self.added_tokens if token in tail]
+        end = min(ends, key=lambda found: (found[1], -found[0]))[0] if ends else len(tail.rstrip())
+        return TurnShape(lead if lead.isspace() else "", tail, tail[:end], bool(ends))
+
+    def turn(self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None, begun: str = "") -> Turn:
+        """Return the last message, which is the assistant's, as the model writes it.
+
+        The turn is what the template adds to the chat before it. begun: the part of its content that the
+        prompt has. Raises UserError if the template leaves out a part of the message, or if its beginning or
+        end cannot be found.
+        """
+        *earlier, last = messages
+        before = self.render(earlier, where, tools)
+        before += self.text_behind(before, begun)
+        whole = self.render(messages, where, tools, generation=False)
+        for key in written_beside_content(last):
+            if whole == self._without(key, messages, where, tools):
+                raise UserError(f"{where}: a message of the assistant has {key}, {_LEFT_OUT}")
+        if not whole.startswith(before):
+            raise UserError(
+                f"{where}: the chat template does not show the assistant's message behind the beginning that it gives to a turn, "
+                f"{before[-40:]!r}, so it does not tell what the model writes; give the response as a string, or change "
+                "data.chat_template or its arguments"
+            )
+        if _squeezed(last["content"] or "") not in _squeezed(begun + whole[len(before) :]):
+            raise UserError(
+                f"{where}: a message of the assistant has content of which the chat template cuts off a part, such as "
+                f"thinking before </think>; give the response as a string, or change data.chat_template"
+            )
+        return self._closed(before, whole[len(before) :], where)
+
+    def _without(self, key: str, messages: list[dict[str, Any]], where: str, tools) -> str | None:
+        last = {name: value for name, value in messages[-1].items() if name != key}
+        try:
+            return self.render([*messages[:-1], {**last, "content": last["content"] or ""}], where, tools, generation=False)
+        except UserError:
+            return None  # it is read, at least
+
+    def _closed(self, before: str, text: str, where: str) -> Turn:
+        shape = self.shape
+        if text.endswith(shape.tail):
+            return Turn(before, text[: len(text) - len(shape.tail)], shape.closing, shape.is_closed)
+        text = text.rstrip()
+        # Some templates end turns with calls by another token.
+        closing = next((token for token in self.added_tokens if text.endswith(token)), None)
+        if closing is None:
+            raise UserError(
+                f"{where}: the chat template ends turns of the assistant with {shape.tail!r}, but this one with {text[-40:]!r}, which is "
+                "no token of its own, so it does not tell where the model stops; change data.chat_template"
+            )
+        return Turn(before, text.removesuffix(closing), closing, True)
+
+    @cached_property
+    def _call_forms(self) -> list[tuple[str | None, type]]:
+        """Forms in which the template shows tool calls: (what empty content has to be, type of arguments).
+
+        Templates differ: some print None, and some show calls only if content is None; some write arguments
+        that are text as a JSON string within JSON, and others fail if they are an object. The usual form
+        comes first.
+        """
+        return [form for form in product((None, ""), (dict, str)) if self._shows_calls(*form)]
+
+    def _shows_calls(self, content: str | None, kind: type) -> bool:
+        arguments: Any = {"key": _WORD}
+        function = {"name": "lookup", "arguments": arguments if kind is dict else json.dumps(arguments)}
+        call = {"id": "call00001", "type": "function", "function": function}
+        asked = {"role": "assistant", "content": content, "tool_calls": [call]}
+        answer = {"role": "tool", "name": "lookup", "tool_call_id": call["id"], "content": "1"}
+        schema = {
+            "name": "lookup",
+            "description": "",
+            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+        }
+        tools = [{"type": "function", "function": schema}]
+        try:
+            before = self._apply([_QUESTION], tools, False)
+            text = self._apply([_QUESTION, asked, answer], tools, False)
+        except Exception:  # as in render
+            return False
+        prints_nothing = any(text.count(word) > before.count(word) for word in ("None", "null"))
+        return _WORD in text and not prints_nothing and f'\\"{_WORD}' not in text
+
+    def _fitted(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the message with empty content and arguments of calls in a form that the template shows."""
+        if not message.get("tool_calls"):
+            return message if message["content"] is not None else {**message, "content": ""}
+        given = _function(message["tool_calls"][0]).get("arguments", {})
+        forms = self._call_forms
+        content, kind = next((form for form in forms if form[1] is type(given)), forms[0])
+        calls = []
+        for call in message["tool_calls"]:
+            function = _function(call)
+            function = {**function, "arguments": _arguments(function.get("arguments", {}), kind)}
+            calls.append({**call, "function": function} if "function" in call else function)
+        return {**message, "content": message["content"] or content, "tool_calls": calls}
+
+
+def _squeezed(text: str) -> str:
+    """Return the text without white space, which templates change around thinking and contents."""
+    return "".join(text.split())
+
+
+def _function(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a call that has its name and arguments: some data sets have no object around it."""
+    return call.get("function", call)
+
+
+_LEFT_OUT = (
+    "which the chat template leaves out; set data.chat_template to one that shows "
+    f"{CALL_KEYS[0]} or {REASONING_KEYS[0]}, or give the response as a string"
+)
+
+
+def _arguments(given: Any, kind: type) -> Any:
+    """Return the arguments of a call as an object, or as JSON text."""
+    if type(given) is kind:
+        return given
+    if kind is str:
+        return json.dumps(given, ensure_ascii=False)
+    try:
+        value = json.loads(given)
+    except (TypeError, ValueError):
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"the arguments of a tool call are {shown(given)}; they must be an object, or its JSON text")
+    return value
+
+
+def _names_read(template: str | dict[str, str]) -> set[str]:
+    """Return the names that a template, or any of several, takes from outside."""
+    from jinja2 import TemplateError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    names: set[str] = set()
+    for text in template.values() if isinstance(template, dict) else [template]:
+        try:
+            # The environment in which transformers renders it, with the tags that it adds to Jinja's.
+            environment = _compile_jinja_template(text).environment
+        except TemplateError as error:
+            raise UserError(
+                f"the chat template cannot be read: {type(error).__name__}: {error}; see data.chat_template"
+            ) from error
+        names |= meta.find_undeclared_variables(environment.parse(text))
+    return names

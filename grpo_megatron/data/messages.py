@@ -1,0 +1,122 @@
+"""Chat messages and tools as records give them, made plain for a chat template."""
+
+import ast
+import json
+from typing import Any
+
+from grpo_megatron.data.values import shown
+from grpo_megatron.errors import UserError
+
+# Keys of an assistant's message, besides its content, that hold what the model wrote.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+CALL_KEYS = ("tool_calls", "function_call")
+
+
+def chat_messages(prompt: Any, where: str, name: str = "prompt") -> list[dict[str, Any]]:
+    """Return the messages with their contents as text, and without the keys that are null.
+
+    Many libraries write null for keys that a message lacks, but templates ask whether a key is there. The
+    content is None where an assistant's message has tool calls or reasoning alone. name: of the field, for a
+    UserError.
+    """
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        raise UserError(
+            f"{where}: the {name} must be a string, a list of messages with role and content, or a list of token ids; "
+            f"it is {shown(prompt)}"
+        )
+    if not prompt:
+        raise UserError(f"{where}: the {name} is empty, a list without messages")
+    return [_message(message, f"{where}: message {number} of the {name}") for number, message in enumerate(prompt)]
+
+
+def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
+    message = _without_nulls(given)
+    role = message.get("role")
+    if not isinstance(role, str) or not role.strip():
+        raise UserError(f"{where} has no role; its keys are {shown(list(message))}")
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)  # an empty list, which some templates take for calls
+    else:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], where)
+    return {**message, "content": _content(message, where)}
+
+
+def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
+    calls = _json_value(given) if isinstance(given, str) else given
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise UserError(f"{where} has the tool_calls {shown(given)}; they must be a list of objects with name and arguments")
+    calls = [_without_nulls(call) for call in calls]
+    for call in calls:
+        if isinstance(call.get("function"), dict):
+            call["function"] = _without_nulls(call["function"])
+        if not isinstance(call.get("function", call).get("name"), str):
+            raise UserError(f"{where} has a tool call without a name: {shown(call)}")
+    return calls
+
+
+def _content(message: dict[str, Any], where: str) -> str | None:
+    """Return the text of a message, whose content may be a list of parts `{"type": "text", "text": ...}`."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message["role"] == "assistant" and written_beside_content(message):
+        return None
+    if not isinstance(content, list):
+        raise UserError(f"{where} has no content" if content is None else f"{where} has the content {shown(content)}, not text")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"{where} has a part of type {shown(kind)}; only text can be used")
+    return "".join(part["text"] for part in content)
+
+
+def written_beside_content(message: dict[str, Any]) -> list[str]:
+    """Return the keys besides content that hold what the model wrote in an assistant's message."""
+    return [key for key in (*REASONING_KEYS, *CALL_KEYS) if message.get(key)]
+
+
+def chat_in_text(text: str, where: str) -> list[dict[str, Any]] | None:
+    """Return the messages if a text is a list of them as JSON, as in CSV files; None for any other text.
+
+    Raises UserError for messages that are spelled as Python spells them.
+    """
+    if not text.lstrip().startswith("[") or "role" not in text:
+        return None
+    if _is_chat(value := _json_value(text)):
+        return value
+    try:
+        value = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    if _is_chat(value):
+        raise UserError(
+            f"{where}: the text is a list of messages as Python prints it, {shown(text)}; write it as JSON (json.dumps), or as a list"
+        )
+    return None
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and "role" in item for item in value)
+
+
+def _json_value(text: str) -> Any:
+    """Return what the text spells as JSON; None if it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def offered_tools(given: Any, where: str) -> list[dict[str, Any]]:
+    """Return the JSON schemas of the tools that a record offers. given: a list of them, or its JSON text."""
+    tools = _json_value(given) if isinstance(given, str) else given
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(
+            f"{where} must be a list of JSON schemas, one for each tool, or the JSON text of such a list; it is {shown(given)}. "
+            "Set data.tools_key=null if this field is something else"
+        )
+    return tools

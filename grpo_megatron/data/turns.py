@@ -1,0 +1,126 @@
+"""Tokens of a response to learn from, and which of them the model writes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.data.chat_template import Turn
+from grpo_megatron.data.messages import chat_in_text, chat_messages, written_beside_content
+from grpo_megatron.data.tokenizer import PromptTokenizer, Tools
+from grpo_megatron.data.values import shown
+from grpo_megatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The prompt of a record. text: what was tokenized. messages, tools: as in Prompt."""
+
+    text: str
+    messages: list[dict[str, Any]] | None
+    tools: Tools
+
+
+def written(tokenizer: PromptTokenizer, asked: Asked, response: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return (int32 ids [R], bool mask [R]) of everything behind the prompt.
+
+    The mask is true for tokens that the model writes.
+
+    response: a string, which is the text of one turn as the model writes it, or messages, which the chat
+    template renders. The first and the last message are the assistant's. The tokens are those of an episode
+    with rollout.history=append. where: the record and its field, for the message of a UserError.
+    """
+    parts = [(ids, by_model) for ids, by_model in _parts(tokenizer, asked, _messages(response, where), where) if len(ids)]
+    mask = np.concatenate([np.full(len(ids), by_model, dtype=np.bool_) for ids, by_model in parts])
+    return np.concatenate([ids for ids, _ in parts]), mask
+
+
+def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return the response as a string, or as the messages of the rest of a chat."""
+    if isinstance(response, str):
+        response = chat_in_text(response, where) or response
+    if isinstance(response, str):
+        return response
+    legal = isinstance(response, list) and response and all(isinstance(message, dict) for message in response)
+    messages = chat_messages(response, where, "response") if legal else []
+    if not messages or {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
+        raise UserError(
+            f"{where} must be a string, or a list of messages with role and content of which the first and the last are the "
+            f"assistant's; is {shown(response)}"
+        )
+    return messages
+
+
+def _parts(tokenizer: PromptTokenizer, asked: Asked, response: str | list[dict[str, Any]], where: str) -> Iterator:
+    if isinstance(response, str):
+        yield _turn(tokenizer, _text_turn(tokenizer, asked, response), where)
+    elif asked.messages is None:
+        yield from _plain_parts(tokenizer, asked, response, where)
+    else:
+        yield from _chat_parts(tokenizer, asked, response, where)
+
+
+def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
+    """Return a turn whose text is given as the model writes it."""
+    template, closing, is_closed = tokenizer.template, "", False
+    if template:
+        closing, is_closed = template.shape.closing, template.shape.is_closed
+    if asked.messages is not None and not (asked.messages[-1]["role"] == "assistant" and asked.messages[-1]["content"]):
+        text = template.text_behind(asked.text, text)
+    end = closing if is_closed else tokenizer.tokenizer.eos_token
+    if end and text.rstrip().endswith(end):  # some data sets have it in their texts
+        text = text.rstrip().removesuffix(end)
+    return Turn(asked.text, text, closing, is_closed)
+
+
+def _turn(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarray, bool]:
+    text = tokenizer.encode_behind(turn.before, turn.text)
+    return np.concatenate([text, tokenizer.closing(turn.closing, turn.is_closed, where)]), True
+
+
+def _plain_parts(tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str) -> Iterator:
+    """Yield the parts behind a prompt that is no chat: contents verbatim, as in such an episode."""
+    before = asked.text
+    for message in response:
+        if beside := written_beside_content(message):
+            raise UserError(
+                f"{where} has a message with {beside[0]}, which only a chat template can show, and the prompt is no chat"
+            )
+        text = message["content"]
+        if message["role"] == "assistant":
+            yield _turn(tokenizer, _text_turn(tokenizer, Asked(before, None, None), text), where)
+        else:
+            yield tokenizer.encode_behind(before, text), False
+        before = text
+
+
+def _chat_parts(tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str) -> Iterator:
+    """Yield each turn of the assistant, and what the template puts between two of them."""
+    template, chat, begun = tokenizer.template, list(asked.messages), ""
+    if chat[-1]["role"] == "assistant":
+        begun = chat.pop()["content"]
+        response = [{**response[0], "content": begun + (response[0]["content"] or "")}, *response[1:]]
+    earlier, between = None, []
+    for message in response:
+        chat.append(message)
+        if message["role"] != "assistant":
+            between.append(message)
+            continue
+        turn = template.turn(chat, where, asked.tools, begun if earlier is None else "")
+        if earlier is not None:
+            yield _between(tokenizer, earlier, turn, between, asked.tools), False
+            between = []
+        yield _turn(tokenizer, turn, where)
+        earlier = turn
+
+
+def _between(tokenizer: PromptTokenizer, earlier: Turn, turn: Turn, messages: list[dict[str, Any]], tools: Tools) -> np.ndarray:
+    """Return int32 ids that stand between two turns of the assistant."""
+    behind = f"{earlier.before}{earlier.text}{earlier.closing}"
+    if turn.before.startswith(behind):
+        return tokenizer.encode_behind(behind, turn.before[len(behind) :])
+    # The template now shows the earlier turn in another form, mostly without its thinking. An episode with
+    # rollout.history=append keeps what the model wrote.
+    ids, end = tokenizer.after_turn(messages, tools), tokenizer.encode(tokenizer.template.shape.closing)
+    return ids[len(end) :] if np.array_equal(ids[: len(end)], end) else ids
