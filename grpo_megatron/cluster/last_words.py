@@ -55,7 +55,7 @@ def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]
 
 
 def worth_showing(lines: list[str]) -> list[str]:
-    """Return the lines without blank ones, progress bars, harmless notes, and warnings with their line of source."""
+    """Return the lines without blank ones, progress bars, harmless notes and warnings."""
     kept, below_warning = [], False
     for line in lines:
         if re.search(r"warn", line, re.IGNORECASE) or any(text in line for text in _HARMLESS):
@@ -112,7 +112,7 @@ def _how(error: RayError | None, crash: str) -> str:
 
 
 def killed_by_ray(error: Exception | None) -> str:
-    """Return how full the node's memory was, if Ray's memory monitor ended the process; else an empty text."""
+    """Return how full the node was, if Ray's memory monitor ended the process; else an empty text."""
     if not isinstance(error, OutOfMemoryError):
         return ""
     report = plain(error)
@@ -123,7 +123,7 @@ def killed_by_ray(error: Exception | None) -> str:
 
 
 def _needed_memory(report: str) -> list[str]:
-    """Return a line with the three processes that had most memory, by Ray's report, and one that says what to change."""
+    """Return two lines: the three processes that had most memory by Ray's report, and what to change."""
     users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", report, re.MULTILINE)[:_LINES]
     said = ", ".join(f"{shortened(command, 60)} (process {pid}) with {size} GB" for pid, size, command in users)
     lines = [f"most memory there had {said}"] if said else []

@@ -29,7 +29,7 @@ class Process(NamedTuple):
     log: str
 
     def died(self, call: str, error: RayError | None = None) -> ProcessDied:
-        """Return the error for the loss of this process in `call`, with lines that tell why; error: Ray's report."""
+        """Return the error for the loss of this process in `call`, and why. error: as Ray reported it."""
         how, lines = last_words(self.log, error)
         what = "was lost" if isinstance(error, LOST) and not isinstance(error, ENDED) else "died"
         return ProcessDied("\n  | ".join([f"{self.name} {what} in `{call}`{how}; its log is {self.log}", *lines]))
@@ -102,8 +102,8 @@ def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
 def process_error(error: RayError, process: Process, call: str) -> Exception:
     """Return what Ray's error means for a run, as an exception to raise.
 
-    ProcessDied: the process is lost, and the run can go on with another. UserError: the process raised one, or
-    its machine lacks something. RuntimeError: its code failed. Any other error of Ray's is returned as it is.
+    ProcessDied: the process is lost, and the run can go on with another. UserError: the process raised one,
+    or its machine lacks something. RuntimeError: its code failed. Any other error of Ray's stays as it is.
     """
     if isinstance(error, RayTaskError):
         cause, said = raised_there(error)

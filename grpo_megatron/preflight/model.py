@@ -1,13 +1,12 @@
 """Does the model fit the layout, the engines and the lengths that are configured."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from grpo_megatron.config.rollout import Strategy
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import read_object
+from grpo_megatron.json_files import json_text, read_object
 from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.model.adapters import without_adapter
 from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
@@ -171,7 +170,7 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
 def _latent_engine(path: str, arch: Architecture) -> list[str]:
     config, found = read_object(Path(path) / "config.json"), []
     needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-    missing = [f'"{key}": {json.dumps(value)}' for key, value in needed.items() if key not in config]
+    missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if key not in config]
     if missing:
         found.append(
             f"{path}/config.json lacks what SGLang reads from it and transformers does not write; add {', '.join(missing)}"
