@@ -10,10 +10,13 @@ from grpo_megatron.paths import file_problem, reading
 
 
 def json_text(value: Any, **layout: Any) -> str:
-    """Return `value` as JSON; the one way in which this project writes it. layout: indent and the like, of json.dumps.
+    """Return `value` as JSON; the one way in which this project writes it.
 
-    JSON has no NaN and no infinity, which Python would write as bare words that jq, pandas and browsers refuse. They
-    become null, as in other writers of JSON. pandas reads that as NaN, and our own readers do by `float_or_nan`.
+    layout: arguments of json.dumps such as indent.
+
+    JSON has no NaN and no infinity, which Python would write as bare words that jq, pandas and browsers
+    refuse. They become null, as in other writers of JSON. pandas reads that as NaN, and our own readers do by
+    `float_or_nan`.
     """
     try:
         return json.dumps(value, allow_nan=False, **layout)

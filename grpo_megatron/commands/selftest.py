@@ -368,5 +368,8 @@ def selftest(config: Config, steps: int = 3, guard: Guard | None = None) -> Verd
 
 
 def as_json(verdict: Verdict) -> dict:
-    """Return the verdict's fields, and whether it passed. What was not measured is NaN, which JSON has as null."""
+    """Return the verdict's fields, and whether it passed.
+
+    What was not measured is NaN, which JSON has as null.
+    """
     return {"passed": verdict.passed, **vars(verdict)}

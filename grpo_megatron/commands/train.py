@@ -80,7 +80,10 @@ class _Data:
         self._beginning = deepcopy(self._prompts.state_dict()) if self._prompts else None
 
     def must_fit(self, state: dict[str, Any]) -> str:
-        """Raise UserError for a checkpoint's state that is of other data. Return a note, see EpochOrder.must_fit."""
+        """Raise UserError for a checkpoint's state that is of other data.
+
+        Return a note, see EpochOrder.must_fit.
+        """
         # A replayed run has no prompts.
         return self._prompts.must_fit(state["prompts"]) if self._prompts and state["prompts"] else ""
 

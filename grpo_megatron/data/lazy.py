@@ -26,7 +26,10 @@ class Made(Sequence[T]):
 
 
 def contents_of(items: Sequence) -> dict[str, str]:
-    """Return the digests of the sources that the items are made from, by their names; empty for a plain list."""
+    """Return the digests of the sources that the items are made from, by their names.
+
+    A plain list has none.
+    """
     return dict(getattr(items, "contents", {}))
 
 

@@ -13,8 +13,8 @@ from grpo_megatron.errors import ANOTHER_RUN, UserError
 class EpochOrder:
     """Endless indices 0..size-1, each once per epoch; the order depends on seed and epoch alone.
 
-    contents: digests of the sources that the indices are places in, by name, which a checkpoint keeps. `of` takes
-    them from a sequence of such items.
+    contents: digests of the sources that the indices are places in, by name, which a checkpoint keeps. `of`
+    takes them from a sequence of such items.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool, contents: Mapping[str, str] = MappingProxyType({})):
@@ -54,7 +54,10 @@ class EpochOrder:
         }
 
     def must_fit(self, state: dict) -> str:
-        """Raise UserError for a state of other data. Return a note on what could not be compared, or an empty text."""
+        """Raise UserError for a state of other data.
+
+        Return a note on what could not be compared, or an empty text.
+        """
         saved = (state["size"], state["seed"], state["shuffle"])
         if saved != (self.size, self.seed, self.shuffle):
             raise UserError(
@@ -133,7 +136,10 @@ class PromptSource:
         return {"orders": orders, "taken": self._taken, "shares": self._shares, "returned": returned}
 
     def must_fit(self, state: dict) -> str:
-        """Raise UserError for a state of other data. Return a note on what could not be compared, or an empty text."""
+        """Raise UserError for a state of other data.
+
+        Return a note on what could not be compared, or an empty text.
+        """
         if len(state["orders"]) != len(self._orders):
             raise UserError(f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}; {ANOTHER_RUN}")
         notes = [order.must_fit(saved) for order, saved in zip(self._orders, state["orders"], strict=True)]

@@ -31,7 +31,9 @@ class Records(Sequence[dict[str, Any]]):
         return f"{self.source}: record {number}"
 
     def digest(self) -> str:
-        """Return the XXH3 digest, of 128 bits, of all that the records hold: another one tells that they were changed.
+        """Return the XXH3 digest, of 128 bits, of all that the records hold.
+
+        Another one tells that they were changed.
 
         All records are read for it. They are read anyway when a run starts, which takes much longer.
         """

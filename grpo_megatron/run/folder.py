@@ -26,12 +26,14 @@ def run_folder(config: Config) -> Path:
 def open_run_folder(
     config: Config, command: str, say: Callable[[str], None], must_fit: Callable[[dict], str] = lambda state: ""
 ) -> Iterator[tuple[str, Checkpoint | None]]:
-    """Within this context the run owns its folder. Gives the absolute path and the checkpoint to begin from, or None.
+    """Within this context the run owns its folder.
 
-    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ... say: shows a line. must_fit:
-    raises UserError for a checkpoint's state that is of other data, and returns a note to show, or an empty text.
-    Raises UserError for a folder that another run writes to, that cannot be made or is damaged, and for a
-    checkpoint that does not fit; the folder is then as it was.
+    Gives the absolute path and the checkpoint to begin from, or None.
+
+    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ... say: shows a line.
+    must_fit: raises UserError for a checkpoint's state that is of other data, and returns a note to show, or
+    an empty text. Raises UserError for a folder that another run writes to, that cannot be made or is
+    damaged, and for a checkpoint that does not fit; the folder is then as it was.
     """
     folder = run_folder(config)
     try:

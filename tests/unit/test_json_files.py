@@ -14,7 +14,8 @@ import pytest
 from grpo_megatron.json_files import float_or_nan, json_text
 
 ROOT = Path(__file__).parents[2]
-# The sandbox's processes exchange messages among themselves, without this package's modules. config/keys.py quotes a text.
+# The sandbox's processes exchange messages among themselves, without this package's modules. config/keys.py
+# quotes a text.
 OTHERS = ("grpo_megatron/sandbox/", "grpo_megatron/config/keys.py", "grpo_megatron/json_files.py")
 
 
