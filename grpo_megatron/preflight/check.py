@@ -14,6 +14,7 @@ from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
 from grpo_megatron.preflight.cluster_rules import known_capabilities
+from grpo_megatron.preflight.output_folders import is_of_another_machine, must_be_writable, output_folders
 from grpo_megatron.preflight.rule import ENGINE_COMMANDS
 from grpo_megatron.preflight.rules import violations
 
@@ -208,15 +209,22 @@ def _check_paths(config: Config, command: str, report: Report) -> None:
     from grpo_megatron.run.folder import beginning
     from grpo_megatron.run.resume import ANEW, AUTO
 
-    resume, replay = config.run.resume, config.rollout.replay
+    resume, replay, usable = config.run.resume, config.rollout.replay, {}
+    for key, folder in output_folders(config, command).items():
+        if elsewhere := is_of_another_machine(folder):
+            report.not_checked.append(f"{key}: nothing of {folder} is on this machine")
+        usable[key] = not elsewhere and report.attempt(f"{key} {folder}", partial(must_be_writable, key, folder))
     if command == "eval":
         replay = None  # an evaluation begins anew, with engines
     elif resume not in (AUTO, *ANEW) and is_absent(resume):
         report.not_checked.append(f"run.resume: {resume} is not a folder here")
-    else:
+    elif usable["run.root"] or resume not in (AUTO, *ANEW):
         report.attempt(f"run.resume {resume}", partial(beginning, config, command, report.checked.append))
-    if command == "train" and config.rollout.record and not is_absent(config.rollout.record):
-        report.attempt(f"rollout.record {config.rollout.record}", partial(must_be_free, config.rollout.record))
+    record = config.rollout.record if command == "train" else None
+    if record and is_of_another_machine(record):
+        report.not_checked.append(f"rollout.record: nothing of {record} is on this machine")
+    elif record:
+        report.attempt(f"rollout.record {record}", partial(must_be_free, record))
     if command != "train" or not replay:
         return
     if is_absent(replay):

@@ -137,7 +137,19 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
             f"{path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's Qwen3-MoE ignores: "
             "it would generate with uninitialised weights"
         )
+    found += _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
+
+
+def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
+    """A token that the model cannot write would never end a response, and nobody would say so."""
+    absent = [token for token in config.rollout.stop_token_ids if token >= arch.vocab_size]
+    if not absent:
+        return []
+    return [
+        f"rollout.stop_token_ids={absent}: {config.model.path} has {arch.vocab_size} tokens, 0 to {arch.vocab_size - 1}, so these never "
+        "end a response"
+    ]
 
 
 def _engine_layout(config: Config, arch: Architecture) -> list[str]:

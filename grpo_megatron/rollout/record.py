@@ -19,7 +19,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import json_text
 from grpo_megatron.monitoring.row_file import RowFile
 from grpo_megatron.monitoring.terminal import say
-from grpo_megatron.paths import file_problem, is_absent, numbered
+from grpo_megatron.paths import file_problem, is_absent, numbered, output_file_problem
 
 _FORMAT = {"format": "grpo_megatron.rollout", "version": 1}
 _HEADER = json_text(_FORMAT) + "\n"
@@ -104,11 +104,14 @@ class Replay:
 
 
 def must_be_free(path: str) -> None:
-    """Raises UserError for what is no place for a recording, such as a file of data, which a typing error would have emptied."""
+    """Raise UserError for what is no place for a recording.
+
+    Examples are a folder that cannot be written to, and a file of data, which a typing error would have emptied.
+    """
+    if problem := output_file_problem(path):
+        raise UserError(f"rollout.record: {path} {problem}")
     if is_absent(path):
         return
-    if file_problem(path):
-        raise UserError(f"rollout.record: {path} {file_problem(path)}")
     with open(path, "rb") as file:
         found = file.read(len(_HEADER))
     if found != _HEADER.encode()[: len(found)]:
