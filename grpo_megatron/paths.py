@@ -62,8 +62,9 @@ def folder_problem(path: str | Path) -> str | None:
 def output_folder_problem(path: str | Path) -> str | None:
     """Return what is wrong with `path` as a folder to write to, as the end of a sentence; None if nothing is.
 
-    It need not be there: then the nearest folder above it has to be one in which it can be made. A folder that is
-    made there for a moment tells, because permissions alone do not: they say nothing of /proc or a full disk.
+    It need not be there: then the nearest folder above it has to be one in which it can be made. A folder
+    that is made there for a moment tells, because permissions alone do not: they say nothing of /proc or a
+    full disk.
     """
     there = nearest_folder(path)
     if problem := folder_problem(there):

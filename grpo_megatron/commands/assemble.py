@@ -160,8 +160,7 @@ def open_site(
         if note := HFCheckpoint(config.model.path).note:
             say(note)
         listeners = cleanup.enter_context(listening(config, directory, resumed=checkpoint is not None))
-        cluster = allocate(config, num_ranks, num_engines, guard=guard)
-        cleanup.callback(cluster.close)
+        cluster = cleanup.enter_context(allocate(config, num_ranks, num_engines, guard=guard))
         watch = Watch(f"{directory}/logs", config.cluster.hang_timeout, lambda work: status.note(processes=work))
         engines = None
         if num_engines:

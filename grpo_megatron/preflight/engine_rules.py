@@ -10,8 +10,8 @@ from grpo_megatron.preflight.rule import ENGINE_COMMANDS, RuleBook
 ENGINE = RuleBook()
 
 _TRAIN = ("train",)
-# SGLang, 0.5.17 and 0.5.23, cuts a response so that it and its prompt are this much shorter than the KV cache, and
-# refuses a prompt that is not at least _PROMPT_SPARE shorter.
+# SGLang, 0.5.17 and 0.5.23, cuts a response so that it and its prompt are this much shorter than the KV
+# cache, and refuses a prompt that is not at least _PROMPT_SPARE shorter.
 _SPARE, _PROMPT_SPARE = 2, 7
 
 

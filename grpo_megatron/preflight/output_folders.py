@@ -9,7 +9,10 @@ from grpo_megatron.preflight.rule import TRAINING_COMMANDS
 
 
 def output_folders(config: Config, command: str) -> dict[str, str]:
-    """Return {key: folder} of what a run of this command writes to; run.root is that of the run's own folder."""
+    """Return {key: folder} of what a run of this command writes to.
+
+    Run.root is that of the run's own folder.
+    """
     found = {"run.root": config.run.root}
     if command in TRAINING_COMMANDS and config.megatron.offload_folder:
         found["megatron.offload_folder"] = config.megatron.offload_folder
@@ -25,14 +28,15 @@ def must_be_writable(key: str, folder: str) -> None:
 
 
 def is_of_another_machine(folder: str) -> bool:
-    """Return whether nothing of an absolute path is there: then it may be that of a node, such as a local disk."""
+    """Return whether nothing of an absolute path is there. It may be that of a node, such as a local disk."""
     return nearest_folder(folder) == Path("/") and Path(folder).absolute() != Path("/")
 
 
 def check_output_folders(config: Config, command: str) -> None:
     """Raise UserError, naming the key, for a folder that this machine has to write to, and cannot.
 
-    The ranks may be on other machines, which say so themselves; the run's own folder is made before anything else.
+    The ranks may be on other machines, which say so themselves; the run's own folder is made before anything
+    else.
     """
     for key, folder in output_folders(config, command).items():
         elsewhere = key == "megatron.offload_folder" and config.cluster.ray_address is not None

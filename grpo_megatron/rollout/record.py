@@ -106,7 +106,8 @@ class Replay:
 def must_be_free(path: str) -> None:
     """Raise UserError for what is no place for a recording.
 
-    Examples are a folder that cannot be written to, and a file of data, which a typing error would have emptied.
+    Examples are a folder that cannot be written to, and a file of data, which a typing error would have
+    emptied.
     """
     if problem := output_file_problem(path):
         raise UserError(f"rollout.record: {path} {problem}")

@@ -1,4 +1,4 @@
-"""Values that passed `config check` and failed when the processes were up, as "unexpected ...", or never did anything."""
+"""Values that passed `config check` and failed when the processes were up, or never did anything."""
 
 import os
 import socket
@@ -75,6 +75,9 @@ def violations(tmp_path, *changes, command="train"):
         (["algorithm.clip_ratio_high=1e300"], "algorithm.clip_ratio_high must be between"),
         (["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=1e300"], "algorithm.kl_loss_coef must be between"),
         (["optimizer.clip_grad=1e-300"], "optimizer.clip_grad must be between"),
+        (["megatron.cpu_threads=100000"], "megatron.cpu_threads must be greater than 0 and at most 1024"),
+        (["rollout.engine.cpu_threads=100000"], "rollout.engine.cpu_threads must be greater than 0 and at most 1024"),
+        (["reward.workers=100000"], "reward.workers must be greater than 0 and at most 1024"),
         (["cluster.call_timeout=1e300"], "cluster.call_timeout must be"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
@@ -114,6 +117,12 @@ def test_a_token_that_the_model_cannot_write_ends_no_response(command, tokens, a
     assert len(said) == (absent is not None)
     if said:
         assert said[0].startswith(f"rollout.stop_token_ids=[{absent}]: {model} has ")
+
+
+def test_a_path_that_is_wrong_here_may_be_right_on_the_cluster(tmp_path):
+    report = check(None, arguments(tmp_path, "run.root=README.md", "cluster.gpu=none", "cluster.nodes=1"), "train")
+    assert not any("run.root" in one for one in report.violations)
+    assert any(one.startswith("run.root: here, run.root=README.md is a file, not a folder") for one in report.not_checked)
 
 
 @pytest.mark.parametrize("key", ["run.root", "megatron.offload_folder", "rollout.record"])
