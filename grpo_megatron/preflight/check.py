@@ -231,7 +231,10 @@ def _check_paths(config: Config, command: str, report: Report) -> None:
 
 
 def _can_write(key: str, path: str, must_be_right: Callable[[], None], config: Config, report: Report) -> bool:
-    """Check a path to write to; return whether it is right. On the machines of a cluster it may be another one's."""
+    """Check a path to write to; return whether it is right.
+
+    On the machines of a cluster it may be another one's.
+    """
     if is_of_another_machine(path):
         report.not_checked.append(f"{key}: nothing of {path} is on this machine")
         return False
