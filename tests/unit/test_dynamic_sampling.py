@@ -125,7 +125,7 @@ def test_a_dropped_group_is_replaced_by_one_other():
 
 @pytest.mark.parametrize("over_sampling", [1.25, 1.5, 2.0, 4.0])
 def test_groups_that_end_together_with_the_last_of_the_batch_come_again(over_sampling):
-    """They end in the round that fills the batch: neither are they lost, nor used up, and the first ones drawn are kept."""
+    """They are neither lost nor used up, and the batch has the ones that were drawn first."""
     engine, prompts = Engine(together=True), source()
     sampled = rollouts(engine, lambda uid: True, f"rollout.dynamic_sampling.over_sampling={over_sampling}")
     surplus = int(4 * over_sampling) - 4

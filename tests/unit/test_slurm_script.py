@@ -119,7 +119,7 @@ def test_ray_and_the_run_find_what_kernels_are_built_with(tmp_path, home):
     ],
 )
 def test_every_job_has_a_folder_of_its_own_for_ray(variables, folder):
-    """On a node where another user's Ray had run, /tmp/ray was that user's, and the job failed three times."""
+    """Where another user's Ray had run on a node, /tmp/ray was that user's, and the job failed three times."""
     values = {"TMPDIR": "", "RAY_TMPDIR": "", "SLURM_JOB_ID": "7654"} | variables
     assert part_of_script("", "ray_folder", **values).stdout.strip() == folder
 
