@@ -110,8 +110,8 @@ def test_ray_and_the_run_find_what_kernels_are_built_with(tmp_path, home):
     ("variables", "folder"),
     [
         ({}, "/tmp/ray-7654"),
-        ({"TMPDIR": "/scratch"}, "/scratch/ray-7654"),
-        ({"RAY_TMPDIR": "/fast", "TMPDIR": "/scratch"}, "/fast/ray-7654"),
+        ({"TMPDIR": "/disk"}, "/disk/ray-7654"),
+        ({"RAY_TMPDIR": "/fast", "TMPDIR": "/disk"}, "/fast/ray-7654"),
         ({"TMPDIR": "/local/job.7654"}, "/local/job.7654"),  # the site has made it for this job
         ({"TMPDIR": "/" + "x" * 29}, f"/{'x' * 29}/ray-7654"),
         ({"TMPDIR": "/" + "x" * 30}, "/tmp/ray-7654"),  # Ray's sockets would have names that are too long
@@ -119,7 +119,7 @@ def test_ray_and_the_run_find_what_kernels_are_built_with(tmp_path, home):
     ],
 )
 def test_every_job_has_a_folder_of_its_own_for_ray(variables, folder):
-    """Where another user's Ray had run on a node, /tmp/ray was that user's, and the job failed three times."""
+    """Where another user's Ray had run, /tmp/ray was that user's, and the job failed three times."""
     values = {"TMPDIR": "", "RAY_TMPDIR": "", "SLURM_JOB_ID": "7654"} | variables
     assert part_of_script("", "ray_folder", **values).stdout.strip() == folder
 

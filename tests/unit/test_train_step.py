@@ -1,4 +1,4 @@
-"""One step of the controller, with ranks that only say what they measured: what they are asked, and in which order."""
+"""One step of the controller: what the ranks, which only say what they measured, are asked."""
 
 import contextlib
 from dataclasses import replace
@@ -43,7 +43,7 @@ class Saver:
 
 
 class Trainer:
-    """differences: engine to trainer, measured in each optimizer step in turn. losses: what was asked of each."""
+    """differences: what each optimizer step in turn measures, engine to trainer. losses: of each step."""
 
     cost_model = CostModel()
 
@@ -106,7 +106,7 @@ GROUPS = [group(0, 1.0, 0.0), group(1, 0.0, 1.0), group(2, 1.0, 0.0)]
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("old", ["rollout", "current"])
 def test_the_mismatchs_limit_holds_for_the_first_optimizer_step_alone(old, epochs):
-    """From the second on the policy differs from the engine's by right: the run would have stopped for its own progress."""
+    """After it the policy differs from the engine's by right: the run would stop for its own progress."""
     groups = GROUPS[:1] if old == "current" else GROUPS
     epochs = 1 if old == "current" else epochs
     trainer = Trainer(0.1, *[9.0] * 5)
@@ -149,13 +149,13 @@ BUFFER = ["reward.overlong_buffer.length=4", "algorithm.filters=[nonzero_varianc
     ],
 )
 def test_filters_see_the_rewards_that_are_trained_on(groups, kept):
-    """The overlong punishment is part of them. rollout.dynamic_sampling asks in the same way, see test_dynamic_sampling."""
+    """The overlong punishment is part of them. So it is in rollout.dynamic_sampling, see its tests."""
     step = controller(Trainer(), groups, *BUFFER)
     assert [group.group_id for group in step.shape_and_filter(groups)] == kept
 
 
 def test_a_control_experiment_shuffles_rewards_with_their_punishment():
-    """What is handed out at random is the whole reward, so that no response keeps the punishment for its own length."""
+    """The whole reward is handed out at random: no response keeps the punishment for its own length."""
     groups = [group(number, 1.0, 1.0, lengths=(2, 10)) for number in range(8)]
     shuffled = controller(Trainer(), groups, *BUFFER[:1], "reward.shuffle_control=true").shape_and_filter(groups)
     rewards = [[sample.reward for sample in one.samples] for one in shuffled]
