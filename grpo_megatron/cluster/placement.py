@@ -30,8 +30,9 @@ from grpo_megatron.cluster.address import loopback_interface
 from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.cluster.gpu_environment import conflicts, gpu_environment
 from grpo_megatron.cluster.joining import own_folder, refusals_said
+from grpo_megatron.cluster.ray_errors import LOST, plain
 from grpo_megatron.config.schema import Config, Placement
-from grpo_megatron.errors import ProcessLost, Stopped, UserError
+from grpo_megatron.errors import ProcessLost, Stopped, UserError, shortened
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.run.guard import Guard
@@ -177,8 +178,14 @@ def connect(address: str | None, num_slots: int) -> Path | None:
     else:
         del common["include_dashboard"]
     ray._private.worker.print_to_stdstream = _into_the_log  # there is no setting for it
-    with _handlers_stay(), _raylet_has_time(), refusals_said(address):
-        ray.init(address=address or "local", **common)
+    try:
+        with _handlers_stay(), _raylet_has_time(), refusals_said(address):
+            ray.init(address=address or "local", **common)
+    except BaseException:
+        if folder:
+            with contextlib.suppress(OSError):  # it has logs, which may tell why
+                folder.rmdir()
+        raise
     return folder
 
 
@@ -308,6 +315,8 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
             devices = ray.get(probes)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, UserError) else error from None
+        except LOST as error:
+            raise ProcessLost(f"a node did not say which GPUs it has: {shortened(plain(error), 300)}") from error
     return [[Slot(i, nodes[i], device) for device in own] for i, own in enumerate(devices)]
 
 

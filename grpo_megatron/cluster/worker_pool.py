@@ -26,7 +26,7 @@ from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_megatron.cluster.last_words import killed_by_ray
-from grpo_megatron.cluster.processes import Process, redirect_output
+from grpo_megatron.cluster.processes import Process, process_error, redirect_output
 from grpo_megatron.cluster.ray_errors import LOST
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.monitoring.terminal import Rarely
@@ -188,7 +188,7 @@ class _Worker:
             if self._starting is None:
                 return
             try:
-                await asyncio.wait_for(_fetched(self._starting), _START_SECONDS)
+                await asyncio.wait_for(_fetched(self._starting, self._place.process, "start"), _START_SECONDS)
                 self._starting = None
             except LOST as error:
                 if trial == _STARTS - 1:
@@ -207,9 +207,9 @@ class _Worker:
         self._start()
 
     async def _answer(self, reference: ray.ObjectRef) -> tuple[bytes, bool]:
-        asked = time.monotonic()
+        asked, patience = time.monotonic(), self._longest * len(self._asked) + _PATIENCE_SECONDS
         try:
-            answer = await asyncio.wait_for(_fetched(reference), self._longest * len(self._asked) + _PATIENCE_SECONDS)
+            answer = await asyncio.wait_for(_fetched(reference, self._place.process, "work"), patience)
         except (*LOST, asyncio.TimeoutError) as error:
             if reference in self._asked:  # else who waited for its other batch has done this already
                 self._replace(self._asked[0])
@@ -243,11 +243,15 @@ class _Worker:
         ray.kill(self._actor)
 
 
-async def _fetched(reference: ray.ObjectRef) -> Any:
+async def _fetched(reference: ray.ObjectRef, process: Process, call: str) -> Any:
+    """Return the answer. Raises what the code there raised, see process_error.
+
+    The loss of a process as Ray reports it.
+    """
     try:
         return await reference
     except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, UserError) else error from None
+        raise process_error(error, process, call) from None
 
 
 @dataclass(eq=False)

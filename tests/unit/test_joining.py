@@ -20,6 +20,12 @@ def somebody_listens(monkeypatch):
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
+@pytest.fixture(autouse=True)
+def place_for_files(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 def raises(monkeypatch, call):
     monkeypatch.setattr(ray, "init", lambda **_: call())
 
@@ -103,6 +109,7 @@ def test_every_ray_has_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **options: given.append(options["_temp_dir"]))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     folders = [connect(None, 2), connect(None, 2)]
+    assert sorted(tmp_path.iterdir()) == sorted(folders)
     assert given == [f"{folder}/r" for folder in folders]
     assert folders[0] != folders[1]
     for folder in folders:
