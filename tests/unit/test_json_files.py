@@ -15,8 +15,9 @@ from grpo_megatron.json_files import float_or_nan, json_text
 
 ROOT = Path(__file__).parents[2]
 # The sandbox's processes exchange messages among themselves, without this package's modules. config/keys.py
-# quotes a text.
+# quotes a text. The two tools run without this package, and write names and versions.
 OTHERS = ("grpo_megatron/sandbox/", "grpo_megatron/config/keys.py", "grpo_megatron/json_files.py")
+OTHERS += ("tools/faked_h100.py", "tools/lock_gpu.py")
 
 
 def strict(text):
