@@ -14,7 +14,6 @@ Exit status:
 
 import argparse
 import io
-import json
 import os
 import sys
 import warnings
@@ -25,6 +24,7 @@ from functools import partial
 from grpo_megatron.commands import config as config_commands
 from grpo_megatron.commands import plan as plan_command
 from grpo_megatron.errors import Stopped, UserError
+from grpo_megatron.json_files import json_text
 from grpo_megatron.paths import disk_is_full
 from grpo_megatron.run.guard import Guard
 
@@ -195,7 +195,7 @@ def _selftest(options: argparse.Namespace, guard: Guard) -> int:
     from grpo_megatron.preflight.load import load_config
 
     verdict = selftest(load_config(options.config, options.overrides), guard=guard)
-    _tell(f"{verdict.text()}\n{json.dumps(as_json(verdict))}")
+    _tell(f"{verdict.text()}\n{json_text(as_json(verdict))}")
     return 0 if verdict.passed else 1
 
 
@@ -211,7 +211,7 @@ def _train(options: argparse.Namespace, guard: Guard) -> int:
         from grpo_megatron.commands.reward_model import reward_model as run
     else:
         from grpo_megatron.commands.train import train as run
-    _tell(json.dumps(run(config, guard)))
+    _tell(json_text(run(config, guard)))
     return 0
 
 

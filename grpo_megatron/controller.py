@@ -17,6 +17,7 @@ from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.data import PromptSource
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import float_or_nan
 from grpo_megatron.metrics import Metrics, merge, nan_max, to_floats
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.rewards.control import shuffle_rewards
@@ -270,7 +271,8 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        self.step, self.totals = state["step"], state["totals"]
+        self.step = state["step"]
+        self.totals = {name: float_or_nan(value) for name, value in state["totals"].items()}
         self.rollouts.load_state_dict(state["rollouts"])
         # A replayed run has neither prompts nor engines.
         if self.prompts and state["prompts"]:

@@ -1,11 +1,42 @@
-"""JSON objects from files that others wrote, or that a killed process left half-written."""
+"""JSON, written and read: what is written here any reader of JSON takes, and what is read may be damaged."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.paths import file_problem, reading
+
+
+def json_text(value: Any, **layout: Any) -> str:
+    """Return `value` as JSON; the one way in which this project writes it.
+
+    layout: arguments of json.dumps such as indent.
+
+    JSON has no NaN and no infinity, which Python would write as bare words that jq, pandas and browsers
+    refuse. They become null, as in other writers of JSON. pandas reads that as NaN, and our own readers do by
+    `float_or_nan`.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, **layout)
+    except ValueError:
+        return json.dumps(_without_nan(value), allow_nan=False, **layout)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {_without_nan(key): _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return value
+
+
+def float_or_nan(value: float | None) -> float:
+    """Return a number that `json_text` wrote: null stands for one that was not finite."""
+    return math.nan if value is None else value
 
 
 def read_object(path: str | Path) -> dict[str, Any]:

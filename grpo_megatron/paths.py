@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -56,6 +57,37 @@ def folder_problem(path: str | Path) -> str | None:
     if not stat.S_ISDIR(mode):
         return "is a file, not a folder"
     return None if os.access(path, os.R_OK | os.X_OK) else "cannot be read: no permission"
+
+
+def output_folder_problem(path: str | Path) -> str | None:
+    """Return what is wrong with `path` as a folder to write to, as the end of a sentence; None if nothing is.
+
+    It need not be there: then the nearest folder above it has to be one in which it can be made. A folder
+    that is made there for a moment tells, because permissions alone do not: they say nothing of /proc or a
+    full disk.
+    """
+    there = nearest_folder(path)
+    if problem := folder_problem(there):
+        return problem if there == Path(path).absolute() else f"cannot be made: {there} {problem}"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".grpo-megatron-", dir=there):
+            return None
+    except OSError as error:
+        return f"cannot be written to: {error.strerror}"
+
+
+def nearest_folder(path: str | Path) -> Path:
+    """Return `path` itself, or the nearest folder above it that is there."""
+    path = Path(path).absolute()
+    return next((place for place in (path, *path.parents) if not is_absent(place)), path)
+
+
+def output_file_problem(path: str | Path) -> str | None:
+    """As output_folder_problem, of a file to write, which may be there."""
+    if is_absent(path):
+        problem = output_folder_problem(parent := Path(path).absolute().parent)
+        return problem and f"cannot be written: {parent} {problem}"
+    return file_problem(path) or (None if os.access(path, os.W_OK) else "cannot be written: no permission")
 
 
 def is_absent(path: str | Path) -> bool:

@@ -22,6 +22,7 @@ from grpo_megatron.cluster.gpu_environment import gpu_environment
 from grpo_megatron.commands.doctor import SGLANG_ON_GPU
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
+from grpo_megatron.json_files import json_text
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,7 +91,7 @@ def asked(config: Config) -> dict:
 def all_asked() -> Iterator[dict[str, dict]]:
     """Yield what every configuration asks of SGLang, by name. Their models exist in this context only."""
     with tempfile.TemporaryDirectory() as tiny:
-        Path(tiny, "config.json").write_text(json.dumps(_TINY), encoding="utf-8")
+        Path(tiny, "config.json").write_text(json_text(_TINY), encoding="utf-8")
         yield {name: asked(config) for name, config in configurations(tiny).items()}
 
 
@@ -98,7 +99,7 @@ def resolved(given: dict[str, dict]) -> dict[str, dict]:
     """Return SGLang's decisions, see faked_h100.resolve. Raises RuntimeError where it refuses."""
     environment = os.environ | {"PYTHONPATH": f"{release_folder()}:{ROOT}", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-W", "ignore", str(ROOT / "tools" / "faked_h100.py")]
-    done = subprocess.run(command, input=json.dumps(list(given.values())), env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, input=json_text(list(given.values())), env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
     return dict(zip(given, json.loads(done.stdout.splitlines()[-1]), strict=True))

@@ -21,6 +21,7 @@ from pathlib import Path
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from quickstart import CLI, CONFIGS, TOOLS, call, common, with_overrides
 
+from grpo_megatron.json_files import json_text
 from grpo_megatron.rollout.frozen_lake import EDGE, MOVES, around, field_at
 
 TURNS = 10  # rollout.max_turns
@@ -87,7 +88,7 @@ def make(out: Path, seed: int, train: int, held_out: int, episodes: int, lost: f
     }
     out.mkdir(parents=True, exist_ok=True)
     for name, records in files.items():
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in records), encoding="utf-8")
+        (out / f"{name}.jsonl").write_text("".join(json_text(item) + "\n" for item in records), encoding="utf-8")
     return {name: len(records) for name, records in files.items()}
 
 
@@ -132,7 +133,7 @@ def main() -> None:
         "train_seconds": result["seconds"],
         "wall_seconds": time.monotonic() - start,
     }
-    print(json.dumps(numbers))
+    print(json_text(numbers))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ if the result does not pass `grpo-megatron config check`.
 """
 
 import argparse
-import json
 import re
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from omegaconf import OmegaConf
 from grpo_megatron.config.load import layers, merge
 from grpo_megatron.errors import UserError
 from grpo_megatron.importers import SYSTEMS, Settings, import_settings, read_settings, to_yaml
+from grpo_megatron.json_files import json_text
 from grpo_megatron.preflight.check import Report, check
 from grpo_megatron.preflight.load import load_config
 
@@ -141,7 +141,7 @@ def survey(folder: Path, system: str | None, given: dict[str, Any], environment:
         kind, reason = outcome(str(path), system, given, environment)
         totals[kind] += 1
         print(f"{kind:14}  {path.relative_to(folder)}  {' '.join(reason.split())[:160]}")
-    print(json.dumps(totals))
+    print(json_text(totals))
     return 0
 
 

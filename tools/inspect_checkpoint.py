@@ -10,9 +10,9 @@ status 1 if anything does.
 """
 
 import argparse
-import json
 
 from grpo_megatron.commands.convert import add_processes, call
+from grpo_megatron.json_files import json_text
 
 
 def main() -> None:
@@ -32,10 +32,10 @@ def main() -> None:
 
         found = [listing(path, options.hf, options.keys, not options.no_digest, options.processes) for path in options.paths]
         if len(found) == 1:
-            print(json.dumps(found[0].as_json()) if options.json else found[0].text())
+            print(json_text(found[0].as_json()) if options.json else found[0].text())
             return 0
         lines = differences(*found)
-        print(json.dumps({"differences": lines}) if options.json else "\n".join(lines or ["no difference"]))
+        print(json_text({"differences": lines}) if options.json else "\n".join(lines or ["no difference"]))
         return 1 if lines else 0
 
     call(parser, work)

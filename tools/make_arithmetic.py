@@ -13,10 +13,11 @@ No held-out pair of operands, in either order, occurs in train.jsonl, sft.jsonl 
 """
 
 import argparse
-import json
 import random
 import re
 from pathlib import Path
+
+from grpo_megatron.json_files import json_text
 
 
 def problem(a: int, b: int, sign: str, slips: tuple[int, int] = (0, 0)) -> tuple[str, str, int]:
@@ -86,7 +87,7 @@ def make(out: Path, seed: int, held_out: int, wrong: float, copies: int) -> dict
 
 
 def write(path: Path, records: list[dict]) -> int:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    path.write_text("".join(json_text(record) + "\n" for record in records), encoding="utf-8")
     return len(records)
 
 
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("--wrong", type=float, default=0.65, help="share of the teacher's answers that are off")
     parser.add_argument("--copies", type=int, default=8, help="how often the teacher answers each problem")
     options = parser.parse_args()
-    print(json.dumps(make(options.out, options.seed, options.held_out, options.wrong, options.copies)))
+    print(json_text(make(options.out, options.seed, options.held_out, options.wrong, options.copies)))
 
 
 if __name__ == "__main__":

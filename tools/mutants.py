@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from grpo_megatron.json_files import json_text
+
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / ".mutants"
 # Exit statuses that mutmut writes into its .meta files. Everything else means that a test noticed the fault.
@@ -109,7 +111,7 @@ def print_results(files: list[Path]) -> None:
         print(f"\n{function}: {len(mutants)} not caught\n    " + "\n    ".join(mutants))
     keys = ("mutants", "caught", "survived", "no_test")
     share = total["caught"] / total["mutants"] if total["mutants"] else None
-    print(json.dumps({key: total[key] for key in keys} | {"caught_share": share}))
+    print(json_text({key: total[key] for key in keys} | {"caught_share": share}))
 
 
 def main() -> None:

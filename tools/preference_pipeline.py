@@ -16,6 +16,8 @@ from pathlib import Path
 
 from quickstart import CLI, CONFIGS, call, common, grpo_arguments, prepare, with_overrides
 
+from grpo_megatron.json_files import json_text
+
 JUDGE, POLICY = "reward_model_quickstart", "reward_model_grpo"
 
 
@@ -57,7 +59,7 @@ def main() -> None:
     result = {"accuracy_of_pairs": after}
     for when, step in (("before", min(evaluations)), ("after", max(evaluations))):
         result |= {f"{name}_{when}": value for name, value in evaluations[step].items()}
-    print(json.dumps(result))
+    print(json_text(result))
 
 
 if __name__ == "__main__":

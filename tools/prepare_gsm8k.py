@@ -8,11 +8,11 @@ trained on as it is (configs/gsm8k_cpu.yaml); this form is for whoever wants to 
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from grpo_megatron.data import read_records
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
 from grpo_megatron.rewards.answers import hashes, normalise_answer
 
 INSTRUCTION = "Let's think step by step and put the final answer within \\boxed{}."
@@ -26,7 +26,7 @@ def prepare(source: str, out: Path, instruction: str) -> int:
         if answer is None:
             raise UserError(f"{source}: record {number} has no line '#### number' in its answer")
         prompt = f"{record['question']} {instruction}".strip()
-        lines.append(json.dumps({"prompt": prompt, "answer": normalise_answer(answer), "solution": record["answer"]}) + "\n")
+        lines.append(json_text({"prompt": prompt, "answer": normalise_answer(answer), "solution": record["answer"]}) + "\n")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(lines), encoding="utf-8")
     return len(lines)

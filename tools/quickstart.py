@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
 from grpo_megatron.preflight.load import load_config
 
 TOOLS = Path(__file__).resolve().parent
@@ -95,7 +96,7 @@ def main() -> None:
     )
     show(warm, run)
     print(
-        json.dumps(
+        json_text(
             {
                 "accuracy_before": run["before"]["eval/mean@4"],
                 "accuracy_after": run["after"]["eval/mean@4"],

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
+from grpo_megatron.json_files import json_text
 from grpo_megatron.progress import moves
 
 BEAT_SECONDS = 2.0
@@ -68,7 +69,7 @@ class Beat:
     spans: list[Span] = field(default_factory=list)
 
     def encode(self) -> bytes:
-        return json.dumps(vars(self)).encode()
+        return json_text(vars(self)).encode()
 
     @classmethod
     def decode(cls, value: bytes) -> "Beat":

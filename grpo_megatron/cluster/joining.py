@@ -2,9 +2,11 @@
 
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ray.exceptions import RayError
 
@@ -33,12 +35,33 @@ def refusals_said(address: str | None) -> Iterator[None]:
                 "Ray cluster that runs, of the same version of Ray, or null to start one on this machine"
             ) from error
         if "AF_UNIX path length" in str(error):
-            variable = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
             raise UserError(
-                f"the name of Ray's socket {str(error).rpartition(': ')[2]} is too long for the system; set {variable} to a folder with "
-                "a shorter name, such as /tmp"
+                f"the name of Ray's socket {str(error).rpartition(': ')[2]} is too long for the system; set {_folder()[0]} to a folder "
+                "with a shorter name, such as /tmp"
             ) from error
         raise
+
+
+def own_folder() -> Path:
+    """Make a folder for the files of a Ray that is started here, which no other user and no other run has.
+
+    Ray's own, /tmp/ray, belongs to whoever has run Ray first on the machine; nobody else could start one
+    there. Raises UserError where it cannot be made.
+    """
+    variable, base = _folder()
+    try:
+        os.makedirs(base, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="ray-", dir=base))
+    except OSError as error:
+        raise UserError(
+            f"{base} cannot have the files of Ray: {error.strerror or error}; set {variable} to a folder that can be written to"
+        ) from error
+
+
+def _folder() -> tuple[str, str]:
+    """Return the variable that says where Ray's files are, and what it says."""
+    set_one = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
+    return (set_one, os.path.abspath(os.environ[set_one])) if set_one else ("RAY_TMPDIR", "/tmp")
 
 
 def _must_answer(address: str) -> None:

@@ -1,24 +1,47 @@
-"""What a process that died leaves behind: how it ended, as far as anybody knows, and the end of its log."""
+"""What a process that died leaves behind: how it ended, and the lines of its log that tell why."""
 
 import re
 
 import psutil
-from ray.exceptions import RayError
+from ray.exceptions import OutOfMemoryError, RayError
 
+from grpo_megatron.cluster.ray_errors import ENDED, plain
 from grpo_megatron.errors import shortened
 from grpo_megatron.process_tree import killed_for_memory
 
 _LINES = 3
-_TAIL_BYTES = 20_000
+_TAIL_BYTES = 50_000
 _BAR = re.compile(r"\d+%.*\d+/\d+ \[")  # of tqdm
 # Python's faulthandler, which Ray turns on in its workers, names the signal of a crash so; the stack comes behind it.
 _CRASH = "Fatal Python error: "
+_TRACEBACK = "Traceback (most recent call last):"
+_SEVERE = re.compile(r"\b(ERROR|CRITICAL|FATAL|error|Error|[A-Z]\w*(Error|Exception)|out of memory|Killed|Aborted|assert\w*)\b")
+# Lines that every start of an engine or a rank writes, whatever becomes of it.
+_HARMLESS = (
+    "Ignore import error when loading",  # SGLang's, for models that need other packages
+    "No HuggingFace chat template found",  # messages become tokens in the driver
+    "init_cpu_threads_env and shared memory based AllReduce is disabled",
+    "Fail to set RLIMIT_NOFILE",
+    "Signal handler is not added because the engine is not in the main thread",
+    "Cannot detect CUDA architecture",
+)
+# Errors that only report the end of another process, whose own error stands before them.
+_AFTEREFFECTS = re.compile(
+    r"Rank \d+ scheduler died|Scheduler or DataParallelController|Received sigquit|EOFError|BrokenPipeError|ConnectionResetError"
+    r"|Child process unexpectedly failed|KeyboardInterrupt|SystemExit"
+)
 _killed_before = killed_for_memory()
 
 
 def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]:
-    """(how it ended, at most three lines). error: as Ray reported the death. The lines are those from a crash on, or else the log's last
-    ones; without what every start writes."""
+    """Return how the process ended, and at most three lines that tell why.
+
+    error: as Ray reported the death. The lines are those of a crash, or else of the last traceback, or
+    else the last errors; in a log without any of these its last lines, without what every start writes. Where
+    Ray ended the process for lack of memory, they name the processes that needed most.
+    """
+    if how := killed_by_ray(error):
+        return how, _needed_memory(plain(error))
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -27,15 +50,15 @@ def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]
         return _how(error, ""), ["(the log cannot be read from here)"]
     lines = worth_showing(text.splitlines())
     crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
-    chosen = lines[-_LINES:] if crash is None else lines[crash : crash + _LINES]
+    chosen = _cause(lines) if crash is None else lines[crash : crash + _LINES]
     return _how(error, "" if crash is None else lines[crash]), [shortened(line, 300) for line in chosen]
 
 
 def worth_showing(lines: list[str]) -> list[str]:
-    """Neither empty lines, nor progress bars, nor warnings with the line of source that Python prints below each."""
+    """Return the lines without blank ones, progress bars, harmless notes and warnings."""
     kept, below_warning = [], False
     for line in lines:
-        if "warn" in line.lower() or "Ignore import error" in line:  # of SGLang, for models that need other packages
+        if re.search(r"warn", line, re.IGNORECASE) or any(text in line for text in _HARMLESS):
             below_warning = True
         elif line.strip() and not _BAR.search(line) and not (below_warning and line.startswith(" ")):
             kept.append(line)
@@ -43,25 +66,76 @@ def worth_showing(lines: list[str]) -> list[str]:
     return kept
 
 
+def _cause(lines: list[str]) -> list[str]:
+    """Return the lines that tell most: of the last traceback, or the last errors, or simply the last ones."""
+    found = [block for block in _tracebacks(lines) if not _AFTEREFFECTS.search(block[-1])]
+    if found:
+        place = [line for line in found[-1][:-1] if line.lstrip().startswith("File ")]
+        return [*place[-1:], found[-1][-1]]
+    severe = [line for line in lines if _SEVERE.search(line) and not _AFTEREFFECTS.search(line)]
+    return (severe or lines)[-_LINES:]
+
+
+def _tracebacks(lines: list[str]) -> list[list[str]]:
+    """Return the lines of each traceback: what is indented, and the exception below it."""
+    found = []
+    for start, line in enumerate(lines):
+        if _TRACEBACK in line:
+            indent = len(line) - len(line.lstrip())
+            block = []
+            for below in lines[start + 1 :]:
+                block.append(below)
+                if len(below) - len(below.lstrip()) <= indent:
+                    break
+            if block:
+                found.append(block)
+    return found
+
+
 def _how(error: RayError | None, crash: str) -> str:
     if crash:
         return f" ({crash.removeprefix(_CRASH)})"
-    text = str(error or "")
+    text = plain(error) if error else ""
     if "running low on memory" in text or "NODE_OUT_OF_MEMORY" in text:
         return " (ended by Ray because its node was out of memory)"
     if code := re.search(r"exit code (\d+)", text):
         return f" (with exit status {code[1]})"
     if "connection error code 2" not in text:
         detail = re.search(r"Worker exit detail: ([^.]+)", text)
-        return f" ({shortened(detail[1], 100)})" if detail else ""
+        if detail:
+            return f" ({shortened(detail[1], 100)})"
+        return "" if not text.strip() or isinstance(error, ENDED) else f" ({shortened(text.splitlines()[0], 200)})"
     # Its connection broke: it had no time to say anything. Ray does not tell the signal.
     if _on_this_machine(text) and killed_for_memory() > _killed_before:
         return " (by SIGKILL, as it seems: this machine was out of memory, and the kernel killed processes)"
     return " (by SIGKILL, as it seems: by hand, or by the kernel for lack of memory)"
 
 
+def killed_by_ray(error: Exception | None) -> str:
+    """Return how full the node was, if Ray's memory monitor ended the process; else an empty text."""
+    if not isinstance(error, OutOfMemoryError):
+        return ""
+    report = plain(error)
+    node = re.search(r"IP: ([^,)\s]+)", report)
+    used = re.search(r"([\d.]+)GB(?: used)? / ([\d.]+)GB", report)
+    how = f"ended by Ray because its node{f' {node[1]}' if node else ''} was out of memory"
+    return f" ({how}: {used[1]} of {used[2]} GB were used)" if used else f" ({how})"
+
+
+def _needed_memory(report: str) -> list[str]:
+    """Return two lines: the three processes that had most memory by Ray's report, and what to change."""
+    users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", report, re.MULTILINE)[:_LINES]
+    said = ", ".join(f"{shortened(command, 60)} (process {pid}) with {size} GB" for pid, size, command in users)
+    lines = [f"most memory there had {said}"] if said else []
+    return [
+        *lines,
+        "give the job more memory on each node, or lower rollout.engine.max_total_tokens (the KV cache of an engine on a CPU), "
+        "train.max_tokens_per_micro_batch or reward.workers; docs/troubleshooting.md tells more",
+    ]
+
+
 def _on_this_machine(report: str) -> bool:
-    """Whether the process that Ray reports was here: only of this machine it is known whether the kernel killed processes."""
+    """Return whether the process was on this machine, the only one whose kernel can be asked about kills."""
     address = re.search(r"^\s*ip: (\S+)$", report, re.MULTILINE)
     here = {one.address for interface in psutil.net_if_addrs().values() for one in interface}
     return address is not None and address[1] in here

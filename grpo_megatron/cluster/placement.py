@@ -9,6 +9,7 @@ starts; libraries that must be preloaded can be.
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import threading
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from itertools import groupby
 from math import lcm
+from pathlib import Path
 
 import psutil
 import ray
@@ -27,9 +29,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from grpo_megatron.cluster.address import loopback_interface
 from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.cluster.gpu_environment import conflicts, gpu_environment
-from grpo_megatron.cluster.joining import refusals_said
+from grpo_megatron.cluster.joining import own_folder, refusals_said
+from grpo_megatron.cluster.ray_errors import LOST, plain
 from grpo_megatron.config.schema import Config, Placement
-from grpo_megatron.errors import ProcessLost, UserError
+from grpo_megatron.errors import ProcessLost, Stopped, UserError, shortened
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.run.guard import Guard
@@ -73,6 +76,7 @@ class Cluster:
     engine_slots: list[list[Slot]]  # one list per engine, a slot per TP rank in it
     gpu_share: float = 0.0
     _guard: Guard | None = field(default=None, repr=False)  # who watches the Ray that this run has started
+    _folder: Path | None = field(default=None, repr=False)  # of that Ray's files
 
     def options(self, slot: Slot, env: dict[str, str], devices: list[int | None] | None = None) -> dict:
         """Return the Ray actor options that bind a process to `slot`.
@@ -117,10 +121,22 @@ class Cluster:
                 f"{len(used - alive)} of the {len(used)} nodes of this run have left the Ray cluster; start it again on whole nodes"
             )
 
-    def close(self) -> None:
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None and not issubclass(kind, Stopped))
+
+    def close(self, failed: bool = False) -> None:
+        """Give the slots back, and end the Ray that this run has started.
+
+        failed: its logs stay where they are.
+        """
         remove_placement_group(self.group)
         if self._guard:
             _end_ray(self._guard)
+            if self._folder and not failed:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _loopback_alone() -> dict[str, str]:
@@ -133,16 +149,22 @@ def _loopback_alone() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
-def connect(address: str | None, num_slots: int) -> bool:
-    """Join the Ray cluster at `address`, or start one here; True if this call started it. Leaves all signal handlers as they are.
+def connect(address: str | None, num_slots: int) -> Path | None:
+    """Join the Ray cluster at `address`, or start one here.
 
-    Raises UserError where nobody answers at the address, the cluster lets nobody in, or Ray cannot have its files here.
+    Return the folder of the files of one that it started.
+
+    All signal handlers stay as they are. Raises UserError where nobody answers at the address, the cluster
+    lets nobody in, or Ray cannot have its files here.
     """
     if ray.is_initialized():
-        return False
+        return None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     common = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
+    folder = None
     if not address:
+        folder = own_folder()
+        common["_temp_dir"] = str(folder / "r")
         # Processes share the machine's cores, so slots, not cores, are what is counted here.
         common["num_cpus"] = max(num_slots, os.cpu_count() or 1)
         for variable, value in _SETTINGS.items():
@@ -156,9 +178,15 @@ def connect(address: str | None, num_slots: int) -> bool:
     else:
         del common["include_dashboard"]
     ray._private.worker.print_to_stdstream = _into_the_log  # there is no setting for it
-    with _handlers_stay(), _raylet_has_time(), refusals_said(address):
-        ray.init(address=address or "local", **common)
-    return not address
+    try:
+        with _handlers_stay(), _raylet_has_time(), refusals_said(address):
+            ray.init(address=address or "local", **common)
+    except BaseException:
+        if folder:
+            with contextlib.suppress(OSError):  # it has logs, which may tell why
+                folder.rmdir()
+        raise
+    return folder
 
 
 def _into_the_log(data: dict, ignore_prefix: bool) -> None:
@@ -235,7 +263,8 @@ def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 
     total = max(num_ranks, num_engines * engine_tp) if colocated else num_ranks + num_engines * engine_tp
     guard = guard or Guard()
     guard.needs(_daemons)  # from here on: ray.init waits for a minute for one that dies
-    started = connect(config.cluster.ray_address, total)
+    folder = connect(config.cluster.ray_address, total)
+    started = folder is not None
     gcs_port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
     guard.needs(_daemons if started else None, gcs_port if started else None)
     kind = "GPU" if ray.cluster_resources().get("GPU", 0) else "CPU"
@@ -265,7 +294,8 @@ def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 
     of_engines = engine_part or rank_part
     engines = [of_engines[number * engine_tp : (number + 1) * engine_tp] for number in range(num_engines)]
     rank_slots = neighbouring_stages(rank_part[:num_ranks], ParallelSizes.from_config(config.megatron), per_node)
-    return Cluster(group, rank_slots, engines, gpu_share=0.45 if colocated else 1.0, _guard=guard if started else None)
+    share = 0.45 if colocated else 1.0
+    return Cluster(group, rank_slots, engines, gpu_share=share, _guard=guard if started else None, _folder=folder)
 
 
 def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
@@ -285,6 +315,8 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
             devices = ray.get(probes)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, UserError) else error from None
+        except LOST as error:
+            raise ProcessLost(f"a node did not say which GPUs it has: {shortened(plain(error), 300)}") from error
     return [[Slot(i, nodes[i], device) for device in own] for i, own in enumerate(devices)]
 
 

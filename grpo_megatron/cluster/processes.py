@@ -7,9 +7,10 @@ import time
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from grpo_megatron.cluster.last_words import last_words
+from grpo_megatron.cluster.ray_errors import ENDED, LOST, plain, raised_there, what_is_lacking
 from grpo_megatron.errors import ProcessLost, UserError
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,10 @@ class Process(NamedTuple):
     log: str
 
     def died(self, call: str, error: RayError | None = None) -> ProcessDied:
-        """The error for this process's death in `call`, which Ray reported so; with the end of its log: at most five lines."""
+        """Return the error for the loss of this process in `call`, and why. error: as Ray reported it."""
         how, lines = last_words(self.log, error)
-        return ProcessDied("\n  | ".join([f"{self.name} died in `{call}`{how}; its log is {self.log}", *lines]))
+        what = "was lost" if isinstance(error, LOST) and not isinstance(error, ENDED) else "died"
+        return ProcessDied("\n  | ".join([f"{self.name} {what} in `{call}`{how}; its log is {self.log}", *lines]))
 
 
 def redirect_output(path: str) -> None:
@@ -90,12 +92,28 @@ def _raise_if_one_died(pending: list, numbers: dict, processes: list[Process], c
 
 
 def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
-    """ray.get with the errors of this module."""
+    """Return ray.get(reference); raise what Ray's error means for a run, see `process_error`."""
     try:
         return ray.get(reference)
-    except RayActorError as error:
-        raise process.died(call, error) from error
-    except RayTaskError as error:
-        if isinstance(error.cause, UserError):
-            raise error.cause from None
-        raise RuntimeError(f"{process.name} failed in `{call}`; its log is {process.log}\n{error}") from None
+    except RayError as error:
+        raise process_error(error, process, call) from (None if isinstance(error, RayTaskError) else error)
+
+
+def process_error(error: RayError, process: Process, call: str) -> Exception:
+    """Return what Ray's error means for a run, as an exception to raise.
+
+    ProcessDied: the process is lost, and the run can go on with another. UserError: the process raised one,
+    or its machine lacks something. RuntimeError: its code failed. Any other error of Ray's stays as it is.
+    """
+    if isinstance(error, RayTaskError):
+        cause, said = raised_there(error)
+        if isinstance(cause, UserError):
+            return cause
+        if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
+            return process_error(cause, process, call)  # what this process waited for is lost
+        return RuntimeError(f"{process.name} failed in `{call}`: {said}; its log is {process.log}\n{plain(error)}")
+    if isinstance(error, LOST):
+        return process.died(call, error)
+    if lacking := what_is_lacking(error):
+        return UserError(f"{process.name} failed in `{call}`: {lacking}")
+    return error

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 from grpo_megatron.cluster.heart import BEAT_SECONDS, NAMESPACE, Beat
 from grpo_megatron.cluster.processes import Process
+from grpo_megatron.cluster.ray_errors import ENDED
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.paths import within
 
@@ -275,7 +276,7 @@ def _dead(silent: list[Watched]) -> list[Watched]:
     for answer in ready:
         try:
             ray.get(answer)
-        except ActorDiedError:
+        except ENDED:
             dead.append(asked[answer])
         except RayError:
             continue  # it cannot be reached, or failed: nobody knows

@@ -22,17 +22,17 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_megatron.cluster.processes import Process, redirect_output
+from grpo_megatron.cluster.last_words import killed_by_ray
+from grpo_megatron.cluster.processes import Process, process_error, redirect_output
+from grpo_megatron.cluster.ray_errors import LOST
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.monitoring.terminal import Rarely
 
 # What a worker may take to start: the imports of what it runs.
 _START_SECONDS = 120.0
-# What Ray says of a process that died; and where its node is gone, that no other can be started there, and that an answer is lost.
-_GONE = (RayActorError, ActorUnschedulableError, ObjectLostError)
 # How often a worker may die while it starts.
 _STARTS = 2
 # A worker begins no further call of a batch after this time, so that one who waits for a cheap call does not wait for dear ones.
@@ -188,9 +188,9 @@ class _Worker:
             if self._starting is None:
                 return
             try:
-                await asyncio.wait_for(_fetched(self._starting), _START_SECONDS)
+                await asyncio.wait_for(_fetched(self._starting, self._place.process, "start"), _START_SECONDS)
                 self._starting = None
-            except _GONE as error:
+            except LOST as error:
                 if trial == _STARTS - 1:
                     raise self._place.process.died("start", error) from error
                 self._start()
@@ -207,16 +207,16 @@ class _Worker:
         self._start()
 
     async def _answer(self, reference: ray.ObjectRef) -> tuple[bytes, bool]:
-        asked = time.monotonic()
+        asked, patience = time.monotonic(), self._longest * len(self._asked) + _PATIENCE_SECONDS
         try:
-            answer = await asyncio.wait_for(_fetched(reference), self._longest * len(self._asked) + _PATIENCE_SECONDS)
-        except (*_GONE, asyncio.TimeoutError) as error:
+            answer = await asyncio.wait_for(_fetched(reference, self._place.process, "work"), patience)
+        except (*LOST, asyncio.TimeoutError) as error:
             if reference in self._asked:  # else who waited for its other batch has done this already
                 self._replace(self._asked[0])
             begun = reference == self._guilty
             # It was not at this one before it was done with the one before.
             hung = begun and time.monotonic() - max(asked, self._answered) >= self._bounds.seconds + _GRACE_SECONDS
-            raise _Lost(begun, hung, self._text(hung)) from error
+            raise _Lost(begun, hung, self._text(hung, error)) from error
         except Exception:
             self._done(reference)
             raise
@@ -229,24 +229,29 @@ class _Worker:
             self._asked.remove(reference)
             self._answered = time.monotonic()
 
-    def _text(self, hung: bool) -> str:
+    def _text(self, hung: bool, error: Exception) -> str:
         log = f"its log is {self._place.process.log}"
         if hung:
             return (
                 f"{self._what} did not return within reward.timeout={self._bounds.seconds} s, and cannot be interrupted; its process "
                 f"({self._place.process.name}) was ended, {log}"
             )
-        return f"{self._what}: its process ({self._place.process.name}) died (out of memory, killed, or it called exit); {log}"
+        how = killed_by_ray(error) or " (out of memory, killed, or it called exit)"
+        return f"{self._what}: its process ({self._place.process.name}) died{how}; {log}"
 
     def close(self) -> None:
         ray.kill(self._actor)
 
 
-async def _fetched(reference: ray.ObjectRef) -> Any:
+async def _fetched(reference: ray.ObjectRef, process: Process, call: str) -> Any:
+    """Return the answer. Raises what the code there raised, see process_error.
+
+    The loss of a process as Ray reports it.
+    """
     try:
         return await reference
     except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, UserError) else error from None
+        raise process_error(error, process, call) from None
 
 
 @dataclass(eq=False)

@@ -1,6 +1,5 @@
 """Puts the processes of a run together from its configuration, and takes them down again; one way for every command."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,6 +12,7 @@ from grpo_megatron.cluster.placement import Cluster, allocate
 from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.errors import ProcessLost
+from grpo_megatron.json_files import json_text
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.monitoring.listener import Listener
@@ -85,7 +85,7 @@ class Run:
         result["phases"] = self.monitor.phases.total
         result["run_dir"], result["tensorboard"] = self.directory, self.monitor.tensorboard_dir
         result["wall_seconds"] = time.perf_counter() - self.started
-        replace_text(Path(self.directory, RESULT), json.dumps(result, indent=2))
+        replace_text(Path(self.directory, RESULT), json_text(result, indent=2))
         return result
 
 
@@ -141,7 +141,7 @@ class Site:
 
 @contextmanager
 def open_site(
-    config: Config, command: str, guard: Guard | None = None, must_fit: Callable[[dict], None] = lambda state: None
+    config: Config, command: str, guard: Guard | None = None, must_fit: Callable[[dict], str] = lambda state: ""
 ) -> Iterator[Site]:
     """Within this context Ray is up, and engines start, if `command` (see preflight.rule) generates.
 
@@ -160,8 +160,7 @@ def open_site(
         if note := HFCheckpoint(config.model.path).note:
             say(note)
         listeners = cleanup.enter_context(listening(config, directory, resumed=checkpoint is not None))
-        cluster = allocate(config, num_ranks, num_engines, guard=guard)
-        cleanup.callback(cluster.close)
+        cluster = cleanup.enter_context(allocate(config, num_ranks, num_engines, guard=guard))
         watch = Watch(f"{directory}/logs", config.cluster.hang_timeout, lambda work: status.note(processes=work))
         engines = None
         if num_engines:

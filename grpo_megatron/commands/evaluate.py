@@ -1,6 +1,5 @@
 """`grpo-megatron eval`: a model on held-out prompts, by engines alone."""
 
-import json
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,6 +13,7 @@ from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.paths import replace_text
 from grpo_megatron.preflight.start import check_start
@@ -71,7 +71,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
             monitor.say(table(scores))
             result = {"model": config.model.path, "scores": scores, "run_dir": site.directory}
             result |= {"tensorboard": monitor.tensorboard_dir, "wall_seconds": time.perf_counter() - site.started}
-            replace_text(Path(site.directory, RESULT), json.dumps(result, indent=2))
+            replace_text(Path(site.directory, RESULT), json_text(result, indent=2))
             return result
 
     with open_site(config, "eval", guard) as site:

@@ -38,7 +38,7 @@ def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
         with assemble(site, checkpoint) as run:
             return run.finish(_Training(run, training, held_out).run(site.guard.stop))
 
-    order = EpochOrder(len(training), config.run.seed, config.data.shuffle)
+    order = EpochOrder.of(training, config.run.seed, config.data.shuffle)
     with open_site(config, "reward-model", guard, lambda state: order.must_fit(state["order"])) as site:
         return persist(site, attempt)
 
@@ -62,7 +62,7 @@ class _Training:
     def __init__(self, run: Run, training: Sequence[Pair], held_out: Sequence[Pair]):
         config = run.config
         self._run, self._config, self._pairs, self._held_out = run, config, training, held_out
-        self._order = EpochOrder(len(training), config.run.seed, config.data.shuffle)
+        self._order = EpochOrder.of(training, config.run.seed, config.data.shuffle)
         self._tokens, self._evaluations, self._loss = 0, {}, None
         if run.state:
             self._order.load_state_dict(run.state["order"])

@@ -6,7 +6,6 @@ they know came through the weight sync. A cause is named only if changing it, an
 the mismatch go away (or, for precision, makes one of that size).
 """
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from grpo_megatron.config.rollout import DynamicSamplingConfig, Strategy
 from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, LrSchedule, OldLogprobs
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
 from grpo_megatron.rollout.manager import StaleWeights
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.sglang.pool import EnginePool
@@ -363,11 +363,13 @@ def selftest(config: Config, steps: int = 3, guard: Guard | None = None) -> Verd
     """config: of a training run; steps: of the loop. Writes selftest.json into the run's folder."""
     with assembled_loop(selftest_config(config, steps), SelftestController, guard) as (controller, run):
         verdict = investigate(controller, run.engines)
-        Path(f"{run.directory}/selftest.json").write_text(json.dumps(as_json(verdict), indent=2), encoding="utf-8")
+        Path(f"{run.directory}/selftest.json").write_text(json_text(as_json(verdict), indent=2), encoding="utf-8")
     return verdict
 
 
 def as_json(verdict: Verdict) -> dict:
-    """What was not measured is null: JSON has no NaN."""
-    found = {name: None if isinstance(value, float) and np.isnan(value) else value for name, value in vars(verdict).items()}
-    return {"passed": verdict.passed, **found}
+    """Return the verdict's fields, and whether it passed.
+
+    What was not measured is NaN, which JSON has as null.
+    """
+    return {"passed": verdict.passed, **vars(verdict)}

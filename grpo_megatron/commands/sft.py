@@ -38,7 +38,7 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
         with assemble(site, checkpoint) as run:
             return run.finish(_run(run, examples, site.guard.stop))
 
-    order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
+    order = EpochOrder.of(examples, config.run.seed, config.data.shuffle)
     with open_site(config, "sft", guard, lambda state: order.must_fit(state["order"])) as site:
         return persist(site, attempt)
 
@@ -46,7 +46,7 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 def _run(run: Run, examples: Sequence[Sample], stop: StopRequest) -> dict[str, Any]:
     """Train to run.total_steps; returns the last loss and the tokens of all steps."""
     config = run.config
-    order = EpochOrder(len(examples), config.run.seed, config.data.shuffle)
+    order = EpochOrder.of(examples, config.run.seed, config.data.shuffle)
     if run.state:
         order.load_state_dict(run.state["order"])
     tokens, last = run.state["tokens"] if run.state else 0, config.run.total_steps

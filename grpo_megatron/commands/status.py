@@ -1,6 +1,5 @@
 """`grpo-megatron status`: what the run in a folder does now."""
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from grpo_megatron.errors import UserError, printable
+from grpo_megatron.json_files import float_or_nan, json_text
 from grpo_megatron.monitoring.status import STATUS, State, read_status
 from grpo_megatron.monitoring.terminal import SHOWN
 from grpo_megatron.paths import reading
@@ -21,9 +21,7 @@ def status(folder: str, as_json: bool) -> int:
     with reading(Path(folder, CHECKPOINTS)):
         newest = newest_folder(folder)
     if as_json:
-        text = json.dumps(found | {"checkpoint": newest.name if newest else None})
-        # NaN and Infinity are no JSON, although Python reads and writes them.
-        print(json.dumps(json.loads(text, parse_constant=lambda name: None), indent=2))
+        print(json_text(found | {"checkpoint": newest.name if newest else None}, indent=2))
     else:
         try:
             rows = _rows(found, newest, time.time())
@@ -76,4 +74,4 @@ def _checkpoint(newest: Path | None, ago: Callable[[float], str]) -> str:
 
 
 def _scalars(values: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    return ", ".join(f"{name} {float_or_nan(value):.4g}" for name, value in values.items())

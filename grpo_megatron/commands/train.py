@@ -79,11 +79,13 @@ class _Data:
         self._prompts = None if config.rollout.replay else training_prompts(config, self.tokenizer, check)
         self._beginning = deepcopy(self._prompts.state_dict()) if self._prompts else None
 
-    def must_fit(self, state: dict[str, Any]) -> None:
-        """Raises UserError for a checkpoint's state that is of other data."""
+    def must_fit(self, state: dict[str, Any]) -> str:
+        """Raise UserError for a checkpoint's state that is of other data.
+
+        Return a note, see EpochOrder.must_fit.
+        """
         # A replayed run has no prompts.
-        if self._prompts and state["prompts"]:
-            self._prompts.must_fit(state["prompts"])
+        return self._prompts.must_fit(state["prompts"]) if self._prompts and state["prompts"] else ""
 
     def prompts(self) -> PromptSource | None:
         """From the first one on; None where recorded rollouts are replayed."""

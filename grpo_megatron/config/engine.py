@@ -61,7 +61,7 @@ class EngineConfig:
         True,
         "keep keys and values for requests that begin alike (SGLang's radix cache); a cost where none do: short prompts, one turn",
     )
-    cpu_threads: int = option(1, "intra-op threads of the engine on a machine without a GPU", above=0)
+    cpu_threads: int = option(1, "intra-op threads of the engine on a machine without a GPU", above=0, at_most=1024)
     # With empty caches, an engine in FP8 compiles kernels for many minutes.
     start_timeout: float = option(1800.0, "how long an engine may take to start", "seconds", above=0, at_most=LONGEST_WAIT)
     request_timeout: float = option(

@@ -9,6 +9,8 @@ from typing import Any
 
 # Seconds, four months: timers of the operating system and of libraries overflow at very large values.
 LONGEST_WAIT = 10**7
+# Well within the normal numbers of float32, so that a product or a quotient of two is one, too.
+_SMALLEST, _LARGEST = 1e-18, 1e18
 
 
 class Text(str, Enum):
@@ -47,7 +49,7 @@ def _compiles(pattern: str) -> bool:
 class Limits:
     """Bounds of numbers, and what texts must be; those of a list hold for each of its items. null is never out of limits.
 
-    Every number must be finite besides, and an integer one of 64 bits, whatever its bounds.
+    Every number must be one that float32 has besides, or an integer of 64 bits, whatever its bounds.
     choices: the only texts that are legal; none: `text` says what they must be.
     """
 
@@ -94,4 +96,9 @@ class Limits:
             and (self.below is None or value < self.below)
             and (self.at_most is None or value <= self.at_most)
         )
-        return "" if inside else self.of_numbers()
+        if not inside:
+            return self.of_numbers()
+        if isinstance(value, float) and value != 0 and not _SMALLEST <= abs(value) <= _LARGEST:
+            # Tensors are of float32: there it would be zero, infinity, or an error of torch in a rank.
+            return f"must be between {_SMALLEST:g} and {_LARGEST:g} in magnitude, because training computes in float32"
+        return ""

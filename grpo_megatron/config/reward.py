@@ -67,7 +67,7 @@ class RewardConfig:
         choices=ANSWER_PLACES,
     )
     workers: int = option(
-        2, "processes on each node that compute rewards, or hold the environments of rollout.environment", above=0
+        2, "processes on each node that compute rewards, or hold the environments of rollout.environment", above=0, at_most=1024
     )
     timeout: float = option(
         30.0, "longest time for one reward, or for one step of an environment", "seconds", at_least=0.001, at_most=LONGEST_WAIT

@@ -98,7 +98,8 @@ class RolloutConfig:
         Strategy.sampling,
         "how a group comes about: samples of the policy, or the rollout.n sequences that a beam search finds, which are none",
     )
-    temperature: float = option(1.0, "sampling temperature; applied in training in the same way", above=0)
+    # SGLang takes less than 1e-6 for greedy decoding, and logits of bf16 over a small one lose all precision.
+    temperature: float = option(1.0, "sampling temperature; applied in training in the same way", at_least=0.01, at_most=100)
     top_p: float = option(1.0, "nucleus sampling; only 1.0, see top_k", above=0, at_most=1)
     top_k: int = option(-1, "top-k sampling; only -1 (off): else the rollout log-prob is of another distribution", at_least=-1)
     max_response_length: int = option(

@@ -4,7 +4,6 @@ Every output file is one unit: its chunks are made one after the other in one bu
 layout says it is made of.
 """
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,6 +17,7 @@ from grpo_megatron.conversion.pool import Progress, run
 from grpo_megatron.conversion.sources import COMPANIONS, WEIGHTS, Buffer
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Piece, Shape
@@ -110,7 +110,7 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
         _finish(folder, weights, saved, arch, units)
         hf_checkpoint.copy_companions(source, str(folder.result / COMPANIONS), arch.dtype)
         note = {"source": plan["source"], "dtype": str(arch.dtype).removeprefix("torch.")}
-        (folder.result / _NOTE).write_text(json.dumps(note), encoding="utf-8")
+        (folder.result / _NOTE).write_text(json_text(note), encoding="utf-8")
     folder.finish()
     return progress
 

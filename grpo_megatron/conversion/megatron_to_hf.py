@@ -4,7 +4,6 @@ Every safetensors file is one unit. Its header is known before any tensor is rea
 rows at a time, to its place in the file.
 """
 
-import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,7 +15,7 @@ from grpo_megatron.conversion.pool import Progress, run
 from grpo_megatron.conversion.sources import COMPANIONS, Buffer, MegatronTensors, buckets, megatron_tensors, weights_folder
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import read_object
+from grpo_megatron.json_files import json_text, read_object
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Shape
@@ -176,7 +175,7 @@ def _describe(folder: Path, tensors: list[HFTensor], fp8: bool) -> None:
     if fp8:
         kept = [t.name.removesuffix(".weight") for t in tensors if ".layers." in t.name and len(t.shape) == 2 and not t.fp8]
         config["quantization_config"] = fp8_blocks.settings(["lm_head", *kept])
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    (folder / "config.json").write_text(json_text(config, indent=2), encoding="utf-8")
 
 
 def _write_index(folder: Path, units: list[_Unit]) -> None:

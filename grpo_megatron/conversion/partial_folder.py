@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import read_object
+from grpo_megatron.json_files import json_text, read_object
 from grpo_megatron.paths import sync_to_disk, writing
 
 _PLAN, _LOCK, _NOTES, _RESULT = "plan.json", "lock", "notes", "result"
@@ -37,7 +37,7 @@ class PartialFolder:
         except BlockingIOError:
             raise UserError(f"{self.root} is being written by another process; wait for it, or end it") from None
         with writing(self.root):
-            self._continue_or_begin(json.loads(json.dumps(plan)))
+            self._continue_or_begin(json.loads(json_text(plan)))
 
     def _continue_or_begin(self, plan: dict[str, Any]) -> None:
         if any(self._notes.glob("*.json")):
@@ -52,7 +52,7 @@ class PartialFolder:
         for leftover in (self.result, self._notes):
             shutil.rmtree(leftover, ignore_errors=True)
             leftover.mkdir()
-        (self.root / _PLAN).write_text(json.dumps(plan), encoding="utf-8")
+        (self.root / _PLAN).write_text(json_text(plan), encoding="utf-8")
 
     def note(self, name: str) -> Any:
         """What was noted of a file of the result, if it is whole."""
@@ -64,7 +64,7 @@ class PartialFolder:
         path = self._note_of(name)
         with writing(path):
             aside = path.with_suffix(".tmp")
-            aside.write_text(json.dumps({"note": note}), encoding="utf-8")
+            aside.write_text(json_text({"note": note}), encoding="utf-8")
             aside.rename(path)
 
     def _note_of(self, name: str) -> Path:

@@ -30,7 +30,7 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> Sequence[Sample
     parts, first = [], 0
     for source in as_list(config.data.train):
         records = open_records(source)
-        examples = Made(range(len(records)), ExampleMaker(records, tokenizer, config, first))
+        examples = Made(range(len(records)), ExampleMaker(records, tokenizer, config, first), {source: records.digest()})
         for _ in examples:
             pass
         parts.append(examples)

@@ -1,18 +1,22 @@
 """Sequences whose items are made when they are asked for."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
 class Made(Sequence[T]):
-    """What `make` makes of some numbers, such as places of records; kept are the numbers alone."""
+    """What `make` makes of some numbers, such as places of records; kept are the numbers alone.
 
-    def __init__(self, numbers: Sequence[int], make: Callable[[int], T]):
-        self._numbers, self._make = numbers, make
+    contents: the digest of what the items are made from, by the name of its source.
+    """
+
+    def __init__(self, numbers: Sequence[int], make: Callable[[int], T], contents: Mapping[str, str] = MappingProxyType({})):
+        self._numbers, self._make, self.contents = numbers, make, contents
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -21,11 +25,20 @@ class Made(Sequence[T]):
         return self._make(self._numbers[index])
 
 
+def contents_of(items: Sequence) -> dict[str, str]:
+    """Return the digests of the sources that the items are made from, by their names.
+
+    A plain list has none.
+    """
+    return dict(getattr(items, "contents", {}))
+
+
 class Chain(Sequence[T]):
-    """Sequences one behind the other."""
+    """Sequences one behind the other. contents: of all of them, see Made."""
 
     def __init__(self, parts: Sequence[Sequence[T]]):
         self._parts = parts
+        self.contents = {source: digest for part in parts for source, digest in contents_of(part).items()}
         self._starts = [0, *accumulate(map(len, parts))]
 
     def __len__(self) -> int:

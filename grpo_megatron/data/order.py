@@ -1,21 +1,31 @@
 """The order training prompts are handed out in."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.data.lazy import Chain
+from grpo_megatron.data.lazy import Chain, contents_of
 from grpo_megatron.errors import ANOTHER_RUN, UserError
 
 
 class EpochOrder:
-    """Endless indices 0..size-1, each once per epoch; the order depends on seed and epoch alone."""
+    """Endless indices 0..size-1, each once per epoch; the order depends on seed and epoch alone.
 
-    def __init__(self, size: int, seed: int, shuffle: bool):
-        self.size, self.seed, self.shuffle = size, seed, shuffle
+    contents: digests of the sources that the indices are places in, by name, which a checkpoint keeps. `of`
+    takes them from a sequence of such items.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool, contents: Mapping[str, str] = MappingProxyType({})):
+        self.size, self.seed, self.shuffle, self.contents = size, seed, shuffle, dict(contents)
         self.epoch, self.position = 0, 0
         self._order = self._make_order()
+
+    @classmethod
+    def of(cls, items: Sequence, seed: int, shuffle: bool) -> "EpochOrder":
+        """Return the order in which these items are handed out."""
+        return cls(len(items), seed, shuffle, contents_of(items))
 
     def _make_order(self) -> np.ndarray:
         if not self.shuffle:
@@ -34,16 +44,38 @@ class EpochOrder:
         return taken
 
     def state_dict(self) -> dict:
-        return {"epoch": self.epoch, "position": self.position, "size": self.size, "seed": self.seed, "shuffle": self.shuffle}
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "size": self.size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "contents": self.contents,
+        }
 
-    def must_fit(self, state: dict) -> None:
-        """Raises UserError for a state of other data."""
+    def must_fit(self, state: dict) -> str:
+        """Raise UserError for a state of other data.
+
+        Return a note on what could not be compared, or an empty text.
+        """
         saved = (state["size"], state["seed"], state["shuffle"])
         if saved != (self.size, self.seed, self.shuffle):
             raise UserError(
                 "the checkpoint's data had {} records, seed {} and shuffle={}, now {}, {} and {}; the order of the rest of the "
                 "epoch would be another; {}".format(*saved, self.size, self.seed, self.shuffle, ANOTHER_RUN)
             )
+        contents = state.get("contents")
+        if contents is None:
+            return "the checkpoint is of an earlier version, which kept no digest of the data: whether they were edited is not known"
+        # By their order and not by name: the files may have been moved.
+        if list(contents.values()) != list(self.contents.values()):
+            changed = [source for source, digest in self.contents.items() if digest not in contents.values()]
+            raise UserError(
+                f"data.train: what {', '.join(changed or self.contents)} holds has changed since the checkpoint was written, although the "
+                "number of records has not; the rest of the epoch would mix the old data with the new. Bring the old file back under "
+                f"data.train, or {ANOTHER_RUN}"
+            )
+        return ""
 
     def load_state_dict(self, state: dict) -> None:
         self.must_fit(state)
@@ -62,7 +94,7 @@ class PromptSource:
     def __init__(self, sources: Sequence[Sequence[Prompt]], seed: int, shuffle: bool, weights: list[float] | None = None):
         self._sources = sources if weights else [Chain(sources)]
         self._shares = [weight / sum(weights) for weight in weights] if weights else [1.0]
-        self._orders = [EpochOrder(len(source), seed + i, shuffle) for i, source in enumerate(self._sources)]
+        self._orders = [EpochOrder.of(source, seed + i, shuffle) for i, source in enumerate(self._sources)]
         self._taken = [0] * len(self._sources)
         # Places (source, index): of prompts to be handed out again first, and of those handed out since `settle`.
         self._returned: list[tuple[int, int]] = []
@@ -103,12 +135,15 @@ class PromptSource:
         orders = [order.state_dict() for order in self._orders]
         return {"orders": orders, "taken": self._taken, "shares": self._shares, "returned": returned}
 
-    def must_fit(self, state: dict) -> None:
-        """Raises UserError for a state of other data."""
+    def must_fit(self, state: dict) -> str:
+        """Raise UserError for a state of other data.
+
+        Return a note on what could not be compared, or an empty text.
+        """
         if len(state["orders"]) != len(self._orders):
             raise UserError(f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}; {ANOTHER_RUN}")
-        for order, saved in zip(self._orders, state["orders"], strict=True):
-            order.must_fit(saved)
+        notes = [order.must_fit(saved) for order, saved in zip(self._orders, state["orders"], strict=True)]
+        return next(filter(None, notes), "")
 
     def load_state_dict(self, state: dict) -> None:
         self.must_fit(state)

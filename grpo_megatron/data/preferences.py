@@ -141,7 +141,7 @@ def load_pairs(
                 kept.append(number)
         if not kept:
             raise UserError(f"{source}: no pair is left, all {len(records)} are too long or have two responses that are alike")
-        parts.append(Made(kept, make))
+        parts.append(Made(kept, make, {source: records.digest()}))
         first += len(records)
     return Chain(parts), counts
 

@@ -136,4 +136,4 @@ def load_prompts(
         kept.append(number)
     if not kept:
         raise UserError(f"{source}: no prompt is left, all {counts['skipped']} are longer than data.max_prompt_length")
-    return Made(kept, make), counts
+    return Made(kept, make, {source: records.digest()}), counts

@@ -6,7 +6,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import xxhash
+
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
+from grpo_megatron.progress import moved
+
+_DIGESTED_BYTES = 4 * 2**20  # at a time
 
 
 class Records(Sequence[dict[str, Any]]):
@@ -28,6 +34,19 @@ class Records(Sequence[dict[str, Any]]):
         """Return a value of a record without what the file's format has added to it."""
         return value
 
+    def digest(self) -> str:
+        """Return the XXH3 digest, of 128 bits, of all that the records hold.
+
+        Another one tells that they were changed.
+
+        All records are read for it. They are read anyway when a run starts, which takes much longer.
+        """
+        digest = xxhash.xxh3_128()
+        for record in self:
+            digest.update(json_text(record, sort_keys=True, default=str).encode())
+            moved()
+        return digest.hexdigest()
+
     @abstractmethod
     def _read(self, number: int) -> dict[str, Any]: ...
 
@@ -47,6 +66,15 @@ class FileRecords(Records):
     def _now(self) -> tuple[int, int]:
         status = os.fstat(self._file.fileno())
         return status.st_size, status.st_mtime_ns
+
+    def digest(self) -> str:
+        """Return the XXH3 digest, of 128 bits, of the file's bytes."""
+        digest, place = xxhash.xxh3_128(), 0
+        while block := os.pread(self._file.fileno(), _DIGESTED_BYTES, place):
+            digest.update(block)
+            place += len(block)
+            moved()
+        return digest.hexdigest()
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         if self._now() != self._stamp:

@@ -5,6 +5,7 @@ optimizer states are views of each other, and whoever holds one keeps a valid te
 """
 
 import ctypes
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from typing import BinaryIO
 
 import torch
 
+from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.host_memory import host_memory
+from grpo_megatron.paths import output_folder_problem
 
 # name -> bytes
 Bytes = dict[str, int]
@@ -96,6 +99,8 @@ class Parking:
         self._pinned: dict[str, torch.Tensor] = {}
         self._folder, self._in_files = folder, folder is not None or not torch.cuda.is_available()
         if folder is not None:
+            if problem := output_folder_problem(folder):  # on this node; the driver may be on another
+                raise UserError(f"megatron.offload_folder={folder} {problem} (on {socket.gethostname()})")
             Path(folder).mkdir(parents=True, exist_ok=True)
         # Of each name: the file of its contents, if in files, and each storage with its bytes and its copy, if in memory.
         self._parked: dict[str, tuple[BinaryIO | None, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]]] = {}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_megatron.json_files import json_text
 from grpo_megatron.monitoring.row_file import RowFile
 from grpo_megatron.paths import replace_text
 
@@ -19,7 +20,7 @@ class RunFiles:
         """resumed: the step a resumed run continues after; texts of later ones go, as run.folder has it for metrics.jsonl."""
         texts = Path(directory, TEXTS)
         if texts.exists():
-            replace_text(texts, "".join(json.dumps(row) + "\n" for row in read_texts(texts) if row["step"] <= resumed))
+            replace_text(texts, "".join(json_text(row) + "\n" for row in read_texts(texts) if row["step"] <= resumed))
         self._path, self._texts = Path(directory, METRICS), RowFile(texts)
         self._path.touch()
         self._metrics: RowFile | None = None
@@ -28,13 +29,13 @@ class RunFiles:
         if self._metrics is None:
             # Not before: until the run has what it begins from, run.folder.take_back may put another file in this one's place.
             self._metrics = RowFile(self._path)
-        self._metrics.append(json.dumps({"step": step, **values}) + "\n")
+        self._metrics.append(json_text({"step": step, **values}) + "\n")
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
         """Not kept here."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._texts.append(json.dumps({"step": step, "name": name, "text": text}) + "\n")
+        self._texts.append(json_text({"step": step, "name": name, "text": text}) + "\n")
 
     def close(self) -> None:
         for file in (self._metrics, self._texts):

@@ -4,7 +4,6 @@ The file is rewritten in one step, by a thread: at most once a second where some
 so that its age tells from any machine whether the run is there.
 """
 
-import json
 import os
 import socket
 import threading
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import Stopped, UserError
-from grpo_megatron.json_files import read_object
+from grpo_megatron.json_files import json_text, read_object
 from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.process_tree import is_running, start_mark
 
@@ -117,7 +116,7 @@ class StatusFile:
         with self._writing:
             with self._lock:
                 self._values["written"] = time.time()
-                text, self._changed = json.dumps(self._values), False
+                text, self._changed = json_text(self._values), False
             aside = self._path.with_name(f"{STATUS}.partial")
             try:
                 aside.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.json_files import json_text
 from grpo_megatron.monitoring.row_file import RowFile
 from grpo_megatron.paths import replace_text
 
@@ -68,7 +69,7 @@ class Timeline:
             if process not in numbers:
                 numbers[process] = len(numbers)
                 rows.append(_named(process, numbers[process]))
-            rows.append(json.dumps({**event, "pid": numbers[process]}))
+            rows.append(json_text({**event, "pid": numbers[process]}))
         self._file.append("".join(f",\n{row}" for row in rows))
         self._numbers = numbers
 
@@ -105,7 +106,7 @@ class Timeline:
 
 
 def _named(process: str, number: int) -> str:
-    return json.dumps({"name": "process_name", "ph": "M", "pid": number, "args": {"name": process}})
+    return json_text({"name": "process_name", "ph": "M", "pid": number, "args": {"name": process}})
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
@@ -126,7 +127,7 @@ def _take_back(path: Path, resumed: int) -> None:
         return
     kept = [event for event in read_timeline(path) if event["args"].get("step", 0) <= resumed]
     if kept:
-        replace_text(path, "[\n" + ",\n".join(json.dumps(event) for event in kept))
+        replace_text(path, "[\n" + ",\n".join(json_text(event) for event in kept))
     else:
         # Empty, or full of zero bytes, as the loss of a node leaves what it had just begun. A bracket alone would pass for a file in which
         # the driver has its name.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from omegaconf import MISSING
@@ -14,7 +14,8 @@ from grpo_megatron.data.records import HUB_PREFIX, hub_folder
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
-from grpo_megatron.preflight.cluster_rules import known_capabilities
+from grpo_megatron.preflight.cluster_rules import known_capabilities, runs_here
+from grpo_megatron.preflight.output_folders import is_of_another_machine, must_be_writable, output_folders
 from grpo_megatron.preflight.rule import ENGINE_COMMANDS
 from grpo_megatron.preflight.rules import violations
 
@@ -210,15 +211,17 @@ def _check_paths(config: Config, command: str, report: Report) -> None:
     from grpo_megatron.run.folder import beginning
     from grpo_megatron.run.resume import ANEW, AUTO
 
-    resume, replay = config.run.resume, config.rollout.replay
+    resume, replay, usable = config.run.resume, config.rollout.replay, {}
+    for key, folder in output_folders(config, command).items():
+        usable[key] = _can_write(key, folder, partial(must_be_writable, key, folder), config, report)
     if command == "eval":
         replay = None  # an evaluation begins anew, with engines
     elif resume not in (AUTO, *ANEW) and is_absent(resume):
         report.not_checked.append(f"run.resume: {resume} is not a folder here")
-    else:
+    elif usable["run.root"] or resume not in (AUTO, *ANEW):
         report.attempt(f"run.resume {resume}", partial(beginning, config, command, report.checked.append))
-    if command == "train" and config.rollout.record and not is_absent(config.rollout.record):
-        report.attempt(f"rollout.record {config.rollout.record}", partial(must_be_free, config.rollout.record))
+    if command == "train" and (record := config.rollout.record):
+        _can_write("rollout.record", record, partial(must_be_free, record), config, report)
     if command != "train" or not replay:
         return
     if is_absent(replay):
@@ -227,3 +230,21 @@ def _check_paths(config: Config, command: str, report: Report) -> None:
         report.violations.append(f"rollout.replay: {replay} {file_problem(replay)}")
     else:
         report.attempt(f"rollout.replay {replay}", partial(Replay, replay))
+
+
+def _can_write(key: str, path: str, must_be_right: Callable[[], None], config: Config, report: Report) -> bool:
+    """Check a path to write to; return whether it is right.
+
+    On the machines of a cluster it may be another one's.
+    """
+    if is_of_another_machine(path):
+        report.not_checked.append(f"{key}: nothing of {path} is on this machine")
+        return False
+    if runs_here(config):
+        return report.attempt(f"{key} {path}", must_be_right)
+    try:
+        must_be_right()
+    except UserError as error:
+        report.not_checked.append(f"{key}: here, {error}")
+        return False
+    return True

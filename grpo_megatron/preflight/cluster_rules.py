@@ -25,12 +25,17 @@ _RANKS = (
 )
 
 
+def runs_here(config: Config) -> bool:
+    """Return whether the run is for this machine, as far as the configuration says."""
+    cluster = config.cluster
+    return (cluster.ray_address, cluster.gpu, cluster.nodes, cluster.gpus_per_node) == (None, None, None, None)
+
+
 def known_capabilities(config: Config) -> Capabilities:
     """What is known without asking a Ray cluster: the facts that are given; without any, this machine, if it will run it."""
     cluster = config.cluster
     facts = (cluster.gpu, cluster.nodes, cluster.gpus_per_node)
-    here = cluster.ray_address is None and facts == (None, None, None)
-    known = Capabilities.of_this_machine() if here else Capabilities.of_facts(*facts)
+    known = Capabilities.of_this_machine() if runs_here(config) else Capabilities.of_facts(*facts)
     return known.emulating(config.megatron.emulate_kernels)
 
 

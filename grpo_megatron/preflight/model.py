@@ -1,13 +1,12 @@
 """Does the model fit the layout, the engines and the lengths that are configured."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from grpo_megatron.config.rollout import Strategy
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import read_object
+from grpo_megatron.json_files import json_text, read_object
 from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.model.adapters import without_adapter
 from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
@@ -138,7 +137,19 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
             f"{path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's Qwen3-MoE ignores: "
             "it would generate with uninitialised weights"
         )
+    found += _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
+
+
+def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
+    """A token that the model cannot write would never end a response, and nobody would say so."""
+    absent = [token for token in config.rollout.stop_token_ids if token >= arch.vocab_size]
+    if not absent:
+        return []
+    return [
+        f"rollout.stop_token_ids={absent}: {config.model.path} has {arch.vocab_size} tokens, 0 to {arch.vocab_size - 1}, so these never "
+        "end a response"
+    ]
 
 
 def _engine_layout(config: Config, arch: Architecture) -> list[str]:
@@ -171,7 +182,7 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
 def _latent_engine(path: str, arch: Architecture) -> list[str]:
     config, found = read_object(Path(path) / "config.json"), []
     needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-    missing = [f'"{key}": {json.dumps(value)}' for key, value in needed.items() if key not in config]
+    missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if key not in config]
     if missing:
         found.append(
             f"{path}/config.json lacks what SGLang reads from it and transformers does not write; add {', '.join(missing)}"

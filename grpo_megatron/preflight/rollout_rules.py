@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from grpo_megatron.config.engine import LoadFormat, Quantization
 from grpo_megatron.config.rollout import BeamConfig, GymnasiumConfig, HistoryKind, RolloutConfig, Strategy
 from grpo_megatron.config.schema import Config, OverlongPrompts, RoutingReplay
 from grpo_megatron.data.tokenizer import NO_TEMPLATE
@@ -187,46 +186,3 @@ def beams_are_of_one_turn(config: Config) -> Iterator[str]:
 def beam_settings_have_their_strategy(config: Config) -> Iterator[str]:
     if config.rollout.strategy != Strategy.beam and config.rollout.beam != BeamConfig():
         yield "rollout.beam means nothing with rollout.strategy=sampling: leave it out, or set rollout.strategy=beam"
-
-
-@ROLLOUT.rule(
-    "An engine's ranks are divided evenly, for its experts and into attention groups.",
-    "rollout.engine.tensor_parallel",
-    "rollout.engine.expert_parallel",
-    "rollout.engine.data_parallel_attention",
-    commands=ENGINE_COMMANDS,
-)
-def engine_ranks_divide(config: Config) -> Iterator[str]:
-    engine = config.rollout.engine
-    for key in ("expert_parallel", "data_parallel_attention"):
-        if engine.tensor_parallel % getattr(engine, key):
-            yield (
-                f"rollout.engine.{key}={getattr(engine, key)} does not divide the "
-                f"rollout.engine.tensor_parallel={engine.tensor_parallel} ranks of an engine"
-            )
-
-
-@ROLLOUT.rule(
-    "An evaluation is of the weights that engines load, since nobody brings others.",
-    "rollout.engine.load_format",
-    "rollout.engine.quantization",
-    commands=("eval",),
-)
-def engines_load_what_is_evaluated(config: Config) -> Iterator[str]:
-    engine = config.rollout.engine
-    if engine.load_format == LoadFormat.dummy:
-        yield "rollout.engine.load_format=dummy would evaluate random weights; use auto"
-    if engine.quantization == Quantization.fp8:
-        yield "rollout.engine.quantization=fp8 needs a trainer, which quantises the weights as it brings them; use none"
-
-
-@ROLLOUT.rule(
-    "An engine in FP8 reads a checkpoint: with random weights SGLang draws scales of the KV cache too, which no sync replaces.",
-    "rollout.engine.quantization",
-    "rollout.engine.load_format",
-    commands=_TRAIN,
-)
-def scales_of_the_cache_are_not_random(config: Config) -> Iterator[str]:
-    engine = config.rollout.engine
-    if engine.quantization == Quantization.fp8 and engine.load_format == LoadFormat.dummy:
-        yield "rollout.engine.load_format=dummy would give an engine of quantization=fp8 random scales of its KV cache; use auto"

@@ -13,6 +13,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.algorithm_rules import ALGORITHM
 from grpo_megatron.preflight.cluster_rules import CLUSTER, known_capabilities
+from grpo_megatron.preflight.engine_rules import ENGINE
 from grpo_megatron.preflight.layout import SIZES, SIZES_OF_MODEL, layout_violations
 from grpo_megatron.preflight.lora_rules import LORA
 from grpo_megatron.preflight.mismatch_rules import MISMATCH
@@ -33,6 +34,7 @@ def all_rules() -> list[Rule]:
             LORA,
             ROLLOUT,
             REWARD,
+            ENGINE,
             SIZES,
             SIZES_OF_MODEL,
             CLUSTER,
@@ -57,6 +59,7 @@ def violations(config: Config, command: str = "train", capabilities: Capabilitie
     found += LORA.violations(config, command=command, out_of_limits=keys)
     found += ROLLOUT.violations(config, command=command, out_of_limits=keys)
     found += REWARD.violations(config, command=command, out_of_limits=keys)
+    found += ENGINE.violations(config, command=command, out_of_limits=keys)
     found += layout_violations(ParallelSizes.from_config(config.megatron), out_of_limits=keys) if command != "eval" else []
     known = capabilities or known_capabilities(config)
     found += CLUSTER.violations(config, known, command=command, out_of_limits=keys)

@@ -1,7 +1,6 @@
 """`grpo-megatron config show | explain | diff`: what is set, what it means, what differs."""
 
 import dataclasses
-import json
 from enum import Enum
 from typing import Any
 
@@ -11,6 +10,7 @@ from grpo_megatron.config.keys import default_of, nested_yaml, type_name, value_
 from grpo_megatron.config.load import known_keys, nearest_key
 from grpo_megatron.config.origins import DEFAULT, Resolved, resolve
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
 from grpo_megatron.preflight.keys import choices, interacting_keys, limits, rules_about
 from grpo_megatron.preflight.rule import COMMANDS, Rule
 
@@ -96,7 +96,7 @@ def diff_text(a: str, b: str, as_json: bool) -> tuple[str, bool]:
     """(what to print, whether anything differs)."""
     found = diff(a, b)
     if as_json:
-        return json.dumps(found, indent=2), bool(found)
+        return json_text(found, indent=2), bool(found)
     if not found:
         return f"{a} and {b} resolve to the same configuration", False
     lines = []

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.json_files import parse_object
+from grpo_megatron.json_files import float_or_nan, parse_object
 from grpo_megatron.monitoring.run_files import METRICS, TEXTS, read_texts
 from grpo_megatron.monitoring.timeline import TIMELINE, read_timeline
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
@@ -70,7 +70,7 @@ def _curves(path: Path) -> dict[str, Curve]:
         if type(step) is not int:
             raise UserError(f"{path}:{number}: step must be the number of a step, is {shortened(repr(step))}")
         for name, value in row.items():
-            if type(value) not in (int, float):
+            if type(value) not in (int, float) and value is not None:
                 raise UserError(f"{path}:{number}: {shortened(name)} must be a number, is {shortened(repr(value))}")
-            found.setdefault(name, {})[step] = float(value)
+            found.setdefault(name, {})[step] = float(float_or_nan(value))
     return {name: sorted(points.items()) for name, points in found.items()}

@@ -1,6 +1,5 @@
 """Accuracy on held-out prompts: mean@k, unbiased pass@k and maj@k, per data set and on average."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.config.reward import OnFailure
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
 from grpo_megatron.monitoring.samples import chosen, group_text
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.paths import replace_text
@@ -171,7 +171,7 @@ def _line(group: Group) -> str:
         for sequences in group.trajectories
     ]
     line = {"uid": prompt.uid, "prompt": prompt.text, "answer": prompt.answer, "responses": responses}
-    return json.dumps(line, ensure_ascii=False) + "\n"
+    return json_text(line, ensure_ascii=False) + "\n"
 
 
 def scalars(scores: Scores) -> dict[str, float]:

@@ -16,12 +16,13 @@ import numpy as np
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample, WeightSpan
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
 from grpo_megatron.monitoring.row_file import RowFile
 from grpo_megatron.monitoring.terminal import say
-from grpo_megatron.paths import file_problem, is_absent, numbered
+from grpo_megatron.paths import file_problem, is_absent, numbered, output_file_problem
 
 _FORMAT = {"format": "grpo_megatron.rollout", "version": 1}
-_HEADER = json.dumps(_FORMAT) + "\n"
+_HEADER = json_text(_FORMAT) + "\n"
 # A row has up to gigabytes: which step it is of, and whether it was cut, is read off its two ends.
 _BEGINNING, _END = re.compile(rb'\{\s*"step"\s*:\s*(\d{1,18})\s*,'), re.compile(rb"\]\s*\}\s*$")
 _LONGEST = 100  # bytes of what these two match, and of a header
@@ -48,7 +49,7 @@ class Recorder:
     def write(self, step: int, groups: list[Group]) -> None:
         """A step that cannot be written, such as to a full disk, is said and left out: training is worth more than its recording."""
         try:
-            self._file.append(json.dumps({"step": step, "groups": [_group_to_json(group) for group in groups]}) + "\n")
+            self._file.append(json_text({"step": step, "groups": [_group_to_json(group) for group in groups]}) + "\n")
         except OSError as error:
             say(f"step {step} is missing in the recording {self._file.path} ({error.strerror}); the run goes on")
 
@@ -103,11 +104,15 @@ class Replay:
 
 
 def must_be_free(path: str) -> None:
-    """Raises UserError for what is no place for a recording, such as a file of data, which a typing error would have emptied."""
+    """Raise UserError for what is no place for a recording.
+
+    Examples are a folder that cannot be written to, and a file of data, which a typing error would have
+    emptied.
+    """
+    if problem := output_file_problem(path):
+        raise UserError(f"rollout.record: {path} {problem}")
     if is_absent(path):
         return
-    if file_problem(path):
-        raise UserError(f"rollout.record: {path} {file_problem(path)}")
     with open(path, "rb") as file:
         found = file.read(len(_HEADER))
     if found != _HEADER.encode()[: len(found)]:

@@ -1,6 +1,5 @@
 """Writing checkpoints: when, where, and how many are kept. run.resume reads them."""
 
-import json
 import shutil
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 
 from grpo_megatron.config.schema import CheckpointConfig
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
 from grpo_megatron.monitoring.run_files import METRICS
 from grpo_megatron.paths import is_absent, sync_to_disk
 from grpo_megatron.run.lock import is_in_use
@@ -114,7 +114,7 @@ class Checkpoints:
             if partial.exists():  # a killed run left it there
                 discard(partial, self._say)
             partial.mkdir(parents=True)
-            (partial / STATE).write_text(json.dumps(self._about | state), encoding="utf-8")
+            (partial / STATE).write_text(json_text(self._about | state), encoding="utf-8")
         except OSError as error:
             self._give_up(final, NotWritten(f"{final} could not be written: {error}"))
             return

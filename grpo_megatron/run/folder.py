@@ -24,22 +24,26 @@ def run_folder(config: Config) -> Path:
 
 @contextmanager
 def open_run_folder(
-    config: Config, command: str, say: Callable[[str], None], must_fit: Callable[[dict], None] = lambda state: None
+    config: Config, command: str, say: Callable[[str], None], must_fit: Callable[[dict], str] = lambda state: ""
 ) -> Iterator[tuple[str, Checkpoint | None]]:
-    """Within this context the run owns its folder. Gives the absolute path, and the checkpoint to begin from, None for a new run.
+    """Within this context the run owns its folder.
 
-    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ... say: shows a line. must_fit: raises UserError for a
-    checkpoint's state that is of other data. Raises UserError for a folder that another run writes to, that cannot be made or is damaged,
-    and for a checkpoint that does not fit; the folder is then as it was.
+    Gives the absolute path and the checkpoint to begin from, or None.
+
+    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ... say: shows a line.
+    must_fit: raises UserError for a checkpoint's state that is of other data, and returns a note to show, or
+    an empty text. Raises UserError for a folder that another run writes to, that cannot be made or is
+    damaged, and for a checkpoint that does not fit; the folder is then as it was.
     """
     folder = run_folder(config)
     try:
         ownership = Ownership(folder, say)
         try:
             checkpoint = beginning(config, command, say)
-            if checkpoint:
-                # Found later, it would be found when this run's own checkpoints are set aside already, for one of another run.
-                must_fit(checkpoint.state)
+            # Now, because later this run's own checkpoints are set aside already, for one of another run.
+            note = must_fit(checkpoint.state) if checkpoint else ""
+            if note:
+                say(note)
             if checkpoint is None and _has_remains(folder):
                 _move_aside(config, folder, say)
                 ownership.release()

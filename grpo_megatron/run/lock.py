@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
 from grpo_megatron.monitoring.status import State, read_status
 from grpo_megatron.process_tree import is_running, start_mark
 from grpo_megatron.run.manifest import MANIFEST
@@ -38,7 +39,7 @@ class Ownership:
         self._file = self._take(folder)
         self._file.seek(0)
         self._file.truncate()
-        json.dump(_self_description(), self._file)
+        self._file.write(json_text(_self_description()))
         self._file.flush()
         os.fsync(self._file.fileno())  # for other nodes, and for the next start if this node is lost
 

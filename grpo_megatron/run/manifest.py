@@ -1,6 +1,5 @@
 """manifest.json of a checkpoint: every file with its size and digest, and a digest of all that. It recognises damage, not malice."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -8,7 +7,7 @@ from typing import BinaryIO, NamedTuple
 import xxhash
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import parse_object
+from grpo_megatron.json_files import json_text, parse_object
 from grpo_megatron.paths import is_absent, reading, sync_to_disk
 from grpo_megatron.progress import moved
 
@@ -65,7 +64,7 @@ def record_of(path: Path) -> FileRecord:
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
     """files: by their path in the folder."""
     listed = {name: list(record) for name, record in sorted(files.items())}
-    text = json.dumps({"files": listed, "digest": _digest_of(listed)}, indent=1)
+    text = json_text({"files": listed, "digest": _digest_of(listed)}, indent=1)
     (folder / MANIFEST).write_text(text, encoding="utf-8")
     sync_to_disk(folder / MANIFEST)
 
@@ -122,4 +121,4 @@ def must_be_sound(found: Iterable[UserError]) -> None:
 
 
 def _digest_of(listed: object) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(listed, sort_keys=True).encode())
+    return xxhash.xxh3_128_hexdigest(json_text(listed, sort_keys=True).encode())

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from grpo_megatron.config.origins import leaves
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import ANOTHER_RUN, UserError, shortened
-from grpo_megatron.json_files import read_object
+from grpo_megatron.json_files import json_text, read_object
 from grpo_megatron.paths import folder_problem, is_absent, reading
 from grpo_megatron.run.checkpoints import ACTOR, STATE, folders, step_of
 from grpo_megatron.run.manifest import MANIFEST, DamagedCheckpoint, FileRecord, must_be_sound, problems, read_manifest
@@ -143,7 +143,7 @@ def finished_result(config: Config, command: str, say: Callable[[str], None]) ->
 
 def as_saved(config: Config) -> dict[str, Any]:
     """The configuration as state.json has it."""
-    return json.loads(json.dumps(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)))
+    return json.loads(json_text(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)))
 
 
 def differences(checkpoint: Checkpoint, config: Config) -> list[str]:

@@ -1,11 +1,11 @@
 """Files of one JSON object a line, which a run appends to."""
 
-import json
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.json_files import json_text
 from grpo_megatron.monitoring.row_file import RowFile
 
 
@@ -17,7 +17,7 @@ class Rows:
         self._waiting: list[str] = []
 
     def write(self, row: dict[str, Any]) -> None:
-        self._waiting.append(json.dumps(row) + "\n")
+        self._waiting.append(json_text(row) + "\n")
         try:
             with closing(RowFile(self._path)) as file:
                 file.append("".join(self._waiting))

@@ -1,11 +1,11 @@
 """With what an engine is started: its arguments, and the environment of its process."""
 
-import json
 import os
 from typing import Any
 
 from grpo_megatron.config.engine import EngineConfig, Quantization
 from grpo_megatron.config.schema import ModelConfig
+from grpo_megatron.json_files import json_text
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
 from grpo_megatron.sglang.release import GPU_ARGUMENTS
@@ -56,7 +56,7 @@ def engine_arguments(
     }
     if config.quantization == Quantization.fp8:
         # As if the checkpoint were in FP8. What SGLang reads from it has no scales, and means nothing before the first weight sync.
-        arguments["json_model_override_args"] = json.dumps({"quantization_config": fp8_blocks.settings(["lm_head"])})
+        arguments["json_model_override_args"] = json_text({"quantization_config": fp8_blocks.settings(["lm_head"])})
     if routing:
         arguments["enable_return_routed_experts"] = True
     return arguments | (_on_gpu(arguments["dtype"]) if gpu else _on_cpu(config))

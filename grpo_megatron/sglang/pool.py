@@ -8,7 +8,7 @@ import ray
 
 from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.cluster.ports import free_address
-from grpo_megatron.cluster.processes import Process, fetch, gather
+from grpo_megatron.cluster.processes import Process, fetch, gather, process_error
 from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
@@ -113,6 +113,8 @@ class EnginePool:
             raise ProcessLost(
                 f"the first nodes of the engines {sorted(asked)} did not name a free port within {limit}"
             ) from error
+        except ray.exceptions.RayError as error:
+            raise process_error(error, self.processes[min(asked)], "free_address") from error
 
     def recover(self, anew: bool) -> None:
         """After a failure anywhere: engines that cannot go on start anew, the others drop their requests; see `wait_until_ready`.

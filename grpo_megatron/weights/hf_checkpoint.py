@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.json_files import read_object
+from grpo_megatron.json_files import json_text, read_object
 from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent, sync_to_disk
@@ -305,7 +305,7 @@ def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
     """where: {tensor: its file}; one file alone needs no index."""
     if set(where.values()) != {_SINGLE}:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        (folder / _INDEX).write_text(json_text(index, indent=2), encoding="utf-8")
 
 
 def copy_companions(source: str, target: str, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -321,4 +321,4 @@ def copy_companions(source: str, target: str, dtype: torch.dtype, changes: Mappi
     if config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0  # HFCheckpoint.left_out
     config.update(changes, dtype=str(dtype).removeprefix("torch."))
-    (root / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    (root / "config.json").write_text(json_text(config, indent=2), encoding="utf-8")

@@ -1,12 +1,12 @@
 """Adapters as PEFT has them: a folder with adapter_model.safetensors and adapter_config.json, beside or within an HF checkpoint."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.json_files import json_text
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -35,4 +35,4 @@ def finish(folder: str, parts: Iterable[str], lora: LoraConfig, base: str) -> No
         "use_rslora": False,
         "inference_mode": True,
     }
-    (root / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    (root / CONFIG).write_text(json_text(config, indent=2), encoding="utf-8")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from grpo_megatron.json_files import json_text
 from grpo_megatron.model.pieces import Shape
 
 # safetensors' names
@@ -43,7 +44,7 @@ class Header:
         for name, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[2].itemsize):
             start, end = end, end + prod(shape) * dtype.itemsize
             described[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps({"__metadata__": {"format": "pt"}, **described}).encode()
+        text = json_text({"__metadata__": {"format": "pt"}, **described}).encode()
         text += b" " * (-len(text) % 8)
         self.raw = len(text).to_bytes(8, "little") + text
         self._starts = {name: about["data_offsets"][0] for name, about in described.items()}

@@ -5,7 +5,6 @@ it, and `.metadata` says where. Megatron and torch read them into memory as a wh
 """
 
 import io
-import json
 import os
 import pickle
 import uuid
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.json_files import read_object
+from grpo_megatron.json_files import json_text, read_object
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent, sync_to_disk
 from grpo_megatron.weights.file_bytes import fill, write
@@ -301,7 +300,7 @@ def write_metadata(folder: str | Path, tensors: dict[str, Stored], objects: dict
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    (root / _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+    (root / _SETTINGS).write_text(json_text(settings), encoding="utf-8")
     for name in (_METADATA, _SETTINGS):
         sync_to_disk(root / name)
     return [_METADATA, _SETTINGS]

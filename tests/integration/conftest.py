@@ -1,4 +1,5 @@
 import os
+import shutil
 from unittest.mock import patch
 
 import pytest
@@ -19,9 +20,10 @@ def ray_here():
 
     # Afterwards without what Ray was started with: other tests would have its token, and its patience.
     with patch.dict(os.environ):
-        connect(None, num_slots=SLOTS)
+        folder = connect(None, num_slots=SLOTS)
         yield
         ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="package")

@@ -108,7 +108,7 @@ def test_a_full_log_costs_one_sample(forgiving):
 def test_a_worker_whose_node_is_gone_is_lost(tmp_path):
     workers = RewardWorkers(RewardConfig(function=FUNCTION), spelled, worker_places(["ab" * 28], 1, str(tmp_path)))
     try:
-        with pytest.raises(ProcessLost, match="reward worker 0 died in `start`"):
+        with pytest.raises(ProcessLost, match="reward worker 0 was lost in `start`"):
             run(workers, "fine")
     finally:
         workers.close()

@@ -110,7 +110,7 @@ def test_what_fails_names_the_rank_and_the_call(group):
     with pytest.raises(UserError, match=r"^planted$"):
         group.call("fail_on", [(1, "user")] * 3)
     with pytest.raises(
-        RuntimeError, match=r"(?s)member 2 of 3 failed in `fail_on`; its log is .*rank2\.log.*ZeroDivisionError"
+        RuntimeError, match=r"(?s)member 2 of 3 failed in `fail_on`: ZeroDivisionError: planted; its log is .*rank2\.log"
     ):
         group.call("fail_on", [(2, "defect")] * 3)
     with pytest.raises(UserError, match="planted in the stream"), group.stream("numbers", 3, 1) as references:

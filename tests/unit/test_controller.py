@@ -1,5 +1,7 @@
 """When the loop evaluates, saves and leaves; what a step does is tested with real ranks."""
 
+import json
+import math
 import signal
 from types import SimpleNamespace
 
@@ -8,6 +10,8 @@ import pytest
 from grpo_megatron.config.load import read_config
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import Stopped
+from grpo_megatron.json_files import json_text
+from grpo_megatron.metrics import nan_max
 from grpo_megatron.run.stop import StopRequest
 
 
@@ -125,3 +129,12 @@ def test_a_checkpoint_is_completed_after_generation_not_after_the_step_alone(tmp
 
 def test_a_stop_in_the_evaluation_after_the_last_step_comes_too_late(tmp_path):
     assert Loop(Saver(tmp_path), asked_in="evaluation 4").run()["step"] == 4
+
+
+def test_a_mismatch_that_was_no_number_stays_none_over_a_restart(tmp_path):
+    """The checkpoint's JSON has null for it; max() of None and a number ended the run."""
+    loop = Loop(Saver(tmp_path))
+    loop.totals["mismatch_max"] = math.nan
+    again = Loop(Saver(tmp_path))
+    again.load_state_dict(json.loads(json_text(loop.state_dict())))
+    assert math.isnan(nan_max(again.totals["mismatch_max"], 0.5))

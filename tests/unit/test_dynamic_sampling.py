@@ -23,11 +23,20 @@ class Engine:
 
     weight_version = 3
 
-    def __init__(self, seconds=lambda uid: 0.001):
+    def __init__(self, seconds=lambda uid: 0.001, together=False):
+        """together: all requests end at once."""
+        self.together, self.end = together, None
         self.seconds, self.running, self.most, self.asked, self.aborts = seconds, 0, 0, [], 0
 
     def clients(self):
         return [self, self]
+
+    async def _end_of_all(self):
+        """Wait for a moment that is the same for all, so that they end in one round of the event loop."""
+        if self.end is None:
+            self.end = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_later(0.05, self.end.set_result, None)
+        await self.end
 
     async def generate(self, request):
         uid = request.prompt_ids[0]
@@ -35,7 +44,7 @@ class Engine:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            await asyncio.sleep(self.seconds(uid))
+            await (self._end_of_all() if self.together else asyncio.sleep(self.seconds(uid)))
         finally:
             self.running -= 1
         spans = (WeightSpan(self.weight_version, 0, 1),)
@@ -86,6 +95,99 @@ def test_the_batch_is_full_of_groups_with_a_signal():
     ids = [group.group_id for group in (*first.groups, *second.groups)]
     assert len(set(ids)) == 8
     assert ids == sorted(ids)
+
+
+@pytest.mark.parametrize(
+    ("over_sampling", "seconds", "asked"),
+    [
+        # All count, and end one after the other: never a prompt more than the batch needs.
+        (1.0, lambda uid: 0.02 * (uid + 1), 4),
+        (1.0, lambda uid: 0.02 * (9 - uid), 4),
+        # As long as four are missing, half as many more are in flight; after that too many already are.
+        (1.5, lambda uid: 0.02 * (uid + 1), 6),
+        (2.0, lambda uid: 0.02 * (uid + 1), 8),
+        (1.26, lambda uid: 0.02 * (9 - uid), 6),  # five of them and a bit
+    ],
+)
+def test_no_more_is_drawn_than_is_missing_minus_what_runs(over_sampling, seconds, asked):
+    engine, prompts = Engine(seconds), source()
+    rollouts(engine, lambda uid: True, f"rollout.dynamic_sampling.over_sampling={over_sampling}").sample(1, prompts)
+    assert sorted(set(engine.asked)) == list(range(asked))
+
+
+def test_a_dropped_group_is_replaced_by_one_other():
+    engine, prompts = Engine(lambda uid: 0.02 * (uid + 1)), source()
+    found = rollouts(engine, lambda uid: uid not in (1, 2)).sample(1, prompts)
+    assert uids(found) == [0, 3, 4, 5]
+    assert sorted(set(engine.asked)) == list(range(6))
+    assert engine.most <= 4 * 2
+
+
+@pytest.mark.parametrize("over_sampling", [1.25, 1.5, 2.0, 4.0])
+def test_groups_that_end_together_with_the_last_of_the_batch_come_again(over_sampling):
+    """They are neither lost nor used up, and the batch has the ones that were drawn first."""
+    engine, prompts = Engine(together=True), source()
+    sampled = rollouts(engine, lambda uid: True, f"rollout.dynamic_sampling.over_sampling={over_sampling}")
+    surplus = int(4 * over_sampling) - 4
+    first = sampled.sample(1, prompts)
+    assert uids(first) == first.used == [0, 1, 2, 3]
+    assert (first.dropped, first.aborted) == (0, surplus)
+    assert engine.aborts == 0  # nothing was running any more
+    again = [prompt.uid for prompt in prompts.next(surplus + 1)]
+    assert sorted(again[:-1]) == list(range(4, 4 + surplus))
+    assert again[-1] == 4 + surplus
+
+
+@pytest.mark.parametrize("seconds", [lambda uid: 0.02 * (9 - uid % 4), lambda uid: 0.01 * (uid * 7 % 5 + 1), lambda uid: 0.001])
+def test_groups_come_in_the_order_in_which_their_prompts_were_drawn(seconds):
+    """Whichever ends first; else a run could not be repeated."""
+    sampled, prompts = rollouts(Engine(seconds), lambda uid: True), source()
+    for step in (1, 2):
+        found = sampled.sample(step, prompts)
+        assert uids(found) == [4 * step - 4, 4 * step - 3, 4 * step - 2, 4 * step - 1]
+        assert [group.group_id for group in found.groups] == uids(found)
+
+
+@pytest.mark.parametrize(
+    ("takes", "unused", "then"),
+    [
+        ([6], [[1, 4]], [1, 4, 6, 7]),
+        ([6, 1], [[1, 4], [1]], [1, 4, 6, 7]),  # 1 is returned twice, and still comes before 4
+        ([6, 2], [[1, 4], [1, 4]], [1, 4, 6, 7]),
+        ([6, 3], [[1, 4], [4, 6]], [4, 6, 7]),
+        ([6, 1, 1], [[0, 2, 5], [0], [0]], [0, 2, 5, 6]),
+        ([6, 2, 1], [[3, 4, 5], [3, 4], [3]], [3, 4, 5, 6]),
+        ([6, 3], [[1, 4], []], [7, 8]),
+    ],
+)
+def test_prompts_that_are_returned_keep_their_order(takes, unused, then):
+    prompts = source()
+    for count, back in zip(takes, unused, strict=True):
+        taken = {prompt.uid: prompt for prompt in prompts.next(count)}
+        prompts.settle([taken[uid] for uid in back])
+    state = prompts.state_dict()
+    assert [prompt.uid for prompt in prompts.next(len(then))] == then
+    again = source()
+    again.load_state_dict(state)
+    assert [prompt.uid for prompt in again.next(len(then))] == then
+
+
+def test_dynamic_sampling_asks_with_the_reward_that_is_trained_on():
+    """The overlong punishment makes a signal where all answers are right.
+
+    The filter of the step sees the same.
+    """
+
+    class Lengths(Engine):
+        async def generate(self, request):
+            found = await super().generate(request)
+            length = 2 if request.prompt_ids[0] % 2 and request.key[1] else 1
+            ids, logprobs = np.full(length, request.key[1], np.int32), np.zeros(length, np.float32)
+            return Completion(found.key, ids, logprobs, "stop", (WeightSpan(self.weight_version, 0, length),))
+
+    changes = ["reward.overlong_buffer.length=1", "rollout.max_response_length=2"]
+    sampled = rollouts(Lengths(), lambda uid: False, *changes)
+    assert uids(sampled.sample(1, source())) == [1, 3, 5, 7]
 
 
 def test_what_is_in_flight_when_the_batch_is_full_is_aborted_and_comes_again():

@@ -20,6 +20,12 @@ def somebody_listens(monkeypatch):
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
+@pytest.fixture(autouse=True)
+def place_for_files(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 def raises(monkeypatch, call):
     monkeypatch.setattr(ray, "init", lambda **_: call())
 
@@ -80,6 +86,39 @@ def test_a_folder_whose_name_is_too_long_for_sockets(variable, somebody_listens,
         UserError, match=rf"^the name of Ray's socket {folder}/\S+ is too long for the system; set {variable} to a folder"
     ):
         connect(None, 2)
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_folder_that_cannot_be_made(variable, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(variable, "/proc/nope")
+    raises(monkeypatch, lambda: pytest.fail("Ray has no place for its files"))
+    with pytest.raises(
+        UserError, match=rf"^/proc/nope cannot have the files of Ray: .*; set {variable} to a folder that can be"
+    ):
+        connect(None, 2)
+
+
+def test_every_ray_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    """On a machine where another user's Ray has run, /tmp/ray was that user's, and no run could start."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    given = []
+    monkeypatch.setattr(ray, "init", lambda **options: given.append(options["_temp_dir"]))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    folders = [connect(None, 2), connect(None, 2)]
+    assert sorted(tmp_path.iterdir()) == sorted(folders)
+    assert given == [f"{folder}/r" for folder in folders]
+    assert folders[0] != folders[1]
+    for folder in folders:
+        assert folder.parent == tmp_path
+        assert folder.stat().st_mode & 0o777 == 0o700
+        # What Ray adds, with a process number of seven digits, on a machine that has /tmp.
+        longest = f"/tmp/{folder.name}/r/session_2026-11-25_11-03-07_244360_1234567/sockets/plasma_store"
+        validate_socket_filepath(longest)
+        assert len(longest) < 90
 
 
 def test_what_is_no_users_fault_stays_what_it_is(monkeypatch):

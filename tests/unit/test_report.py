@@ -232,3 +232,12 @@ def test_any_values_make_a_chart(values):
     assert "<a>" not in svg
     # A legend may say that the last value is none; nothing is drawn there.
     assert not re.search(r'(d|x|y)="[^"]*(nan|inf)', svg)
+
+
+@pytest.mark.parametrize("written", ["null", "NaN"])
+def test_a_scalar_that_was_not_finite_is_a_gap(written, tmp_path):
+    """Runs write null; those of earlier versions wrote NaN."""
+    folder = make_run(tmp_path / "mine")
+    rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text(rows[0] + rows[1].replace("0.5,", f"{written},", 1) + rows[2])
+    assert "reward/mean" in Elements(page_of(folder)).text

@@ -114,6 +114,7 @@ BROKEN = {
     ],
     "engines_load_what_is_evaluated": ["rollout.engine.load_format=dummy"],
     "engines_alone_fit": ["rollout.engine.num_engines=9", *EIGHT],
+    "longest_request_fits": ["rollout.engine.max_total_tokens=8"],
     "engine_ranks_divide": ["rollout.engine.tensor_parallel=4", "rollout.engine.expert_parallel=3"],
     "sequence_parallel_has_ranks": ["megatron.sequence_parallel=true"],
     "virtual_pipeline_has_stages": ["megatron.virtual_pipeline=2"],

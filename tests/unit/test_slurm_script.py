@@ -106,6 +106,38 @@ def test_ray_and_the_run_find_what_kernels_are_built_with(tmp_path, home):
         assert cuda_home == home
 
 
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({}, "/tmp/ray-7654"),
+        ({"TMPDIR": "/disk"}, "/disk/ray-7654"),
+        ({"RAY_TMPDIR": "/fast", "TMPDIR": "/disk"}, "/fast/ray-7654"),
+        ({"TMPDIR": "/local/job.7654"}, "/local/job.7654"),  # the site has made it for this job
+        ({"TMPDIR": "/" + "x" * 29}, f"/{'x' * 29}/ray-7654"),
+        ({"TMPDIR": "/" + "x" * 30}, "/tmp/ray-7654"),  # Ray's sockets would have names that are too long
+        ({"TMPDIR": f"/{'x' * 60}/7654"}, "/tmp/ray-7654"),
+    ],
+)
+def test_every_job_has_a_folder_of_its_own_for_ray(variables, folder):
+    """Where another user's Ray had run, /tmp/ray was that user's, and the job failed three times."""
+    values = {"TMPDIR": "", "RAY_TMPDIR": "", "SLURM_JOB_ID": "7654"} | variables
+    assert part_of_script("", "ray_folder", **values).stdout.strip() == folder
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_files_of_ray_go_with_a_run_that_is_done(status, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setitem(PROGRAMS, "ray", 'mkdir -p "$RAY_TMPDIR/ray"; exec sleep 60')
+    run = f'until [ -d "$RAY_TMPDIR/ray" ]; do sleep 0.1; done; echo "in $RAY_TMPDIR"; exit {status}'
+    monkeypatch.setitem(PROGRAMS, "grpo-megatron", run)
+    done = whole_script(replace(JOB, folder=str(tmp_path)), tmp_path)
+    assert done.returncode == status, done.stderr
+    folder = Path(re.search("^in (.*)$", done.stdout, re.MULTILINE)[1])
+    assert folder.name == "ray-7"
+    assert folder.exists() == (status != 0)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 @pytest.mark.parametrize("name", ["as it is", "rendered"])
 def test_shellcheck_finds_nothing(name, tmp_path):

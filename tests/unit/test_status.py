@@ -222,6 +222,9 @@ def test_programs_get_no_number_that_is_none(tmp_path, capsys):
 
     metrics = json.loads(capsys.readouterr().out, parse_constant=refuse)["metrics"]
     assert metrics == {"time/step": 1.0, "actor/loss": None, "actor/grad_norm": None}
+    json.loads((tmp_path / "status.json").read_text(), parse_constant=refuse)
+    assert main(["status", str(tmp_path)]) == 0
+    assert "nan" in capsys.readouterr().out
 
 
 def test_what_an_error_quotes_cannot_steer_the_terminal(tmp_path, capsys):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from grpo_megatron.cluster.store import StoreServer
+from grpo_megatron.json_files import json_text
 from grpo_megatron.weights.sync.channel import SizeOf, parcel_key, wait_for
 from grpo_megatron.weights.sync.parcels import Parcel
 
@@ -92,7 +93,7 @@ class SharedMemorySender:
         if payload.data_ptr() != slot.data_ptr():
             slot.copy_(payload.clone())  # a part of the slot itself may not be copied over itself
         _settle(slot)
-        self._store.set(parcel_key(self._sync, parcel, "sent"), json.dumps((start, len(payload))))
+        self._store.set(parcel_key(self._sync, parcel, "sent"), json_text((start, len(payload))))
 
     def finish(self) -> None:
         for number in range(max(0, len(self._taken) - _SLOTS), len(self._taken)):

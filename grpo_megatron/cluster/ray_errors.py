@@ -1,0 +1,80 @@
+"""What each of Ray's errors means for a run: a lost process, a machine that lacks something, or a defect.
+
+A lost process is replaced: the run goes on from its newest checkpoint. What the machine lacks would be
+lacking again, so the run ends with a message that says what to change. Everything else is a defect, and keeps
+its traceback.
+"""
+
+import re
+
+from ray import exceptions as ray_errors
+from ray.exceptions import RayError
+
+from grpo_megatron.errors import shortened
+
+# The process, its node, or something that it held is gone or out of reach. Another in its place could go on.
+LOST: tuple[type[RayError], ...] = (
+    ray_errors.RayActorError,
+    ray_errors.OutOfMemoryError,  # Ray's memory monitor killed it
+    ray_errors.NodeDiedError,
+    ray_errors.LocalRayletDiedError,
+    ray_errors.WorkerCrashedError,
+    ray_errors.ObjectLostError,
+    ray_errors.AsyncioActorExit,
+    ray_errors.ActorUnschedulableError,  # its node has left
+    ray_errors.TaskUnschedulableError,
+    ray_errors.ActorPlacementGroupRemoved,
+    ray_errors.TaskPlacementGroupRemoved,
+    ray_errors.RaySystemError,  # raised where a raylet is killed
+    ray_errors.RpcError,
+    ray_errors.GetTimeoutError,
+)
+# The process is known to have ended. Others may only be out of reach.
+ENDED = (
+    ray_errors.ActorDiedError,
+    ray_errors.OutOfMemoryError,
+    ray_errors.NodeDiedError,
+    ray_errors.WorkerCrashedError,
+    ray_errors.AsyncioActorExit,
+)
+# The machine lacks something, with what to do about it.
+LACKING: dict[type[RayError], str] = {
+    ray_errors.ObjectStoreFullError: (
+        "Ray's object store is full; give it more memory: a larger /dev/shm on the node, or a larger --object-store-memory of `ray start`"
+    ),
+    ray_errors.OutOfDiskError: "the disk with Ray's temporary folder is full; make room, or set RAY_TMPDIR to a folder on another disk",
+    ray_errors.RuntimeEnvSetupError: (
+        "Ray could not set up the process's environment; its runtime_env_agent.log on the node has the reason, often a full disk"
+    ),
+    ray_errors.AuthenticationError: (
+        "the Ray cluster refused this process's token; set RAY_AUTH_MODE and RAY_AUTH_TOKEN as they were for its `ray start`"
+    ),
+}
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def what_is_lacking(error: RayError) -> str | None:
+    """Return what the machine lacks and what to do, with Ray's words; None for an error of another kind."""
+    for kind, advice in LACKING.items():
+        if isinstance(error, kind):
+            said = next((line for line in reversed(plain(error).splitlines()) if line.strip()), "")
+            return f"{advice}. Ray says: {shortened(said.strip(), 200)}"
+    return None
+
+
+def plain(error: BaseException) -> str:
+    """Return the error's text without the terminal colours that Ray puts into it."""
+    return _COLOURS.sub("", str(error))
+
+
+def raised_there(error: ray_errors.RayTaskError) -> tuple[BaseException | None, str]:
+    """Return what the remote code raised and its first line, such as `ValueError: no such layer`.
+
+    Where the exception itself could not be sent, the line is the last one of its traceback.
+    """
+    cause = error.cause if isinstance(error.cause, BaseException) else None
+    if cause is None or isinstance(cause, ray_errors.RayTaskError):
+        lines = plain(error).strip().splitlines() or [type(error).__name__]
+        return cause, shortened(lines[-1], 300)
+    first = next((line for line in plain(cause).splitlines() if line.strip()), "")
+    return cause, shortened(f"{type(cause).__name__}: {first}".removesuffix(": "), 300)

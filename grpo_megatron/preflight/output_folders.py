@@ -1,0 +1,44 @@
+"""Can a run write to the folders that its configuration names? Asked before any process starts."""
+
+from pathlib import Path
+
+from grpo_megatron.config.schema import Config
+from grpo_megatron.errors import UserError
+from grpo_megatron.paths import nearest_folder, output_folder_problem
+from grpo_megatron.preflight.rule import TRAINING_COMMANDS
+
+
+def output_folders(config: Config, command: str) -> dict[str, str]:
+    """Return {key: folder} of what a run of this command writes to.
+
+    Run.root is that of the run's own folder.
+    """
+    found = {"run.root": config.run.root}
+    if command in TRAINING_COMMANDS and config.megatron.offload_folder:
+        found["megatron.offload_folder"] = config.megatron.offload_folder
+    if command == "train" and not config.rollout.replay and config.weight_sync.folder:
+        found["weight_sync.folder"] = config.weight_sync.folder
+    return found
+
+
+def must_be_writable(key: str, folder: str) -> None:
+    """Raise UserError for a folder that this machine cannot write to."""
+    if problem := output_folder_problem(folder):
+        raise UserError(f"{key}={folder} {problem}; it must be a folder that the run can make and write to")
+
+
+def is_of_another_machine(folder: str) -> bool:
+    """Return whether nothing of an absolute path is there. It may be that of a node, such as a local disk."""
+    return nearest_folder(folder) == Path("/") and Path(folder).absolute() != Path("/")
+
+
+def check_output_folders(config: Config, command: str) -> None:
+    """Raise UserError, naming the key, for a folder that this machine has to write to, and cannot.
+
+    The ranks may be on other machines, which say so themselves; the run's own folder is made before anything
+    else.
+    """
+    for key, folder in output_folders(config, command).items():
+        elsewhere = key == "megatron.offload_folder" and config.cluster.ray_address is not None
+        if key != "run.root" and not elsewhere:
+            must_be_writable(key, folder)

@@ -1,0 +1,70 @@
+"""JSON that this project writes is JSON: any reader takes it, whatever numbers a run had."""
+
+import io
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_megatron.json_files import float_or_nan, json_text
+
+ROOT = Path(__file__).parents[2]
+# The sandbox's processes exchange messages among themselves, without this package's modules. config/keys.py
+# quotes a text. The two tools run without this package, and write names and versions.
+OTHERS = ("grpo_megatron/sandbox/", "grpo_megatron/config/keys.py", "grpo_megatron/json_files.py")
+OTHERS += ("tools/faked_h100.py", "tools/lock_gpu.py")
+
+
+def strict(text):
+    """As every reader but Python's own understands JSON."""
+
+    def refuse(word):
+        raise ValueError(word)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ({"actor/loss": math.nan}, {"actor/loss": None}),
+        ({"a": math.inf, "b": -math.inf, "c": 1.5}, {"a": None, "b": None, "c": 1.5}),
+        ({"a": np.float64("nan")}, {"a": None}),
+        ([{"a": [1.0, math.nan]}, (math.inf, 2)], [{"a": [1.0, None]}, [None, 2]]),
+        ({"deep": {"er": {"list": [[math.nan]]}}}, {"deep": {"er": {"list": [[None]]}}}),
+        (math.nan, None),
+        ({"a": 0.1, "b": "NaN", "c": True, "d": None, "e": 10**30}, {"a": 0.1, "b": "NaN", "c": True, "d": None, "e": 10**30}),
+    ],
+)
+def test_there_is_no_bare_nan(value, read):
+    """jq, pandas and browsers refused whole files of metrics for one NaN."""
+    assert strict(json_text(value)) == read
+    assert strict(json_text(value, indent=2)) == read
+
+
+def test_a_number_that_was_not_finite_is_read_as_nan():
+    row = strict(json_text({"a": math.inf, "b": 0.25}))
+    assert math.isnan(float_or_nan(row["a"]))
+    assert float_or_nan(row["b"]) == 0.25
+
+
+def test_other_programs_read_the_rows():
+    rows = "".join(json_text({"step": step, "loss": loss}) + "\n" for step, loss in enumerate([0.5, math.nan, -math.inf], 1))
+    pandas = pytest.importorskip("pandas")
+    table = pandas.read_json(io.StringIO(rows), lines=True)
+    assert table["loss"].dtype == "float64"
+    assert table["loss"].isna().tolist() == [False, True, True]
+    if jq := shutil.which("jq"):
+        found = subprocess.run([jq, "-c", ".loss"], input=rows, capture_output=True, text=True, check=True)
+        assert found.stdout.split() == ["0.5", "null", "null"]
+
+
+def test_there_is_one_writer():
+    sources = (path for folder in ("grpo_megatron", "tools", "slurm") for path in (ROOT / folder).rglob("*.py"))
+    found = {str(path.relative_to(ROOT)) for path in sources if re.search(r"\bjson\.dumps?\(", path.read_text("utf-8"))}
+    assert {path for path in found if not path.startswith(OTHERS)} == set()

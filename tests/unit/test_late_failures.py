@@ -1,0 +1,187 @@
+"""Values that passed `config check` and failed when the processes were up, or never did anything."""
+
+import os
+import socket
+
+import pytest
+import torch
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.memory import Parking
+from grpo_megatron.paths import output_file_problem, output_folder_problem
+from grpo_megatron.preflight.check import check
+from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.start import check_output_folders
+from grpo_megatron.rollout.record import must_be_free
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from make_tiny_model import make
+
+    folder = tmp_path_factory.mktemp("model")
+    make(folder, hidden=16, ffn=32, seed=3)
+    return str(folder)
+
+
+def arguments(tmp_path, *changes):
+    """Without a model and data, which these checks do without."""
+    given = ["model.path=/nowhere", "data.train=/nowhere.jsonl", f"run.root={tmp_path}", "data.max_prompt_length=16"]
+    return [*given, "rollout.max_response_length=12", "data.train_batch_size=4", "train.ppo_mini_batch_size=4", *changes]
+
+
+def violations(tmp_path, *changes, command="train"):
+    return check(None, arguments(tmp_path, *changes), command).violations
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        # Seen from outside.
+        (["rollout.engine.max_total_tokens=8"], "rollout.engine.max_total_tokens=8 does not hold the longest request"),
+        (["rollout.temperature=1e-300"], "rollout.temperature must be at least 0.01 and at most 100, is 1e-300"),
+        (["rollout.record=/proc/nope/x"], "rollout.record: /proc/nope/x cannot be written: /proc/nope cannot be written to"),
+        (
+            ["megatron.sleep=true", "megatron.offload_folder=README.md"],
+            "megatron.offload_folder=README.md is a file, not a folder; it must be a folder that the run can make and write to",
+        ),
+        # Of the same kinds.
+        (
+            ["rollout.engine.max_total_tokens=29"],
+            "data.max_prompt_length=16 and rollout.max_response_length=12 need at least 30",
+        ),
+        (["rollout.engine.max_total_tokens=17", "rollout.max_response_length=1"], "need at least 23"),
+        (
+            ["rollout.engine.max_total_tokens=40", "eval.max_response_length=30", "data.eval=/nowhere.jsonl"],
+            "data.max_prompt_length=16 and eval.max_response_length=30 need at least 48",
+        ),
+        (["rollout.temperature=1e-5"], "rollout.temperature must be at least 0.01"),
+        (["rollout.temperature=1e38"], "rollout.temperature must be at least 0.01 and at most 100"),
+        (["megatron.offload_folder=/proc/nope"], "megatron.offload_folder=/proc/nope cannot be written to: "),
+        (
+            ["weight_sync.transport=disk", "weight_sync.folder=README.md"],
+            "weight_sync.folder=README.md is a file, not a folder",
+        ),
+        (
+            ["weight_sync.transport=disk", "weight_sync.folder=/proc/nope/x"],
+            "weight_sync.folder=/proc/nope/x cannot be written",
+        ),
+        (["run.root=README.md/runs"], "run.root=README.md/runs lies below a file as if"),
+        (["run.root=/proc/nope"], "run.root=/proc/nope cannot be written to: "),
+        (["rollout.record=README.md/x"], "rollout.record: README.md/x lies below a file as if that were a folder"),
+        (["rollout.record=docs"], "rollout.record: docs is a folder, not a file"),
+        (["optimizer.eps=1e-300"], "optimizer.eps must be between 1e-18 and 1e+18 in magnitude"),
+        (["optimizer.lr=1e300"], "optimizer.lr must be between 1e-18 and 1e+18 in magnitude"),
+        (["algorithm.clip_ratio_high=1e300"], "algorithm.clip_ratio_high must be between"),
+        (["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=1e300"], "algorithm.kl_loss_coef must be between"),
+        (["optimizer.clip_grad=1e-300"], "optimizer.clip_grad must be between"),
+        (["megatron.cpu_threads=100000"], "megatron.cpu_threads must be greater than 0 and at most 1024"),
+        (["rollout.engine.cpu_threads=100000"], "rollout.engine.cpu_threads must be greater than 0 and at most 1024"),
+        (["reward.workers=100000"], "reward.workers must be greater than 0 and at most 1024"),
+        (["cluster.call_timeout=1e300"], "cluster.call_timeout must be"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_config_check_refuses_it(tmp_path, changes, says):
+    assert says in "\n".join(violations(tmp_path, *changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["rollout.engine.max_total_tokens=30"],
+        ["rollout.engine.max_total_tokens=23", "rollout.max_response_length=1"],
+        ["rollout.engine.max_total_tokens=30", "eval.max_response_length=900"],  # nothing is evaluated
+        ["rollout.temperature=0.01"],
+        ["eval.temperature=0"],
+        ["optimizer.clip_grad=0"],
+        ["rollout.record=TMP/not/yet/there.jsonl"],
+        ["megatron.sleep=true", "megatron.offload_folder=TMP/not/yet"],
+    ],
+    ids=lambda changes: changes[-1],
+)
+def test_what_is_right_passes_and_leaves_no_trace(tmp_path, changes):
+    before = sorted(tmp_path.rglob("*"))
+    assert violations(tmp_path, *(change.replace("TMP", str(tmp_path)) for change in changes)) == []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("tokens", "absent"), [("99999999", "99999999"), ("3,10000", "10000"), (str(2**40), str(2**40)), ("0,3", None), ("", None)]
+)
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_token_that_the_model_cannot_write_ends_no_response(command, tokens, absent, model, tmp_path):
+    """The run went on to the end, and every response was as long as it may be."""
+    found = violations(tmp_path, f"model.path={model}", f"rollout.stop_token_ids=[{tokens}]", command=command)
+    said = [one for one in found if one.startswith("rollout.stop_token_ids=")]
+    assert len(said) == (absent is not None)
+    if said:
+        assert said[0].startswith(f"rollout.stop_token_ids=[{absent}]: {model} has ")
+
+
+def test_a_path_that_is_wrong_here_may_be_right_on_the_cluster(tmp_path):
+    report = check(None, arguments(tmp_path, "run.root=README.md", "cluster.gpu=none", "cluster.nodes=1"), "train")
+    assert not any("run.root" in one for one in report.violations)
+    assert any(one.startswith("run.root: here, run.root=README.md is a file, not a folder") for one in report.not_checked)
+
+
+@pytest.mark.parametrize("key", ["run.root", "megatron.offload_folder", "rollout.record"])
+def test_a_path_of_another_machine_is_not_judged(key, tmp_path):
+    """The disks of the nodes are often not there where a job is submitted."""
+    report = check(None, arguments(tmp_path, f"{key}=/of-the-nodes/x"), "train")
+    assert report.violations == []
+    assert f"{key}: nothing of /of-the-nodes/x is on this machine" in report.not_checked
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["megatron.offload_folder=README.md"], "megatron.offload_folder=README.md is a file"),
+        (["weight_sync.transport=disk", "weight_sync.folder=/proc/nope"], "weight_sync.folder=/proc/nope cannot be"),
+    ],
+)
+def test_a_start_refuses_it_before_any_process(tmp_path, changes, says):
+    """`train` does not ask for everything that `config check` does."""
+    config = load_config(None, arguments(tmp_path, *changes))
+    with pytest.raises(UserError) as raised:
+        check_output_folders(config, "train")
+    assert says in str(raised.value)
+
+
+def test_a_folder_of_the_nodes_is_for_the_ranks_to_say(tmp_path):
+    config = load_config(None, arguments(tmp_path, "megatron.offload_folder=README.md", "cluster.ray_address=head:1"))
+    check_output_folders(config, "train")
+    with pytest.raises(UserError) as raised:
+        Parking("README.md")
+    assert str(raised.value) == f"megatron.offload_folder=README.md is a file, not a folder (on {socket.gethostname()})"
+
+
+def test_parking_in_a_folder_that_is_not_there_yet(tmp_path):
+    parking = Parking(str(tmp_path / "not" / "yet"))
+    tensor = torch.arange(8.0)
+    parking.park("x", {0: tensor.untyped_storage()})
+    parking.unpark("x")
+    assert tensor.tolist() == list(range(8))
+
+
+def test_places_to_write_to(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    assert output_folder_problem(tmp_path / "a" / "b") is None
+    assert output_folder_problem(tmp_path / "file") == "is a file, not a folder"
+    assert "lies below a file" in output_folder_problem(tmp_path / "file" / "x")
+    assert "is a link that leads nowhere" in output_folder_problem(tmp_path / "nowhere")
+    assert output_file_problem(tmp_path / "file") is None
+    assert output_file_problem(tmp_path / "a" / "b") is None
+    assert output_file_problem(tmp_path) == "is a folder, not a file"
+    assert list(tmp_path.glob(".grpo*")) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_permissions(tmp_path):
+    (tmp_path / "shut").mkdir(0o500)
+    assert "cannot be written to: Permission denied" in output_folder_problem(tmp_path / "shut" / "x")
+    (tmp_path / "file").write_text('{"format": "grpo_megatron.rollout", "version": 1}\n')
+    (tmp_path / "file").chmod(0o400)
+    with pytest.raises(UserError, match="no permission"):
+        must_be_free(str(tmp_path / "file"))

@@ -1,0 +1,172 @@
+"""One step of the controller: what the ranks, which only say what they measured, are asked."""
+
+import contextlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.batch.schedule import CostModel
+from grpo_megatron.config.load import read_config
+from grpo_megatron.controller import Controller
+from grpo_megatron.errors import UserError
+from grpo_megatron.metrics import Max, Mean, Sum, Top
+from grpo_megatron.rollout.source import Rollout
+
+LONGEST = 10
+
+
+class Monitor:
+    @contextlib.contextmanager
+    def phases(self, name):
+        yield
+
+    def start_step(self, step): ...
+
+    def text(self, step, name, text): ...
+
+    def say(self, text): ...
+
+    def line(self, step, scalars): ...
+
+    def finish_step(self, step, scalars, batches, groups, epochs):
+        self.scalars = scalars
+        return scalars | {"time/step": 1.0}
+
+
+class Saver:
+    def complete_written(self): ...
+
+    def note_trained(self, step, prompts): ...
+
+
+class Trainer:
+    """differences: what each optimizer step in turn measures, engine to trainer. losses: of each step."""
+
+    cost_model = CostModel()
+
+    def __init__(self, *differences):
+        self.differences, self.losses, self.rewards = differences, [], []
+
+    def train_step(self, batch, plan, loss, current, key):
+        difference = self.differences[len(self.losses)]
+        self.losses.append(loss)
+        limit = loss.limits.get("mismatch/max")
+        return {
+            "actor/entropy": Mean(1.0, 1.0),
+            "actor/dropped_steps": Sum(float(limit is not None and difference > limit)),
+            "mismatch/max": Max(difference),
+            "mismatch/worst": Top([(difference, 2.0, -1.0, -2.0)], 4),
+        }
+
+
+class Rollouts:
+    def __init__(self, groups):
+        self.groups = groups
+
+    def sample(self, step, prompts):
+        return Rollout(self.groups, [group.prompt.uid for group in self.groups])
+
+
+def group(number, *rewards, lengths=None):
+    """lengths: of the responses; else they are all of two tokens."""
+    ids, samples = np.array([5, 6], np.int32), []
+    for member, reward in enumerate(rewards):
+        length = lengths[member] if lengths else 2
+        sample = Sample(
+            group_id=number,
+            trajectory_id=len(rewards) * number + member,
+            prompt_ids=ids,
+            response_ids=np.full(length, 7, np.int32),
+            loss_mask=np.ones(length, bool),
+            rollout_logprobs=np.full(length, -1.0, np.float32),
+            finish_reason="stop",
+        )
+        samples.append(sample.scored(reward, {}))
+    return Group(number, Prompt(number, ids, "", "", {}), tuple(samples))
+
+
+def controller(trainer, groups, *changes):
+    given = [
+        "model.path=m",
+        "data.train=d",
+        f"data.train_batch_size={len(groups)}",
+        "rollout.n=2",
+        f"rollout.max_response_length={LONGEST}",
+    ]
+    config = read_config(None, [*given, "data.max_prompt_length=4", "train.ppo_mini_batch_size=1", *changes])
+    return Controller(config, trainer, Rollouts(groups), None, None, None, Saver(), Monitor())
+
+
+GROUPS = [group(0, 1.0, 0.0), group(1, 0.0, 1.0), group(2, 1.0, 0.0)]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("old", ["rollout", "current"])
+def test_the_mismatchs_limit_holds_for_the_first_optimizer_step_alone(old, epochs):
+    """After it the policy differs from the engine's by right: the run would stop for its own progress."""
+    groups = GROUPS[:1] if old == "current" else GROUPS
+    epochs = 1 if old == "current" else epochs
+    trainer = Trainer(0.1, *[9.0] * 5)
+    changes = [f"train.old_logprobs={old}", f"train.ppo_epochs={epochs}", "mismatch.action=stop", "mismatch.threshold=0.5"]
+    step = controller(trainer, groups, *changes)
+    step.train_step()
+    limits = [loss.mismatch_limit for loss in trainer.losses]
+    assert limits == [0.5, *[None] * (len(groups) * epochs - 1)]
+    assert step.monitor.scalars["mismatch/max"] == 0.1
+    assert step.monitor.scalars["actor/dropped_steps"] == 0
+
+
+def test_a_mismatch_of_the_first_optimizer_step_stops_the_run():
+    trainer = Trainer(0.7, 0.1, 0.1)
+    changes = ["train.old_logprobs=rollout", "mismatch.action=stop", "mismatch.threshold=0.5"]
+    with pytest.raises(UserError, match=r"differ by up to 0\.7 nats"):
+        controller(trainer, GROUPS, *changes).train_step()
+
+
+@pytest.mark.parametrize("action", ["off", "warn", "mask"])
+def test_other_actions_set_no_limit(action):
+    trainer = Trainer(9.0, 9.0, 9.0)
+    controller(trainer, GROUPS, "train.old_logprobs=rollout", f"mismatch.action={action}").train_step()
+    assert [loss.mismatch_limit for loss in trainer.losses] == [None] * 3
+
+
+BUFFER = ["reward.overlong_buffer.length=4", "algorithm.filters=[nonzero_variance]"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "kept"),
+    [
+        # All right, but one is punished for its length: that is a signal.
+        ([group(0, 1.0, 1.0, lengths=(2, 9)), group(1, 1.0, 1.0)], [0]),
+        ([group(0, 0.0, 0.0, lengths=(8, 9)), group(1, 0.0, 0.0)], [0]),
+        # The punishment makes equal what was not.
+        ([group(0, 0.0, 1.0, lengths=(2, 10)), group(1, 1.0, 0.0)], [1]),
+        ([group(0, 0.25, 0.5, lengths=(8, 9)), group(1, 0.25, 0.5, lengths=(7, 7))], [1]),
+        ([group(0, 1.0, 1.0, lengths=(10, 10)), group(1, 0.0, 1.0, lengths=(10, 10))], [1]),
+    ],
+)
+def test_filters_see_the_rewards_that_are_trained_on(groups, kept):
+    """The overlong punishment is part of them. So it is in rollout.dynamic_sampling, see its tests."""
+    step = controller(Trainer(), groups, *BUFFER)
+    assert [group.group_id for group in step.shape_and_filter(groups)] == kept
+
+
+def test_a_control_experiment_shuffles_rewards_with_their_punishment():
+    """The whole reward is handed out at random: no response keeps the punishment for its own length."""
+    groups = [group(number, 1.0, 1.0, lengths=(2, 10)) for number in range(8)]
+    shuffled = controller(Trainer(), groups, *BUFFER[:1], "reward.shuffle_control=true").shape_and_filter(groups)
+    rewards = [[sample.reward for sample in one.samples] for one in shuffled]
+    assert sorted(reward for pair in rewards for reward in pair) == [0.0] * 8 + [1.0] * 8
+    assert any(pair[0] == 0.0 for pair in rewards)
+
+
+def test_groups_that_a_filter_drops_are_used_up_but_not_trained_on():
+    noted = []
+    step = controller(Trainer(0.1), [GROUPS[0], replace(group(1, 1.0, 1.0), group_id=1)], "train.old_logprobs=rollout", *BUFFER)
+    step.saver.note_trained = lambda number, prompts: noted.append(prompts)
+    step.train_step()
+    assert noted == [[0, 1]]
+    assert len(step.trainer.losses) == 1
