@@ -1,4 +1,5 @@
 import inspect
+import os
 import subprocess
 import sys
 
@@ -6,6 +7,9 @@ import pytest
 from hypothesis import settings
 
 from grpo_megatron.sandbox.contain import NOTHING
+
+# Ranks and engines of all tests get one thread: megatron.cpu_threads=auto follows this variable.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # First examples pay for imports; timing is not what these tests are about.
 settings.register_profile("default", deadline=None)

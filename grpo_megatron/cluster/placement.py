@@ -16,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from itertools import groupby
+from itertools import chain, groupby
 from math import lcm
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_megatron.cluster.address import loopback_interface
 from grpo_megatron.cluster.bundles import bundles
+from grpo_megatron.cluster.cpu_threads import cores_of, cores_text, threads_by_node, threads_text
 from grpo_megatron.cluster.gpu_environment import conflicts, gpu_environment
 from grpo_megatron.cluster.joining import own_folder, refusals_said
 from grpo_megatron.cluster.ray_errors import LOST, plain
@@ -73,8 +74,14 @@ class Cluster:
 
     group: PlacementGroup
     rank_slots: list[Slot]
-    engine_slots: list[list[Slot]]  # one list per engine, a slot per TP rank in it
+    engine_slots: list[list[Slot]]
+    """One list for each engine, with a slot for each of its tensor-parallel ranks."""
     gpu_share: float = 0.0
+    """Share of a device that Ray accounts to each process on it."""
+    rank_threads: dict[str, int] = field(default_factory=dict)
+    """Intra-op threads of each trainer rank by node, on CPUs."""
+    engine_threads: dict[str, int] = field(default_factory=dict)
+    """Intra-op threads of each engine rank by node, on CPUs."""
     _guard: Guard | None = field(default=None, repr=False)  # who watches the Ray that this run has started
     _folder: Path | None = field(default=None, repr=False)  # of that Ray's files
 
@@ -111,6 +118,20 @@ class Cluster:
             [list(slots) for _, slots in groupby(engine, key=lambda slot: slot.node)]  # slots of a node are neighbours
             for engine in self.engine_slots
         ]
+
+    def divide_cores(self, config: Config) -> None:
+        """Set the threads of ranks and engines from the cores of their nodes, and say how many there are."""
+        engine_slots = list(chain(*self.engine_slots))
+        cores = cores_of({slot.node: slot.bundle for slot in (*self.rank_slots, *engine_slots)}, self.group)
+        sides = {
+            "trainer rank": (config.megatron.cpu_threads, self.rank_slots),
+            "engine rank": (config.rollout.engine.cpu_threads, engine_slots),
+        }
+        self.rank_threads, self.engine_threads = (
+            threads_by_node(setting, [slot.node for slot in slots], cores, os.environ) for setting, slots in sides.values()
+        )
+        said = zip(sides, (self.rank_threads, self.engine_threads), strict=True)
+        say(", ".join(threads_text(what, threads) for what, threads in said if threads) + f" ({cores_text(cores)})")
 
     def must_be_whole(self) -> None:
         """Raises ProcessLost if a node of these slots is gone."""
@@ -294,8 +315,17 @@ def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 
     of_engines = engine_part or rank_part
     engines = [of_engines[number * engine_tp : (number + 1) * engine_tp] for number in range(num_engines)]
     rank_slots = neighbouring_stages(rank_part[:num_ranks], ParallelSizes.from_config(config.megatron), per_node)
-    share = 0.45 if colocated else 1.0
-    return Cluster(group, rank_slots, engines, gpu_share=share, _guard=guard if started else None, _folder=folder)
+    cluster = Cluster(
+        group,
+        rank_slots,
+        engines,
+        gpu_share=0.45 if colocated else 1.0,
+        _guard=guard if started else None,
+        _folder=folder,
+    )
+    if kind == "CPU":
+        cluster.divide_cores(config)
+    return cluster
 
 
 def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from grpo_megatron.config.limits import LONGEST_WAIT
+from grpo_megatron.config.limits import LONGEST_WAIT, Text
 from grpo_megatron.config.options import option
 
 
@@ -61,7 +61,12 @@ class EngineConfig:
         True,
         "keep keys and values for requests that begin alike (SGLang's radix cache); a cost where none do: short prompts, one turn",
     )
-    cpu_threads: int = option(1, "intra-op threads of the engine on a machine without a GPU", above=0, at_most=1024)
+    cpu_threads: str = option(
+        "auto",
+        "intra-op threads of each tensor-parallel rank of an engine on a machine without a GPU; auto: OMP_NUM_THREADS, or "
+        "without it the node's cores divided among the engines' ranks there, because trainer ranks wait while engines generate",
+        text=Text.auto_or_threads,
+    )
     # With empty caches, an engine in FP8 compiles kernels for many minutes.
     start_timeout: float = option(1800.0, "how long an engine may take to start", "seconds", above=0, at_most=LONGEST_WAIT)
     request_timeout: float = option(

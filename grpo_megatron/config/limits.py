@@ -21,12 +21,15 @@ class Text(str, Enum):
     path = "must be a path, with no ~ for the home folder"
     folder_name = "must be the name of one folder, without a slash"
     pattern = "must be a regular expression"
+    auto_or_threads = "must be auto, or a whole number from 1 to 1024"
 
     def fits(self, value: str) -> bool:
         if self is Text.any:
             return True
         if self is Text.filled:
             return value != ""
+        if self is Text.auto_or_threads:
+            return value == "auto" or (value.isascii() and value.isdecimal() and 1 <= int(value[:5]) <= 1024)
         if self is Text.pattern:
             return value != "" and _compiles(value)
         is_path = value.strip() != "" and "\0" not in value

@@ -214,7 +214,12 @@ class MegatronConfig:
         False, "TransformerEngine's layers on a machine without a GPU, their kernels emulated (slow: for trials and tests)"
     )
     lora: LoraConfig = section(LoraConfig, "adapters, trained in place of the model")
-    cpu_threads: int = option(1, "intra-op threads of a rank on a machine without a GPU", above=0, at_most=1024)
+    cpu_threads: str = option(
+        "auto",
+        "intra-op threads of a rank on a machine without a GPU; auto: OMP_NUM_THREADS, or without it the node's cores divided "
+        "among the ranks there, because engines wait while ranks train",
+        text=Text.auto_or_threads,
+    )
     collective_timeout: float = option(
         1800.0, "how long a collective may wait for a missing rank", "seconds", above=0, at_most=LONGEST_WAIT
     )

@@ -7,17 +7,14 @@ from grpo_megatron.cluster.store import StoreAddress
 from grpo_megatron.megatron.spec import ActorSpec
 
 
-def start_actor(spec: ActorSpec, seed: int, threads: int, timeout: float, rank: int, store: StoreAddress, heart: Heart):
-    """Join the process groups and build the model; returns (Actor, RankInfo). Collective over all ranks.
+def start_actor(spec: ActorSpec, seed: int, timeout: float, rank: int, store: StoreAddress, heart: Heart):
+    """Join the process groups and build the model; return (Actor, RankInfo). Collective over all ranks.
 
-    threads: intra-op threads on a machine without a GPU. timeout: of a collective, in seconds. store: by which the
-    ranks find each other. heart: of this process.
+    timeout: seconds that a collective may take. store: where the ranks find each other. heart: of this process.
     """
     # Here and not above: whoever sends this function to another process need not load Megatron. What is imported stays:
     # garbage collections meanwhile find nothing, and take a fifth of the time.
     gc.disable()
-    import torch
-
     if spec.emulate_kernels:
         from grpo_megatron.megatron import emulation
 
@@ -26,7 +23,5 @@ def start_actor(spec: ActorSpec, seed: int, threads: int, timeout: float, rank: 
     from grpo_megatron.megatron.actor import Actor
 
     gc.enable()
-    if not torch.cuda.is_available():
-        torch.set_num_threads(threads)
     info = process_groups.initialize(spec.sizes, rank, store.connect(timeout), seed, timeout)
     return Actor(spec, heart), info

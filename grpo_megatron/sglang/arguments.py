@@ -89,8 +89,11 @@ def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
     return {"nnodes": nodes, "node_rank": node, "dist_init_addr": address}
 
 
-def engine_environment(config: EngineConfig, gpu: bool) -> dict[str, str]:
-    """Return an engine's variables beside those that Cluster.options sets, to be set before it starts."""
+def engine_environment(config: EngineConfig, gpu: bool, threads: int = 1) -> dict[str, str]:
+    """Return an engine's variables beside those that Cluster.options sets, to be set before it starts.
+
+    threads: intra-op threads of each of its tensor-parallel ranks on a CPU.
+    """
     # sglang.Engine returns on an engine's further nodes too, once they are ready.
     env = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
     if gpu:
@@ -102,7 +105,7 @@ def engine_environment(config: EngineConfig, gpu: bool) -> dict[str, str]:
         return env
     env |= {
         "SGLANG_PLATFORM": PLATFORM_NAME,
-        "OMP_NUM_THREADS": str(config.cpu_threads),
+        "OMP_NUM_THREADS": str(threads),
         "CUDA_VISIBLE_DEVICES": "",
         # Where starting an operator costs as much as the operator, what autograd adds to it is a tenth of decoding.
         "SGLANG_ENABLE_TORCH_INFERENCE_MODE": "true",

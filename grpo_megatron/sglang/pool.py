@@ -75,8 +75,14 @@ class EnginePool:
             gpu = nodes[0][0].device is not None
             arguments = engine_arguments(config.engine, model, seed + number, bool(config.stop), gpu, bool(self._routed_layers))
             arguments["enable_memory_saver"] = shared
-            environment = engine_environment(config.engine, gpu)
-            options = [cluster.options(slots[0], environment, [slot.device for slot in slots]) for slots in nodes]
+            options = [
+                cluster.options(
+                    slots[0],
+                    engine_environment(config.engine, gpu, cluster.engine_threads.get(slots[0].node, 1)),
+                    [slot.device for slot in slots],
+                )
+                for slots in nodes
+            ]
             self._settings.append((arguments, options))
             self._engines.append(None)
             self._others.append({})

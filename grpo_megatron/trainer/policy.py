@@ -31,8 +31,11 @@ from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.weights.sync.order import Order
 
 
-def _environment(slot: Slot, config: MegatronConfig) -> dict[str, str]:
-    """Return a rank's variables beside those that Cluster.options sets. They must be set before it starts."""
+def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
+    """Return a rank's variables beside those that Cluster.options sets. They must be set before it starts.
+
+    threads: intra-op threads on a CPU.
+    """
     if slot.device is not None:
         return {
             # Megatron's overlap of communication with compute relies on one hardware queue.
@@ -41,7 +44,7 @@ def _environment(slot: Slot, config: MegatronConfig) -> dict[str, str]:
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "4"),
         }
     return {
-        "OMP_NUM_THREADS": str(config.cpu_threads),
+        "OMP_NUM_THREADS": str(threads),
         # Threads of one rank that wait for work by spinning would take the cores of the others.
         "OMP_WAIT_POLICY": "passive",
         # They may spin for some microseconds, because small operators follow each other faster than a sleeping thread
@@ -84,9 +87,9 @@ class PolicyTrainer:
         self._last_step: int | None = None  # of the run, in which an optimizer step changed the weights
         self.group = WorkerGroup(
             "trainer rank",
-            [cluster.options(slot, _environment(slot, config)) for slot in cluster.rank_slots],
+            [cluster.options(slot, _environment(slot, cluster.rank_threads.get(slot.node, 1))) for slot in cluster.rank_slots],
             log_dir,
-            partial(start_actor, spec, seed, config.cpu_threads, config.collective_timeout),
+            partial(start_actor, spec, seed, config.collective_timeout),
             timeout,
             watch,
         )

@@ -18,7 +18,7 @@ from ray._private.utils import update_envs
 from grpo_megatron.cluster import gpu_environment, placement
 from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.config.engine import EngineConfig, Quantization
-from grpo_megatron.config.schema import MegatronConfig, ModelConfig
+from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.sglang import start
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 from grpo_megatron.sglang.release import GPU_ARGUMENTS
@@ -40,7 +40,7 @@ def environments(monkeypatch):
             monkeypatch.setenv(name, value)
         cluster = Cluster(None, [slot], [[slot]])
         gpu = slot.device is not None
-        asked = policy._environment(slot, MegatronConfig()), engine_environment(engine, gpu)
+        asked = policy._environment(slot), engine_environment(engine, gpu)
         return tuple(cluster.options(slot, own)["runtime_env"]["env_vars"] for own in asked)
 
     return of_both

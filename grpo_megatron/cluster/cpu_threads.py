@@ -1,0 +1,82 @@
+"""Threads of the processes that compute on CPUs.
+
+Trainer ranks and engines take turns in synchronous training: engines generate, then ranks train. So each side may use
+all cores of a node while the other one waits.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+AUTO = "auto"
+# CPU time that control groups (version 2) grant a container: microseconds of processor time in each period, or `max`.
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use, by its CPU affinity and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _QUOTA.read_text(encoding="ascii").split()
+    except (OSError, ValueError):  # no control group of version 2 at this place
+        return cores
+    return cores if quota == "max" else min(cores, max(1, math.floor(int(quota) / int(period))))
+
+
+@ray.remote
+def _usable_cores() -> int:
+    return usable_cores()
+
+
+def cores_of(bundle_on: Mapping[str, int], group: PlacementGroup) -> dict[str, int]:
+    """Return the usable cores of nodes. bundle_on: {node: one of the group's bundles there}."""
+    here = ray.get_runtime_context().get_node_id()  # asking another process would take a second
+    asked = {
+        node: _usable_cores.options(
+            num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        ).remote()
+        for node, bundle in bundle_on.items()
+        if node != here
+    }
+    return {node: ray.get(asked[node]) if node in asked else usable_cores() for node in bundle_on}
+
+
+def threads_by_node(
+    setting: str, nodes: Iterable[str], cores: Mapping[str, int], environ: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, int]:
+    """Return the threads of each process of one side, {node: threads}.
+
+    setting: a number as text, or `auto`: the driver's OMP_NUM_THREADS if `environ` has it, else the cores of the node
+    divided among the processes there. nodes: the node of each process, trainer ranks or engine ranks. cores: of every
+    node.
+    """
+    processes = Counter(nodes)
+    if setting == AUTO:
+        setting = environ.get("OMP_NUM_THREADS", AUTO)
+    if setting.isdecimal() and int(setting):
+        return dict.fromkeys(processes, int(setting))
+    return {node: max(1, cores[node] // count) for node, count in processes.items()}
+
+
+def threads_text(what: str, threads: Mapping[str, int]) -> str:
+    """Return such as `2 threads for each trainer rank`."""
+    number = _range(threads)
+    return f"{number} thread{'' if number == '1' else 's'} for each {what}"
+
+
+def cores_text(cores: Mapping[str, int]) -> str:
+    """Return such as `8 usable cores on each node`."""
+    number = _range(cores)
+    return f"{number} usable core{'' if number == '1' else 's'} on each node"
+
+
+def _range(numbers: Mapping[str, int]) -> str:
+    least, most = min(numbers.values()), max(numbers.values())
+    return str(least) if least == most else f"{least} to {most}"
