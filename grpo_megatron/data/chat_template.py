@@ -11,6 +11,7 @@ from typing import Any
 from grpo_megatron.data.messages import CALL_KEYS, REASONING_KEYS, written_beside_content
 from grpo_megatron.data.values import shown
 from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
 
 _WORD = "response"
 _QUESTION = {"role": "user", "content": "prompt"}
@@ -210,7 +211,7 @@ class ChatTemplate:
 
     def _shows_calls(self, content: str | None, kind: type) -> bool:
         arguments: Any = {"key": _WORD}
-        function = {"name": "lookup", "arguments": arguments if kind is dict else json.dumps(arguments)}
+        function = {"name": "lookup", "arguments": arguments if kind is dict else json_text(arguments)}
         call = {"id": "call00001", "type": "function", "function": function}
         asked = {"role": "assistant", "content": content, "tool_calls": [call]}
         answer = {"role": "tool", "name": "lookup", "tool_call_id": call["id"], "content": "1"}
@@ -264,7 +265,7 @@ def _arguments(given: Any, kind: type) -> Any:
     if type(given) is kind:
         return given
     if kind is str:
-        return json.dumps(given, ensure_ascii=False)
+        return json_text(given, ensure_ascii=False)
     try:
         value = json.loads(given)
     except (TypeError, ValueError):

@@ -115,7 +115,7 @@ def test_files_that_cannot_be_read(tmp_path, name, content, complaint):
 
 
 def test_a_folder_and_a_file_that_may_not_be_read(tmp_path):
-    assert f"is a folder; name the files in it, or hf:{tmp_path}" in refused(tmp_path)
+    assert f"is a folder, not a file; name the files in it, or hf:{tmp_path}" in refused(tmp_path)
 
 
 def test_values_of_parquet_columns_become_plain_python(tmp_path):
