@@ -83,7 +83,7 @@ def nearest_folder(path: str | Path) -> Path:
 
 
 def output_file_problem(path: str | Path) -> str | None:
-    """As output_folder_problem, of a file to write, which may be there."""
+    """Return what is wrong with `path` as a file to write, which may exist; see output_folder_problem."""
     if is_absent(path):
         problem = output_folder_problem(parent := Path(path).absolute().parent)
         return problem and f"cannot be written: {parent} {problem}"

@@ -40,7 +40,7 @@ class Call:
 
 
 def is_async(function: Callable) -> bool:
-    """Whether a function, or an object with `__call__`, returns what must be awaited."""
+    """Return whether a function, or an object with `__call__`, must be awaited."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

@@ -85,7 +85,7 @@ class Lock:
         details.write_text(content, encoding="utf-8")
 
     def applies(self, requirement: Requirement, extras: Iterable[str] = ()) -> bool:
-        """Whether a requirement holds on the target, for a package of which these extras are wanted."""
+        """Return whether a requirement holds on the target, for a package of which these extras are wanted."""
         if requirement.marker is None:
             return True
         return any(requirement.marker.evaluate(self.environment | {"extra": extra}) for extra in ("", *extras))
@@ -108,7 +108,7 @@ class Lock:
         return found
 
     def problems(self, roots: list[Requirement]) -> list[str]:
-        """What is missing, has a version that somebody or a Python does not accept, or is of another CUDA release than torch's."""
+        """Return one line for each package that is missing, that a package or a Python refuses, or that is of another CUDA release."""
         extras, found = self.extras(roots), []
         demands = [("requirements", root) for root in roots if self.applies(root)]
         for name, own in self.packages.items():

@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one script does. bundles: what must be unpacked first."""
+    """One script. bundles: names of what must be unpacked first."""
 
     title: str
     bundles: tuple[str, ...]
@@ -204,7 +204,7 @@ class Pack:
         return content
 
     def environment(self) -> dict[str, str]:
-        """Of every step."""
+        """Return the environment variables of every step."""
         if self.dry_run:
             only = self.folder / "only"
             return {"PYTHONPATH": os.pathsep.join(map(str, (only, self.folder / "stubs", self.project)))}

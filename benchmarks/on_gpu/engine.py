@@ -148,7 +148,7 @@ async def measure(control: EngineControl, models: list[str], gpu: bool, report: 
 
 
 def arguments_of(model: str, gpu: bool, prefill_graph: bool) -> tuple[dict, dict]:
-    """What an engine of a colocated run is started with, and its environment."""
+    """Return the arguments and the environment of an engine in a colocated run."""
     config = EngineConfig(dtype="bfloat16" if gpu else "float32", max_total_tokens=1 << 14, mem_fraction=0.3)
     arguments = engine_arguments(config, ModelConfig(path=model), seed=0, needs_tokenizer=False, gpu=gpu, routing=False)
     arguments["enable_memory_saver"] = True

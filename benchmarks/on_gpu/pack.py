@@ -47,7 +47,7 @@ SIZES = HERE / "sizes.json"
 
 
 class Bundle(NamedTuple):
-    """What is unpacked together."""
+    """Packages that are unpacked together."""
 
     packages: tuple[str, ...]
     """With everything that they require of others."""
@@ -246,7 +246,7 @@ def scripts() -> dict[str, str]:
 
 
 def expected_parts(lock: Lock, chosen: dict[str, list[str]]) -> dict[str, list[dict]]:
-    """What `split` would return, by the sizes that the files had. Raises SystemExit for a file that was in no pack yet."""
+    """Return what `split` would return, by the recorded sizes. Raise SystemExit for a file that was in no pack yet."""
     sizes = json.loads(SIZES.read_text(encoding="utf-8"))
     found = {}
     for bundle, names in chosen.items():

@@ -94,7 +94,7 @@ def _rates(bench: Bench, actor: Actor, batch: TrainBatch, parts: list[TrainBatch
 
 
 def repeat(bench: Bench) -> None:
-    """Whether the same three steps from the same weights give the same bits twice: {precision: share of weights that differ}."""
+    """Repeat three steps from the same weights; return {precision: share of weights whose bits differ}."""
     with one_rank(), bench.model("qwen3-0.6b", bench.sizes.layers) as folder:
         for precision in PRECISIONS:
             if problem := problem_of(bench, precision):

@@ -75,7 +75,7 @@ class Sample:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether reward.on_failure=leave_out takes its trajectory out of its group."""
+        """Return whether reward.on_failure=leave_out takes this sample's trajectory out of its group."""
         return self.reward_failed and self.reward is None
 
     def scored(self, reward: float | None, components: dict[str, float]) -> "Sample":

@@ -1,4 +1,4 @@
-"""What a process that died leaves behind: how it ended, and the lines of its log that tell why."""
+"""Find out how a dead process ended, and the lines of its log that tell why."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What each of Ray's errors means for a run: a lost process, a machine that lacks something, or a defect.
+"""The meaning of each of Ray's errors for a run: a lost process, a machine that lacks something, or a defect.
 
 A lost process is replaced: the run goes on from its newest checkpoint. What the machine lacks would be
 lacking again, so the run ends with a message that says what to change. Everything else is a defect, and keeps

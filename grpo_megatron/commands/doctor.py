@@ -153,7 +153,7 @@ _BUILDERS = {
 
 
 def _builders() -> Iterator[Finding]:
-    """What SGLang, Triton and torch.compile call to build kernels, as ranks and engines find it."""
+    """Look for the programs with which SGLang, Triton and torch.compile build kernels, as ranks and engines do."""
     environment = filled_in(gpu_environment(os.environ), os.environ)
     for program, source in _BUILDERS.items():
         of_toolkit = os.path.join(environment.get("CUDA_HOME", ""), "bin")

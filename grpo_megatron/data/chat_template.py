@@ -22,7 +22,7 @@ _LAST_TAG = re.compile(r"(<[^<>\s]+>)(\s*)\Z")
 
 @dataclass(frozen=True)
 class TurnShape:
-    """What the template puts around the text of a turn of the model."""
+    """The text that a template puts around a turn of the model."""
 
     lead: str
     """White space between the beginning of a turn and its text, such as that behind Mistral's [/INST]."""

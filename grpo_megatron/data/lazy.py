@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class Made(Sequence[T]):
-    """What `make` makes of some numbers, such as places of records; kept are the numbers alone.
+    """A sequence that keeps numbers, such as places of records, and calls `make` for the item that is asked for.
 
-    contents: the digest of what the items are made from, by the name of its source.
+    contents: digests of the sources that the items are made from, by name.
     """
 
     def __init__(self, numbers: Sequence[int], make: Callable[[int], T], contents: Mapping[str, str] = MappingProxyType({})):

@@ -79,7 +79,7 @@ class PromptTokenizer:
         return text, self._some(self._encode_with_beginning(text), text, where)
 
     def chat_prompt(self, messages: list[dict[str, Any]], where: str, tools: Tools = None) -> tuple[str, np.ndarray]:
-        """As `prompt`, for what `messages` returned."""
+        """Return text and int32 ids of a prompt of messages, see `prompt`. messages: as the method `messages` returns them."""
         text = self._needed_template().prompt(messages, where, tools)
         if not text.strip():
             raise UserError(f"{where}: the prompt is empty (after the chat template, if there is one)")

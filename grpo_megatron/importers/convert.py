@@ -44,7 +44,7 @@ class Import:
 
     @property
     def needs_acceptance(self) -> bool:
-        """Whether the result may train something else: an unknown key or an unread word can mean anything."""
+        """Return whether the result may train something else: an unknown key or an unread word can mean anything."""
         return bool(self.changes_training or self.unknown or self.unread)
 
     def report(self) -> str:

@@ -69,7 +69,7 @@ def _checkpointing(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _wsd(ours: str) -> Convert:
-    """For what only the schedule WSD has."""
+    """Return the conversion of a key that only the schedule WSD has."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         return {ours: value} if value is not None and source["actor.lr_sched.lr_decay_style"] == "WSD" else {}

@@ -1,4 +1,4 @@
-"""What is known of a script's variables after a branch whose condition is not known."""
+"""Merge a script's variables after a branch whose condition is not known: keep what all its ways agree on."""
 
 import difflib
 import re

@@ -46,7 +46,7 @@ def _overlong_length(buffer: str) -> Convert:
 
 
 def _overlong_end(buffer: str) -> Convert:
-    """For the length that the buffer ends at, which here is always that of the longest response."""
+    """Return the conversion of the length at which the buffer ends. Here it is always the longest response's."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         if value is not None and truth(source[f"{buffer}.enable"]) and value != source["data.max_response_length"]:

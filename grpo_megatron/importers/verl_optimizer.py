@@ -50,7 +50,7 @@ def _schedule(source: Source) -> str:
 
 
 def _wsd(ours: str, names: dict[str, str] | None = None) -> Convert:
-    """For what only the schedule WSD has. names: values that have another name here."""
+    """Return the conversion of a key that only the schedule WSD has. names: values with another name here."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         return {ours: (names or {}).get(value, value)} if value is not None and _schedule(source) == "wsd" else {}

@@ -50,7 +50,7 @@ def _max_turns(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _same_as(length: str) -> Convert:
-    """For a length that verl takes from `length` unless it is set."""
+    """Return the conversion of a length that defaults to the key `length` in verl, and has no key of its own here."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         if value is not None and value != source.number(length):

@@ -161,7 +161,7 @@ def environment_gives_the_rewards(config: Config) -> Iterator[str]:
 
 
 def _asks_reward_function(config: Config) -> bool:
-    """Whether reward.function scores: responses, or the last turns of episodes."""
+    """Return whether reward.function scores: responses, or the last turns of episodes."""
     try:
         return asks_reward_function(config.rollout, config.reward)
     except UserError:  # which is said elsewhere

@@ -18,7 +18,7 @@ LARGEST = 1e30
 
 
 class NoReward(Exception):
-    """What came from outside is no reward. The text says what it must be."""
+    """A value from outside is no reward. The message says what it must be."""
 
 
 def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:

@@ -27,7 +27,7 @@ def training_sampling(config: RolloutConfig) -> Sampling:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What a step sampled."""
+    """The groups that a step sampled, and what became of the others."""
 
     groups: list[Group]
     """Those to train on."""
@@ -76,7 +76,7 @@ class EngineRollouts:
         return Rollout(filled.groups, used, len(filled.dropped) - len(failed), len(filled.aborted), failed)
 
     def _is_too_small(self, group: Group) -> bool:
-        """Whether failures have left fewer of its samples than the estimator compares."""
+        """Return whether failures have left fewer samples of a group than the estimator compares."""
         return group.failed > 0 and len(group.trajectories) < smallest_group(self._config.algorithm.adv_estimator)
 
     def _fill(self, step: int, prompts: PromptSource, failed: list[Group]) -> Filled:

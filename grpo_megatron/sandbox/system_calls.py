@@ -154,7 +154,7 @@ _IOCTL = {
 
 @dataclass(frozen=True)
 class _Condition:
-    """What one argument of a call must be for the call to be allowed.
+    """A condition on one argument of a call, under which the call is allowed.
 
     Its lower 32 bits count, as the kernel reads ints.
     """

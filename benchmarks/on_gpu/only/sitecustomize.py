@@ -1,4 +1,4 @@
-"""In a dry run of the pack, hide what the machine without a network would not have: all packages but those of its image and the pack's.
+"""Hide, in a dry run of the pack, what the machine without a network would not have: all packages but those of its image and the pack's.
 
 The names of packages are in the file that GRPO_PACK_PACKAGES names. What they require is there too.
 """

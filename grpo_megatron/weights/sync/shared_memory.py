@@ -110,7 +110,7 @@ class SharedMemorySender:
 
 
 class _Carrier(NamedTuple):
-    """What a receiver keeps of a rank that hands parcels over: its memory, and the store of its announcements."""
+    """The receiver's side of a rank that hands parcels over: its memory, and the store of its announcements."""
 
     memory: torch.Tensor
     store: dist.Store
