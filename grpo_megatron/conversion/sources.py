@@ -10,6 +10,7 @@ import torch
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.adapters import is_adapter
+from grpo_megatron.model.gguf_advice import gguf_advice
 from grpo_megatron.model.pieces import Piece, Shape, box
 from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -95,6 +96,8 @@ def hf_files(path: str) -> bool:
 def weights_folder(source: str) -> Path:
     """The folder with the shards of a converted checkpoint, of a trainer's, or of Megatron-LM's. Raises UserError where there is none."""
     root = Path(source)
+    if advice := gguf_advice(root):
+        raise UserError(f"{source} {advice}")
     problem = folder_problem(root)
     if problem:
         raise UserError(f"{source} {problem}; it must be a folder with a Megatron checkpoint")
