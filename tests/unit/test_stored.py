@@ -99,9 +99,10 @@ def test_layers_that_predict_further_tokens_are_left_out_and_named(original, tmp
     checkpoint, violations = changed(original, tmp_path, further)
     assert violations == []
     assert checkpoint.left_out == ["model.layers.4.eh_proj.weight"]
-    assert "model.layers.4.*" in checkpoint.note
-    assert "1 tensors are not trained" in checkpoint.note
-    assert HFCheckpoint(original).note is None
+    (note,) = checkpoint.notes
+    assert "model.layers.4.*" in note
+    assert "1 tensors are not trained" in note
+    assert HFCheckpoint(original).notes == []
     _, violations = changed(original, tmp_path, further, num_nextn_predict_layers=0)
     assert "promises no tensor model.layers.4.eh_proj.weight" in violations[0]
 
