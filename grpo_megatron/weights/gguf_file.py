@@ -25,13 +25,15 @@ class _Kind:
     model_type: str
     permuted: bool = False
     """rows of query and key projections have the two channels of a rotation side by side, where HF has them half a head apart"""
+    experts: bool = False
+    """its layers have experts in place of an MLP"""
 
 
 _KINDS = {
     "llama": _Kind("LlamaForCausalLM", "llama", permuted=True),
     "qwen2": _Kind("Qwen2ForCausalLM", "qwen2"),
     "qwen3": _Kind("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": _Kind("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "qwen3moe": _Kind("Qwen3MoeForCausalLM", "qwen3_moe", experts=True),
 }
 _KEYS = {
     "block_count": "num_hidden_layers",
@@ -40,13 +42,14 @@ _KEYS = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
+}
+_EXPERT_KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_OPTIONAL_KEYS = {"attention.key_length": "head_dim", "rope.freq_base": "rope_theta"}
 _ROPE_SCALING = {
     "rope.scaling.type": "rope_type",
     "rope.scaling.factor": "factor",
@@ -96,15 +99,24 @@ class GGUFFile:
         """The contents of config.json. Raises UserError for what would change the forward pass and cannot be said there."""
         prefix = f"{self.architecture}."
         own = {key.removeprefix(prefix): value for key, value in self._values.items() if key.startswith(prefix)}
-        unknown = sorted(own.keys() - _KEYS.keys() - _ROPE_SCALING.keys() - set(_IMPLIED))
+        needed = _KEYS | (_EXPERT_KEYS if self._kind.experts else {})
+        names = needed | _OPTIONAL_KEYS
+        unknown = sorted(own.keys() - names.keys() - _ROPE_SCALING.keys() - set(_IMPLIED))
         if unknown:
             raise UserError(f"{self.path}: what {prefix}{unknown[0]} means is not known here; use the model's HF checkpoint")
-        config = {"architectures": [self._kind.architecture], "model_type": self._kind.model_type}
-        config |= {_KEYS[key]: _plain(value) for key, value in own.items() if key in _KEYS}
+        if missing := sorted(needed.keys() - own.keys()):
+            raise UserError(
+                f"{self.path}: its metadata lack {prefix}{missing[0]}; the file is damaged, or of another kind of model"
+            )
+        for key in names.keys() & own.keys():
+            if not isinstance(own[key], int | float):
+                raise UserError(f"{self.path}: {prefix}{key} must be one number, is {shortened(repr(own[key]))}")
+        config = {"architectures": [self._kind.architecture], "model_type": self._kind.model_type, "rope_theta": 10000.0}
+        config |= {names[key]: _plain(value) for key, value in own.items() if key in names}
         config["vocab_size"] = self._shape("token_embd.weight")[0]
         config["tie_word_embeddings"] = "output.weight" not in self._tensors
         config |= self._head_dim(config, own) | self._rope(config, own)
-        if "num_experts" in config:
+        if self._kind.experts:
             config["norm_topk_prob"] = True  # llama.cpp always does so for this architecture
         return config | self.special_tokens()
 
@@ -114,18 +126,15 @@ class GGUFFile:
         return {name: int(value) for name, value in ids.items() if value is not None}
 
     def _head_dim(self, config: dict[str, Any], own: dict[str, Any]) -> dict[str, int]:
-        try:
-            given = config.get("head_dim") or own.get("rope.dimension_count")
-            head_dim = given or config["hidden_size"] // config["num_attention_heads"]
-        except (KeyError, TypeError, ZeroDivisionError):
-            raise UserError(f"{self.path} lacks embedding_length or attention.head_count; it is damaged") from None
+        given = config.get("head_dim") or own.get("rope.dimension_count")
+        head_dim = given or config["hidden_size"] // max(config["num_attention_heads"], 1)
         for key in ("rope.dimension_count", "attention.value_length"):
             if own.get(key, head_dim) != head_dim:
                 raise UserError(f"{self.path}: {key}={own[key]} other than the {head_dim} channels of a head is not supported")
         return {"head_dim": head_dim}
 
     def _rope(self, config: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        theta = config.get("rope_theta", 10000.0)
+        theta = config["rope_theta"]
         scaling = {name: _plain(own[key]) for key, name in _ROPE_SCALING.items() if key in own}
         if _ROPE_FREQUENCIES in self._tensors:
             scaling = self._llama3(theta)

@@ -27,7 +27,7 @@ def read_architecture(model_path: str, reward_model: bool = False) -> Architectu
     Raises UserError, which names file and key, for a missing or broken config.json and for unsupported models.
     """
     path = Path(model_path) / "config.json"
-    if (advice := gguf_advice(model_path)) and is_absent(path):
+    if not path.exists() and (advice := gguf_advice(model_path)):
         raise UserError(f"{model_path} {advice}")
     problem = folder_problem(model_path)
     if problem:
