@@ -77,7 +77,6 @@ def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer
 
 def _make_tokenizer(file: GGUFFile):
     """The tokenizer that the file describes, as transformers reads it, with its chat template."""
-    from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
     split = file.value("tokenizer.ggml.pre") or "default"
@@ -94,11 +93,28 @@ def _make_tokenizer(file: GGUFFile):
             f"{file.path}: transformers cannot read its tokenizer ({shortened(error, 200)}); name a folder with the model's HF "
             "tokenizer by --tokenizer"
         ) from error
-    if split == _SMOLLM:  # transformers reads it like GPT-2's, without dividing numbers into digits first
-        bytes_ = tokenizer.backend_tokenizer.pre_tokenizer
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), bytes_]
-        )
     if template := file.value("tokenizer.chat_template"):
         tokenizer.chat_template = template
-    return tokenizer
+    return _as_the_file_says(file, tokenizer)
+
+
+def _as_the_file_says(file: GGUFFile, tokenizer):
+    """Correct what transformers 5.19 reads otherwise than the file has it."""
+    from tokenizers import Tokenizer, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    # It adds GPT-2's <|endoftext|> to every file of that kind, beyond the vocabulary where the file does not have it.
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    count = len(file.value("tokenizer.ggml.tokens"))
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < count]
+    backend = Tokenizer.from_str(json.dumps(described))
+    if file.value("tokenizer.ggml.pre") == _SMOLLM:  # it does not divide numbers into digits first
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    names = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    bos = names.get("bos_token")
+    if file.value("tokenizer.ggml.add_bos_token") and bos and backend.encode("a").tokens[:1] != [bos]:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=tokenizer.chat_template, **names)

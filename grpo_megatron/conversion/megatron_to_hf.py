@@ -56,6 +56,9 @@ class _Unit:
     name: str
     tensors: list[HFTensor]
 
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
 
 @dataclass
 class _Converter:
@@ -139,8 +142,10 @@ def megatron_to_hf(
     converter = _Converter(megatron_tensors(weights, saved), Path())
     folder = PartialFolder(target, plan)
     converter.folder = folder.result
-    missing = [unit for unit in units if folder.note(unit.name) is None]
-    total = sum(tensor.nbytes for unit in missing for tensor in unit.tensors)
+    # The largest first: an output layer, which is the last tensor and often has a file of its own, would keep one process busy
+    # after all others have ended.
+    missing = sorted((unit for unit in units if folder.note(unit.name) is None), key=_Unit.nbytes, reverse=True)
+    total = sum(unit.nbytes() for unit in missing)
     folder.check_space(total)
     progress = run(converter, missing, processes, target, total, lambda unit, _: folder.add_note(unit.name, True))
     with writing(folder.result):

