@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import json_text
@@ -17,7 +16,7 @@ from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import folder_problem, sync_to_disk
 from grpo_megatron.weights.file_bytes import fill
-from grpo_megatron.weights.safetensors_file import TYPES, starts
+from grpo_megatron.weights.safetensors_file import TYPES, save, starts
 from grpo_megatron.weights.saved_model import rows_within
 from grpo_megatron.weights.stored import FP8, SCALES, Stored, dequantised, read_stored, scales_box, scales_shape
 from grpo_megatron.weights.weight_files import INDEX, SINGLE, files_of_tensors, open_safetensors, some, weights_beside
@@ -235,7 +234,7 @@ class HFWriter:
         if not self._pending:
             return
         name = f"part-{self.tag}-{len(self.shards):05d}.safetensors"
-        save_file(self._pending, self.folder / name, metadata={"format": "pt"})
+        save(self.folder / name, self._pending)
         sync_to_disk(self.folder / name)
         sizes = {tensor: value.numel() * value.element_size() for tensor, value in self._pending.items()}
         self.shards.append((name, sizes))
