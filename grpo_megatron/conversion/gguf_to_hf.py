@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from grpo_megatron.conversion.partial_folder import refuse_existing
 from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.json_files import json_text
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
@@ -59,9 +60,9 @@ def _write_tensors(file: GGUFFile, folder: str, arch: Architecture, dtype: torch
 
 def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer: str | None) -> None:
     config = file.config() | {"dtype": str(dtype).removeprefix("torch.")}
-    Path(folder, "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    Path(folder, "config.json").write_text(json_text(config, indent=2), encoding="utf-8")
     if tokens := file.special_tokens():
-        Path(folder, "generation_config.json").write_text(json.dumps(tokens, indent=2), encoding="utf-8")
+        Path(folder, "generation_config.json").write_text(json_text(tokens, indent=2), encoding="utf-8")
     if tokenizer is None:
         _make_tokenizer(file).save_pretrained(folder)
         return
