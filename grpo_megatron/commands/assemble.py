@@ -157,7 +157,7 @@ def open_site(
         for line in [f"continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []:
             say(line)
         say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
-        if note := HFCheckpoint(config.model.path).note:
+        for note in HFCheckpoint(config.model.path).notes:
             say(note)
         listeners = cleanup.enter_context(listening(config, directory, resumed=checkpoint is not None))
         cluster = cleanup.enter_context(allocate(config, num_ranks, num_engines, guard=guard))

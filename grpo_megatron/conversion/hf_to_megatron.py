@@ -91,8 +91,8 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     violations = checkpoint.violations(weight_map(arch))
     if violations:
         raise UserError("; ".join(violations))
-    if checkpoint.note:
-        print(checkpoint.note, file=sys.stderr)
+    for note in checkpoint.notes:
+        print(note, file=sys.stderr)
     from grpo_megatron.megatron.saved_model import saved_model  # not above: the processes that share the work need no Megatron
 
     saved = saved_model(arch)

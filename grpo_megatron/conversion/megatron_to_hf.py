@@ -21,7 +21,7 @@ from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Shape
 from grpo_megatron.paths import writing
 from grpo_megatron.weights import fp8_blocks, hf_checkpoint
-from grpo_megatron.weights.file_bytes import write
+from grpo_megatron.weights.file_bytes import bytes_of, write
 from grpo_megatron.weights.safetensors_file import Header
 from grpo_megatron.weights.saved_model import SavedModel
 
@@ -56,6 +56,9 @@ class _Unit:
     name: str
     tensors: list[HFTensor]
 
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
 
 @dataclass
 class _Converter:
@@ -78,7 +81,7 @@ class _Converter:
     def _write(self, file, header: Header, tensor: HFTensor, advance) -> None:
         file.seek(header.start_of(tensor.name))
         for rows in buckets(self.source, tensor.name, tensor.shape, tensor.dtype, BUCKET_BYTES, self.buffer):
-            write(file, _bytes(rows))
+            write(file, bytes_of(rows))
             advance(rows.nbytes)
 
     def _write_fp8(self, file, header: Header, tensor: HFTensor, advance) -> None:
@@ -92,14 +95,10 @@ class _Converter:
             except ValueError as error:
                 raise UserError(f"{self.source.folder}: {tensor.name} cannot be written as FP8: {error}") from error
             scales.append(scale)
-            write(file, _bytes(values))
+            write(file, bytes_of(values))
             advance(values.nbytes + scale.nbytes)
         file.seek(header.start_of(f"{tensor.name}_scale_inv"))
-        write(file, _bytes(torch.cat(scales)))
-
-
-def _bytes(tensor: torch.Tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        write(file, bytes_of(torch.cat(scales)))
 
 
 def companions_of(source: str, hf: str | None) -> str:
@@ -139,8 +138,10 @@ def megatron_to_hf(
     converter = _Converter(megatron_tensors(weights, saved), Path())
     folder = PartialFolder(target, plan)
     converter.folder = folder.result
-    missing = [unit for unit in units if folder.note(unit.name) is None]
-    total = sum(tensor.nbytes for unit in missing for tensor in unit.tensors)
+    # The largest first: an output layer, which is the last tensor and often has a file of its own, would keep one process busy
+    # after all others have ended.
+    missing = sorted((unit for unit in units if folder.note(unit.name) is None), key=_Unit.nbytes, reverse=True)
+    total = sum(unit.nbytes() for unit in missing)
     folder.check_space(total)
     progress = run(converter, missing, processes, target, total, lambda unit, _: folder.add_note(unit.name, True))
     with writing(folder.result):

@@ -8,8 +8,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from grpo_megatron.conversion.units import BUCKET_BYTES
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.adapters import is_adapter
+from grpo_megatron.model.gguf_advice import gguf_advice
 from grpo_megatron.model.pieces import Piece, Shape, box
 from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -19,6 +21,7 @@ from grpo_megatron.weights.torch_dist import TorchDistReader, read_metadata
 
 WEIGHTS = "actor"  # within a converted checkpoint, and within a trainer's
 COMPANIONS = "hf"  # configuration and tokenizer, within a converted one
+_HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 class Tensors(Protocol):
@@ -95,6 +98,8 @@ def hf_files(path: str) -> bool:
 def weights_folder(source: str) -> Path:
     """The folder with the shards of a converted checkpoint, of a trainer's, or of Megatron-LM's. Raises UserError where there is none."""
     root = Path(source)
+    if advice := gguf_advice(root):
+        raise UserError(f"{source} {advice}")
     problem = folder_problem(root)
     if problem:
         raise UserError(f"{source} {problem}; it must be a folder with a Megatron checkpoint")
@@ -128,7 +133,27 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
             )
         for piece in part.pieces:
             places[piece.hf].append((part.key, piece))
+    if _HEAD in stored and _HEAD not in {part.key for part in saved.parts} and _differ(folder, _HEAD, _EMBEDDING):
+        raise UserError(
+            f"{folder} has an output layer ({_HEAD}) with other values than the embedding ({_EMBEDDING}), which would be lost: "
+            "config.json says that they are tied. Set tie_word_embeddings: false there"
+        )
     return MegatronTensors(folder, dict(places))
+
+
+def _differ(folder: Path, first: str, second: str) -> bool:
+    """Whether two matrices of a Megatron checkpoint have other shapes or values."""
+    reader = TorchDistReader(folder)
+    shape, dtype = reader.tensors[first].shape, reader.tensors[first].dtype
+    if reader.tensors[second].shape != shape:
+        return True
+    for start, rows in rows_within(shape, dtype.itemsize, BUCKET_BYTES):
+        parts = torch.empty(2, *rows, dtype=dtype)
+        for key, part in zip((first, second), parts, strict=True):
+            reader.read(key, start, part)
+        if not torch.equal(*parts):
+            return True
+    return False
 
 
 class Buffer:

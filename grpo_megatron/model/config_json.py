@@ -71,8 +71,14 @@ class Fields:
         return value
 
     def object(self, key: str) -> "Fields | None":
+        """None where absent or empty."""
         value = self._get(key, None, (dict,), "an object")
         return Fields(value, key) if value else None
+
+    @property
+    def nested(self) -> list[str]:
+        """The keys whose values are objects."""
+        return [key for key, value in self._values.items() if isinstance(value, dict)]
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -13,6 +13,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.data.records import HUB_PREFIX, hub_folder
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.megatron.spec import scores_on_ranks
+from grpo_megatron.model.gguf_advice import gguf_advice
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
 from grpo_megatron.preflight.cluster_rules import known_capabilities, runs_here
 from grpo_megatron.preflight.output_folders import is_of_another_machine, must_be_writable, output_folders
@@ -108,7 +109,7 @@ def _check_model(config: Config, command: str, report: Report) -> bool:
         report.not_checked.append(f"ref.path: {ref} is not a folder here")
         config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, path=None))
     elif ref and folder_problem(ref):
-        report.violations.append(f"ref.path: {ref} {folder_problem(ref)}")
+        report.violations.append(f"ref.path: {ref} {gguf_advice(ref) or folder_problem(ref)}")
         config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, path=None))
     if command == "train" and scores_on_ranks(config):
         config = _check_reward_model(config, report)

@@ -19,6 +19,11 @@ def write(file, data) -> int:
     return len(data)
 
 
+def bytes_of(tensor: torch.Tensor):
+    """Return the elements of a CPU tensor as a buffer, row by row; no copy unless they lie otherwise."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
 def fill(out: torch.Tensor, path: str | Path, offset: int) -> bool:
     """Read bytes of a file into a tensor whose elements lie side by side; False if the file ends before it is full."""
     # as_strided, because a single element counts as contiguous whatever its stride

@@ -9,28 +9,25 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.json_files import json_text, read_object
+from grpo_megatron.errors import UserError
+from grpo_megatron.json_files import json_text
 from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
-from grpo_megatron.paths import file_problem, folder_problem, is_absent, sync_to_disk
+from grpo_megatron.paths import folder_problem, sync_to_disk
 from grpo_megatron.weights.file_bytes import fill
-from grpo_megatron.weights.pickled import pickled_weights
-from grpo_megatron.weights.safetensors_file import TYPES, starts
+from grpo_megatron.weights.safetensors_file import TYPES, save, starts
+from grpo_megatron.weights.saved_model import rows_within
 from grpo_megatron.weights.stored import FP8, SCALES, Stored, dequantised, read_stored, scales_box, scales_shape
+from grpo_megatron.weights.weight_files import INDEX, SINGLE, files_of_tensors, open_safetensors, some, weights_beside
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_BYTES = 64 * 2**20
 
 # safetensors' names of the types whose values a parameter can take over. Integers and FP8 are quantised weights, which
 # mean nothing without their scales; FP8 in blocks is dequantised while it is read.
 _LOADABLE = ("F64", "F32", "F16", "BF16")
 _TORCH_TYPES = {name: dtype for dtype, name in TYPES.items()}
-_NAMED = 5  # of many tensors, a message names so many
 
 
 class HFCheckpoint:
@@ -49,51 +46,13 @@ class HFCheckpoint:
         problem = folder_problem(folder)
         if problem:
             raise UserError(f"{folder} {problem}; it must be a folder with an HF checkpoint")
-        if not is_absent(self.folder / _INDEX):
-            self._where = self._read_index(self.folder / _INDEX)
-        elif not is_absent(self.folder / _SINGLE):
-            path = self.folder / _SINGLE
-            self._where = dict.fromkeys(self._tensors_in(path), path)
-        else:
-            raise UserError(f"{self.folder} {pickled_weights(self.folder) or f'holds neither {_INDEX} nor {_SINGLE}'}")
+        self._where = files_of_tensors(self.folder)
         self._stored = Stored() if raw else read_stored(self.folder)
-
-    def _read_index(self, index: Path) -> dict[str, Path]:
-        """{tensor: its file}, each of them there."""
-        promised = read_object(index).get("weight_map")
-        if not isinstance(promised, dict):
-            raise UserError(f"{index}: weight_map must be an object of tensors and the files they are in")
-        for tensor, name in promised.items():
-            if not isinstance(name, str):
-                raise UserError(f"{index}: weight_map.{shortened(tensor)} must be a file name, is {shortened(repr(name))}")
-        missing = sorted({name for name in promised.values() if is_absent(self.folder / name)})
-        if missing:
-            raise UserError(
-                f"{self.folder}: shard {_some(missing)} is missing (named in {_INDEX}); the checkpoint is "
-                "incomplete, copy or download it again"
-            )
-        where = {tensor: self.folder / name for tensor, name in promised.items()}
-        present = {path: set(self._tensors_in(path)) for path in sorted(set(where.values()))}
-        for tensor, path in where.items():
-            if tensor not in present[path]:
-                raise UserError(f"{path}: tensor {shortened(tensor)} is missing, although {_INDEX} says it is there")
-        return where
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
-            problem = file_problem(path)
-            if problem:
-                raise UserError(f"{path} {problem}")
-            try:
-                self._files[path] = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise UserError(
-                    f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a safetensors file"
-                ) from error
+            self._files[path] = open_safetensors(path)
         return self._files[path]
-
-    def _tensors_in(self, path: Path) -> list[str]:
-        return list(self._open(path).keys())
 
     @property
     def names(self) -> set[str]:
@@ -106,9 +65,9 @@ class HFCheckpoint:
         of FP8 tensors.
         """
         promised = {name for entry in entries.values() for name in entry.hf}
-        scales = {name + SCALES for name in promised & self.names if self._is_fp8(name)}
+        scales = {name + SCALES for name in (promised | {_HEAD}) & self.names if self._is_fp8(name)}
         unread = self.names - promised - scales - set(self.left_out)
-        return sorted(n for n in unread if n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq"))
+        return sorted(n for n in unread if n != _HEAD and not n.endswith("rotary_emb.inv_freq"))
 
     @property
     def left_out(self) -> list[str]:
@@ -116,18 +75,21 @@ class HFCheckpoint:
         return sorted(name for name in self.names if name.startswith(self._stored.left_out))
 
     @property
-    def note(self) -> str | None:
-        """What people should know of a checkpoint that is loaded: whether tensors are left out."""
-        if not self.left_out:
-            return None
-        layers = ", ".join(f"{prefix}*" for prefix in self._stored.left_out)
-        return (
-            f"{self.folder}: {layers} predict tokens beyond the next one; these {len(self.left_out)} tensors are not trained, and exports "
-            "are without them"
-        )
+    def notes(self) -> list[str]:
+        """What people should know of a checkpoint that is loaded: files and tensors that are left out."""
+        beside = weights_beside(self.folder, self._where)
+        found = [beside] if beside else []
+        if self.left_out:
+            layers = ", ".join(f"{prefix}*" for prefix in self._stored.left_out)
+            found.append(
+                f"{self.folder}: {layers} predict tokens beyond the next one; these {len(self.left_out)} tensors are not trained, and "
+                "exports are without them"
+            )
+        return found
 
     def violations(self, entries: dict[str, Entry]) -> list[str]:
-        """What is wrong with names, shapes and types of the tensors, by the files' headers; no tensor is read.
+        """What is wrong with names, shapes and types of the tensors, by the files' headers; no tensor is read but an output layer
+        beside an embedding that it is tied to.
 
         entries: what model.families.weight_map promises. Each violation is one sentence that names the folder or file.
         """
@@ -135,10 +97,16 @@ class HFCheckpoint:
         found = []
         missing = [name for name in promised if name not in self._where]
         if missing:
-            found.append(f"{self.folder}: tensor {_some(missing)} is missing, which config.json promises")
+            hint = "; if the embedding is its output layer, set tie_word_embeddings: true there" if _HEAD in missing else ""
+            found.append(f"{self.folder}: tensor {some(missing)} is missing, which config.json promises{hint}")
         unread = self.unread(entries)
         if unread:
-            found.append(f"{self.folder}: config.json promises no tensor {_some(unread)}")
+            found.append(f"{self.folder}: config.json promises no tensor {some(unread)}")
+        if any(entry.hf == (_EMBEDDING,) and not entry.exported for entry in entries.values()) and self._has_other_head():
+            found.append(
+                f"{self.folder}: {_HEAD} is not {_EMBEDDING}, although config.json says that they are tied; set "
+                f"tie_word_embeddings: false there to use both, or remove {_HEAD} to use {_EMBEDDING} for both"
+            )
         wrong, types = [], []
         for name, shape in promised.items():
             if name in self._where:
@@ -150,13 +118,30 @@ class HFCheckpoint:
                 elif header.get_dtype() == FP8 and (problem := self._scales_problem(name, shape)):
                     wrong.append(problem)
         if wrong:
-            found.append(f"{self.folder} has {_some(wrong, '; ')}")
+            found.append(f"{self.folder} has {some(wrong, '; ')}")
         if types:
             found.append(
-                f"{self.folder} has {_some(types)}; only {', '.join(_LOADABLE)} can be loaded, and {FP8} where config.json has a "
+                f"{self.folder} has {some(types)}; only {', '.join(_LOADABLE)} can be loaded, and {FP8} where config.json has a "
                 "quantization_config.weight_block_size"
             )
         return found
+
+    def _has_other_head(self) -> bool:
+        """Whether the output layer in the files, if there is one, has other values than the embedding.
+
+        Values are compared in the coarser of the two types: some tools write a tied layer in float32.
+        """
+        if not {_HEAD, _EMBEDDING} <= self.names:
+            return False
+        (shape, dtype), (embedding_shape, embedding_dtype) = self.header(_HEAD), self.header(_EMBEDDING)
+        if shape != embedding_shape or not (dtype.is_floating_point and embedding_dtype.is_floating_point):
+            return True
+        coarser = min(dtype, embedding_dtype, key=lambda kind: kind.itemsize)
+        for start, rows in rows_within(shape, torch.float32.itemsize, _COMPARED_BYTES):
+            head, embedding = (self.read_slice(name, start, rows).to(coarser) for name in (_HEAD, _EMBEDDING))
+            if not torch.equal(head, embedding):
+                return True
+        return False
 
     def _scales_problem(self, name: str, shape: Shape) -> str | None:
         """What is wrong with the scales of an FP8 tensor of this shape."""
@@ -222,11 +207,6 @@ class HFCheckpoint:
         return self._open(self._where[name])
 
 
-def _some(names: list[str], separator: str = ", ") -> str:
-    more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
-    return separator.join(shortened(name, 150) for name in names[:_NAMED]) + more
-
-
 class HFWriter:
     """Writes tensors as they come into shards of at most `max_shard_bytes`.
 
@@ -254,7 +234,7 @@ class HFWriter:
         if not self._pending:
             return
         name = f"part-{self.tag}-{len(self.shards):05d}.safetensors"
-        save_file(self._pending, self.folder / name, metadata={"format": "pt"})
+        save(self.folder / name, self._pending)
         sync_to_disk(self.folder / name)
         sizes = {tensor: value.numel() * value.element_size() for tensor, value in self._pending.items()}
         self.shards.append((name, sizes))
@@ -298,14 +278,14 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
 
 def shard_name(number: int, count: int) -> str:
     """What HF calls shard `number`, from 0, of `count`."""
-    return _SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
     """where: {tensor: its file}; one file alone needs no index."""
-    if set(where.values()) != {_SINGLE}:
+    if set(where.values()) != {SINGLE}:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
-        (folder / _INDEX).write_text(json_text(index, indent=2), encoding="utf-8")
+        (folder / INDEX).write_text(json_text(index, indent=2), encoding="utf-8")
 
 
 def copy_companions(source: str, target: str, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})) -> None:

@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.json_files import json_text
+from grpo_megatron.weights.safetensors_file import save
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -19,7 +20,7 @@ def finish(folder: str, parts: Iterable[str], lora: LoraConfig, base: str) -> No
     root = Path(folder)
     files = [root / name for name in parts]
     tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
-    save_file(tensors, root / WEIGHTS, metadata={"format": "pt"})
+    save(root / WEIGHTS, tensors)
     for path in files:
         path.unlink()
     config = {

@@ -1,7 +1,8 @@
-"""What the safetensors library does not give: where in a file a tensor is, and a header made before its tensors are there."""
+"""What the safetensors library does not give: where in a file a tensor is, a header made before its tensors are there, and files that
+others can read."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from grpo_megatron.json_files import json_text
 from grpo_megatron.model.pieces import Shape
+from grpo_megatron.weights.file_bytes import bytes_of, write
 
 # safetensors' names
 TYPES = {
@@ -52,3 +54,13 @@ class Header:
     def start_of(self, name: str) -> int:
         """Where in the file the tensor begins."""
         return len(self.raw) + self._starts[name]
+
+
+def save(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write CPU tensors as one file, with the permissions of any new file: the library's own files are for their owner alone."""
+    header = Header((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    with open(path, "wb") as file:
+        file.write(header.raw)
+        for name, tensor in tensors.items():
+            file.seek(header.start_of(name))
+            write(file, bytes_of(tensor))

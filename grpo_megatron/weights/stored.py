@@ -11,6 +11,7 @@ from grpo_megatron.json_files import read_object
 from grpo_megatron.model.config_json import MOST_LAYERS, Fields
 from grpo_megatron.model.pieces import Shape
 from grpo_megatron.paths import is_absent
+from grpo_megatron.weights.quantised import fp8_block
 
 SCALES = "_scale_inv"  # behind the name of an FP8 tensor, that of its scales
 FP8 = "F8_E4M3"  # as safetensors calls it
@@ -26,7 +27,7 @@ class Stored:
 
 
 def read_stored(folder: Path) -> Stored:
-    """From the config.json in `folder`, if it is there. Raises UserError for damage."""
+    """Read the config.json in `folder`, if it is there. Raises UserError for damage and for other quantised weights."""
     path = folder / "config.json"
     if is_absent(path):
         return Stored()
@@ -34,14 +35,11 @@ def read_stored(folder: Path) -> Stored:
         config = Fields(read_object(path))
         further = config.integer("num_nextn_predict_layers", 0, most=MOST_LAYERS, least=0)
         first = config.integer("num_hidden_layers", most=MOST_LAYERS) if further else 0
-        quantised = config.object("quantization_config")
-        block = quantised.integers("weight_block_size") if quantised else []
-        if block and (len(block) != 2 or min(block) < 1):
-            raise UserError(f"quantization_config.weight_block_size must be two positive integers, is {block}")
+        block = fp8_block(folder, config)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     left_out = tuple(f"model.layers.{first + number}." for number in range(further))
-    return Stored((block[0], block[1]) if block else None, left_out)
+    return Stored(block, left_out)
 
 
 def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:

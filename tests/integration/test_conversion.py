@@ -68,6 +68,18 @@ def test_logits_equal_transformers(model, tmp_path):
     assert "within the bound" in tool("verify_checkpoint", model, tmp_path / "megatron")[0]
 
 
+def test_an_output_layer_is_not_lost_to_a_tied_configuration(model, tmp_path):
+    """The configuration that --hf names may say tied where the checkpoint has an output layer of its own."""
+    tool("convert_hf_to_megatron", model, tmp_path / "megatron")
+    shutil.copytree(tmp_path / "megatron" / "hf", tmp_path / "tied")
+    config = json.loads((tmp_path / "tied" / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "tied" / "config.json").write_text(json.dumps(config))
+    said = tool("convert_megatron_to_hf", tmp_path / "megatron", tmp_path / "hf", "--hf", tmp_path / "tied", status=2)[1]
+    assert "has an output layer (output_layer.weight) with other values than the embedding" in said
+    assert "Set tie_word_embeddings: false" in said
+    assert not (tmp_path / "hf").exists()
+
+
 def test_a_difference_is_named(model, tmp_path):
     tool("convert_hf_to_megatron", model, tmp_path / "megatron")
     shutil.copytree(model, tmp_path / "other")

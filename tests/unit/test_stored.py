@@ -99,11 +99,32 @@ def test_layers_that_predict_further_tokens_are_left_out_and_named(original, tmp
     checkpoint, violations = changed(original, tmp_path, further)
     assert violations == []
     assert checkpoint.left_out == ["model.layers.4.eh_proj.weight"]
-    assert "model.layers.4.*" in checkpoint.note
-    assert "1 tensors are not trained" in checkpoint.note
-    assert HFCheckpoint(original).note is None
+    (note,) = checkpoint.notes
+    assert "model.layers.4.*" in note
+    assert "1 tensors are not trained" in note
+    assert HFCheckpoint(original).notes == []
     _, violations = changed(original, tmp_path, further, num_nextn_predict_layers=0)
     assert "promises no tensor model.layers.4.eh_proj.weight" in violations[0]
+
+
+def test_an_export_can_be_read_by_whom_other_files_can(tmp_path):
+    """The safetensors library makes files for their owner alone, so nobody else could serve an exported model."""
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(4).bfloat16(),
+        "c": torch.tensor(2.0),
+        "d": torch.zeros(0, 3),
+        "e": torch.randn(4, 2).T,
+    }
+    writer = hf_checkpoint.HFWriter(str(tmp_path / "hf"), "0")
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    ((name, _),) = writer.close()
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "hf" / name).stat().st_mode == (tmp_path / "plain").stat().st_mode
+    read = load_file(tmp_path / "hf" / name)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[key], tensors[key]) and read[key].dtype == tensors[key].dtype for key in tensors)
 
 
 def test_an_export_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch):

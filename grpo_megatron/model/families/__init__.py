@@ -12,6 +12,7 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.config_json import Fields
 from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.families import deepseek_v3, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from grpo_megatron.model.gguf_advice import gguf_advice
 from grpo_megatron.paths import folder_problem, is_absent
 
 _FAMILIES = [module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, glm4_moe, deepseek_v3)]
@@ -21,13 +22,16 @@ _BY_NAME = {family.name: family for family in _FAMILIES}
 
 
 def read_architecture(model_path: str, reward_model: bool = False) -> Architecture:
-    """reward_model: of the decoder with a scalar head, whatever the checkpoint has.
+    """Read the config.json of an HF folder. reward_model: the decoder gets a scalar head, whatever the checkpoint has.
 
-    Raises UserError, which names file and key, for a missing or broken config.json and for unsupported models."""
+    Raises UserError, which names file and key, for a missing or broken config.json and for unsupported models.
+    """
+    path = Path(model_path) / "config.json"
+    if not path.exists() and (advice := gguf_advice(model_path)):
+        raise UserError(f"{model_path} {advice}")
     problem = folder_problem(model_path)
     if problem:
         raise UserError(f"{model_path} {problem}; model.path must be a folder with an HF checkpoint")
-    path = Path(model_path) / "config.json"
     if is_absent(path):
         raise UserError(f"{path} does not exist; model.path must be a folder with an HF checkpoint")
     config = read_object(path)
@@ -43,7 +47,8 @@ def read_architecture(model_path: str, reward_model: bool = False) -> Architectu
     try:
         if names[0] in _REWARD_MODELS:
             _must_have_one_label(Fields(config))
-        arch = (_BY_ARCHITECTURE | _REWARD_MODELS)[names[0]].read(Fields(config))
+        family = (_BY_ARCHITECTURE | _REWARD_MODELS)[names[0]]
+        arch = family.read(Fields({**family.defaults, **config}))
         return arch.as_reward_model() if reward_model or names[0] in _REWARD_MODELS else arch
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

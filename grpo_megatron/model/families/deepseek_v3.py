@@ -68,4 +68,17 @@ FAMILY = Family(
         mlp=blocks.mlp,
         experts=blocks.experts("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
+    defaults={
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+    },
 )

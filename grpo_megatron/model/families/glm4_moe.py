@@ -29,5 +29,17 @@ FAMILY = Family(
         mlp=blocks.mlp,
         experts=blocks.experts("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
+    defaults={
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
     has_classifier=False,
 )

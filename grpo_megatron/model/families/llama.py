@@ -10,4 +10,5 @@ FAMILY = Family(
     "LlamaForCausalLM",
     read=partial(reading.decoder, family="llama"),
     entries=partial(blocks.decoder, attention=blocks.attention, mlp=blocks.mlp),
+    defaults={"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
 )

@@ -10,4 +10,11 @@ FAMILY = Family(
     "MistralForCausalLM",
     read=partial(reading.decoder, family="mistral", windowed=True),
     entries=partial(blocks.decoder, attention=blocks.attention, mlp=blocks.mlp),
+    defaults={
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
 )

@@ -30,4 +30,11 @@ FAMILY = Family(
         mlp=blocks.mlp,
         experts=blocks.experts("block_sparse_moe", "w1", "w3", "w2"),
     ),
+    defaults={
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 2,
+    },
 )

@@ -10,4 +10,11 @@ FAMILY = Family(
     "Qwen2ForCausalLM",
     read=partial(reading.decoder, family="qwen2", qkv_bias=True),
     entries=partial(blocks.decoder, attention=blocks.attention, mlp=blocks.mlp),
+    defaults={
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+    },
 )

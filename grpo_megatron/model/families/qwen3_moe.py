@@ -32,4 +32,12 @@ FAMILY = Family(
         mlp=blocks.mlp,
         experts=blocks.experts("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
+    defaults={
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "num_experts_per_tok": 8,
+    },
 )

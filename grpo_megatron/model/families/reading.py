@@ -137,12 +137,11 @@ def heads(config: Fields) -> tuple[int, int, int]:
 
 
 def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeScaling | Yarn | None, float]:
-    """Base and scaling of the rotary embedding, and the share of a head's channels that it rotates.
+    """Return base and scaling of the rotary embedding, and the share of a head's channels that it rotates.
 
     rotary_share: as in `decoder`. yarn: whether that scaling is supported.
     """
-    # transformers 5 writes rope_parameters; older versions rope_theta and, if needed, rope_scaling.
-    parameters = config.object("rope_parameters") or config.object("rope_scaling") or Fields({})
+    name, parameters = _rope_parameters(config)
     share = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary_share))
     if share > 1 or (share < 1 and rotary_share == 1):
         raise UserError("partial_rotary_factor other than 1 is not supported")
@@ -150,23 +149,48 @@ def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeSc
     kind = parameters.text("rope_type", None) or parameters.text("type", "default")
     if kind == "default":
         return theta, None, share
+    # Read in transformers' order; a key outside the object is first.
+    key = "original_max_position_embeddings"
+    positions = config.integer(key, parameters.integer(key, config.integer("max_position_embeddings")))
     if kind == "yarn" and yarn:
-        return theta, _yarn(parameters), share
+        return theta, _yarn(parameters, positions), share
     if kind != "llama3":
         supported = "default, llama3, yarn" if yarn else "default, llama3"
-        raise UserError(f"rope type {shortened(kind)!r} is not supported; supported: {supported}")
+        raise UserError(f"{name}: rope type {shortened(kind)!r} is not supported; supported: {supported}")
     scaling = RopeScaling(
         factor=parameters.number("factor"),
         low_freq_factor=parameters.number("low_freq_factor"),
         high_freq_factor=parameters.number("high_freq_factor"),
-        original_max_positions=parameters.integer("original_max_position_embeddings"),
+        original_max_positions=positions,
     )
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise UserError("low_freq_factor of the rope scaling must be less than its high_freq_factor")
     return theta, scaling, share
 
 
-def _yarn(parameters: Fields) -> Yarn:
+def _rope_parameters(config: Fields) -> tuple[str, Fields]:
+    """Return the key of config.json that describes the rotary embedding, and what it holds, chosen as transformers chooses.
+
+    transformers 5 writes rope_parameters; older versions write rope_theta, and rope_scaling where frequencies are scaled. If both keys
+    are there and not empty, transformers takes rope_scaling and nothing of the other.
+    """
+    scaling, parameters = config.object("rope_scaling"), config.object("rope_parameters")
+    name, chosen = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or Fields({}))
+    if chosen.nested:
+        raise UserError(
+            f"{name} has other values for each type of layer ({', '.join(map(shortened, chosen.nested))}), which is not supported"
+        )
+    for key in ("rope_theta", "partial_rotary_factor") if scaling and parameters else ():
+        given = parameters.number(key, None)
+        if given not in (None, scaling.number(key, None) or config.number(key, None)):
+            raise UserError(
+                f"rope_parameters.{key}={given:g} would be lost: beside rope_scaling, transformers and SGLang ignore rope_parameters. "
+                "Move the keys of rope_scaling into rope_parameters, and delete rope_scaling"
+            )
+    return name, chosen
+
+
+def _yarn(parameters: Fields, original_max_positions: int) -> Yarn:
     if parameters.number("attention_factor", None) or not parameters.flag("truncate", True):
         raise UserError("attention_factor and truncate=false of the rope scaling are not supported")
     factor = parameters.number("factor")
@@ -183,7 +207,7 @@ def _yarn(parameters: Fields) -> Yarn:
         factor=factor,
         beta_fast=parameters.number("beta_fast", 32.0),
         beta_slow=parameters.number("beta_slow", 1.0),
-        original_max_positions=parameters.integer("original_max_position_embeddings"),
+        original_max_positions=original_max_positions,
         cos_factor=grown(cosines) / grown(scores) if scores else grown(1.0),
         softmax_factor=grown(scores) ** 2 if scores else 1.0,
     )

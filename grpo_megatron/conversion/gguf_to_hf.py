@@ -1,0 +1,121 @@
+"""GGUF file -> HF checkpoint: weights dequantised, config.json, tokenizer with its chat template."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from grpo_megatron.conversion.partial_folder import refuse_existing
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.json_files import json_text
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.entries import hf_shapes
+from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.paths import folder_problem, writing
+from grpo_megatron.weights import hf_checkpoint
+from grpo_megatron.weights.gguf_file import GGUFFile
+
+# tokenizer.ggml.pre names the rule that splits a text into words before merging. Those that transformers knows for the models
+# that can be converted, and one that is added here.
+_SMOLLM = "smollm"
+_KNOWN_SPLITS = ("default", "gpt-2", "llama-bpe", "llama3", "llama-v3", "qwen2", "deepseek-r1-qwen", "tekken", _SMOLLM)
+
+
+def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | None = None) -> int:
+    """Write an HF checkpoint; returns its number of parameters.
+
+    tokenizer: a folder whose tokenizer is taken in place of the one in the file. Raises UserError for a file that is damaged or of
+    a model that cannot be said in an HF checkpoint, and for a target that is not empty.
+    """
+    refuse_existing(target)
+    file = GGUFFile(source)
+    partial = f"{target}.partial"
+    with writing(partial):
+        hf_checkpoint.start(partial, target, source)
+        try:
+            _write_companions(file, partial, dtype, tokenizer)
+            arch = read_architecture(partial)
+            hf_checkpoint.finish(partial, _write_tensors(file, partial, arch, dtype), target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return sum(entry.numel for entry in weight_map(arch).values() if entry.exported)
+
+
+def _write_tensors(file: GGUFFile, folder: str, arch: Architecture, dtype: torch.dtype) -> list[tuple[str, dict[str, int]]]:
+    """Write the model's tensors; returns the shards for `hf_checkpoint.finish`."""
+    writer = hf_checkpoint.HFWriter(folder, "0", max_shard_bytes=2**30)
+    shapes = hf_shapes(weight_map(arch))
+    for name, shape in tqdm(shapes.items(), desc=file.path, unit="tensor", disable=None):
+        values = file.read(name, arch)
+        if values.shape != shape:
+            raise UserError(f"{file.path}: {name} is of shape {tuple(values.shape)}, its metadata promise {shape}")
+        writer.add(name, values.to(dtype))
+    if file.unread:
+        raise UserError(f"{file.path} has tensors that a {arch.family} does not have: {', '.join(file.unread[:5])}")
+    return writer.close()
+
+
+def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer: str | None) -> None:
+    config = file.config() | {"dtype": str(dtype).removeprefix("torch.")}
+    Path(folder, "config.json").write_text(json_text(config, indent=2), encoding="utf-8")
+    if tokens := file.special_tokens():
+        Path(folder, "generation_config.json").write_text(json_text(tokens, indent=2), encoding="utf-8")
+    if tokenizer is None:
+        _make_tokenizer(file).save_pretrained(folder)
+        return
+    if problem := folder_problem(tokenizer):
+        raise UserError(f"{tokenizer} {problem}; --tokenizer must be a folder with an HF tokenizer")
+    found = [path for path in Path(tokenizer).iterdir() if path.suffix in (".json", ".jinja", ".model", ".txt")]
+    copied = [path for path in found if path.name not in ("config.json", "generation_config.json") and "index" not in path.name]
+    if not any(path.name.startswith(("tokenizer", "vocab")) for path in copied):
+        raise UserError(f"{tokenizer} holds no tokenizer")
+    for path in copied:
+        shutil.copy2(path, folder)
+
+
+def _make_tokenizer(file: GGUFFile):
+    """The tokenizer that the file describes, as transformers reads it, with its chat template."""
+    from transformers import AutoTokenizer
+
+    split = file.value("tokenizer.ggml.pre") or "default"
+    if split not in _KNOWN_SPLITS:
+        raise UserError(
+            f"{file.path}: how its tokenizer splits a text into words ({shortened(split)}) is not known here; name a folder with the "
+            "model's HF tokenizer by --tokenizer"
+        )
+    path = Path(file.path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:  # transformers raises whatever the file's metadata leads to
+        raise UserError(
+            f"{file.path}: transformers cannot read its tokenizer ({shortened(error, 200)}); name a folder with the model's HF "
+            "tokenizer by --tokenizer"
+        ) from error
+    if template := file.value("tokenizer.chat_template"):
+        tokenizer.chat_template = template
+    return _as_the_file_says(file, tokenizer)
+
+
+def _as_the_file_says(file: GGUFFile, tokenizer):
+    """Correct what transformers 5.19 reads otherwise than the file has it."""
+    from tokenizers import Tokenizer, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    # It adds GPT-2's <|endoftext|> to every file of that kind, beyond the vocabulary where the file does not have it.
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    count = len(file.value("tokenizer.ggml.tokens"))
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < count]
+    backend = Tokenizer.from_str(json.dumps(described))
+    if file.value("tokenizer.ggml.pre") == _SMOLLM:  # it does not divide numbers into digits first
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    names = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    bos = names.get("bos_token")
+    if file.value("tokenizer.ggml.add_bos_token") and bos and backend.encode("a").tokens[:1] != [bos]:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=tokenizer.chat_template, **names)

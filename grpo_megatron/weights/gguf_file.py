@@ -1,0 +1,200 @@
+"""GGUF files, the format of llama.cpp: what config.json would say, and the tensors under HF's names, dequantised."""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.pieces import Shape
+from grpo_megatron.paths import file_problem
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a GGUF architecture is called in HF."""
+
+    architecture: str
+    """name in `architectures` of config.json"""
+    model_type: str
+    permuted: bool = False
+    """rows of query and key projections have the two channels of a rotation side by side, where HF has them half a head apart"""
+    experts: bool = False
+    """its layers have experts in place of an MLP"""
+
+
+_KINDS = {
+    "llama": _Kind("LlamaForCausalLM", "llama", permuted=True),
+    "qwen2": _Kind("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": _Kind("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": _Kind("Qwen3MoeForCausalLM", "qwen3_moe", experts=True),
+}
+_KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_EXPERT_KEYS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_OPTIONAL_KEYS = {"attention.key_length": "head_dim", "rope.freq_base": "rope_theta"}
+_ROPE_SCALING = {
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+}
+# Keys that say nothing else than those above: the rows of the embedding, and the widths of a head.
+_IMPLIED = ("vocab_size", "rope.dimension_count", "attention.value_length")
+_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+_ROPE_FREQUENCIES = "rope_freqs.weight"
+# Llama 3.1 and 3.2 differ in the factor alone. A GGUF file has only the quotients of frequencies that follow from these numbers.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+class GGUFFile:
+    """A GGUF file of a decoder that has a weight map here. Raises UserError for any other file."""
+
+    def __init__(self, path: str):
+        self.path = path
+        if problem := file_problem(path):
+            raise UserError(f"{path} {problem}")
+        try:
+            reader = gguf.GGUFReader(path)
+            self._values = {key: field.contents() for key, field in reader.fields.items() if key != "tokenizer.ggml.merges"}
+        except Exception as error:  # the library raises whatever the damage leads to
+            raise UserError(f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a GGUF file") from error
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        parts = self._values.get("split.count", 1)
+        if parts > 1:
+            raise UserError(
+                f"{path} is one of {parts} parts; join them first by `llama-gguf-split --merge FIRST_PART OUT.gguf`"
+            )
+        self.architecture = str(self._values.get("general.architecture"))
+        if self.architecture not in _KINDS:
+            raise UserError(
+                f"{path}: GGUF files of the architecture {shortened(self.architecture)} cannot be converted, only of "
+                f"{', '.join(_KINDS)}; use the model's HF checkpoint"
+            )
+        self._kind = _KINDS[self.architecture]
+        self._number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
+        self._unread = set(self._tensors)
+
+    def value(self, key: str) -> Any:
+        """A value of the metadata by its full name; None if the file has none."""
+        return self._values.get(key)
+
+    def config(self) -> dict[str, Any]:
+        """The contents of config.json. Raises UserError for what would change the forward pass and cannot be said there."""
+        prefix = f"{self.architecture}."
+        own = {key.removeprefix(prefix): value for key, value in self._values.items() if key.startswith(prefix)}
+        needed = _KEYS | (_EXPERT_KEYS if self._kind.experts else {})
+        names = needed | _OPTIONAL_KEYS
+        unknown = sorted(own.keys() - names.keys() - _ROPE_SCALING.keys() - set(_IMPLIED))
+        if unknown:
+            raise UserError(f"{self.path}: what {prefix}{unknown[0]} means is not known here; use the model's HF checkpoint")
+        if missing := sorted(needed.keys() - own.keys()):
+            raise UserError(
+                f"{self.path}: its metadata lack {prefix}{missing[0]}; the file is damaged, or of another kind of model"
+            )
+        for key in names.keys() & own.keys():
+            if not isinstance(own[key], int | float):
+                raise UserError(f"{self.path}: {prefix}{key} must be one number, is {shortened(repr(own[key]))}")
+        config = {"architectures": [self._kind.architecture], "model_type": self._kind.model_type, "rope_theta": 10000.0}
+        config |= {names[key]: _plain(value) for key, value in own.items() if key in names}
+        config["vocab_size"] = self._shape("token_embd.weight")[0]
+        config["tie_word_embeddings"] = "output.weight" not in self._tensors
+        config |= self._head_dim(config, own) | self._rope(config, own)
+        if self._kind.experts:
+            config["norm_topk_prob"] = True  # llama.cpp always does so for this architecture
+        return config | self.special_tokens()
+
+    def special_tokens(self) -> dict[str, int]:
+        """{name in config.json and generation_config.json: id}."""
+        ids = {name: self.value(f"tokenizer.ggml.{key}") for key, name in _TOKENS.items()}
+        return {name: int(value) for name, value in ids.items() if value is not None}
+
+    def _head_dim(self, config: dict[str, Any], own: dict[str, Any]) -> dict[str, int]:
+        given = config.get("head_dim") or own.get("rope.dimension_count")
+        head_dim = given or config["hidden_size"] // max(config["num_attention_heads"], 1)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if own.get(key, head_dim) != head_dim:
+                raise UserError(f"{self.path}: {key}={own[key]} other than the {head_dim} channels of a head is not supported")
+        return {"head_dim": head_dim}
+
+    def _rope(self, config: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        theta = config["rope_theta"]
+        scaling = {name: _plain(own[key]) for key, name in _ROPE_SCALING.items() if key in own}
+        if _ROPE_FREQUENCIES in self._tensors:
+            scaling = self._llama3(theta)
+        elif scaling.get("rope_type", "none") == "none":
+            return {}
+        return {"rope_scaling": {**scaling, "rope_theta": theta}}
+
+    def _llama3(self, theta: float) -> dict[str, Any]:
+        """The parameters of Llama 3's frequency scaling whose quotients of frequencies are the file's."""
+        stored = self._values_of(_ROPE_FREQUENCIES).double()
+        factor = float(stored.max())
+        exponents = torch.arange(len(stored), dtype=torch.float64) / len(stored)
+        turns = _LLAMA3["original_max_position_embeddings"] / (2 * math.pi * theta**exponents)
+        low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+        share = ((turns - low) / (high - low)).clamp(0, 1)
+        if not torch.allclose(1 / ((1 - share) / factor + share), stored, rtol=1e-3):
+            raise UserError(f"{self.path}: {_ROPE_FREQUENCIES} is not Llama 3's scaling, which alone is supported")
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+
+    def read(self, name: str, arch: Architecture) -> torch.Tensor:
+        """An HF tensor of the model by its name, float32. Raises UserError if the file does not have it."""
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        stem, kind = name.replace(expert[0], ".experts.").rsplit(".", 1) if expert else name.rsplit(".", 1)
+        stored = f"{_names(self._number, arch.num_layers).get_name(stem)}.{kind}"
+        values = self._values_of(stored)
+        if expert:  # a file has those of a layer in one tensor
+            if len(values) != arch.moe.num_experts:
+                raise UserError(f"{self.path}: {stored} is of {len(values)} experts, not {arch.moe.num_experts}")
+            values = values[int(expert[1])]
+        for projection, heads in ((".q_proj.", arch.num_heads), (".k_proj.", arch.num_kv_heads)):
+            if self._kind.permuted and projection in name:
+                values = values.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+        return values
+
+    def _shape(self, name: str) -> Shape:
+        if name not in self._tensors:
+            raise UserError(f"{self.path}: tensor {name} is missing")
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def _values_of(self, name: str) -> torch.Tensor:
+        shape, tensor = self._shape(name), self._tensors[name]
+        self._unread.discard(name)
+        try:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise UserError(f"{self.path}: {name} has the type {tensor.tensor_type.name}, which cannot be read") from error
+        return torch.from_numpy(np.array(values, dtype=np.float32)).view(shape)
+
+    @property
+    def unread(self) -> list[str]:
+        """The tensors that nothing has read, sorted."""
+        return sorted(self._unread)
+
+
+@cache
+def _names(number: gguf.MODEL_ARCH, num_layers: int) -> gguf.TensorNameMap:
+    """The names in GGUF files of an architecture for those in HF checkpoints."""
+    return gguf.get_tensor_name_map(number, num_layers)
+
+
+def _plain(value: Any) -> Any:
+    """A float32 as the shortest decimal that is the same float32, such as 1e-05 for 9.999999747378752e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value

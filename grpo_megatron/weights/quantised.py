@@ -1,0 +1,70 @@
+"""Quantised checkpoints: which of them can be loaded, and what to do about the others."""
+
+from pathlib import Path
+
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.json_files import read_object
+from grpo_megatron.model.config_json import Fields
+from grpo_megatron.paths import is_absent
+
+_MODELOPT = "hf_quant_config.json"  # NVIDIA's tool describes its checkpoints there
+_NAMES = {
+    "aqlm": "AQLM",
+    "auto-round": "AutoRound",
+    "awq": "AWQ",
+    "bitnet": "BitNet",
+    "bitsandbytes": "bitsandbytes",
+    "eetq": "EETQ",
+    "fbgemm_fp8": "FBGEMM's FP8",
+    "fp8": "FP8 with one scale for each tensor or channel",
+    "gptq": "GPTQ",
+    "higgs": "HIGGS",
+    "hqq": "HQQ",
+    "modelopt": "ModelOpt",
+    "mxfp4": "MXFP4",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+    "quark": "Quark",
+    "torchao": "torchao",
+}
+
+
+def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in the FP8 tensors of a checkpoint; None if it is not quantised.
+
+    config: its config.json. Raises UserError for every other quantisation, with its name and the way out.
+    """
+    settings = config.object("quantization_config") or config.object("compression_config")
+    if settings is None:
+        if not is_absent(folder / _MODELOPT):
+            quantised = Fields(read_object(folder / _MODELOPT)).object("quantization") or Fields({})
+            raise _refusal(_method("modelopt", quantised))
+        return None
+    method = settings.text("quant_method", None)
+    if method is None and (settings.flag("load_in_4bit", False) or settings.flag("load_in_8bit", False)):
+        method = "bitsandbytes"
+    block = settings.integers("weight_block_size")
+    if method in ("fp8", None) and block:
+        if len(block) != 2 or min(block) < 1:
+            raise UserError(f"quantization_config.weight_block_size must be two positive integers, is {block}")
+        return block[0], block[1]
+    raise _refusal(_method(method or "an unnamed method", settings))
+
+
+def _method(name: str, settings: Fields) -> str:
+    """What people call the method, with its variant where the settings name one."""
+    variant = settings.text("quant_algo", None) or settings.text("format", None)
+    return _NAMES.get(name, shortened(name)) + (f" ({shortened(variant)})" if variant else "")
+
+
+def _refusal(method: str) -> UserError:
+    way = "use the checkpoint in bf16 or fp16 that it was made of, which its model card names as base_model"
+    if method.startswith("bitsandbytes"):
+        way += (
+            ", or dequantise it once by transformers where bitsandbytes is installed: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(OUT)"
+        )
+    return UserError(
+        f"the weights are quantised by {method}, which cannot be trained; {way}. Of quantised checkpoints only FP8 with scales for "
+        "blocks (quant_method fp8 with weight_block_size, as DeepSeek-V3 has it) can be loaded"
+    )

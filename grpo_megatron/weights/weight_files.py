@@ -1,0 +1,105 @@
+"""Which safetensors files of an HF folder hold its weights, and what lies beside them."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.json_files import read_object
+from grpo_megatron.model.gguf_advice import gguf_advice
+from grpo_megatron.paths import file_problem, is_absent
+from grpo_megatron.weights.pickled import pickled_weights
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_NAMED = 5  # of many files or tensors, a message names so many
+
+
+def some(names: list[str], separator: str = ", ") -> str:
+    """The first names, and how many there are beyond them."""
+    more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
+    return separator.join(shortened(name, 150) for name in names[:_NAMED]) + more
+
+
+def open_safetensors(path: Path) -> Any:
+    """Raises UserError for what is not a whole safetensors file."""
+    if problem := file_problem(path):
+        raise UserError(f"{path} {problem}")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a safetensors file"
+        ) from error
+
+
+def files_of_tensors(folder: Path) -> dict[str, Path]:
+    """{tensor: its file} of an HF folder, by its index, or of the one file it has.
+
+    Raises UserError if there are none, if a file is missing or damaged, and for two sets of weights: transformers prefers
+    model.safetensors and SGLang the index, so that trainer and engine would have different models.
+    """
+    if is_absent(folder / INDEX):
+        if is_absent(folder / SINGLE):
+            raise UserError(f"{folder} {_without_weights(folder)}")
+        found = dict.fromkeys(open_safetensors(folder / SINGLE).keys(), folder / SINGLE)
+        _refuse_second_set(folder, found)
+        return found
+    promised = _read_index(folder / INDEX)
+    missing = sorted({name for name in promised.values() if is_absent(folder / name)})
+    if SINGLE not in promised.values() and not is_absent(folder / SINGLE):
+        stale = f"; {some(missing)} of the index is not there, so it seems to be left from another export" if missing else ""
+        raise UserError(
+            f"{folder} holds two sets of weights, {SINGLE} and the {len(set(promised.values()))} files that {INDEX} names{stale}. "
+            f"Move one set out of the folder: {SINGLE}, or {INDEX} and its files"
+        )
+    if missing:
+        raise UserError(
+            f"{folder}: shard {some(missing)} is missing (named in {INDEX}); the checkpoint is "
+            "incomplete, copy or download it again"
+        )
+    found = {tensor: folder / name for tensor, name in promised.items()}
+    present = {path: set(open_safetensors(path).keys()) for path in sorted(set(found.values()))}
+    for tensor, path in found.items():
+        if tensor not in present[path]:
+            raise UserError(f"{path}: tensor {shortened(tensor)} is missing, although {INDEX} says it is there")
+    return found
+
+
+def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
+    """One sentence on the weight files of a folder that are not read; None if there are none. found: see `files_of_tensors`."""
+    read = {path.name for path in found.values()}
+    others = sorted(path.name for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern))
+    others = [name for name in others if name not in read]
+    if not others:
+        return None
+    what = SINGLE if read == {SINGLE} else f"the {len(read)} files that {INDEX} names"
+    return f"{folder}: the weights are read from {what}, not from {some(others)} beside it"
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """{tensor: name of its file}."""
+    promised = read_object(index).get("weight_map")
+    if not isinstance(promised, dict):
+        raise UserError(f"{index}: weight_map must be an object of tensors and the files they are in")
+    for tensor, name in promised.items():
+        if not isinstance(name, str):
+            raise UserError(f"{index}: weight_map.{shortened(tensor)} must be a file name, is {shortened(repr(name))}")
+    return promised
+
+
+def _refuse_second_set(folder: Path, found: dict[str, Path]) -> None:
+    """SGLang reads all safetensors files of a folder without an index, the last one of those that have the same tensor."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name != SINGLE and not found.keys().isdisjoint(open_safetensors(path).keys()):
+            raise UserError(
+                f"{folder} holds two sets of weights: {SINGLE} and {path.name} have the same tensors, and no {INDEX} says which to "
+                "read. Move one of them out of the folder"
+            )
+
+
+def _without_weights(folder: Path) -> str:
+    if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
+        return f"holds {some(shards)} without the {INDEX} that says what is in them; copy or download it again"
+    return pickled_weights(folder) or gguf_advice(folder) or f"holds neither {INDEX} nor {SINGLE}"

@@ -1,0 +1,147 @@
+"""What is read from config.json is what transformers reads from the same file, also where keys are absent or contradict each other."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.model.families import read_architecture
+from tests.models import FAMILIES
+
+# Sizes: transformers has defaults for them too, which fit a checkpoint by accident only.
+SIZES = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+}
+# The dtype of the files; layers that predict further tokens, which are not built.
+NO_PART_OF_THE_MODEL = {"architectures", "model_type", "dtype", "num_nextn_predict_layers"}
+
+
+def written(folder, config: dict) -> str:
+    Path(folder).mkdir(exist_ok=True)
+    Path(folder, "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def as_transformers_reads(folder: str, target) -> str:
+    """A folder whose config.json has every key, with the values that transformers takes for the one in `folder`."""
+    from transformers import AutoConfig
+
+    architectures = json.loads(Path(folder, "config.json").read_text())["architectures"]
+    return written(target, AutoConfig.from_pretrained(folder).to_dict() | {"architectures": architectures})
+
+
+def full_config(family: str) -> dict:
+    """Every key that transformers writes for a small model of the family."""
+    import transformers
+
+    name, own = FAMILIES[family]
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rope_theta": 5000.0,
+        "num_hidden_layers": 4,
+    }
+    if family == "deepseek_v3":
+        sizes["num_key_value_heads"] = 8
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **own}).to_dict()
+    for derived in ("layer_types", "head_dim" if family == "deepseek_v3" else "layer_types"):
+        config.pop(derived, None)
+    return config | {"architectures": [f"{name}ForCausalLM"]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_absent_key_has_transformers_default(family, tmp_path):
+    """A config.json without rope_theta was refused; one without num_key_value_heads or sliding_window was read otherwise."""
+    full, refused = full_config(family), set()
+    for key in sorted(full.keys() - NO_PART_OF_THE_MODEL):
+        folder = written(tmp_path / "ours", {name: value for name, value in full.items() if name != key})
+        try:
+            ours = read_architecture(folder)
+        except UserError as error:
+            if f"key {key} is missing" in str(error):
+                refused.add(key)
+                continue
+            with pytest.raises(UserError):  # such as a head size that does not fit the layer's sizes
+                read_architecture(as_transformers_reads(folder, tmp_path / "theirs"))
+            continue
+        assert ours == read_architecture(as_transformers_reads(folder, tmp_path / "theirs")), key
+    assert refused <= SIZES
+    assert {"num_hidden_layers", "num_attention_heads"} <= refused
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ORIGINAL = {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
+THETA = {"rope_type": "default", "rope_theta": 3000.0}
+READ = {
+    "nothing": {},
+    "rope_theta alone": {"rope_theta": 500.0},
+    "rope_parameters alone": {"rope_parameters": THETA},
+    "rope_theta within wins": {"rope_parameters": THETA, "rope_theta": 500.0},
+    "empty rope_parameters": {"rope_parameters": {}, "rope_theta": 500.0},
+    "null rope_parameters": {"rope_parameters": None, "rope_theta": 500.0},
+    "empty rope_scaling": {"rope_parameters": THETA, "rope_scaling": {}},
+    "null rope_scaling": {"rope_parameters": THETA, "rope_scaling": None},
+    "rope_scaling, as older versions wrote it": {"rope_scaling": LLAMA3 | ORIGINAL, "rope_theta": 500.0},
+    "rope_scaling without theta": {"rope_scaling": LLAMA3 | ORIGINAL},
+    "rope_scaling wins": {"rope_scaling": LLAMA3 | ORIGINAL | {"rope_theta": 3000.0}, "rope_parameters": THETA},
+    "rope_scaling wins, theta outside": {"rope_scaling": LLAMA3 | ORIGINAL, "rope_parameters": THETA, "rope_theta": 3000.0},
+    "rope_scaling turns scaling off": {
+        "rope_scaling": {"rope_type": "default", "rope_theta": 3000.0},
+        "rope_parameters": LLAMA3 | ORIGINAL | {"rope_theta": 3000.0},
+    },
+    "type, as older versions called it": {
+        "rope_scaling": {"type": "llama3", **{k: v for k, v in LLAMA3.items() if k != "rope_type"}, **ORIGINAL}
+    },
+    "rope_type wins over type": {"rope_scaling": {"type": "linear", "factor": 2.0, **THETA}},
+    "original positions not given": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
+    "original positions outside": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
+    "original positions outside win": {"rope_scaling": LLAMA3 | ORIGINAL, "original_max_position_embeddings": 16},
+}
+
+
+def llama(folder, changes: dict) -> str:
+    full = {key: value for key, value in full_config("llama3").items() if key not in ("rope_parameters", "rope_theta")}
+    return written(folder, full | {"max_position_embeddings": 256} | changes)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_rotary_frequencies_are_transformers(name, tmp_path):
+    """rope_scaling that was added to a config.json with rope_parameters was ignored."""
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    folder = llama(tmp_path, READ[name])
+    theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))
+    arch = read_architecture(folder)
+    torch.testing.assert_close(arch.rope_frequencies(), theirs.inv_freq, rtol=1e-6, atol=0)
+    assert arch.rope_factor == theirs.attention_scaling
+
+
+REFUSED = [
+    ({"rope_scaling": YARN, "rope_theta": 3000.0, "rope_parameters": THETA}, "rope_scaling: rope type 'yarn' is not supported"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {}}, "rope_scaling: rope type 'linear'"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: rope type 'dynamic'"),
+    ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope_parameters: rope type 'longrope'"),
+    ({"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters: rope type 'proportional'"),
+    ({"rope_scaling": LLAMA3 | ORIGINAL, "rope_parameters": THETA}, "rope_parameters.rope_theta=3000 would be lost"),
+    ({"rope_scaling": YARN, "rope_parameters": THETA}, "Move the keys of rope_scaling into rope_parameters"),
+    (
+        {"rope_parameters": {"full_attention": THETA, "sliding_attention": {"rope_theta": 1e4}}},
+        r"other values for each type of layer \(full_attention, sliding_attention\)",
+    ),
+    ({"rope_scaling": {"full_attention": THETA}}, "rope_scaling has other values for each type of layer"),
+    ({"rope_theta": None}, "key rope_theta is missing"),
+    ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED, ids=[says for _, says in REFUSED])
+def test_other_rotary_embeddings_are_refused_by_name(changes, says, tmp_path):
+    with pytest.raises(UserError, match=says):
+        read_architecture(llama(tmp_path, changes))
