@@ -108,7 +108,7 @@ def _as_the_file_says(file: GGUFFile, tokenizer):
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     count = len(file.value("tokenizer.ggml.tokens"))
     described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < count]
-    backend = Tokenizer.from_str(json.dumps(described))
+    backend = Tokenizer.from_str(json_text(described))
     if file.value("tokenizer.ggml.pre") == _SMOLLM:  # it does not divide numbers into digits first
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
