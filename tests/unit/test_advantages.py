@@ -87,6 +87,24 @@ def test_whitening_and_clipping():
     assert advantages(given, options(**dr_grpo, adv_clip=1.2)).tolist() == pytest.approx([0.5, 0.5, 0.5, -1.2], rel=1e-6)
 
 
+def test_clipping_is_on_both_sides_and_the_result_is_float32():
+    values = advantages(inputs([3.0, -3.0, 0.0], [0, 0, 0]), options(norm_adv_by_std_in_grpo=False, adv_clip=2.0))
+    assert values.tolist() == [2.0, -2.0, 0.0]
+    assert values.dtype == np.float32
+
+
+def test_whole_numbers_of_a_users_estimator_are_not_rounded_when_whitened(monkeypatch):
+    """A user's estimator may return integers, or float32, in which large values have lost the digits of their deviation."""
+    from grpo_megatron.algorithm.advantages import advantage_estimator
+
+    given = inputs([1.0, 0.0, 0.0], [0, 0, 0])
+    for result in (np.array([1, 2, 4]), np.array([1, 2, 4], np.float32), [1, 2, 4]):
+        monkeypatch.setitem(advantage_estimator._known, "whole", lambda inputs, options, result=result: result)
+        expected = (np.array([1, 2, 4]) - 7 / 3) / math.sqrt(7 / 3)
+        np.testing.assert_allclose(advantages(given, options("whole", adv_whiten=True)), expected, rtol=1e-6)
+        assert advantages(given, options("whole", adv_clip=1.5)).tolist() == [1.0, 1.5, 1.5]
+
+
 # --- what must hold for all of them
 
 
