@@ -6,11 +6,13 @@
 
 mutmut makes the faults and runs the tests. The tests are the files in tests/unit that import a module of the mutated
 files' packages, unless --tests names others; of these, each fault is shown only to the tests that run the changed
-function. Everything happens in a copy of the tracked files in .mutants/. The last line of the output is a JSON object.
+function. Everything happens in a copy of the tracked files in .mutants/. The output shows each fault that was not
+caught as the lines that it changes; its last line is a JSON object. docs/maturity.md says how to judge what is left.
 """
 
 import argparse
 import ast
+import difflib
 import json
 import os
 import re
@@ -25,8 +27,9 @@ from grpo_megatron.json_files import json_text
 
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / ".mutants"
-# Exit statuses that mutmut writes into its .meta files. Everything else means that a test noticed the fault.
-_SURVIVED, _NO_TESTS = 0, 33
+# Exit statuses that mutmut writes into its .meta files. Everything else means that a test noticed the fault. 33: no test
+# runs the function; 5: pytest found no test to run.
+_SURVIVED, _NO_TESTS = 0, (5, 33)
 
 
 def tracked_files() -> list[Path]:
@@ -55,6 +58,26 @@ def tests_of(files: list[Path]) -> list[Path]:
     ]
 
 
+def with_late_decorators(source: str) -> str:
+    """Return source text that decorates each function after its definition: `f = decorator(f)`.
+
+    mutmut changes no function that has a decorator, such as the advantage estimators, the surrogates and all properties.
+    Only the decorators that mutmut knows, and setters, which need the property's name, stay where they are.
+    """
+    lines = source.splitlines(keepends=True)
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for function in sorted(functions, key=lambda node: node.lineno, reverse=True):
+        decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+        if not decorators or any(name in ("staticmethod", "classmethod") or name.endswith(".setter") for name in decorators):
+            continue
+        call = function.name
+        for decorator in reversed(decorators):
+            call = f"{decorator}({call})"
+        lines.insert(function.end_lineno, f"{' ' * function.col_offset}{function.name} = {call}\n")
+        del lines[function.decorator_list[0].lineno - 1 : function.lineno - 1]
+    return "".join(lines)
+
+
 def make_copy(files: list[Path], tests: list[Path]) -> None:
     """Copy the tracked files into .mutants/ and write mutmut's settings beside them."""
     shutil.rmtree(COPY, ignore_errors=True)
@@ -62,6 +85,8 @@ def make_copy(files: list[Path], tests: list[Path]) -> None:
     for path in tracked:
         (COPY / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, COPY / path)
+    for file in files:
+        (COPY / file).write_text(with_late_decorators(file.read_text(encoding="utf-8")), encoding="utf-8")
     others = sorted({path.parts[0] for path in tracked} - {"grpo_megatron"})
     settings = {
         "source_paths": ["grpo_megatron"],
@@ -93,6 +118,22 @@ def function_of(mutant: str) -> str:
     return f"{module}.{name.removeprefix('xǁ').removeprefix('x_').replace('ǁ', '.')}"
 
 
+def changed_lines(file: Path) -> dict[str, str]:
+    """Return {last part of a mutant's name: the lines that it removes and adds} of a file's mutants."""
+    source = (COPY / "mutants" / file).read_text(encoding="utf-8")
+    texts = {
+        node.name: (ast.get_source_segment(source, node) or "").splitlines()[1:]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "__mutmut_" in node.name
+    }
+    found = {}
+    for name, text in texts.items():
+        original = texts[re.sub(r"__mutmut_\w+$", "__mutmut_orig", name)]
+        changed = [line for line in difflib.ndiff(original, text) if line.startswith(("- ", "+ "))]
+        found[name] = "".join(f"\n        {line[:2]}{line[2:].strip()}" for line in changed)
+    return found
+
+
 def print_results(files: list[Path]) -> None:
     total: Counter[str] = Counter()
     survivors: dict[str, list[str]] = {}
@@ -100,12 +141,14 @@ def print_results(files: list[Path]) -> None:
     for file, statuses in results(files):
         run = {mutant: status for mutant, status in statuses.items() if status is not None}
         survived = [mutant for mutant, status in run.items() if status == _SURVIVED]
-        untested = [mutant for mutant, status in run.items() if status == _NO_TESTS]
+        untested = [mutant for mutant, status in run.items() if status in _NO_TESTS]
         counts = Counter(mutants=len(run), survived=len(survived), no_test=len(untested))
         counts["caught"] = len(run) - len(survived) - len(untested)
         total += counts
+        changes = changed_lines(file)
         for mutant in survived + untested:
-            survivors.setdefault(function_of(mutant), []).append(mutant)
+            change = changes.get(mutant.rpartition(".")[2]) or " (in the function's first line: see --show)"
+            survivors.setdefault(function_of(mutant), []).append(mutant + change)
         print(f"{file!s:56} {counts['mutants']:8} {counts['caught']:8} {counts['survived']:9} {counts['no_test']:8}")
     for function, mutants in sorted(survivors.items(), key=lambda item: -len(item[1])):
         print(f"\n{function}: {len(mutants)} not caught\n    " + "\n    ".join(mutants))

@@ -87,6 +87,23 @@ def test_whitening_and_clipping():
     assert advantages(given, options(**dr_grpo, adv_clip=1.2)).tolist() == pytest.approx([0.5, 0.5, 0.5, -1.2], rel=1e-6)
 
 
+def test_clipping_is_on_both_sides_and_the_result_is_float32():
+    values = advantages(inputs([3.0, -3.0, 0.0], [0, 0, 0]), options(norm_adv_by_std_in_grpo=False, adv_clip=2.0))
+    assert values.tolist() == [2.0, -2.0, 0.0]
+    assert values.dtype == np.float32
+
+
+@pytest.mark.parametrize("make", [list, np.array, lambda values: np.array(values, np.float32)])
+def test_a_users_estimator_may_return_whole_numbers_or_float32(make, monkeypatch):
+    """In float32 the mean of large values has lost the digits in which they differ."""
+    from grpo_megatron.algorithm.advantages import advantage_estimator
+
+    values = [1_000_001, 1_000_002, 1_000_004]
+    monkeypatch.setitem(advantage_estimator._known, "whole", lambda inputs, options: make(values))
+    found = advantages(inputs([1.0, 0.0, 0.0], [0, 0, 0]), options("whole", adv_whiten=True))
+    np.testing.assert_allclose(found, (np.array([1, 2, 4]) - 7 / 3) / math.sqrt(7 / 3), rtol=1e-6)
+
+
 # --- what must hold for all of them
 
 

@@ -52,6 +52,19 @@ def test_valid_token_scale_counts_the_optimizer_step(batches):
     np.testing.assert_allclose(found[1], [-1, 1])
 
 
+def test_valid_token_scale_with_one_trained_token_and_with_none(batches):
+    batches[0].loss_mask[np.flatnonzero(batches[0].loss_mask)[1:]] = False
+    batches[1].loss_mask[:] = False
+    further = TrainBatch.from_samples(samples([0.0, 4.0], [1, 1], first_group=8))
+    given = [*batches, further]
+    plain, _ = advantages(given, adv_estimator="reinforce_plus_plus")
+    scaled, _ = advantages(given, adv_estimator="reinforce_plus_plus", use_valid_token_scale=True)
+    assert plain[0] != [0.0]
+    assert scaled[0] == plain[0]
+    assert scaled[1] == []
+    np.testing.assert_allclose(scaled[2], np.array(plain[2]) / 2)
+
+
 def test_the_kl_in_the_reward_by_hand(batches):
     """k1 of 0.5 on every token: rewards less 0.1 per token, as the coefficient is 0.2."""
     for batch in batches:

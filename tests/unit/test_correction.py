@@ -113,6 +113,31 @@ def test_what_is_not_a_number_is_rejected(kind):
     assert correct(Correction(None, Rejection(kind, 0.0, 9.0)), [[math.nan], [0.0]]) == ([0, 1], [False, True])
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("icepop", [True, True]), ("mis", [True, True])])
+def test_the_bounds_themselves_are_inside(kind, expected):
+    assert correct(weighting(kind, 1.0, 2.0), [[0.0]])[1] == [True]
+    assert correct(weighting(kind, 0.5, 1.0), [[0.0]])[1] == [True]
+    for rejection in ("token_ratio", "seq_ratio", "seq_geometric_ratio"):
+        for low, high in ((1.0, 2.0), (0.5, 1.0)):
+            assert correct(Correction(None, Rejection(MismatchRejection(rejection), low, high)), [[0.0, 0.0]])[1] == expected
+    for rejection in ("token_k2", "seq_sum_k2", "seq_mean_k2", "seq_max_k2"):
+        assert correct(Correction(None, Rejection(MismatchRejection(rejection), 0.0, 0.125)), [[0.5]])[1] == [True]
+    assert correct(Correction(max_difference=0.5), [[0.5, -0.5, 0.625]])[1] == [True, True, False]
+
+
+@pytest.mark.parametrize("delta", [25.0, -25.0, 1000.0, -1000.0])
+def test_differences_beyond_twenty_nats_count_as_twenty(delta):
+    """exp(1000) is infinite, and infinity times a masked token's 0 is not a number."""
+    d = math.copysign(20.0, delta)
+    unbounded = Weighting(MismatchCorrection.tis, 0.0, math.inf)
+    assert correct(Correction(unbounded), [[delta]])[0] == [pytest.approx(math.exp(d))]
+    for kind, value in (("token_ratio", math.exp(d)), ("token_k2", 200.0), ("seq_sum_k3", math.expm1(d) - d)):
+        kept = [
+            correct(Correction(None, Rejection(MismatchRejection(kind), 0.0, value * by)), [[delta]])[1] for by in (1.01, 0.99)
+        ]
+        assert kept == [[True], [False]]
+
+
 # --- against one sample at a time
 
 
@@ -253,6 +278,23 @@ def test_known_in_the_forward_it_multiplies_the_policy_term(applies_to):
     if applies_to == "all":
         slope = torch.where(kept, slope, 0)
     torch.testing.assert_close(gradient, torch.where(mask, slope, 0).detach())
+
+
+@pytest.mark.parametrize("applies_to", ["policy", "all"])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_metrics_say_how_much_is_masked_and_the_mean_factor_of_the_rest(applies_to, renormalize):
+    given = ragged(3, spread=0.5)
+    inputs, mask = given.inputs, given.batch.loss_mask
+    correction = Correction(Weighting(MismatchCorrection.icepop, 0.7, 1.4))
+    delta = (inputs.old_logp - inputs.rollout_logp).numpy()[mask]
+    kept = (np.exp(delta) >= 0.7) & (np.exp(delta) <= 1.4)
+    assert 0 < kept.sum() < len(kept)
+    expected = {"mismatch/masked": (~kept).mean(), "mismatch/factor": np.exp(delta)[kept].mean()}
+    _, before = step_coefficients(given.batch, config_for("token-mean", applies_to, renormalize), correction)
+    assert to_floats(before) == pytest.approx(expected)
+    forward = PolicyLoss(correction=correction, mask_applies_to=applies_to)
+    _, known_late = forward(inputs.old_logp, given.entropy, inputs)
+    assert {name: value for name, value in to_floats(known_late).items() if name in expected} == pytest.approx(expected)
 
 
 def test_a_correction_is_only_made_where_it_is_asked_for():

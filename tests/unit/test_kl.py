@@ -75,6 +75,19 @@ def test_k3_keeps_its_digits_in_float32(size):
     np.testing.assert_allclose(logp.grad.numpy(), -exact, rtol=2e-3)
 
 
+@pytest.mark.parametrize("difference", [20.0, 21.0, 1000.0])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_log_probs_that_are_far_apart_count_as_twenty_nats(difference, sign):
+    """exp() of a larger difference overflows in the end, and one such token would make the whole step infinite."""
+    d = 20.0 * sign
+    expected = {"k1": -d, "abs": 20.0, "k2": 200.0, "k3": math.expm1(d) - d}
+    for name, value in expected.items():
+        kl = kl_penalty(torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.0 + sign * difference]).double(), name)
+        assert kl.item() == pytest.approx(value)
+    weighted = unbiased_kl(torch.tensor([3.0]).double(), torch.tensor([sign * difference]).double())
+    assert weighted.item() == pytest.approx(3 * math.exp(d))
+
+
 def distributions(seed: int):
     """Logits of a policy, log-probs of an old policy and of a reference, over 5 words."""
     rng = torch.Generator().manual_seed(seed)

@@ -50,6 +50,32 @@ def test_clip_higher():
     assert metrics["actor/ratio"] == pytest.approx(1.02)
 
 
+def test_metrics_of_the_ratio_by_hand():
+    """clip_fraction counts tokens that lose their gradient, on either side; ppo_kl is the mean of -log ratio."""
+    ratios, advantages = [1.5, 1.5, 0.5, 0.5, 1.1, 1.9, 1.0], [1.0, -1.0, 1.0, -1.0, 2.0, 1.0, 1.0]
+    _, _, metrics = loss_of(PolicyLoss(clip_ratio_low=0.2, clip_ratio_high=0.28), ratios, advantages)
+    assert metrics["actor/clip_fraction_high"] == pytest.approx(2 / 7)
+    assert metrics["actor/clip_fraction_low"] == pytest.approx(1 / 7)
+    assert metrics["actor/ppo_kl"] == pytest.approx(-np.mean(np.log(ratios)))
+    assert metrics["actor/pg_loss"] == pytest.approx((-1.28 + 1.5 - 0.5 + 0.8 - 2.2 - 1.28 - 1) / 7, rel=1e-6)
+
+
+@pytest.mark.parametrize("difference", [21.0, 1000.0])
+def test_ratios_beyond_twenty_nats_stay_finite(difference):
+    logp = torch.tensor([-1.0, -1.0], dtype=torch.float64)
+    old = logp - torch.tensor([difference, -difference], dtype=torch.float64)
+    _, metrics = PolicyLoss()(logp, torch.zeros(2), inputs([True, True], old, advantage=torch.ones(2)))
+    assert to_floats(metrics)["actor/ratio"] == pytest.approx((math.exp(20) + math.exp(-20)) / 2)
+
+
+def test_the_worst_tokens_keep_their_numbers():
+    """The report of a mismatch finds the text of a token by its number in the step."""
+    logp = torch.tensor([-1.0, -2.0, -3.0])
+    given = inputs([True, True, False], rollout_logp=torch.tensor([-1.5, -2.0, -9.0]), number=torch.tensor([70, 71, 72]))
+    _, metrics = PolicyLoss()(logp, torch.zeros(3), given)
+    assert [row[:2] for row in metrics["mismatch/worst"].result()] == [(0.5, 70), (0.0, 71)]
+
+
 def test_dual_clip():
     loss = PolicyLoss(clip_ratio_c=3.0)
     value, gradient, metrics = loss_of(loss, [5.0, 2.5, 5.0, 0.5], [-1.0, -1.0, 1.0, -1.0])

@@ -30,6 +30,23 @@ def test_by_hand_and_on_trained_tokens_only():
     assert [row[:2] for row in metrics["mismatch/worst"].result()] == [(0.5, 2**40), (0.1, 2**40 + 1)]
 
 
+def test_it_is_the_trainers_log_prob_less_the_engines():
+    """The sign decides on k3 and the quantiles of the ratio."""
+    engine, trainer = torch.tensor([-1.0, -3.0]).double(), torch.tensor([-1.5, -3.0]).double()
+    metrics = mismatch_metrics(engine, trainer, torch.tensor([True, True]), torch.tensor([4, 5]))
+    scalars = to_floats(metrics)
+    assert (scalars["mismatch/max"], scalars["mismatch/mean"]) == (0.5, 0.25)
+    assert scalars["mismatch/k3"] == pytest.approx((math.exp(-0.5) + 0.5 - 1) / 2)
+    assert math.log(scalars["mismatch/ratio_p01"]) == pytest.approx(-0.5, rel=0.08)
+    assert metrics["mismatch/worst"].result()[0] == (0.5, 4, -1.0, -1.5)
+
+
+@pytest.mark.parametrize("delta", [21.0, 1000.0])
+def test_a_difference_beyond_twenty_nats_leaves_k3_finite(delta):
+    assert to_floats(metrics_of([delta]))["mismatch/k3"] == pytest.approx(math.expm1(20) - 20)
+    assert to_floats(metrics_of([-delta]))["mismatch/k3"] == pytest.approx(math.expm1(-20) + 20)
+
+
 def test_a_mismatch_that_is_nan_shows():
     assert math.isnan(to_floats(metrics_of([0.0, math.nan]))["mismatch/max"])
     assert math.isnan(metrics_of([0.0, math.nan, 3.0])["mismatch/worst"].result()[0][0])
@@ -78,6 +95,14 @@ def test_the_worst_tokens_in_their_context():
     assert wide.endswith("'<14><15>>><16><<<17><18><19>'")
 
 
+def test_worst_tokens_at_both_ends_of_a_sequence_show_no_token_of_the_neighbours():
+    tokens, cu_seqlens = np.arange(10, 24), np.array([0, 4, 14])
+    rows = [(2.0, 4, -1.0, -3.0), (1.0, 12, -1.0, -2.0)]  # the second token of sequence 1, and its last
+    first, last = describe_worst(rows, tokens, cu_seqlens, str, context=8).splitlines()
+    assert first.endswith("token 1 of 10 in sequence 1: '[14]>>[15]<<[16 17 18 19]'")
+    assert last.endswith("token 9 of 10 in sequence 1: '[15 16 17 18 19 20 21 22]>>[23]<<[]'")
+
+
 @pytest.mark.parametrize(
     ("action", "says", "stops"), [("off", False, False), ("warn", True, False), ("mask", False, False), ("stop", True, True)]
 )
@@ -94,5 +119,7 @@ def test_what_is_done_about_it(action, says, stops):
     config.threshold = largest * 1.01
     report = mismatch_report(metrics, [batch], config, None)
     assert (report.text, report.stop) == ("", False)
+    config.threshold = largest
+    assert not mismatch_report(metrics, [batch], config, None).text
     rows = metrics["mismatch/worst"].result()
-    assert [f">>{int(row[1]) + 101}<<" in line for row, line in zip(rows, report.worst.splitlines(), strict=True)]
+    assert all(f">>{int(row[1]) + 101}<<" in line for row, line in zip(rows, report.worst.splitlines(), strict=True))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.weights.sync.parcels import make_parcels, odd_factors
+from grpo_megatron.weights.sync.parcels import make_parcels, odd_factors, parcels_in_order
 from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
 from tests.unit.sync_cluster import DENSE, EXPERTS, hf_tensors, trainer_parameters
 
@@ -94,3 +94,28 @@ def test_parts_of_parcels_cover_what_a_rank_sends_exactly_once(max_bytes):
     for link, of_link in itertools.groupby(parcels, key=lambda parcel: parcel.link):
         assert [parcel.number for parcel in of_link] == list(range(sum(parcel.link == link for parcel in parcels)))
     assert all(dataclasses.astuple(parcel)[4][0] == 0 for parcel in parcels)
+
+
+@pytest.mark.parametrize(("arch", "multicast"), [(DENSE, False), (DENSE, True), (EXPERTS, False)])
+def test_everybodys_order_of_parcels_is_part_of_one_order(arch, multicast):
+    """Otherwise a sender waits for a receiver that waits for another sender, which waits for the first one."""
+    sizes = ParallelSizes(tp=2, dp=2) if arch is DENSE else ParallelSizes(dp=2, ep=2)
+    plan = ReshardPlan(Layouts(arch, sizes, EngineLayout(2), 3, multicast=multicast))
+    dtypes = dict.fromkeys(plan.engine_shapes, torch.bfloat16)
+
+    def names(links) -> list[tuple[str, int]]:
+        return [(parcel.link.name, parcel.number) for parcel in parcels_in_order(plan, links, dtypes, 2000)]
+
+    ranks = range(4 if arch is DENSE else 2)
+    everything = {link: parts for rank in ranks for link, parts in plan.outgoing(rank).items()}
+    whole = names(everything)
+    assert len(set(whole)) == len(whole)
+    place = {name: i for i, name in enumerate(whole)}
+    own_orders = [names(plan.outgoing(rank)) for rank in ranks] + [names(plan.incoming(one)) for one in plan.engine_ranks]
+    for own in own_orders:
+        assert own == sorted(own, key=place.__getitem__)
+        assert [number for _, number in own] == sorted(number for _, number in own)
+    if not multicast:
+        first = [link for name, number in whole if number == 0 for link in everything if link.name == name][: len(ranks)]
+        assert {link.sender for link in first} == set(ranks)  # All senders begin at once,
+        assert len({link.receivers for link in first}) == len(ranks)  # each with a receiver of its own.
