@@ -17,10 +17,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-NAMES = "Anna Omar Ben Clara David Elena Felix Grace Hugo Iris Jack Karen Leo Maria Noah Olga Paul Rosa Sam Tina Victor Wendy".split()
-HELD_OUT_NAMES = "Adam Bella Carlos Diana Ethan Fatima George Hannah".split()
-OBJECTS = "books apples pens stamps cards marbles coins shells stickers cookies balls eggs".split()
-HELD_OUT_OBJECTS = "pencils oranges keys buttons toys flowers".split()
+NAMES = [
+    "Anna",
+    "Omar",
+    "Ben",
+    "Clara",
+    "David",
+    "Elena",
+    "Felix",
+    "Grace",
+    "Hugo",
+    "Iris",
+    "Jack",
+    "Karen",
+    "Leo",
+    "Maria",
+    "Noah",
+    "Olga",
+    "Paul",
+    "Rosa",
+    "Sam",
+    "Tina",
+]
+HELD_OUT_NAMES = ["Adam", "Bella", "Carlos", "Diana", "Ethan", "Fatima", "George", "Hannah"]
+OBJECTS = ["books", "apples", "pens", "stamps", "cards", "marbles", "coins", "shells", "stickers", "cookies", "balls", "eggs"]
+HELD_OUT_OBJECTS = ["pencils", "oranges", "keys", "buttons", "toys", "flowers"]
 HELD_OUT_SHARE = 0.25
 """Share of the pairs of numbers that only eval.jsonl has."""
 
