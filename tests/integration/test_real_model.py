@@ -1,6 +1,8 @@
 """A real pretrained model, SmolLM2-135M-Instruct: conversion by the tools, a real engine, GSM8K."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,12 @@ def test_gsm8k_is_as_hard_as_expected(ray_here, smollm2, tmp_path, capsys):
     print(result["scores"])
     (scores,) = result["scores"].values()
     assert 0.0 <= scores["greedy"] <= 0.08
+
+
+def test_the_benchmark_runs_small(smollm2):
+    arguments = ["--model", smollm2, "--steps", "1", "--length", "4", "--precision", "bf16"]
+    done = subprocess.run([sys.executable, "benchmarks/real_model.py", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])["bf16"]
+    assert 0 < found["train_share"] < 1
+    assert 0 < found["generate_share"] < 1

@@ -156,6 +156,10 @@ COMMANDS = {
         "tests/integration/test_quickstart.py::test_grpo_learns_what_the_teacher_got_wrong", "tools/quickstart.py"
     ),
     "make quickstart-fp8": ByTest("tests/integration/test_quickstart.py::test_fp8_learns_it_too", "quickstart_fp8"),
+    # Too long for a test: the tool's parts are tested, and a step of its configuration.
+    "make quickstart-real": ByTest(
+        "tests/unit/test_quickstart_arguments.py::test_the_real_model_is_trained", "tools/quickstart_real.py"
+    ),
     "make test": SUITE,
     "make test-all": SUITE,
     "make lint": SUITE,
@@ -176,6 +180,10 @@ COMMANDS = {
     "python benchmarks/rewards.py": ByTest(BENCHMARK, '"rewards": '),
     "python benchmarks/schedule.py": ByTest(BENCHMARK, '"schedule": '),
     "python benchmarks/train_step.py": ByTest(BENCHMARK, '"train_step": '),
+    "python benchmarks/real_model.py": ByTest(
+        "tests/integration/test_real_model.py::test_the_benchmark_runs_small", '"benchmarks/real_model.py"'
+    ),
+    "python benchmarks/real_model.py --trl PYTHON": Needs("an environment with TRL", "TRL"),
     "python benchmarks/logprob.py": ByTest("tests/parallel/test_head.py::test_benchmark_runs_small", '"logprob.py"'),
     "python benchmarks/learning.py": ByTest(
         "tests/integration/test_quickstart.py::test_four_presets_learn_it", "benchmarks/learning.py"
