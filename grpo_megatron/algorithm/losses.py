@@ -51,7 +51,8 @@ class TokenLoss(Protocol):
     ) -> tuple[torch.Tensor, Metrics]:
         """logp, entropy float32 [t] -> (loss [t], zero outside the mask; metrics).
 
-        full_kl float32 [t]: the exact KL to the reference, given if needs_full_kl.
+        full_kl float32 [t]: the exact KL to the reference, given if needs_full_kl. All three are computed inside the mask alone;
+        outside it they are zero.
         """
 
 

@@ -30,7 +30,7 @@ def hand_out_hidden_states(model) -> None:
 
 
 class HeadOutput(NamedTuple):
-    """Per token, float32 [t], natural log; equal on every TP rank.
+    """Per computed token, float32 [t] or [n], natural log; equal on every TP rank.
 
     logp: of the target. entropy: of the distribution. kl: sum_v p_v (log p_v - log q_v) over the
     whole vocabulary, q the reference's distribution; None without a reference.
@@ -54,6 +54,7 @@ def token_logprobs(
     chunk_vocab: int | None = None,
     accumulate_into_main_grad: bool = False,
     exact_logits: bool = False,
+    positions: torch.Tensor | None = None,
 ) -> HeadOutput:
     """Log-prob of each target, entropy of each distribution and, with a reference, the exact KL.
 
@@ -71,6 +72,7 @@ def token_logprobs(
     accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`, as Megatron's
     gradient_accumulation_fusion does, and leave no meaningful `weight.grad`.
     exact_logits: do not round logits to the weight's dtype; the gradient's products still take factors of that dtype.
+    positions: int64 [n], the tokens to compute; the outputs are then [n], and the others cost nothing. None: all t.
 
     Raises ValueError for a target, temperature or chunk size that does not fit, or a missing main_grad.
     """
@@ -82,6 +84,9 @@ def token_logprobs(
     if len(hidden) != len(target):
         raise ValueError(f"{len(hidden)} hidden states for {len(target)} targets")
     ref_hidden, ref_weight = _of_reference(reference, hidden, weight, sequence_parallel, tp_group)
+    if positions is not None:
+        hidden, target = hidden.index_select(0, positions), target.index_select(0, positions)
+        ref_hidden = None if ref_hidden is None else ref_hidden.index_select(0, positions)
     tiling = Tiling.of(weight, len(target), vocab_size, tp_group, chunk_tokens, chunk_vocab)
     task = HeadTask(target, float(temperature), vocab_size, tiling, tp_group, accumulate_into_main_grad, exact_logits)
     return HeadOutput(*FusedHead.apply(hidden, weight, ref_hidden, ref_weight, task))

@@ -21,9 +21,10 @@ from grpo_megatron.model.architecture import MoE
 class MicroBatch:
     """t local positions, on the rank's device.
 
-    padding: True on padding. routing: {layer: int64 [t, k]} (under SP this rank's share of t), the
-    experts of each token to be used; None: the routers' choice. reference_hidden: the reference
-    model's last hidden states, [t, h] (or that share), on the last stage; on the device or the host.
+    padding: True on padding. trained: the positions whose loss counts, known once the loss inputs are set; the training pass
+    computes the head for these alone. routing: {layer: int64 [t, k]} (under SP this rank's share of t), the experts of each token
+    to be used; None: the routers' choice. reference_hidden: the reference model's last hidden states, [t, h] (or that share),
+    on the last stage; on the device or the host.
     """
 
     pack: Pack
@@ -33,6 +34,7 @@ class MicroBatch:
     padding: torch.Tensor  # bool [1, t]
     target: torch.Tensor  # int64 [t]
     weight: torch.Tensor | None = None  # float32 [t]
+    trained: torch.Tensor | None = None  # int64 [n]
     inputs: LossInputs | PairInputs | None = None
     routing: dict[int, torch.Tensor] | None = None
     reference_hidden: torch.Tensor | None = None
@@ -67,6 +69,7 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
 
     sequence_id = pack.tensor("sequence_id", device)
     micro_batch.weight = local(batch.weight)
+    micro_batch.trained = on_device(_trained_positions(pack.scatter(batch.loss_mask)), device)
     micro_batch.inputs = LossInputs(
         mask=local(batch.loss_mask),
         advantage=local(batch.advantage),
@@ -77,6 +80,12 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
         policy_factor=None if batch.policy_factor is None else local(batch.policy_factor),
         number=None if batch.number is None else local(batch.number),
     )
+
+
+def _trained_positions(mask: torch.Tensor) -> torch.Tensor:
+    """Return the positions at which the mask (on the host) is true. Without any, return the first: collectives need a token."""
+    positions = mask.nonzero()[:, 0]
+    return positions if len(positions) else torch.zeros(1, dtype=torch.int64)
 
 
 def set_pair_inputs(micro_batch: MicroBatch, batch: TrainBatch) -> None:

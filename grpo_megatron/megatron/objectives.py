@@ -35,13 +35,22 @@ class Head:
     exact_logits: bool = False
     reference_weight: Callable[[], torch.Tensor] | None = None
 
-    def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool = False) -> HeadOutput:
+    def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch) -> HeadOutput:
+        """Compute all targets. Without a KL."""
+        return self._values(hidden, micro_batch.target, None, None)
+
+    def of_trained(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool) -> HeadOutput:
+        """Compute the targets at the trained positions, and return zeros at the others: prompts cost nothing in the head."""
         reference = (micro_batch.hidden_of_reference(), self.reference_weight()) if with_kl else None
+        found = self._values(hidden, micro_batch.target, micro_batch.trained, reference)
+        return HeadOutput(*(value if value is None else _spread(value, micro_batch) for value in found))
+
+    def _values(self, hidden: torch.Tensor, target: torch.Tensor, positions: torch.Tensor | None, reference) -> HeadOutput:
         weight = self.weight()
         return token_logprobs(
             hidden[0],  # [1, t, h]: packs are one row
             weight,
-            micro_batch.target,
+            target,
             self.temperature,
             self.vocab_size,
             mpu.get_tensor_model_parallel_group(),
@@ -50,7 +59,13 @@ class Head:
             # A frozen one has no place for a gradient, and one beside DDP is never trained.
             accumulate_into_main_grad=hasattr(weight, "main_grad"),
             exact_logits=self.exact_logits,
+            positions=positions,
         )
+
+
+def _spread(values: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    """Put the values of the trained positions at their places among all t, zeros elsewhere."""
+    return values.new_zeros(len(micro_batch.target)).index_copy(0, micro_batch.trained, values)
 
 
 def make_head(chunks: list, arch: Architecture, spec: ActorSpec) -> Head | ScoreHead:
@@ -81,7 +96,7 @@ def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
     """sum_t w_t l_t over the targets of a micro-batch that are on this CP rank."""
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
-        new = head(hidden, micro_batch, loss.needs_full_kl)
+        new = head.of_trained(hidden, micro_batch, loss.needs_full_kl)
         token_loss, metrics = loss(new.logp, new.entropy, micro_batch.inputs, new.kl)
         total = (micro_batch.weight * token_loss).sum()
         metrics["actor/loss"] = Sum(total.detach().clone())  # schedules divide the loss in place

@@ -22,7 +22,7 @@ BENCHMARKS = {
     "schedule": (["--calls", "1"], "bins_over_bound"),
     "train_step": (["--steps", "1", "--sequences", "8"], "packed_speedup"),
 }
-ELSEWHERE = {"logprob", "learning", "gpu"}
+ELSEWHERE = {"logprob", "learning", "gpu", "real_model"}
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -134,6 +134,21 @@ def values_and_gradients(problem: Problem, sequence_parallel: bool) -> dict:
     return {name: value.detach().float().numpy() for name, value in found.items()}
 
 
+def of_positions(problem: Problem, sequence_parallel: bool, positions: tuple[int, ...]) -> tuple[dict, dict]:
+    """(the head for these positions alone, the head for all tokens with a loss at these positions alone): values at the positions, and
+    gradients of this rank's hidden states and weight."""
+    index = torch.tensor(positions)
+    results = []
+    for options in ({"positions": index}, {}):
+        tensors = _local(problem, sequence_parallel)
+        values = _call(problem, tensors, sequence_parallel, **options)
+        chosen = {name: value if options else value[index] for name, value in values._asdict().items()}
+        sum((chosen[name] * tensors[name][index]).sum() for name in problem.use).backward()
+        found = chosen | {name: tensors[name].grad for name in ("hidden", "weight")}
+        results.append({name: value.detach().float().numpy() for name, value in found.items()})
+    return results[0], results[1]
+
+
 def recorded(problem: Problem, sequence_parallel: bool) -> dict:
     """largest, products, collectives of the forward and the backward pass."""
     tensors = _local(problem, sequence_parallel)

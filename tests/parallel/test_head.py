@@ -182,3 +182,17 @@ def test_benchmark_runs_small():
     assert 0 < result["memory_ratio"] < 0.5
     assert 0 < result["max_error"] <= 1e-5
     assert min(result["forward_ratio"], result["time_ratio"]) > 0
+
+
+@pytest.mark.parametrize("positions", [(0, 3, 4, 17, 23), (5,), tuple(range(24))], ids=["some", "one", "all"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_chosen_positions_have_the_values_and_gradients_of_the_whole(ranks, layout, positions):
+    """Training computes the head for response tokens alone: as if the loss of all others were multiplied by zero."""
+    problem = Problem(chunk_tokens=5, chunk_vocab=7)
+    sizes = LAYOUTS[layout]
+    for chosen, whole in ranks.run(heads.of_positions, sizes, problem, sizes.sequence_parallel, positions):
+        assert chosen.keys() == whole.keys() == {"logp", "entropy", "kl", "hidden", "weight"}
+        for name, values in whole.items():
+            np.testing.assert_allclose(
+                chosen[name], values, rtol=1e-5, atol=1e-5 * max(1.0, np.abs(values).max()), err_msg=name
+            )

@@ -100,6 +100,11 @@ COMMANDS = {
     "grpo-megatron eval --config FILE [key=value ...]": ByTest(
         "tests/integration/test_eval_command.py::test_several_data_sets_by_the_command", 'main(["eval"'
     ),
+    "grpo-megatron eval --config configs/gsm8k_cpu.yaml model.path=OUT_DIR data.eval=first100.jsonl rollout.max_response_length=192 "
+    "eval.n=1": ByTest(
+        "tests/integration/test_real_model.py::test_gsm8k_is_as_hard_as_expected",
+        '"eval", "--config", "configs/gsm8k_cpu.yaml"',
+    ),
     "grpo-megatron selftest --config FILE": SELFTEST,
     "grpo-megatron selftest --config FILE [key=value ...]": SELFTEST,
     "grpo-megatron sft --config FILE [key=value ...]": ByTest(
@@ -156,6 +161,10 @@ COMMANDS = {
         "tests/integration/test_quickstart.py::test_grpo_learns_what_the_teacher_got_wrong", "tools/quickstart.py"
     ),
     "make quickstart-fp8": ByTest("tests/integration/test_quickstart.py::test_fp8_learns_it_too", "quickstart_fp8"),
+    # Too long for a test: the tool's parts are tested, and a step of its configuration.
+    "make quickstart-real": ByTest(
+        "tests/unit/test_quickstart_arguments.py::test_the_real_model_is_trained", "tools/quickstart_real.py"
+    ),
     "make test": SUITE,
     "make test-all": SUITE,
     "make lint": SUITE,
@@ -176,6 +185,9 @@ COMMANDS = {
     "python benchmarks/rewards.py": ByTest(BENCHMARK, '"rewards": '),
     "python benchmarks/schedule.py": ByTest(BENCHMARK, '"schedule": '),
     "python benchmarks/train_step.py": ByTest(BENCHMARK, '"train_step": '),
+    "python benchmarks/real_model.py": ByTest(
+        "tests/integration/test_real_model.py::test_the_benchmark_runs_small", '"benchmarks/real_model.py"'
+    ),
     "python benchmarks/logprob.py": ByTest("tests/parallel/test_head.py::test_benchmark_runs_small", '"logprob.py"'),
     "python benchmarks/learning.py": ByTest(
         "tests/integration/test_quickstart.py::test_four_presets_learn_it", "benchmarks/learning.py"

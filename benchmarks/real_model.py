@@ -1,0 +1,226 @@
+"""A GRPO step of a real pretrained model on CPUs: time by phase, tokens per second, and share of the machine's arithmetic.
+
+    python benchmarks/real_model.py [--model DIR] [--steps N] [--length R] [--precision P] [--trl PYTHON]
+
+The model is SmolLM2-135M-Instruct; without --model it is fetched (tools/fetch_smollm2.py). A step is that of configs/quickstart_real.yaml
+without KL: 8 word problems x 8 responses, one optimizer step. Every response has exactly R tokens, because the model's end token is
+exchanged for one that it never writes. The first step warms up; figures are medians of the others.
+
+The peak is what torch.mm reaches in the same run with the same threads: of two squares of 2048, and of the products of one layer of the
+model and its output projection (the mean, weighted by their arithmetic). Arithmetic counted for training: 3 x the forward pass, with the
+output projection for response tokens alone; for generation: one pass over each prompt and each response token.
+
+With --trl, the interpreter PYTHON (an environment with TRL installed) does the same work: same prompts, group size, lengths,
+temperature, optimizer, threads and precision (bf16: TRL's autocast), no KL. The ratio is TRL's seconds over ours.
+
+Prints tables and, as its last line, one JSON object: {precision: {generate, train, step (seconds), trained_tokens_per_second,
+generated_tokens_per_second, peak_square, peak_shapes (GFLOP/s), train_share, generate_share (of peak_square), train_share_of_shapes,
+generate_share_of_shapes, and with --trl trl_step, trl_over_ours}}.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# Before torch loads OpenMP: threads that spin lose as soon as another process has work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from fetch_smollm2 import fetch
+from make_word_problems import make as make_problems
+
+from grpo_megatron.commands.train import assembled_loop
+from grpo_megatron.config.schema import Config
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.preflight.load import load_config
+from grpo_megatron.run.folder import METRICS
+
+ROOT = Path(__file__).resolve().parent.parent
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NEVER_WRITTEN = 3
+"""Id of a special token for file names in code, which takes the end token's place."""
+
+
+def endless_model(model: Path, target: Path) -> None:
+    """Make a folder with the same weights whose end token is NEVER_WRITTEN."""
+    from transformers import AutoTokenizer
+
+    target.mkdir()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(NEVER_WRITTEN)
+    tokenizer.save_pretrained(target)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((model / name).read_text(encoding="utf-8")) | {"eos_token_id": NEVER_WRITTEN}
+        (target / name).write_text(json.dumps(values), encoding="utf-8")
+    for weights in model.glob("*.safetensors"):
+        (target / weights.name).symlink_to(weights.resolve())
+
+
+def products(arch: Architecture) -> dict[str, tuple[int, int]]:
+    """Return the matrices (out, in) of one layer."""
+    h, d = arch.hidden_size, arch.head_dim
+    qkv = (arch.num_heads + 2 * arch.num_kv_heads) * d
+    return {
+        "qkv": (qkv, h),
+        "output": (h, arch.num_heads * d),
+        "gate and up": (2 * arch.ffn_hidden_size, h),
+        "down": (h, arch.ffn_hidden_size),
+    }
+
+
+def forward_flops(arch: Architecture, tokens: float, with_head: float, length: float) -> float:
+    """Arithmetic of one pass over so many tokens, of which `with_head` need logits. length: of a sequence, for causal attention."""
+    layer = sum(2 * rows * columns for rows, columns in products(arch).values())
+    attention = 4 * arch.num_heads * arch.head_dim * length / 2
+    return tokens * arch.num_layers * (layer + attention) + with_head * 2 * arch.vocab_size * arch.hidden_size
+
+
+def rate(rows: int, inner: int, columns: int, dtype: torch.dtype, repeats: int = 5) -> float:
+    """Return the highest FLOP/s of [rows, inner] @ [inner, columns]."""
+    a, b = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype).t()
+    best = float("inf")
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        for _ in range(4):
+            torch.mm(a, b)
+        best = min(best, (time.perf_counter() - start) / 4)
+    return 2 * rows * inner * columns / best
+
+
+def peaks(arch: Architecture, dtype: torch.dtype, tokens: int = 2048) -> tuple[float, float]:
+    """Measure (a large square, the model's own shapes) in FLOP/s."""
+    shapes = [(size, arch.num_layers) for size in products(arch).values()] + [((arch.vocab_size, arch.hidden_size), 1)]
+    work = [2 * tokens * rows * columns * count for (rows, columns), count in shapes]
+    seconds = [flops / rate(tokens, columns, rows, dtype) for flops, ((rows, columns), _) in zip(work, shapes, strict=True)]
+    return rate(2048, 2048, 2048, dtype), sum(work) / sum(seconds)
+
+
+def our_config(folder: Path, precision: str, length: int, steps: int, threads: int) -> Config:
+    return load_config(
+        str(ROOT / "configs/quickstart_real.yaml"),
+        [
+            f"run.root={folder}/runs",
+            f"run.name={precision}",
+            "run.resume=none",
+            f"run.total_steps={steps}",
+            f"model.path={folder}/model",
+            f"data.train={folder}/data/train.jsonl",
+            "data.eval=null",
+            "data.shuffle=false",
+            f"rollout.max_response_length={length}",
+            f"rollout.engine.dtype={'float32' if precision == 'fp32' else 'bfloat16'}",
+            f"rollout.engine.cpu_threads={threads}",
+            "algorithm.use_kl_loss=false",
+            f"megatron.precision={precision}",
+            f"megatron.cpu_threads={threads}",
+            "optimizer.lr=1e-6",
+            "mismatch.action=off",
+        ],
+    )
+
+
+def our_steps(config: Config) -> list[dict[str, float]]:
+    """The logged scalars of every step but the first."""
+    with assembled_loop(config) as (controller, _):
+        controller.sync_weights()
+        for _ in range(config.run.total_steps):
+            controller.step += 1
+            controller.train_step()
+        lines = Path(controller.monitor.directory, METRICS).read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if "time/train" in row]
+    length = config.rollout.max_response_length
+    if any(row["response/length_mean"] != length for row in rows):
+        raise RuntimeError(f"a response ended before {length} tokens")
+    return rows[1:]
+
+
+def trl_seconds(python: str, config: Config, threads: int) -> float:
+    """Median seconds of a step of TRL but the first."""
+    options = {
+        "model": config.model.path,
+        "prompts": config.data.train,
+        "steps": config.run.total_steps,
+        "groups": config.data.train_batch_size,
+        "group_size": config.rollout.n,
+        "length": config.rollout.max_response_length,
+        "temperature": config.rollout.temperature,
+        "bf16": config.megatron.precision.value == "bf16",
+        "threads": threads,
+        "optimizer": {name: getattr(config.optimizer, name) for name in ("lr", "beta1", "beta2", "eps", "clip_grad")},
+    }
+    script = ROOT / "benchmarks/others/trl_step.py"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([python, str(script), json.dumps(options)], stdout=subprocess.PIPE, text=True, env=environment)
+    if done.returncode:
+        sys.exit(f"{python} {script} failed with exit status {done.returncode}")
+    return statistics.median(json.loads(done.stdout.splitlines()[-1])[1:])
+
+
+def measure(config: Config, arch: Architecture, precision: str) -> dict[str, float]:
+    square, shapes = peaks(arch, DTYPES[precision])
+    rows = our_steps(config)
+
+    def median(name: str) -> float:
+        return statistics.median(row[name] for row in rows)
+
+    groups, size, length = config.data.train_batch_size, config.rollout.n, config.rollout.max_response_length
+    responses, prompt = groups * size * length, median("prompt/length_mean")
+    tokens, whole = groups * size * (prompt + length), prompt + length
+    train = 3 * forward_flops(arch, tokens, responses, whole) / median("time/train")
+    generate = forward_flops(arch, groups * prompt, groups, prompt) + forward_flops(arch, responses, responses, prompt + whole)
+    generate /= median("time/generate")
+    return {
+        **{name: median(f"time/{name}") for name in ("generate", "train", "step")},
+        "trained_tokens_per_second": tokens / median("time/train"),
+        "generated_tokens_per_second": responses / median("time/generate"),
+        "peak_square": square / 1e9,
+        "peak_shapes": shapes / 1e9,
+        "train_share": train / square,
+        "generate_share": generate / square,
+        "train_share_of_shapes": train / shapes,
+        "generate_share_of_shapes": generate / shapes,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of the model; without it, it is fetched")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps")
+    parser.add_argument("--length", type=int, default=48, help="tokens of every response")
+    parser.add_argument("--precision", choices=DTYPES, action="append", help="may be given twice; without it, both")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the rank, the engine, TRL, and the peak"
+    )
+    parser.add_argument("--trl", metavar="PYTHON", help="interpreter with TRL installed")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    result = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.model is None:
+            fetch(f"{folder}/fetched", "float32", [])
+        endless_model(options.model or folder / "fetched", folder / "model")
+        make_problems(folder / "data", 0, 256, 1)
+        arch = read_architecture(f"{folder}/model")
+        for precision in options.precision or DTYPES:
+            config = our_config(folder, precision, options.length, options.steps + 1, options.threads)
+            result[precision] = measure(config, arch, precision)
+            if options.trl:
+                seconds = trl_seconds(options.trl, config, options.threads)
+                result[precision] |= {"trl_step": seconds, "trl_over_ours": seconds / result[precision]["step"]}
+    for figure in next(iter(result.values())):
+        print(f"{figure:<30}" + "".join(f"{precision:>6}{values[figure]:>12.3f}" for precision, values in result.items()))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""A real pretrained model, SmolLM2-135M-Instruct: conversion by the tools, a real engine, GSM8K."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.cli import main
+from tests.parallel.test_weights import assert_identical, read_all
+from tests.tools import run_tool
+
+pytestmark = pytest.mark.slow
+
+GSM8K = Path("../shared/data/gsm8k/test.jsonl")
+
+
+def test_conversion_there_and_back_is_bit_identical(smollm2, tmp_path):
+    run_tool("convert_hf_to_megatron", smollm2, tmp_path / "megatron")
+    run_tool("convert_megatron_to_hf", tmp_path / "megatron", tmp_path / "hf")
+    original = read_all(smollm2)
+    assert len(original) == 272  # 30 layers of 9 tensors, the embeddings, the last norm
+    assert_identical(read_all(tmp_path / "hf"), original)
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("problems")
+    run_tool("make_word_problems", folder, "--train", 64, "--held-out", 16)
+    return folder
+
+
+def arguments(smollm2, problems, root, *changes) -> list[str]:
+    paths = [f"model.path={smollm2}", *(f"data.{side}={problems}/{side}.jsonl" for side in ("train", "eval"))]
+    return ["--config", "configs/quickstart_real.yaml", f"run.root={root}", *paths, *changes]
+
+
+def test_engine_and_trainer_agree(ray_here, smollm2, problems, tmp_path, capsys):
+    """In float32. The engine starts with random weights, so all that it knows of the model came through the weight sync."""
+    exact = [
+        "rollout.engine.dtype=float32",
+        "megatron.precision=fp32",
+        "data.train_batch_size=2",
+        "train.ppo_mini_batch_size=2",
+    ]
+    assert main(["selftest", *arguments(smollm2, problems, tmp_path, *exact)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    print(found)
+    assert found["passed"]
+    assert max(found["max"]) <= 2e-4
+
+
+def test_one_step_trains_it_in_bf16(ray_here, smollm2, problems, tmp_path):
+    """The configuration of `make quickstart-real`, which takes too long for a test: a step, an evaluation, and its report."""
+    small = ["run.total_steps=1", "data.train_batch_size=2", "train.ppo_mini_batch_size=2", "optimizer.lr_warmup_steps=0"]
+    assert main(["train", *arguments(smollm2, problems, tmp_path, *small)]) == 0
+    run = tmp_path / "quickstart_real"
+    result = json.loads((run / "result.json").read_text())
+    assert set(result["before"]) == set(result["after"]) == {"eval/mean@1", "eval/greedy"}
+    assert result["mismatch_max"] < 1.0  # bf16 in engine and trainer
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (entropy,) = [row["actor/entropy"] for row in rows if "actor/entropy" in row]
+    assert 0.2 < entropy < 3.0  # that of a trained model; random weights have 10.8
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    for step in (0, 1):
+        assert f"step {step}: eval/0" in page
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason=f"{GSM8K} is not here")
+def test_gsm8k_is_as_hard_as_expected(ray_here, smollm2, tmp_path, capsys):
+    """The command of docs/recipes.md: about 2 of the first 100 problems."""
+    lines = GSM8K.read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "first100.jsonl").write_text("".join(lines[:100]), encoding="utf-8")
+    changes = [f"run.root={tmp_path}", f"model.path={smollm2}", f"data.eval={tmp_path}/first100.jsonl"]
+    assert main(["eval", "--config", "configs/gsm8k_cpu.yaml", *changes, "rollout.max_response_length=192", "eval.n=1"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    print(result["scores"])
+    (scores,) = result["scores"].values()
+    assert 0.0 <= scores["greedy"] <= 0.08
+
+
+def test_the_benchmark_runs_small(smollm2):
+    arguments = ["--model", smollm2, "--steps", "1", "--length", "4", "--precision", "bf16"]
+    done = subprocess.run([sys.executable, "benchmarks/real_model.py", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])["bf16"]
+    assert 0 < found["train_share"] < 1
+    assert 0 < found["generate_share"] < 1

