@@ -1,4 +1,5 @@
 import math
+import re
 
 import numpy as np
 import pytest
@@ -100,6 +101,8 @@ def test_worst_tokens_at_both_ends_of_a_sequence_show_no_token_of_the_neighbours
     rows = [(2.0, 4, -1.0, -3.0), (1.0, 12, -1.0, -2.0)]  # the second token of sequence 1, and its last
     first, last = describe_worst(rows, tokens, cu_seqlens, str, context=8).splitlines()
     assert first.endswith("token 1 of 10 in sequence 1: '[14]>>[15]<<[16 17 18 19]'")
+    wide = describe_worst([(2.0, 18, -1.0, -3.0)], np.arange(100, 140), np.array([0, 4, 40]), lambda ids: f"{ids[0]}-{ids[-1]}")
+    assert wide.endswith("'107-118>>119-119<<120-125'")  # twelve before and six after
     assert last.endswith("token 9 of 10 in sequence 1: '[15 16 17 18 19 20 21 22]>>[23]<<[]'")
 
 
@@ -123,3 +126,4 @@ def test_what_is_done_about_it(action, says, stops):
     assert not mismatch_report(metrics, [batch], config, None).text
     rows = metrics["mismatch/worst"].result()
     assert all(f">>{int(row[1]) + 101}<<" in line for row, line in zip(rows, report.worst.splitlines(), strict=True))
+    assert all(re.search(r": '[\d ]*>>\d+<<[\d ]*'$", line) for line in report.worst.splitlines())

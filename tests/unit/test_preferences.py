@@ -80,6 +80,12 @@ def test_the_loss_by_hand():
     )
 
 
+def test_equal_scores_are_not_accurate():
+    """A reward model that gives every response the same score has told no pair apart."""
+    _, metrics = PreferenceLoss()(torch.ones(4), PairInputs(torch.full((2,), 0.5), torch.zeros(2)))
+    assert to_floats(metrics)["reward_model/accuracy"] == 0
+
+
 @given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=5), min_size=1, max_size=4))
 def test_a_standard_deviation_of_parts_is_that_of_the_whole(parts):
     whole = merge([{"std": Std.of(torch.tensor(part))} for part in parts])["std"].concrete()

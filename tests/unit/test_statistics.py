@@ -65,6 +65,7 @@ def test_what_a_step_left_out():
     assert (scalars["rollout/aborted_groups"], scalars["rollout/failed_groups"]) == (7, 2)
     assert scalars["reward/failed"] == 0 + 4 + 3
     assert scalars["reward/mean"] == 2
+    assert step_statistics([FIRST, SECOND], rollout, pass_reward=1.0, version=None)["reward/failed"] == 2 + 4 + 3
 
 
 def test_staleness_counts_tokens_and_not_spans():
