@@ -49,6 +49,8 @@ def test_grpo():
 def test_rloo():
     # 3 - (0 + 1) / 2, 0 - (3 + 1) / 2, 1 - (3 + 0) / 2
     assert per_sample("rloo", [3.0, 0.0, 1.0], [0, 0, 0]) == pytest.approx([2.5, -2.0, -0.5])
+    # In a group of two, the mean of the others is the other one's score.
+    assert per_sample("rloo", [3.0, 1.0, 5.0, 5.5], [0, 0, 1, 1]) == pytest.approx([2.0, -2.0, -0.5, 0.5])
 
 
 def test_gpg():
@@ -158,7 +160,7 @@ def test_sequences_of_a_trajectory_need_one_reward():
 
 
 def test_a_missing_reward_is_refused():
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(ValueError, match="finite numbers, got nan"):
         advantages(inputs([1.0, math.nan], [0, 0]), options())
 
 
