@@ -23,8 +23,8 @@ def parcel_of(*tensors: tuple[int, torch.dtype]):
 
 
 def sealed(parcel, parameters, buffer=None) -> torch.Tensor:
-    """A packed buffer with its digests, with room for a payload."""
-    buffer = torch.full((max_payload(parcel),), 0xAB, dtype=torch.uint8) if buffer is None else buffer
+    """A packed buffer with its digests, with room for a payload and more, as a sender's is for its largest parcel."""
+    buffer = torch.full((max_payload(parcel) + 48,), 0xAB, dtype=torch.uint8) if buffer is None else buffer
     parcel.pack(parameters, buffer)
     parcel.sealed(buffer).copy_(parcel.digests(buffer, odd_factors([parcel], CPU)))
     return buffer
@@ -32,6 +32,14 @@ def sealed(parcel, parameters, buffer=None) -> torch.Tensor:
 
 def weights(generator: np.random.Generator, tensors) -> dict[str, torch.Tensor]:
     return {f"megatron{i}": torch.from_numpy(generator.normal(size=n)).to(dtype) for i, (n, dtype) in enumerate(tensors)}
+
+
+def test_parts_of_one_tensor_that_follow_each_other_have_one_digest():
+    """Parts are padded to 16 bytes, and a digest is of words of 8 bytes."""
+    moves = [Move(name, (0,), (n,), (0,), (0,)) for name, n in (("a", 3), ("a", 5), ("b", 4), ("a", 1))]
+    (parcel,) = make_parcels(LINK, [Part("m", "e", move) for move in moves], {"e": torch.float32}, 10**9)
+    assert parcel.runs == [("a", 0, 6), ("b", 6, 8), ("a", 8, 10)]
+    assert (parcel.data_bytes, parcel.total_bytes) == (80, 104)
 
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn])
