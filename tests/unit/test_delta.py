@@ -36,10 +36,25 @@ def weights(generator: np.random.Generator, tensors) -> dict[str, torch.Tensor]:
 
 def test_parts_of_one_tensor_that_follow_each_other_have_one_digest():
     """Parts are padded to 16 bytes, and a digest is of words of 8 bytes."""
-    moves = [Move(name, (0,), (n,), (0,), (0,)) for name, n in (("a", 3), ("a", 5), ("b", 4), ("a", 1))]
+    moves = [Move(name, (0,), (n,), (0,), (0,)) for name, n in (("b", 4), ("a", 3), ("a", 5), ("b", 1))]
     (parcel,) = make_parcels(LINK, [Part("m", "e", move) for move in moves], {"e": torch.float32}, 10**9)
-    assert parcel.runs == [("a", 0, 6), ("b", 6, 8), ("a", 8, 10)]
+    assert parcel.runs == [("b", 0, 2), ("a", 2, 8), ("b", 8, 10)]
     assert (parcel.data_bytes, parcel.total_bytes) == (80, 104)
+
+
+@pytest.mark.parametrize("max_bytes", [16, 30, 48, 10**6])
+def test_a_tensor_that_is_cut_by_rows_arrives_where_it_belongs(max_bytes):
+    """It lies in the middle of the sender's tensor, and in one expert of the receiver's."""
+    move = Move("a", (0, 0), (7, 3), (2, 1), (1, 3, 2))
+    source, target = torch.arange(60.0).view(12, 5), torch.zeros(2, 11, 6)
+    parcels = make_parcels(LINK, [Part("m", "e", move)], {"e": torch.float32}, max_bytes)
+    for parcel in parcels:
+        buffer = torch.empty(parcel.total_bytes, dtype=torch.uint8)
+        parcel.pack({"m": source}, buffer)
+        parcel.unpack(buffer, {"e": target})
+    expected = torch.zeros(2, 11, 6)
+    expected[1, 3:10, 2:5] = source[2:9, 1:4]
+    assert target.equal(expected)
 
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn])
