@@ -52,6 +52,7 @@ GGUF = "tests/unit/test_gguf.py::test_a_tokenizer_that_splits_otherwise_is_refus
 BENCHMARK = "tests/integration/test_benchmarks.py::test_it_runs_small"
 SELFTEST = ByTest("tests/integration/test_selftest.py::test_an_engine_in_bf16_by_the_command", '"selftest"')
 # Every run of the tests begins with these, so no test can.
+MUTMUT = Needs("mutmut from a package index, and minutes", "ten minutes")
 SUITE = Needs("to be what runs the tests", "test|lint")
 INSTALL = Needs("a package index", "(?i)install")
 QUICKSTART = {"FILE": "configs/quickstart.yaml", "key=value ...": "run.seed=2", "key=value": "run.seed=2"}
@@ -168,6 +169,9 @@ COMMANDS = {
     "make test": SUITE,
     "make test-all": SUITE,
     "make lint": SUITE,
+    "make mutants": MUTMUT,
+    'make mutants FILES="grpo_megatron/batch/*.py"': MUTMUT,
+    "python tools/mutants.py grpo_megatron/weights/sync/delta.py --tests tests/unit/test_delta.py": MUTMUT,
     "make install": INSTALL,
     "make install PYTHON=...": INSTALL,
     'make install PIP_FLAGS="--extra-index-url ..."': INSTALL,
