@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutants import function_of, tests_of, with_late_decorators
+from tools import mutants
 
 SOURCE = """
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ def values_of(source: str) -> list:
 
 def test_functions_that_are_decorated_later_do_the_same():
     """mutmut changes no decorated function, so that no fault was planted in any advantage estimator or surrogate."""
-    late = with_late_decorators(SOURCE)
+    late = mutants.with_late_decorators(SOURCE)
     assert values_of(late) == values_of(SOURCE) == [4, 1, 3, 6, 7, 5]
     kept = [line.strip() for line in late.splitlines() if line.strip().startswith("@")]
     assert kept == ["@size.setter", "@staticmethod"]
@@ -64,14 +64,14 @@ def test_functions_that_are_decorated_later_do_the_same():
 
 def test_decorated_functions_of_the_package_compile():
     for path in Path("grpo_megatron/algorithm").glob("*.py"):
-        late = with_late_decorators(path.read_text(encoding="utf-8"))
+        late = mutants.with_late_decorators(path.read_text(encoding="utf-8"))
         compile(late, str(path), "exec")
         assert "@advantage_estimator" not in late.replace('`@advantage_estimator("name")`', "")
 
 
 def test_the_tests_of_a_file_are_those_that_import_its_package():
-    names = [test.name for test in tests_of([Path("grpo_megatron/weights/sync/delta.py")])]
+    names = [test.name for test in mutants.tests_of([Path("grpo_megatron/weights/sync/delta.py")])]
     assert "test_delta.py" in names
     assert "test_filters.py" not in names
-    assert function_of("a.b.xǁEncoderǁ_changes__mutmut_12") == "a.b.Encoder._changes"
-    assert function_of("a.b.x__pack__mutmut_4") == "a.b._pack"
+    assert mutants.function_of("a.b.xǁEncoderǁ_changes__mutmut_12") == "a.b.Encoder._changes"
+    assert mutants.function_of("a.b.x__pack__mutmut_4") == "a.b._pack"
