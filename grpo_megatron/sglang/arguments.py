@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from grpo_megatron.cluster.cpu_threads import openmp_variables
 from grpo_megatron.config.engine import EngineConfig, Quantization
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.json_files import json_text
@@ -105,7 +106,7 @@ def engine_environment(config: EngineConfig, gpu: bool, threads: int = 1) -> dic
         return env
     env |= {
         "SGLANG_PLATFORM": PLATFORM_NAME,
-        "OMP_NUM_THREADS": str(threads),
+        **openmp_variables(threads),
         "CUDA_VISIBLE_DEVICES": "",
         # Where starting an operator costs as much as the operator, what autograd adds to it is a tenth of decoding.
         "SGLANG_ENABLE_TORCH_INFERENCE_MODE": "true",

@@ -15,6 +15,7 @@ from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
 from grpo_megatron.batch.schedule import Schedule
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.cluster.cpu_threads import openmp_variables
 from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.watch import Watch
@@ -44,12 +45,7 @@ def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "4"),
         }
     return {
-        "OMP_NUM_THREADS": str(threads),
-        # Threads of one rank that wait for work by spinning would take the cores of the others.
-        "OMP_WAIT_POLICY": "passive",
-        # They may spin for some microseconds, because small operators follow each other faster than a sleeping thread
-        # wakes up. This saves a tenth of a step.
-        "GOMP_SPINCOUNT": "1000",
+        **openmp_variables(threads),
         "TORCHDYNAMO_DISABLE": "1",
     }
 

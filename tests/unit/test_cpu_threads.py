@@ -6,7 +6,11 @@ import pytest
 
 from grpo_megatron.cluster import cpu_threads
 from grpo_megatron.cluster.cpu_threads import cores_text, threads_by_node, threads_text, usable_cores
+from grpo_megatron.cluster.placement import Slot
+from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.load import read_config
+from grpo_megatron.sglang.arguments import engine_environment
+from grpo_megatron.trainer.policy import _environment
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,17 @@ def test_the_affinity_counts(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_threads, "_QUOTA", tmp_path / "none")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5})
     assert usable_cores() == 2
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16])
+def test_no_thread_of_a_rank_or_an_engine_waits_by_spinning(threads):
+    """Two spinning threads of an engine, on a machine of two cores where something else works, made a generation of 8 s take 172 s."""
+    rank = _environment(Slot(0, "node", None), threads)
+    engine = engine_environment(EngineConfig(), gpu=False, threads=threads)
+    for environment in (rank, engine):
+        assert environment["OMP_NUM_THREADS"] == str(threads)
+        assert environment["OMP_WAIT_POLICY"] == "passive"
+        assert int(environment["GOMP_SPINCOUNT"]) < 10_000
 
 
 def test_what_is_said_at_the_start():
