@@ -150,6 +150,9 @@ COMMANDS = {
     "python tools/plot_runs.py": ByTest(
         "tests/unit/test_plot_runs.py::test_the_picture_shows_a_curve_for_each_run", "tools/plot_runs.py"
     ),
+    "python tools/plot_runs.py docs/real-model.png --scalar reward/mean runs/quickstart_real": ByTest(
+        "tests/unit/test_plot_runs.py::test_the_picture_shows_a_curve_for_each_run", "tools/plot_runs.py"
+    ),
     "tensorboard --logdir runs": ByTest(
         "tests/integration/test_browser.py::test_tensorboard_has_the_layout", "tensorboard.main"
     ),
