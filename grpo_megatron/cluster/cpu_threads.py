@@ -35,7 +35,7 @@ def openmp_variables(threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),
         # Threads that wait for work by spinning take the cores of others: of the run's own processes, and of whatever else
-        # the machine does. Beside a busy core, an engine with two spinning threads decodes ten times slower.
+        # the machine does.
         "OMP_WAIT_POLICY": "passive",
         # They may spin for some microseconds, because small operators follow each other faster than a sleeping thread
         # wakes up. This saves a tenth of a step.
