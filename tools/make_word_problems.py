@@ -11,11 +11,12 @@ object and, within a kind of problem, no pair of numbers (in either order) in co
 """
 
 import argparse
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from grpo_megatron.json_files import json_text
 
 NAMES = [
     "Anna",
@@ -120,7 +121,7 @@ def make(out: Path, seed: int, train: int, held_out: int) -> dict[str, int]:
             index = len(problems) % len(KINDS)
             record = problem(KINDS[index], rng.choice(pairs[index]), names, objects, rng)
             problems.setdefault(record["prompt"], record)
-        lines = "".join(json.dumps(record) + "\n" for record in problems.values())
+        lines = "".join(json_text(record) + "\n" for record in problems.values())
         (out / f"{side}.jsonl").write_text(lines, encoding="utf-8")
     return {"train": train, "eval": held_out}
 
@@ -140,7 +141,7 @@ def main() -> None:
     parser.add_argument("--train", type=number, default=1000, help="problems to train on")
     parser.add_argument("--held-out", type=number, default=256, help="held-out problems")
     options = parser.parse_args()
-    print(json.dumps(make(options.out, options.seed, options.train, options.held_out)))
+    print(json_text(make(options.out, options.seed, options.train, options.held_out)))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from quickstart import CLI, CONFIGS, TOOLS, call, common, result_of, show, with_overrides
 
+from grpo_megatron.json_files import json_text
+
 NAME = "quickstart_real"
 
 
@@ -83,7 +85,7 @@ def main() -> None:
         "mismatch_max": run["mismatch_max"],
         "report": str(page),
     }
-    print(json.dumps(figures))
+    print(json_text(figures))
 
 
 if __name__ == "__main__":

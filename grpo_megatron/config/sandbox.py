@@ -29,7 +29,7 @@ class SandboxLimits:
         10.0,
         "longest time of one program; while it waits for a processor, it does not count",
         "seconds",
-        above=0,
+        at_least=0.01,  # a program that ends sooner may pass before anybody looks at the time
         at_most=LONGEST_WAIT,
     )
     cpu_seconds: int = option(6, "processor time of one program", "seconds", above=0, at_most=LONGEST_WAIT)

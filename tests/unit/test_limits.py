@@ -98,6 +98,7 @@ NONSENSE = [
     ("rollout.stop_token_ids", [2, -1], "each of rollout.stop_token_ids must not be negative"),
     ("reward.extract", "(", "must be a regular expression"),
     ("reward.workers", 0, "must be greater than 0"),
+    ("reward.code.limits.seconds", 1e-6, "must be at least 0.01"),
     ("reward.answer_from", ["whole", "end"], "reward.answer_from=end is unknown; choose one of hashes"),
     ("megatron.tensor_parallel", 0, "must be greater than 0"),
     ("megatron.pipeline_layers", [12, 0], "each of megatron.pipeline_layers must be greater than 0"),

@@ -27,9 +27,9 @@ def read_architecture(model_path: str, reward_model: bool = False) -> Architectu
     Raises UserError, which names file and key, for a missing or broken config.json and for unsupported models.
     """
     path = Path(model_path) / "config.json"
-    if not path.exists() and (advice := gguf_advice(model_path)):
-        raise UserError(f"{model_path} {advice}")
     problem = folder_problem(model_path)
+    if (problem or is_absent(path)) and (advice := gguf_advice(model_path)):
+        raise UserError(f"{model_path} {advice}")
     if problem:
         raise UserError(f"{model_path} {problem}; model.path must be a folder with an HF checkpoint")
     if is_absent(path):
