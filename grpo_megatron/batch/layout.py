@@ -208,6 +208,12 @@ class Pack:
         local[self.index < 0] = fill
         return torch.from_numpy(local)
 
+    def local_positions(self, mask: np.ndarray) -> torch.Tensor:
+        """Return this rank's positions of the tokens for which `mask`, bool [T] of the stream, is true: int64 [n], on CPU."""
+        if len(mask) != self.num_tokens:
+            raise ValueError(f"mask has {len(mask)} tokens, the pack {self.num_tokens}")
+        return torch.from_numpy(np.flatnonzero(np.asarray(mask)[self.index] & (self.index >= 0)))
+
     def gather(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
         """Inverse of scatter: local [t] of every CP rank -> stream [T], the same on all of them."""
         # Padding goes behind the stream. To leave it out by a mask, the host would have to wait for the device to count.

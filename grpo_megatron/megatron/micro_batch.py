@@ -69,7 +69,7 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
 
     sequence_id = pack.tensor("sequence_id", device)
     micro_batch.weight = local(batch.weight)
-    micro_batch.trained = on_device(_trained_positions(pack.scatter(batch.loss_mask)), device)
+    micro_batch.trained = on_device(_trained_positions(pack, batch.loss_mask), device)
     micro_batch.inputs = LossInputs(
         mask=local(batch.loss_mask),
         advantage=local(batch.advantage),
@@ -82,9 +82,9 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
     )
 
 
-def _trained_positions(mask: torch.Tensor) -> torch.Tensor:
-    """Return the positions at which the mask (on the host) is true. Without any, return the first: collectives need a token."""
-    positions = mask.nonzero()[:, 0]
+def _trained_positions(pack: Pack, mask: np.ndarray) -> torch.Tensor:
+    """Return the local positions at which the mask is true. Without any, return the first: collectives need a token."""
+    positions = pack.local_positions(mask)
     return positions if len(positions) else torch.zeros(1, dtype=torch.int64)
 
 

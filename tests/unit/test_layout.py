@@ -116,6 +116,13 @@ def test_empty_packs_and_sequences_are_refused(lengths):
         Layout().pack(lengths)
 
 
+@given(lengths, layouts, st.integers(0, 2**31 - 1))
+def test_local_positions_are_those_of_the_scattered_mask(lengths, layout, seed):
+    for pack in ranks_of(layout, lengths):
+        mask = np.random.default_rng(seed).random(pack.num_tokens) < 0.4
+        assert pack.local_positions(mask).tolist() == pack.scatter(mask).nonzero()[:, 0].tolist()
+
+
 def test_a_stream_of_another_length_is_refused():
     with pytest.raises(ValueError, match="4 tokens, the pack 5"):
         Layout().pack([3, 2]).scatter(np.zeros(4))
