@@ -178,9 +178,9 @@ def main() -> None:
     if not tests:
         parser.error("no file in tests/unit imports the packages of these files; name tests with --tests")
     make_copy(args.files, tests)
-    status = mutmut("run", "--max-children", str(args.processes))
-    if not any(results(args.files)):
-        sys.exit(status or 1)
+    mutmut("run", "--max-children", str(args.processes))
+    if all(exit_status is None for _, statuses in results(args.files) for exit_status in statuses.values()):
+        sys.exit("no fault was tried: the lines above say why, such as a test that fails without any fault")
     print_results(args.files)
 
 
