@@ -78,7 +78,10 @@ def products(arch: Architecture) -> dict[str, tuple[int, int]]:
 
 
 def forward_flops(arch: Architecture, tokens: float, with_head: float, length: float) -> float:
-    """Arithmetic of one pass over so many tokens, of which `with_head` need logits. length: of a sequence, for causal attention."""
+    """Return the FLOPs of a forward pass over `tokens`, of which `with_head` need logits.
+
+    length: tokens of each sequence, which causal attention depends on.
+    """
     layer = sum(2 * rows * columns for rows, columns in products(arch).values())
     attention = 4 * arch.num_heads * arch.head_dim * length / 2
     return tokens * arch.num_layers * (layer + attention) + with_head * 2 * arch.vocab_size * arch.hidden_size

@@ -200,19 +200,21 @@ class Pack:
         """T: tokens of the micro-batch, without padding, over all CP ranks."""
         return int(self.cu_seqlens[-1])
 
-    def scatter(self, stream: np.ndarray, fill=0) -> torch.Tensor:
-        """stream [T, ...] -> this rank's part [t, ...], padding set to `fill`; dtype kept, on CPU."""
+    def _local(self, stream: np.ndarray, fill) -> np.ndarray:
+        """Return this rank's part [t, ...] of stream [T, ...], padding set to `fill`."""
         if len(stream) != self.num_tokens:
             raise ValueError(f"stream has {len(stream)} tokens, the pack {self.num_tokens}")
         local = np.asarray(stream)[self.index]  # with T >= 1, index -1 reads a valid element
         local[self.index < 0] = fill
-        return torch.from_numpy(local)
+        return local
+
+    def scatter(self, stream: np.ndarray, fill=0) -> torch.Tensor:
+        """Return this rank's part [t, ...] of stream [T, ...], padding set to `fill`; dtype kept, on CPU."""
+        return torch.from_numpy(self._local(stream, fill))
 
     def local_positions(self, mask: np.ndarray) -> torch.Tensor:
         """Return this rank's positions of the tokens for which `mask`, bool [T] of the stream, is true: int64 [n], on CPU."""
-        if len(mask) != self.num_tokens:
-            raise ValueError(f"mask has {len(mask)} tokens, the pack {self.num_tokens}")
-        return torch.from_numpy(np.flatnonzero(np.asarray(mask)[self.index] & (self.index >= 0)))
+        return torch.from_numpy(np.flatnonzero(self._local(mask, False)))
 
     def gather(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
         """Inverse of scatter: local [t] of every CP rank -> stream [T], the same on all of them."""

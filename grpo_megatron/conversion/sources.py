@@ -142,7 +142,7 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
 
 
 def _differ(folder: Path, first: str, second: str) -> bool:
-    """Whether two matrices of a Megatron checkpoint have other shapes or values."""
+    """Return whether two matrices of a Megatron checkpoint have other shapes or values."""
     reader = TorchDistReader(folder)
     shape, dtype = reader.tensors[first].shape, reader.tensors[first].dtype
     if reader.tensors[second].shape != shape:

@@ -30,10 +30,10 @@ def hand_out_hidden_states(model) -> None:
 
 
 class HeadOutput(NamedTuple):
-    """Per computed token, float32 [t] or [n], natural log; equal on every TP rank.
+    """Values of each computed token, float32 [t] or [n], natural log; equal on every TP rank.
 
-    logp: of the target. entropy: of the distribution. kl: sum_v p_v (log p_v - log q_v) over the
-    whole vocabulary, q the reference's distribution; None without a reference.
+    logp: log-prob of the target. entropy: entropy of the distribution. kl: sum_v p_v (log p_v - log q_v) over
+    the whole vocabulary, q the reference's distribution; None without a reference.
     """
 
     logp: torch.Tensor

@@ -18,7 +18,7 @@ from grpo_megatron.paths import file_problem
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a GGUF architecture is called in HF."""
+    """The names that a GGUF architecture has in HF."""
 
     architecture: str
     """name in `architectures` of config.json"""

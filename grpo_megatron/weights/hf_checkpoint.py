@@ -76,7 +76,7 @@ class HFCheckpoint:
 
     @property
     def notes(self) -> list[str]:
-        """What people should know of a checkpoint that is loaded: files and tensors that are left out."""
+        """One line for each thing that loading leaves out: files, and tensors."""
         beside = weights_beside(self.folder, self._where)
         found = [beside] if beside else []
         if self.left_out:
@@ -88,10 +88,11 @@ class HFCheckpoint:
         return found
 
     def violations(self, entries: dict[str, Entry]) -> list[str]:
-        """What is wrong with names, shapes and types of the tensors, by the files' headers; no tensor is read but an output layer
-        beside an embedding that it is tied to.
+        """Check names, shapes and types of the tensors by the files' headers; return one sentence for each violation.
 
-        entries: what model.families.weight_map promises. Each violation is one sentence that names the folder or file.
+        Only an output layer beside an embedding that it is tied to is read.
+
+        entries: what model.families.weight_map promises. Each sentence names the folder or file.
         """
         promised = hf_shapes(entries)
         found = []
@@ -127,7 +128,7 @@ class HFCheckpoint:
         return found
 
     def _has_other_head(self) -> bool:
-        """Whether the output layer in the files, if there is one, has other values than the embedding.
+        """Return whether the output layer in the files, if there is one, has other values than the embedding.
 
         Values are compared in the coarser of the two types: some tools write a tied layer in float32.
         """

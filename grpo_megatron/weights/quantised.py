@@ -52,7 +52,7 @@ def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
 
 
 def _method(name: str, settings: Fields) -> str:
-    """What people call the method, with its variant where the settings name one."""
+    """Return the usual name of a method, with its variant where the settings name one."""
     variant = settings.text("quant_algo", None) or settings.text("format", None)
     return _NAMES.get(name, shortened(name)) + (f" ({shortened(variant)})" if variant else "")
 

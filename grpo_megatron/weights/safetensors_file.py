@@ -1,5 +1,5 @@
-"""What the safetensors library does not give: where in a file a tensor is, a header made before its tensors are there, and files that
-others can read."""
+"""Additions to the safetensors library: a tensor's place in a file, a header made before its tensors are there, and
+files that other users can read."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Which safetensors files of an HF folder hold its weights, and what lies beside them."""
+"""Find the safetensors files of an HF folder that hold its weights, and what lies beside them."""
 
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """{tensor: name of its file}."""
+    """Return {tensor: name of its file}."""
     promised = read_object(index).get("weight_map")
     if not isinstance(promised, dict):
         raise UserError(f"{index}: weight_map must be an object of tensors and the files they are in")
