@@ -176,8 +176,10 @@ def measure(config: Config, arch: Architecture, precision: str) -> dict[str, flo
         return statistics.median(row[name] for row in rows)
 
     groups, size, length = config.data.train_batch_size, config.rollout.n, config.rollout.max_response_length
-    responses, prompt = groups * size * length, median("prompt/length_mean")
-    tokens, whole = groups * size * (prompt + length), prompt + length
+    responses = groups * size * length
+    tokens = statistics.median(row["throughput/tokens_per_second"] * row["time/step"] for row in rows)
+    whole = tokens / (groups * size)
+    prompt = whole - length
     train = 3 * forward_flops(arch, tokens, responses, whole) / median("time/train")
     generate = forward_flops(arch, groups * prompt, groups, prompt) + forward_flops(arch, responses, responses, prompt + whole)
     generate /= median("time/generate")

@@ -3,6 +3,7 @@
 Everything that a run wrote is escaped: prompts and responses may hold HTML.
 """
 
+from collections.abc import Callable
 from html import escape
 from typing import Any
 
@@ -25,7 +26,7 @@ def page(run: RecordedRun, other: RecordedRun | None = None, changes: Changes | 
     is not known."""
     against = f" against {other.name}" if other else ""
     parts = [f"<h1>{escape(run.name)}{escape(against)}</h1>", f"<p>{escape(str(run.folder))}, {run.steps} steps</p>"]
-    sections = [("Result", _first_and_last(run, other))]
+    sections = [("Result", _results(run, other))]
     if other:
         sections.append((f"What differs from {other.name}", _changes(changes, run.name, other.name)))
     names = list(dict.fromkeys([*run.curves, *(other.curves if other else ())]))
@@ -36,7 +37,7 @@ def page(run: RecordedRun, other: RecordedRun | None = None, changes: Changes | 
         ("Where the time goes", _phases(run)),
         ("Tokens that engine and trainer disagree about most", _texts(run, lambda name: name == "mismatch/worst")),
         ("Samples", _texts(run, lambda name: name.startswith("samples/"))),
-        ("Samples of evaluations", _texts(run, lambda name: name.startswith("eval/"))),
+        ("Samples of evaluations", _first_and_last_texts(run, lambda name: name.startswith("eval/"))),
         ("Configuration", f"<pre>{escape(run.config)}</pre>" if run.config else _none()),
     ]
     links = [f'<a href="#s{number}">{escape(title)}</a>' for number, (title, _) in enumerate(sections)]
@@ -54,7 +55,7 @@ def _chart(title: str, names: list[str], run: RecordedRun, other: RecordedRun | 
     return f"<figure><figcaption>{escape(title)}</figcaption>{line_chart(lines)}</figure>"
 
 
-def _first_and_last(run: RecordedRun, other: RecordedRun | None) -> str:
+def _results(run: RecordedRun, other: RecordedRun | None) -> str:
     """A table of what a run is for: evaluations and reward."""
     names = [name for name in run.curves if name.startswith("eval/") or name in ("reward/mean", "sft/loss_per_token")]
     if not names:
@@ -109,17 +110,30 @@ def _busy(run: RecordedRun) -> str:
     return "<h3>Idle share of each phase</h3>" + _table(["phase", *(f"{role}, mean" for role in roles)], rows)
 
 
-def _texts(run: RecordedRun, wanted) -> str:
-    chosen = [row for row in run.texts if wanted(row["name"])]
-    if not chosen:
-        return _none()
-    named: dict[str, list[dict[str, Any]]] = {}
-    for row in chosen:
-        named.setdefault(row["name"], []).append(row)
-    most = max(_TEXTS // len(named), _TEXTS_OF_A_NAME)
+def _texts(run: RecordedRun, wanted: Callable[[str], bool]) -> str:
+    """The last texts of each wanted name, the newest step first; those of a step stay side by side."""
+    named = _by_name(run, wanted)
+    most = max(_TEXTS // max(1, len(named)), _TEXTS_OF_A_NAME)
     shown = [row for rows in named.values() for row in rows[-most:]]
-    shown.sort(key=lambda row: -row["step"])  # those of a step stay side by side
-    return "".join(f"<h3>step {row['step']}: {escape(row['name'])}</h3><pre>{escape(row['text'])}</pre>" for row in shown)
+    return _shown(sorted(shown, key=lambda row: -row["step"]))
+
+
+def _first_and_last_texts(run: RecordedRun, wanted: Callable[[str], bool]) -> str:
+    """The first and the last text of each wanted name, one after the other: what training changed."""
+    return _shown([row for rows in _by_name(run, wanted).values() for row in (rows[:1] + rows[1:][-1:])])
+
+
+def _by_name(run: RecordedRun, wanted: Callable[[str], bool]) -> dict[str, list[dict[str, Any]]]:
+    named: dict[str, list[dict[str, Any]]] = {}
+    for row in run.texts:
+        if wanted(row["name"]):
+            named.setdefault(row["name"], []).append(row)
+    return named
+
+
+def _shown(rows: list[dict[str, Any]]) -> str:
+    texts = [f"<h3>step {row['step']}: {escape(row['name'])}</h3><pre>{escape(row['text'])}</pre>" for row in rows]
+    return "".join(texts) or _none()
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:

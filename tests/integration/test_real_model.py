@@ -48,7 +48,7 @@ def test_engine_and_trainer_agree(ray_here, smollm2, problems, tmp_path, capsys)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     print(found)
     assert found["passed"]
-    assert max(found["max"]) <= 2e-4
+    assert max(found["mean"]) <= 1e-4
 
 
 def test_one_step_trains_it_in_bf16(ray_here, smollm2, problems, tmp_path):
@@ -65,7 +65,7 @@ def test_one_step_trains_it_in_bf16(ray_here, smollm2, problems, tmp_path):
     assert main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
     for step in (0, 1):
-        assert f"step {step}: eval/0" in page
+        assert f"step {step}: eval/eval/0" in page
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason=f"{GSM8K} is not here")

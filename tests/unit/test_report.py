@@ -99,14 +99,31 @@ def test_all_that_is_known_is_on_the_page(tmp_path, capsys):
     assert "against" not in found.text
 
 
-def test_samples_are_of_every_data_set_and_say_of_which(tmp_path):
+def test_samples_of_evaluations_are_the_first_and_last_of_every_data_set(tmp_path):
     folder = make_run(tmp_path / "mine")
     names = [f"eval/{name}/{number}" for name in ("sums", "<i>", "words") for number in range(2)]
     rows = [{"step": step, "name": name, "text": f"{name} after {step}"} for step in (3, 6, 9) for name in names]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = Elements(page_of(folder)).text
     shown = re.findall(r"step (\d): (\S+/\d)(\S+) after (\d)", text)
-    assert shown == [(str(step), name, name, str(step)) for step in (9, 6) for name in names]
+    assert shown == [(step, name, name, step) for name in names for step in "39"]
+
+
+def test_the_last_samples_are_shown_those_of_a_step_side_by_side(tmp_path):
+    folder = make_run(tmp_path / "mine")
+    names = ["samples/0", "samples/1", "samples/<i>"]
+    rows = [{"step": step, "name": name, "text": f"{name} of {step}"} for step in (3, 6, 9) for name in names]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = re.findall(r"step (\d): (\S+/\S+?)samples/\S+ of (\d)", Elements(page_of(folder)).text)
+    assert shown == [(step, name, step) for step in "96" for name in names]
+
+
+@pytest.mark.parametrize("steps", ["", "3", "36"])
+def test_samples_of_evaluations_that_are_few(tmp_path, steps):
+    folder = make_run(tmp_path / "mine")
+    rows = [{"step": int(step), "name": "eval/sums/0", "text": f"after {step}"} for step in steps]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert re.findall(r"eval/sums/0after (\d)", Elements(page_of(folder)).text) == list(steps)
 
 
 def test_nothing_that_a_model_wrote_is_markup_and_nothing_is_loaded(tmp_path):
