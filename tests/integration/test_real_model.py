@@ -78,7 +78,7 @@ def test_gsm8k_is_as_hard_as_expected(ray_here, smollm2, tmp_path, capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     print(result["scores"])
     (scores,) = result["scores"].values()
-    assert 0.0 <= scores["greedy"] <= 0.08
+    assert 0.01 <= scores["greedy"] <= 0.04  # 0.02 in float32; other processors' rounding may exchange a token
 
 
 def test_the_benchmark_runs_small(smollm2):
