@@ -3,8 +3,8 @@
     python benchmarks/real_model.py [--model DIR] [--steps N] [--length R] [--precision P] [--trl PYTHON]
 
 The model is SmolLM2-135M-Instruct; without --model it is fetched (tools/fetch_smollm2.py). A step is that of configs/quickstart_real.yaml
-without KL: 8 word problems x 8 responses, one optimizer step. Every response has exactly R tokens, because the model's end token is
-exchanged for one that it never writes. The first step warms up; figures are medians of the others.
+without KL: 8 word problems x 8 responses, one optimizer step. Every response has R tokens, because the model's end token is made
+improbable. The first step warms up; figures are medians of the others.
 
 The peak is what torch.mm reaches in the same run with the same threads: of two squares of 2048, and of the products of one layer of the
 model and its output projection (the mean, weighted by their arithmetic). Arithmetic counted for training: 3 x the forward pass, with the
@@ -21,6 +21,7 @@ generate_share_of_shapes, and with --trl trl_step, trl_over_ours}}.
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from fetch_smollm2 import fetch
@@ -46,23 +48,18 @@ from grpo_megatron.run.folder import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-NEVER_WRITTEN = 3
-"""Id of a special token for file names in code, which takes the end token's place."""
 
 
 def endless_model(model: Path, target: Path) -> None:
-    """Make a folder with the same weights whose end token is NEVER_WRITTEN."""
-    from transformers import AutoTokenizer
+    """Make a folder with the same model but for the row of its end token, which is zero in the (tied) embeddings.
 
-    target.mkdir()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(NEVER_WRITTEN)
-    tokenizer.save_pretrained(target)
-    for name in ("config.json", "generation_config.json"):
-        values = json.loads((model / name).read_text(encoding="utf-8")) | {"eos_token_id": NEVER_WRITTEN}
-        (target / name).write_text(json.dumps(values), encoding="utf-8")
-    for weights in model.glob("*.safetensors"):
-        (target / weights.name).symlink_to(weights.resolve())
+    The token's logit is then 0, where the likeliest ones are about 30: the model practically never ends a response.
+    """
+    shutil.copytree(model, target)
+    file = target / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][json.loads((model / "config.json").read_text(encoding="utf-8"))["eos_token_id"]] = 0
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def products(arch: Architecture) -> dict[str, tuple[int, int]]:
@@ -141,8 +138,8 @@ def our_steps(config: Config) -> list[dict[str, float]]:
         lines = Path(controller.monitor.directory, METRICS).read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "time/train" in row]
     length = config.rollout.max_response_length
-    if any(row["response/length_mean"] != length for row in rows):
-        raise RuntimeError(f"a response ended before {length} tokens")
+    if any(row["response/length_mean"] < 0.99 * length for row in rows):
+        raise RuntimeError(f"responses ended before {length} tokens")
     return rows[1:]
 
 
