@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from grpo_megatron.megatron.attention import _ShortAttention
 from grpo_megatron.megatron.modules import RMSNorm, SwiGLU
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.parallel import attentions
@@ -102,6 +103,24 @@ def test_short_sequences_have_few_scores(ranks):
     assert FLASH not in rank.calls
     assert rank.calls["aten::_softmax"] == rank.batches < 10
     assert rank.largest <= sum(problem.lengths) * problem.heads * 128 < sum(problem.lengths) ** 2 * problem.heads / 16
+
+
+def test_short_sequences_in_bf16_are_computed_in_float32():
+    """Only inputs, output and gradients are rounded: scores and shares are not, as in the flash kernels."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (3, 20, 6, 16), "key": (3, 20, 2, 16), "value": (3, 20, 2, 8)}
+    given = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    grad = torch.randn(60, 48, generator=generator).bfloat16()
+    mask = torch.full((20, 20), -torch.inf).triu_(1)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in given.values()]
+        output = _ShortAttention.apply(*inputs, mask, 0.25)
+        output.backward(grad.to(dtype))
+        found.append([output.detach(), *(x.grad for x in inputs)])
+    for low, exact in zip(*found, strict=True):
+        assert low.dtype == torch.bfloat16
+        assert torch.equal(low, exact.bfloat16())
 
 
 def test_the_recorder_sees_scores():
