@@ -51,15 +51,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def endless_model(model: Path, target: Path) -> None:
-    """Make a folder with the same model but for the row of its end token, which is zero in the (tied) embeddings.
+    """Copy the model's folder, and set its end token's row of the embeddings to zero. The output layer shares this row.
 
-    The token's logit is then 0, where the likeliest ones are about 30: the model practically never ends a response.
+    The end token's logit is then 0, and the highest logits are about 30. So the model almost never ends a response.
     """
-    shutil.copytree(model, target)
-    file = target / "model.safetensors"
-    weights = load_file(file)
+    shutil.copytree(model, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    weights = load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][json.loads((model / "config.json").read_text(encoding="utf-8"))["eos_token_id"]] = 0
-    save_file(weights, file, metadata={"format": "pt"})
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def products(arch: Architecture) -> dict[str, tuple[int, int]]:
@@ -75,9 +74,9 @@ def products(arch: Architecture) -> dict[str, tuple[int, int]]:
 
 
 def forward_flops(arch: Architecture, tokens: float, with_head: float, length: float) -> float:
-    """Return the FLOPs of a forward pass over `tokens`, of which `with_head` need logits.
+    """Return the FLOPs of a forward pass over `tokens` tokens. The output projection is computed for `with_head` of them.
 
-    length: tokens of each sequence, which causal attention depends on.
+    length: tokens of each sequence. The cost of attention depends on it.
     """
     layer = sum(2 * rows * columns for rows, columns in products(arch).values())
     attention = 4 * arch.num_heads * arch.head_dim * length / 2
@@ -172,7 +171,7 @@ def measure(config: Config, arch: Architecture, precision: str) -> dict[str, flo
     def median(name: str) -> float:
         return statistics.median(row[name] for row in rows)
 
-    groups, size, length = config.data.train_batch_size, config.rollout.n, config.rollout.max_response_length
+    groups, size, length = config.data.train_batch_size, config.rollout.n, median("response/length_mean")
     responses = groups * size * length
     tokens = statistics.median(row["throughput/tokens_per_second"] * row["time/step"] for row in rows)
     whole = tokens / (groups * size)

@@ -201,7 +201,7 @@ class Pack:
         return int(self.cu_seqlens[-1])
 
     def _local(self, stream: np.ndarray, fill) -> np.ndarray:
-        """Return this rank's part [t, ...] of stream [T, ...], padding set to `fill`."""
+        """Return this rank's part [t, ...] of the stream [T, ...]. Its padding holds `fill`."""
         if len(stream) != self.num_tokens:
             raise ValueError(f"stream has {len(stream)} tokens, the pack {self.num_tokens}")
         local = np.asarray(stream)[self.index]  # with T >= 1, index -1 reads a valid element
@@ -213,7 +213,10 @@ class Pack:
         return torch.from_numpy(self._local(stream, fill))
 
     def local_positions(self, mask: np.ndarray) -> torch.Tensor:
-        """Return this rank's positions of the tokens for which `mask`, bool [T] of the stream, is true: int64 [n], on CPU."""
+        """Return the positions, in this rank's part, of the tokens at which mask is true: int64 [n], on CPU.
+
+        mask: bool [T], of the whole stream.
+        """
         return torch.from_numpy(np.flatnonzero(self._local(mask, False)))
 
     def gather(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:

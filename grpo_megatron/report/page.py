@@ -111,7 +111,7 @@ def _busy(run: RecordedRun) -> str:
 
 
 def _texts(run: RecordedRun, wanted: Callable[[str], bool]) -> str:
-    """The last texts of each wanted name, the newest step first; those of a step stay side by side."""
+    """Show the last few texts of each wanted name. The newest step comes first, with all its texts."""
     named = _by_name(run, wanted)
     most = max(_TEXTS // max(1, len(named)), _TEXTS_OF_A_NAME)
     shown = [row for rows in named.values() for row in rows[-most:]]
@@ -119,7 +119,7 @@ def _texts(run: RecordedRun, wanted: Callable[[str], bool]) -> str:
 
 
 def _first_and_last_texts(run: RecordedRun, wanted: Callable[[str], bool]) -> str:
-    """The first and the last text of each wanted name, one after the other: what training changed."""
+    """Show the first text of each wanted name and, below it, the last one: before training and after it."""
     return _shown([row for rows in _by_name(run, wanted).values() for row in (rows[:1] + rows[1:][-1:])])
 
 

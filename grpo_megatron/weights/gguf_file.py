@@ -18,7 +18,7 @@ from grpo_megatron.paths import file_problem
 
 @dataclass(frozen=True)
 class _Kind:
-    """The names that a GGUF architecture has in HF."""
+    """How HF names a GGUF architecture, and how the tensors of the two formats differ."""
 
     architecture: str
     """name in `architectures` of config.json"""

@@ -90,7 +90,7 @@ class HFCheckpoint:
     def violations(self, entries: dict[str, Entry]) -> list[str]:
         """Check names, shapes and types of the tensors by the files' headers; return one sentence for each violation.
 
-        Only an output layer beside an embedding that it is tied to is read.
+        No tensor is read, with one exception: a tied output layer that the files contain is compared with the embedding.
 
         entries: what model.families.weight_map promises. Each sentence names the folder or file.
         """
@@ -128,9 +128,9 @@ class HFCheckpoint:
         return found
 
     def _has_other_head(self) -> bool:
-        """Return whether the output layer in the files, if there is one, has other values than the embedding.
+        """Return whether the files contain an output layer whose values are not those of the embedding.
 
-        Values are compared in the coarser of the two types: some tools write a tied layer in float32.
+        Values are compared in the coarser of the two types, because some tools write a tied layer in float32.
         """
         if not {_HEAD, _EMBEDDING} <= self.names:
             return False

@@ -79,7 +79,7 @@ def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return {tensor: name of its file}."""
+    """Return {tensor: name of the file that holds it}, as the index says."""
     promised = read_object(index).get("weight_map")
     if not isinstance(promised, dict):
         raise UserError(f"{index}: weight_map must be an object of tensors and the files they are in")
