@@ -60,7 +60,7 @@ class Kind:
 KINDS = (
     Kind(
         2,
-        30,
+        20,
         lambda x, y: x + y,
         (
             "{a} has {x} {o}. {b} has {y} {o}. How many {o} do they have together?",
@@ -69,7 +69,7 @@ KINDS = (
     ),
     Kind(
         2,
-        30,
+        20,
         lambda x, y: x - y,
         (
             "{a} has {x} {o} and gives {y} of them to {b}. How many {o} does {a} have left?",
@@ -78,7 +78,7 @@ KINDS = (
     ),
     Kind(
         2,
-        12,
+        10,
         lambda x, y: x * y,
         (
             "{a} has {x} boxes with {y} {o} in each box. How many {o} does {a} have?",
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=number, default=1000, help="problems to train on")
-    parser.add_argument("--held-out", type=number, default=256, help="held-out problems")
+    parser.add_argument("--held-out", type=number, default=128, help="held-out problems")
     options = parser.parse_args()
     print(json_text(make(options.out, options.seed, options.train, options.held_out)))
 

@@ -148,7 +148,9 @@ class DataConfig:
     )
     max_prompt_length: int = option(512, "longest prompt accepted", "tokens", above=0)
     overlong_prompts: OverlongPrompts = option(
-        OverlongPrompts.error, "what happens to longer prompts: error, skip (counted), truncate_left (counted)"
+        OverlongPrompts.error,
+        "what happens to longer prompts: error, skip (counted), truncate_left (counted); "
+        "sft, reward-model: skip leaves out longer responses, too",
     )
     shuffle: bool = option(True, "new order in every epoch (from run.seed); false keeps the order of the file")
     train_batch_size: int = option(

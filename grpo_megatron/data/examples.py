@@ -1,13 +1,15 @@
 """Prompt/response pairs for supervised training."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from grpo_megatron.batch.sample import Sample
-from grpo_megatron.config.schema import Config
+from grpo_megatron.config.schema import Config, OverlongPrompts
 from grpo_megatron.data.lazy import Chain, Made
+from grpo_megatron.data.lengths import too_long, within_limit
 from grpo_megatron.data.prompts import as_list, record_prompt, record_tools
 from grpo_megatron.data.records import open_records
 from grpo_megatron.data.store import Records
@@ -17,25 +19,28 @@ from grpo_megatron.data.values import required
 from grpo_megatron.errors import UserError
 
 
-def load_examples(config: Config, tokenizer: PromptTokenizer) -> Sequence[Sample]:
-    """Return the prompt/response pairs of all of data.train as samples.
+def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[Sample], int]:
+    """Return the prompt/response pairs of all of data.train as samples, and how many were left out because they are too long.
 
     Every response ends as the chat template ends a turn of the assistant; if the template has no token for
     that, with the tokenizer's end token. A response may also be the rest of a chat, such as an episode with
     an environment: a list of messages that begins and ends with one of the assistant. All messages of the
     assistant are trained on.
 
-    Each is made once here, so that whatever is wrong is found before a run starts, and again when it is asked for.
+    Each is made once here, so that whatever is wrong is found before a run starts, and again when it is asked for. Raises
+    UserError, naming the record, for a bad one, and for one that is too long unless data.overlong_prompts=skip.
     """
-    parts, first = [], 0
+    parts, first, left_out = [], 0, 0
     for source in as_list(config.data.train):
         records = open_records(source)
-        examples = Made(range(len(records)), ExampleMaker(records, tokenizer, config, first), {source: records.digest()})
-        for _ in examples:
-            pass
-        parts.append(examples)
-        first += len(examples)
-    return Chain(parts)
+        make = ExampleMaker(records, tokenizer, config, first)
+        kept = array("q", (number for number in range(len(records)) if make.fits(number)))
+        if not kept:
+            raise UserError(f"{source}: no example is left, all {len(records)} are too long")
+        parts.append(Made(kept, make, {source: records.digest()}))
+        first += len(records)
+        left_out += len(records) - len(kept)
+    return Chain(parts), left_out
 
 
 @dataclass(frozen=True)
@@ -48,25 +53,28 @@ class ExampleMaker:
     first: int
 
     def __call__(self, number: int) -> Sample:
-        """Raises UserError, naming the record, for one that is damaged, incomplete or too long."""
-        data, longest = self.config.data, self.config.rollout.max_response_length
+        """Raises UserError, naming the record, for one that is damaged or incomplete."""
+        data = self.config.data
         record, where = self.records[number], self.records.where(number)
         given, tools = record_prompt(self.records, record, data, where), record_tools(self.records, record, data, where)
         text, prompt = self.tokenizer.prompt(given, where, tools)
         asked = Asked(text, self.tokenizer.messages(given, where), tools)
         answer = self.records.meant(required(record, data.response_key, where))
         response, mask = written(self.tokenizer, asked, answer, f"{where}: field {data.response_key!r}")
-        if len(prompt) > data.max_prompt_length or len(response) > longest:
-            raise UserError(
-                f"{where} has {len(prompt)} prompt and {len(response)} response tokens, more than "
-                f"data.max_prompt_length={data.max_prompt_length} or rollout.max_response_length={longest}"
-            )
         return Sample(
             group_id=self.first + number,
             trajectory_id=self.first + number,
-            prompt_ids=prompt,
+            prompt_ids=within_limit(prompt, data),
             response_ids=response,
             loss_mask=mask,
             rollout_logprobs=np.zeros(len(response), dtype=np.float32),
             finish_reason="stop",
         )
+
+    def fits(self, number: int) -> bool:
+        """Make a sample and return whether it is short enough. Raises UserError if it is not, unless data.overlong_prompts=skip."""
+        sample, data = self(number), self.config.data
+        problem = too_long(len(sample.prompt_ids), len(sample.response_ids), data, self.config.rollout.max_response_length)
+        if problem and data.overlong_prompts != OverlongPrompts.skip:
+            raise UserError(f"{self.records.where(number)} {problem}; raise these, or set data.overlong_prompts=skip")
+        return problem is None

@@ -12,6 +12,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import DataConfig, OverlongPrompts
 from grpo_megatron.data.conversations import Conversations
 from grpo_megatron.data.lazy import Chain, Made
+from grpo_megatron.data.lengths import too_long, within_limit
 from grpo_megatron.data.messages import chat_in_text, chat_messages, written_beside_content
 from grpo_megatron.data.prompts import as_list, record_prompt, record_tools
 from grpo_megatron.data.records import open_records
@@ -49,17 +50,13 @@ class PairMaker:
         return Sample(
             group_id=self.first + number,
             trajectory_id=self.first + number,
-            prompt_ids=prompt_ids[-self.config.max_prompt_length :] if self._truncates else prompt_ids,
+            prompt_ids=within_limit(prompt_ids, self.config),
             response_ids=response,
             loss_mask=np.ones(len(response), dtype=np.bool_),
             rollout_logprobs=np.zeros(len(response), dtype=np.float32),
             finish_reason="stop",
             reward=reward,
         )
-
-    @property
-    def _truncates(self) -> bool:
-        return self.config.overlong_prompts == OverlongPrompts.truncate_left
 
     def _said(self, record: dict[str, Any], key: str, where: str) -> tuple[np.ndarray, str]:
         """Return (int32 ids of the prompt, what the assistant said)."""
@@ -96,12 +93,7 @@ class PairMaker:
     def problem(self, pair: Pair) -> str | None:
         """What of a pair is too long."""
         prompt, response = (max(len(ids) for ids in both) for both in zip(*map(_parts, pair), strict=True))
-        if prompt <= self.config.max_prompt_length and response <= self.longest:
-            return None
-        return (
-            f"has {prompt} prompt and {response} response tokens, more than data.max_prompt_length="
-            f"{self.config.max_prompt_length} or rollout.max_response_length={self.longest}"
-        )
+        return too_long(prompt, response, self.config, self.longest)
 
 
 def _parts(sample: Sample) -> tuple[np.ndarray, np.ndarray]:

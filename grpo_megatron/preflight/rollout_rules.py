@@ -41,6 +41,19 @@ def weights_match_the_sources(config: Config) -> Iterator[str]:
 
 
 @ROLLOUT.rule(
+    "Examples and preferences are trained on once per epoch, whatever file they come from.",
+    "data.train_weights",
+    commands=("sft", "reward-model"),
+)
+def examples_have_no_weights(config: Config) -> Iterator[str]:
+    if config.data.train_weights:
+        yield (
+            f"data.train_weights={config.data.train_weights} is for prompts; sft and reward-model train on each record once per epoch. "
+            "Remove it, and name a file in data.train as often as its records shall be seen"
+        )
+
+
+@ROLLOUT.rule(
     "Prompts come from a file, unless recorded samples take their place.", "data.train", "rollout.replay", commands=_TRAIN
 )
 def there_are_prompts(config: Config) -> Iterator[str]:

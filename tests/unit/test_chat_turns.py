@@ -49,7 +49,7 @@ def learned(folder, record, tmp_path, **data):
     data = DataConfig(train=f"{tmp_path}/r.jsonl", **data)
     config = Config(model=ModelConfig(path=folder), data=data, rollout=RolloutConfig(max_response_length=500))
     tokenizer = PromptTokenizer(folder, data)
-    [sample] = load_examples(config, tokenizer)
+    [sample], _ = load_examples(config, tokenizer)
     return tokenizer.decode_all(sample.prompt_ids), marked(tokenizer, sample)
 
 
@@ -243,7 +243,7 @@ def test_tokenizers_that_put_a_space_before_texts(tmp_path):
     tokenizer = PromptTokenizer(str(tmp_path))
     (tmp_path / "r.jsonl").write_text('{"prompt": "2+2=?", "response": "4"}\n')
     config = Config(model=ModelConfig(path=str(tmp_path)), data=DataConfig(train=f"{tmp_path}/r.jsonl"))
-    [sample] = load_examples(config, tokenizer)
+    [sample], _ = load_examples(config, tokenizer)
     assert tokenizer.tokenizer.convert_ids_to_tokens(sample.response_ids.tolist()) == ["4", "</s>"]
     assert tokenizer.tokenizer.convert_ids_to_tokens(tokenizer.encode("4").tolist()) == ["▁4"]
 

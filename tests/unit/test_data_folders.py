@@ -164,7 +164,7 @@ def test_keys_that_a_record_lacks_are_not_in_its_prompt(tmp_path, qwen3, form):
         tokenizer = PromptTokenizer(qwen3, data)
         prompts, _ = load_prompts(source, tokenizer, data)
         config = Config(model=ModelConfig(path=qwen3), data=data, rollout=RolloutConfig(max_response_length=900))
-        learned = [tokenizer.decode_all(sample.response_ids) for sample in load_examples(config, tokenizer)]
+        learned = [tokenizer.decode_all(sample.response_ids) for sample in load_examples(config, tokenizer)[0]]
         texts[kind] = [prompt.text for prompt in prompts], [prompt.tools for prompt in prompts], learned
         assert "null" not in "".join([*texts[kind][0], *learned])
         assert '{"a": 1, "more": [{"b": 2}]}' in learned[0]

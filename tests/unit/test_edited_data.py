@@ -125,7 +125,7 @@ def test_every_command_compares_its_data(command, tmp_path, tiny_tokenizer):
         config.rollout.max_response_length = 64
         tokenizer = PromptTokenizer(tiny_tokenizer, config.data)
         if command == "sft":
-            return EpochOrder.of(load_examples(config, tokenizer), 0, True)
+            return EpochOrder.of(load_examples(config, tokenizer)[0], 0, True)
         if command == "reward-model":
             return EpochOrder.of(load_pairs(source, Conversations(tokenizer, 0), config.data, 64)[0], 0, True)
         prompts = load_prompts(source, tokenizer, config.data)[0]

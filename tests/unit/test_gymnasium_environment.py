@@ -172,7 +172,7 @@ def test_a_prompt_with_its_first_observation_is_what_was_learned(files, tmp_path
     make_tokenizer("bytes").save_pretrained(tmp_path)
     config = load_config("configs/frozen_lake_sft.yaml", [f"model.path={tmp_path}", f"data.train={folder}/sft.jsonl"], "sft")
     tokenizer = PromptTokenizer(str(tmp_path))
-    example = load_examples(config, tokenizer)[0]
+    [example, *_], _ = load_examples(config, tokenizer)
     prompts, _ = load_prompts(str(folder / "train.jsonl"), tokenizer, config.data)
     (prompt,) = [prompt for prompt in prompts if read["sft"][0]["prompt"].startswith(prompt.messages[0]["content"])]
     world, first = begin({"desc": prompt.fields["desc"]}, **LAKE)

@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.config.schema import Config, DataConfig, ModelConfig
+from grpo_megatron.config.schema import Config, DataConfig, ModelConfig, OverlongPrompts
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.data.examples import load_examples
 from grpo_megatron.errors import UserError
@@ -223,7 +223,8 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
     data = DataConfig(chat_template="none", train=[f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"])
     config = Config(model=ModelConfig(path=base), data=data, rollout=RolloutConfig(max_response_length=2))
     tokenizer = PromptTokenizer(base, data)
-    examples = load_examples(config, tokenizer)
+    examples, left_out = load_examples(config, tokenizer)
+    assert left_out == 0
     assert [example.group_id for example in examples] == [0, 1, 2, 3]
     assert tokens(tokenizer, examples[2].prompt_ids) == ["<bos>", "1", "+", "1", "="]
     assert tokens(tokenizer, examples[2].response_ids) == ["2", "<eos>"]
@@ -231,6 +232,18 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": "2"}\n{"prompt": "1", "response": "234"}\n')
     with pytest.raises(UserError, match=r"b.jsonl:2 has 2 prompt and 4 response tokens, more than"):
         load_examples(config, tokenizer)
+    config.data.overlong_prompts = OverlongPrompts.skip
+    examples, left_out = load_examples(config, tokenizer)
+    assert [example.group_id for example in examples] == [0, 1, 2] and left_out == 1
+    (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": "234"}\n')
+    with pytest.raises(UserError, match="b.jsonl: no example is left, all 1 are too long"):
+        load_examples(config, tokenizer)
+    config.data.overlong_prompts, data.max_prompt_length = OverlongPrompts.truncate_left, 2
+    with pytest.raises(UserError, match="b.jsonl:1 has 2 prompt and 4 response tokens"):  # a response is never cut
+        load_examples(config, tokenizer)
+    (tmp_path / "b.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
+    examples, left_out = load_examples(config, tokenizer)
+    assert tokens(tokenizer, examples[2].prompt_ids) == ["1", "="] and left_out == 0
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": ["2"]}\n')
     with pytest.raises(UserError, match=r"b.jsonl:1: field 'response' must be a string, or a list .*; is \['2'\]"):
         load_examples(config, tokenizer)

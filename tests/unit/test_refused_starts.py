@@ -76,7 +76,7 @@ def test_every_command_looks_whether_its_data_are_the_checkpoints(command, tmp_p
     else:
         module = sft if command == "sft" else reward_model
         run, state = getattr(module, module.__name__.split(".")[-1]), None
-        several = {"offered_tools": lambda *_: None, "load_examples": lambda *_: [0] * 4} if command == "sft" else {}
+        several = {"offered_tools": lambda *_: None, "load_examples": lambda *_: ([0] * 4, 0)} if command == "sft" else {}
         several = several or {"pad_token": lambda _: 0, "Conversations": lambda *_: None, "_load": lambda *_: [0] * 4}
         tell(monkeypatch, module, **several, **nothing)
         state = lambda count: {"order": EpochOrder(count, config.run.seed, config.data.shuffle).state_dict()}  # noqa: E731

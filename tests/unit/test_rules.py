@@ -62,6 +62,7 @@ BROKEN = {
     "training_data_is_named": ["data.train=[d.jsonl,5]"],
     "held_out_data_is_named": ["data.eval={a: 1}"],
     "weights_match_the_sources": ["data.train_weights=[1.0,2.0]"],
+    "examples_have_no_weights": ["data.train=[a.jsonl,b.jsonl]", "data.train_weights=[1.0,2.0]"],
     "there_are_prompts": ["data.train=null"],
     "answers_are_somewhere": ["reward.answer_from=[]"],
     "extract_has_its_reward": ["reward.extract=a", "reward.function=math"],
