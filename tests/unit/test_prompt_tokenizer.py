@@ -234,16 +234,18 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
         load_examples(config, tokenizer)
     config.data.overlong_prompts = OverlongPrompts.skip
     examples, left_out = load_examples(config, tokenizer)
-    assert [example.group_id for example in examples] == [0, 1, 2] and left_out == 1
+    assert [example.group_id for example in examples] == [0, 1, 2]
+    assert left_out == 1
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": "234"}\n')
-    with pytest.raises(UserError, match="b.jsonl: no example is left, all 1 are too long"):
+    with pytest.raises(UserError, match=r"b\.jsonl: no example is left, all 1 are too long"):
         load_examples(config, tokenizer)
     config.data.overlong_prompts, data.max_prompt_length = OverlongPrompts.truncate_left, 2
-    with pytest.raises(UserError, match="b.jsonl:1 has 2 prompt and 4 response tokens"):  # a response is never cut
+    with pytest.raises(UserError, match=r"b\.jsonl:1 has 2 prompt and 4 response tokens"):  # a response is never cut
         load_examples(config, tokenizer)
     (tmp_path / "b.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
     examples, left_out = load_examples(config, tokenizer)
-    assert tokens(tokenizer, examples[2].prompt_ids) == ["1", "="] and left_out == 0
+    assert tokens(tokenizer, examples[2].prompt_ids) == ["1", "="]
+    assert left_out == 0
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": ["2"]}\n')
     with pytest.raises(UserError, match=r"b.jsonl:1: field 'response' must be a string, or a list .*; is \['2'\]"):
         load_examples(config, tokenizer)
