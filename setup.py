@@ -32,7 +32,16 @@ setup(
         "data": ["pyarrow", "datasets"],
         "gymnasium": ["gymnasium>=1.0"],  # rollout.environment=gymnasium
         "plot": ["matplotlib"],
-        "test": ["pytest", "pytest-timeout", "pytest-instafail", "pytest-xdist", "hypothesis", "ruff", "pyarrow", "datasets"],
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "pytest-instafail",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "pyarrow",
+            "datasets",
+        ],
     },
     entry_points={
         "console_scripts": ["grpo-megatron = grpo_megatron.cli:main"],

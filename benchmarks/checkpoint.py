@@ -75,7 +75,9 @@ class Extra:
         return self
 
     def _occupied(self) -> int:
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
+        fields = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        )
         return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
 
     def _of_children(self) -> int:
@@ -103,7 +105,9 @@ def step(actor, batch: TrainBatch) -> float:
     """Log-probs and an optimizer step; seconds."""
     begun = time.perf_counter()
     actor.logprobs([batch], key=(0, 0))
-    actor.train_step([batch], PolicyLoss(), batch.num_tokens * actor.spec.sizes.dp, current_is_old=True, key=(0, 0))
+    actor.train_step(
+        [batch], PolicyLoss(), batch.num_tokens * actor.spec.sizes.dp, current_is_old=True, key=(0, 0)
+    )
     return time.perf_counter() - begun
 
 
@@ -117,7 +121,9 @@ def save_gathering(actor, folder: str) -> None:
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
     }
-    weights = {f"model{i}": ddp.module.sharded_state_dict(metadata=metadata) for i, ddp in enumerate(actor.ddp)}
+    weights = {
+        f"model{i}": ddp.module.sharded_state_dict(metadata=metadata) for i, ddp in enumerate(actor.ddp)
+    }
     state = actor.optimizer.inner.sharded_state_dict(weights, is_loading=False, metadata=metadata)
     Path(folder).mkdir(exist_ok=True)
     dist.barrier()
@@ -154,20 +160,26 @@ def new_actor(spec: ActorSpec, rank: int, folder: str, name: str):
 
     process_groups.destroy()
     gc.collect()
-    process_groups.initialize(spec.sizes, rank, f"file://{folder}/{name}", seed=0, timeout_seconds=WAIT_SECONDS)
+    process_groups.initialize(
+        spec.sizes, rank, f"file://{folder}/{name}", seed=0, timeout_seconds=WAIT_SECONDS
+    )
     return Actor(spec)
 
 
 def measure(rank: int, folder: str, options: argparse.Namespace, results) -> None:
     torch.set_num_threads(1)
-    spec = ActorSpec(f"{folder}/model", SIZES, OptimizerConfig(lr=1e-4), Precision.bf16, distributed_optimizer=True)
+    spec = ActorSpec(
+        f"{folder}/model", SIZES, OptimizerConfig(lr=1e-4), Precision.bf16, distributed_optimizer=True
+    )
     batch = make_batch(options.tokens)
     actor = new_actor(spec, rank, folder, "store")
     step(actor, batch)
     found = {"saves": []}
     for number in range(options.saves):
         quiet = step(actor, batch)
-        found["saves"].append(timed_save(actor, batch, f"{folder}/timed{number}") | {"quiet_step_seconds": quiet})
+        found["saves"].append(
+            timed_save(actor, batch, f"{folder}/timed{number}") | {"quiet_step_seconds": quiet}
+        )
     state = sum(size for kind, size in actor.memory.resident().items() if kind != "gradients")
     with Extra() as extra:
         dist.barrier()
@@ -205,7 +217,9 @@ def largest_difference(one: Path, other: Path) -> float:
                 found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
     if tensors[0].keys() != tensors[1].keys():
         raise AssertionError("the exports have different tensors")
-    return max(float((tensor.float() - tensors[1][name].float()).abs().max()) for name, tensor in tensors[0].items())
+    return max(
+        float((tensor.float() - tensors[1][name].float()).abs().max()) for name, tensor in tensors[0].items()
+    )
 
 
 def run(folder: str, options: argparse.Namespace) -> list[dict]:
@@ -213,7 +227,10 @@ def run(folder: str, options: argparse.Namespace) -> list[dict]:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     # No daemons: Megatron's strategies start processes of their own.
-    ranks = [context.Process(target=measure, args=(rank, folder, options, results)) for rank in range(SIZES.world_size)]
+    ranks = [
+        context.Process(target=measure, args=(rank, folder, options, results))
+        for rank in range(SIZES.world_size)
+    ]
     for process in ranks:
         process.start()
     found = []
@@ -236,7 +253,9 @@ def summary(found: list[dict], difference: float) -> dict:
         {name: max(rank["saves"][i][name] for rank in found) for name in found[0]["saves"][i]}
         for i in range(len(found[0]["saves"]))
     ]
-    result = {"blocked_share": statistics.median(save["blocked_seconds"] / save["save_seconds"] for save in saves)}
+    result = {
+        "blocked_share": statistics.median(save["blocked_seconds"] / save["save_seconds"] for save in saves)
+    }
     for name in ("save_seconds", "blocked_seconds", "step_seconds", "quiet_step_seconds"):
         result[name] = statistics.median(save[name] for save in saves)
     for name in ("extra_over_state", "before_seconds", "before_extra_over_state"):
@@ -249,7 +268,9 @@ def summary(found: list[dict], difference: float) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--saves", type=int, default=3, help="timed saves")
     parser.add_argument("--tokens", type=int, default=1024, help="of each replica's batch")
     parser.add_argument("--layers", type=int, default=16)

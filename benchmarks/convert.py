@@ -87,7 +87,9 @@ def anonymous(pid: int) -> int:
 
 
 def after_imports(imports: str) -> int:
-    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", imports + WAIT], stdin=-1, stdout=-1, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", imports + WAIT], stdin=-1, stdout=-1, text=True
+    )
     process.stdout.readline()
     found = anonymous(process.pid)
     process.communicate("\n")
@@ -106,7 +108,9 @@ def copy(source: Path, target: Path) -> float:
     return count / (time.perf_counter() - begun) / 1e9
 
 
-def convert(tool: str, source: Path, target: Path, *arguments: str, spare: Path) -> tuple[float, dict[int, int], int]:
+def convert(
+    tool: str, source: Path, target: Path, *arguments: str, spare: Path
+) -> tuple[float, dict[int, int], int]:
     """Return GB/s, most anonymous bytes of each process, and the first one's pid. spare: deleted when the tool begins to write."""
     command = [sys.executable, str(TOOLS / f"{tool}.py"), str(source), str(target), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -151,7 +155,8 @@ def same_files(first: Path, second: Path) -> bool:
 
     a, b = HFCheckpoint(str(first)), HFCheckpoint(str(second))
     return a.names == b.names and all(
-        torch.equal(a.read(name).view(torch.int16), b.read(name).view(torch.int16)) for name in sorted(a.names)
+        torch.equal(a.read(name).view(torch.int16), b.read(name).view(torch.int16))
+        for name in sorted(a.names)
     )
 
 
@@ -190,7 +195,9 @@ def timed(folder: Path, source: Path, options) -> tuple[dict[str, list[float]], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--processes", type=int, help="default: the tools' own")
     parser.add_argument("--repeats", type=int, default=3)
@@ -205,7 +212,10 @@ def main() -> None:
     for side, value in middle.items():
         print(f"{side:<16}{value:>8.2f}{value / middle['copy']:>12.2f}")
     print(f"most memory of a process beyond its imports: {extra / 2**30:.2f} GiB\n")
-    result = {"speed_over_copy": min(middle["to_megatron"], middle["to_hf"]) / middle["copy"], "extra_gib": extra / 2**30}
+    result = {
+        "speed_over_copy": min(middle["to_megatron"], middle["to_hf"]) / middle["copy"],
+        "extra_gib": extra / 2**30,
+    }
     print(json.dumps(result | {f"{side}_gb_per_s": value for side, value in middle.items()}))
 
 

@@ -51,7 +51,11 @@ def seconds(device: torch.device, call: Callable[[], None]) -> float:
 
 
 def measure(actor: Actor, repeats: int) -> dict[str, float]:
-    own = [parameter.detach().view(-1).view(torch.uint8) for chunk in actor.chunks for parameter in chunk.parameters()]
+    own = [
+        parameter.detach().view(-1).view(torch.uint8)
+        for chunk in actor.chunks
+        for parameter in chunk.parameters()
+    ]
     host = [host_memory(values.nbytes) for values in own]
 
     def exchange() -> None:
@@ -74,7 +78,11 @@ def measure(actor: Actor, repeats: int) -> dict[str, float]:
         raise RuntimeError("the weights changed in an exchange and its return")
     found = {f"{name}_seconds": statistics.median(values[1:]) for name, values in times.items()}
     gigabytes = sum(values.nbytes for values in own) / 1e9
-    return {"swap_over_copy": found["exchange_seconds"] / found["copy_seconds"], **found, "gigabytes": gigabytes}
+    return {
+        "swap_over_copy": found["exchange_seconds"] / found["copy_seconds"],
+        **found,
+        "gigabytes": gigabytes,
+    }
 
 
 def exchanges_of_a_step(actor: Actor) -> int:
@@ -85,7 +93,9 @@ def exchanges_of_a_step(actor: Actor) -> int:
     actor.begin_reference()
     for number in range(MINI_BATCHES):
         ids = rng.integers(6, 29, 12).astype(np.int32)
-        sample = Sample(0, number, ids[:4], ids[4:], np.ones(8, np.bool_), np.full(8, -3.0, np.float32), "stop")
+        sample = Sample(
+            0, number, ids[:4], ids[4:], np.ones(8, np.bool_), np.full(8, -3.0, np.float32), "stop"
+        )
         actor.logprobs([TrainBatch.from_samples([sample])], reference=True, key=(1, number))
     actor.end_reference()
     actor.reference._exchange = plain
@@ -93,14 +103,18 @@ def exchanges_of_a_step(actor: Actor) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder, "model"), hidden=1024, layers=24, heads=8, ffn=3072)
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
-        spec = ActorSpec(f"{folder}/model", ParallelSizes(), OptimizerConfig(), Precision.bf16, with_reference=True)
+        spec = ActorSpec(
+            f"{folder}/model", ParallelSizes(), OptimizerConfig(), Precision.bf16, with_reference=True
+        )
         actor = Actor(spec)
         results = measure(actor, options.repeats)
         results["exchanges_per_step"] = exchanges_of_a_step(actor)

@@ -188,9 +188,15 @@ def show(name: str, runs: Runs) -> None:
     for path, value in rows(runs.figures.get(name, {})):
         if path == "slowest_operations":
             for one in value:
-                print(f"  {one['milliseconds']:>12.2f} ms{one['share']:>8.1%}{one['calls']:>8} x  {one['operation']}")
+                print(
+                    f"  {one['milliseconds']:>12.2f} ms{one['share']:>8.1%}{one['calls']:>8} x  {one['operation']}"
+                )
         else:
-            print(f"  {path:<56}{value:>14.6g}" if isinstance(value, int | float) else f"  {path:<56}{value!s:>14}")
+            print(
+                f"  {path:<56}{value:>14.6g}"
+                if isinstance(value, int | float)
+                else f"  {path:<56}{value!s:>14}"
+            )
     for table, word in ((runs.skipped, "skipped"), (runs.failed, "FAILED")):
         if name in table:
             print(f"  {word}: {table[name]}", flush=True)
@@ -218,9 +224,14 @@ def versions() -> dict[str, str | None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--only", nargs="+", choices=SECTIONS, help="these sections, and `peak`, which the others are held against"
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        help="these sections, and `peak`, which the others are held against",
     )
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--trained", metavar="FOLDER", help="an HF model with trained weights, for fp8_error")

@@ -34,7 +34,9 @@ EXTRA = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--presets", nargs="+", default=["grpo", "dr_grpo", "dapo", "gspo"])
     parser.add_argument("--plot", metavar="OUT.png")
     parser.add_argument("--seed", type=int, default=1234)
@@ -50,7 +52,16 @@ def main() -> None:
     results = {}
     for preset in options.presets:
         chosen = [f"algorithm.preset={preset}", *EXTRA.get(preset, []), *SETTINGS, *options.overrides]
-        call(preset, *CLI, "train", "--config", f"{root}/learning.yaml", *arguments, f"run.name={preset}", *chosen)
+        call(
+            preset,
+            *CLI,
+            "train",
+            "--config",
+            f"{root}/learning.yaml",
+            *arguments,
+            f"run.name={preset}",
+            *chosen,
+        )
         results[preset] = json.loads(Path(root, preset, "result.json").read_text(encoding="utf-8"))
     if options.plot:
         title = f"two-digit sums, {config.run.total_steps} steps: held-out accuracy"

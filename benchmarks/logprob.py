@@ -59,7 +59,11 @@ class Inputs:
         self.hidden = torch.empty(tokens, options.hidden, **at).normal_(generator=generator).requires_grad_()
         # Logits with a standard deviation of 2: neither uniform nor certain.
         std = 2 / options.hidden**0.5
-        self.weight = torch.empty(options.vocab, options.hidden, **at).normal_(0, std, generator=generator).requires_grad_()
+        self.weight = (
+            torch.empty(options.vocab, options.hidden, **at)
+            .normal_(0, std, generator=generator)
+            .requires_grad_()
+        )
         self.target = torch.randint(options.vocab, (tokens,), generator=generator, **at)
         self.of_logp, self.of_entropy = torch.empty(2, tokens, **at).normal_(generator=generator)
 
@@ -141,7 +145,9 @@ def max_errors(options: argparse.Namespace) -> dict[str, float]:
     exact = gradients(inputs.double(), baseline)
     scales = [1.0, 1.0, *(grad.abs().max().item() for grad in exact[2:])]
     return {
-        side: max((a - b).abs_().max().item() / scale for a, b, scale in zip(values, exact, scales, strict=True))
+        side: max(
+            (a - b).abs_().max().item() / scale for a, b, scale in zip(values, exact, scales, strict=True)
+        )
         for side, values in found.items()
     }
 
@@ -163,7 +169,9 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     forward, total = ({side: statistics.median(t[i] for t in times[side]) for side in SIDES} for i in (0, 1))
     print(f"{'':10} {'memory, MiB':>12} {'forward, s':>11} {'both, s':>9} {'max error':>10}")
     for side in SIDES:
-        print(f"{side:10} {memory[side] / 2**20:12.1f} {forward[side]:11.3f} {total[side]:9.3f} {errors[side]:10.1e}")
+        print(
+            f"{side:10} {memory[side] / 2**20:12.1f} {forward[side]:11.3f} {total[side]:9.3f} {errors[side]:10.1e}"
+        )
     return {
         "memory_ratio": memory["ours"] / memory["baseline"],
         "forward_ratio": forward["ours"] / forward["baseline"],
@@ -173,7 +181,9 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens-memory", type=int, default=4096)
     parser.add_argument("--tokens-time", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=1024)

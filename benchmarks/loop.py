@@ -164,17 +164,21 @@ class PlainLoop:
         for row, (response, kept) in enumerate(zip(responses, mask, strict=True)):
             prompt = prompts[row // n]
             text = self.tokenizer.decode(response[kept].numpy())
-            rewards.append(self.reward(prompt=prompt.text, response=text, answer=prompt.answer, record=prompt.fields))
+            rewards.append(
+                self.reward(prompt=prompt.text, response=text, answer=prompt.answer, record=prompt.fields)
+            )
         grouped = torch.tensor(rewards).view(-1, n)
-        return ((grouped - grouped.mean(dim=1, keepdim=True)) / (grouped.std(dim=1, keepdim=True) + 1e-6)).flatten()
+        return (
+            (grouped - grouped.mean(dim=1, keepdim=True)) / (grouped.std(dim=1, keepdim=True) + 1e-6)
+        ).flatten()
 
     def logprobs(self, model, tokens: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
         """float32 [samples, response]"""
         positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
         keep = tokens.shape[1] - width + 1
-        logits = model(tokens, attention_mask=mask.long(), position_ids=positions, logits_to_keep=keep, use_cache=False).logits[
-            :, :-1
-        ]
+        logits = model(
+            tokens, attention_mask=mask.long(), position_ids=positions, logits_to_keep=keep, use_cache=False
+        ).logits[:, :-1]
         return torch.log_softmax(logits, dim=-1).gather(2, tokens[:, width:, None])[..., 0]
 
     def train(self, tokens, mask, width, advantage, reference) -> None:
@@ -255,9 +259,13 @@ def measure(config: Config, steps: int) -> tuple[list[dict], list[dict], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each kind")
-    parser.add_argument("--tokenizer", choices=("characters", "bytes"), default="characters", help="decides the lengths")
+    parser.add_argument(
+        "--tokenizer", choices=("characters", "bytes"), default="characters", help="decides the lengths"
+    )
     parser.add_argument("changes", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:

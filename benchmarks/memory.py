@@ -109,7 +109,9 @@ def measure(case: str, model: str, tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the micro-batch")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -122,10 +124,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder, "model"), hidden=512, layers=12, heads=8, ffn=2048)
         for case in CASES:
-            command = [sys.executable, __file__, "--case", case, "--model", f"{folder}/model", "--tokens", str(options.tokens)]
+            command = [
+                sys.executable,
+                __file__,
+                "--case",
+                case,
+                "--model",
+                f"{folder}/model",
+                "--tokens",
+                str(options.tokens),
+            ]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             figures = results[case] = json.loads(done.stdout.splitlines()[-1])
-            print(f"{case:<28}{figures['rest']:>10.0f}{figures['peak']:>16.0f}{figures['asleep']:>10.0f}", flush=True)
+            print(
+                f"{case:<28}{figures['rest']:>10.0f}{figures['peak']:>16.0f}{figures['asleep']:>10.0f}",
+                flush=True,
+            )
     plain = results["plain"]["peak"] - results["plain"]["rest"]
     for name, case in (("selective", "selective recompute"), ("full", "full recompute")):
         results[f"activations_{name}"] = (results[case]["peak"] - results[case]["rest"]) / plain

@@ -57,7 +57,9 @@ def endless_model(model: Path, target: Path) -> None:
     """
     shutil.copytree(model, target, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(model / "model.safetensors")
-    weights["model.embed_tokens.weight"][json.loads((model / "config.json").read_text(encoding="utf-8"))["eos_token_id"]] = 0
+    weights["model.embed_tokens.weight"][
+        json.loads((model / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    ] = 0
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -97,9 +99,14 @@ def rate(rows: int, inner: int, columns: int, dtype: torch.dtype, repeats: int =
 
 def peaks(arch: Architecture, dtype: torch.dtype, tokens: int = 2048) -> tuple[float, float]:
     """Measure (a large square, the model's own shapes) in FLOP/s."""
-    shapes = [(size, arch.num_layers) for size in products(arch).values()] + [((arch.vocab_size, arch.hidden_size), 1)]
+    shapes = [(size, arch.num_layers) for size in products(arch).values()] + [
+        ((arch.vocab_size, arch.hidden_size), 1)
+    ]
     work = [2 * tokens * rows * columns * count for (rows, columns), count in shapes]
-    seconds = [flops / rate(tokens, columns, rows, dtype) for flops, ((rows, columns), _) in zip(work, shapes, strict=True)]
+    seconds = [
+        flops / rate(tokens, columns, rows, dtype)
+        for flops, ((rows, columns), _) in zip(work, shapes, strict=True)
+    ]
     return rate(2048, 2048, 2048, dtype), sum(work) / sum(seconds)
 
 
@@ -154,11 +161,15 @@ def trl_seconds(python: str, config: Config, threads: int) -> float:
         "temperature": config.rollout.temperature,
         "bf16": config.megatron.precision.value == "bf16",
         "threads": threads,
-        "optimizer": {name: getattr(config.optimizer, name) for name in ("lr", "beta1", "beta2", "eps", "clip_grad")},
+        "optimizer": {
+            name: getattr(config.optimizer, name) for name in ("lr", "beta1", "beta2", "eps", "clip_grad")
+        },
     }
     script = ROOT / "benchmarks/others/trl_step.py"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([python, str(script), json.dumps(options)], stdout=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run(
+        [python, str(script), json.dumps(options)], stdout=subprocess.PIPE, text=True, env=environment
+    )
     if done.returncode:
         sys.exit(f"{python} {script} failed with exit status {done.returncode}")
     return statistics.median(json.loads(done.stdout.splitlines()[-1])[1:])
@@ -177,7 +188,9 @@ def measure(config: Config, arch: Architecture, precision: str) -> dict[str, flo
     whole = tokens / (groups * size)
     prompt = whole - length
     train = 3 * forward_flops(arch, tokens, responses, whole) / median("time/train")
-    generate = forward_flops(arch, groups * prompt, groups, prompt) + forward_flops(arch, responses, responses, prompt + whole)
+    generate = forward_flops(arch, groups * prompt, groups, prompt) + forward_flops(
+        arch, responses, responses, prompt + whole
+    )
     generate /= median("time/generate")
     return {
         **{name: median(f"time/{name}") for name in ("generate", "train", "step")},
@@ -193,13 +206,20 @@ def measure(config: Config, arch: Architecture, precision: str) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="folder of the model; without it, it is fetched")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--length", type=int, default=48, help="tokens of every response")
-    parser.add_argument("--precision", choices=DTYPES, action="append", help="may be given twice; without it, both")
     parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the rank, the engine, TRL, and the peak"
+        "--precision", choices=DTYPES, action="append", help="may be given twice; without it, both"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="of the rank, the engine, TRL, and the peak",
     )
     parser.add_argument("--trl", metavar="PYTHON", help="interpreter with TRL installed")
     options = parser.parse_args()
@@ -217,9 +237,15 @@ def main() -> None:
             result[precision] = measure(config, arch, precision)
             if options.trl:
                 seconds = trl_seconds(options.trl, config, options.threads)
-                result[precision] |= {"trl_step": seconds, "trl_over_ours": seconds / result[precision]["step"]}
+                result[precision] |= {
+                    "trl_step": seconds,
+                    "trl_over_ours": seconds / result[precision]["step"],
+                }
     for figure in next(iter(result.values())):
-        print(f"{figure:<30}" + "".join(f"{precision:>6}{values[figure]:>12.3f}" for precision, values in result.items()))
+        print(
+            f"{figure:<30}"
+            + "".join(f"{precision:>6}{values[figure]:>12.3f}" for precision, values in result.items())
+        )
     print(json.dumps(result))
 
 

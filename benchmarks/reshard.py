@@ -120,7 +120,9 @@ def raw_broadcast(size: int, bucket_bytes: int, repeat: int) -> float:
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_broadcast, args=(rank, f"file://{folder}/store", size, bucket_bytes, repeat, answers))
+            context.Process(
+                target=_broadcast, args=(rank, f"file://{folder}/store", size, bucket_bytes, repeat, answers)
+            )
             for rank in range(2)
         ]
         for process in processes:
@@ -134,7 +136,10 @@ def raw_broadcast(size: int, bucket_bytes: int, repeat: int) -> float:
 def _broadcast(rank: int, store: str, size: int, bucket_bytes: int, repeat: int, answers) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    buckets = [torch.ones(min(bucket_bytes, size - start), dtype=torch.uint8) for start in range(0, size, bucket_bytes)]
+    buckets = [
+        torch.ones(min(bucket_bytes, size - start), dtype=torch.uint8)
+        for start in range(0, size, bucket_bytes)
+    ]
     seconds = []
     for _ in range(repeat + 1):
         dist.barrier()
@@ -202,7 +207,9 @@ def measure(folder: Path, engine_tp: int, repeat: int) -> dict:
         for transport in (SyncTransport.shared_memory, SyncTransport.groups):
             seconds, measured = timed(described(layouts, run, transport), run, repeat)
             found[transport.value] = {"seconds": seconds, **measured}
-        found["object_store"], _ = timed(ObjectStore(plan.entries, settings.weight_sync.bucket_bytes), run, repeat)
+        found["object_store"], _ = timed(
+            ObjectStore(plan.entries, settings.weight_sync.bucket_bytes), run, repeat
+        )
         found["delta"] = deltas(layouts, run)
         found["ray_direct"] = ray_direct(bound, settings.weight_sync.bucket_bytes, repeat)
         found["raw"] = raw_broadcast(bound, settings.weight_sync.bucket_bytes, repeat)
@@ -210,7 +217,9 @@ def measure(folder: Path, engine_tp: int, repeat: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine-tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
@@ -234,11 +243,31 @@ def main() -> None:
                     f"{of['received_gb'] / one['bound_gb']:.4f}",
                 )
             )
-        rows.append((name, "object_store", f"{one['object_store']:.3f}", f"{one['object_store'] / one['raw']:.2f}", "", ""))
-        rows.append((name, "Ray direct, to actor", f"{one['ray_direct']:.3f}", f"{one['ray_direct'] / one['raw']:.2f}", "", ""))
+        rows.append(
+            (
+                name,
+                "object_store",
+                f"{one['object_store']:.3f}",
+                f"{one['object_store'] / one['raw']:.2f}",
+                "",
+                "",
+            )
+        )
+        rows.append(
+            (
+                name,
+                "Ray direct, to actor",
+                f"{one['ray_direct']:.3f}",
+                f"{one['ray_direct'] / one['raw']:.2f}",
+                "",
+                "",
+            )
+        )
         rows.append((name, "raw broadcast", f"{one['raw']:.3f}", "1.00", f"{one['bound_gb']:.3f}", "1.0000"))
         for share, bytes_share in one["delta"].items():
-            rows.append((name, f"delta, {float(share):.0%} changed", "", "", "", f"{bytes_share:.4f} of all bytes"))
+            rows.append(
+                (name, f"delta, {float(share):.0%} changed", "", "", "", f"{bytes_share:.4f} of all bytes")
+            )
     for row in rows:
         print("  ".join(f"{text:<22}" for text in row))
     print(json.dumps(summary(found)))

@@ -59,7 +59,12 @@ def samples(count: int) -> list[tuple[Prompt, Sample]]:
     for uid in range(count):
         ids = rng.integers(ord("0"), ord("9") + 1, TOKENS).astype(np.int32)
         prompt = Prompt(uid, ids[:8], "12+34=", str(uid % 100), {"level": 3})
-        found.append((prompt, Sample(0, uid, prompt.ids, ids, np.ones(TOKENS, bool), np.zeros(TOKENS, np.float32), "stop")))
+        found.append(
+            (
+                prompt,
+                Sample(0, uid, prompt.ids, ids, np.ones(TOKENS, bool), np.zeros(TOKENS, np.float32), "stop"),
+            )
+        )
     return found
 
 
@@ -69,12 +74,17 @@ def rates(
     """Rewards per second in each repetition: ours, and of the plain pool. Raises RuntimeError where their rewards differ."""
     function = getattr(importlib.import_module(MODULE), name)
     places = worker_places([ray.get_runtime_context().get_node_id()], workers, logs)
-    ours = RewardWorkers(RewardConfig(function=f"{MODULE}:{name}"), importlib.import_module(MODULE).decode, places)
+    ours = RewardWorkers(
+        RewardConfig(function=f"{MODULE}:{name}"), importlib.import_module(MODULE).decode, places
+    )
     plain = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     texts = [decode(sample.response_ids) for _, sample in given]
 
     async def by_ours() -> list[float]:
-        return [one.reward for one in await asyncio.gather(*(ours.score(prompt, sample) for prompt, sample in given))]
+        return [
+            one.reward
+            for one in await asyncio.gather(*(ours.score(prompt, sample) for prompt, sample in given))
+        ]
 
     async def by_plain() -> list[float]:
         futures = [
@@ -104,7 +114,9 @@ def rates(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--samples", type=int, default=2048, help="scored in each repetition")
@@ -117,10 +129,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as logs:
         for name in ("cheap", "millisecond"):
             ours, plain = map(statistics.median, rates(name, options.workers, options.repeats, given, logs))
-            results |= {f"{name}_over_pool": ours / plain, f"{name}_per_second": ours, f"{name}_pool_per_second": plain}
+            results |= {
+                f"{name}_over_pool": ours / plain,
+                f"{name}_per_second": ours,
+                f"{name}_pool_per_second": plain,
+            }
             print(f"{name:<14}{ours:>12.0f}{plain:>12.0f}{ours / plain:>14.2f}")
     ray.shutdown()
-    print(json.dumps({"rewards_over_pool": min(results["cheap_over_pool"], results["millisecond_over_pool"]), **results}))
+    print(
+        json.dumps(
+            {
+                "rewards_over_pool": min(results["cheap_over_pool"], results["millisecond_over_pool"]),
+                **results,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -76,7 +76,9 @@ def measure(call, repeats: int):
 
 
 def show(name: str, over: int, flops: float, lockstep: float, seconds: list[float]) -> None:
-    print(f"{name:<38}{over:>10}{flops:>13.2e}{lockstep:>13.2e}{statistics.median(seconds):>11.3f}{max(seconds):>9.3f}")
+    print(
+        f"{name:<38}{over:>10}{flops:>13.2e}{lockstep:>13.2e}{statistics.median(seconds):>11.3f}{max(seconds):>9.3f}"
+    )
 
 
 def compare(repeats: int) -> None:
@@ -89,7 +91,9 @@ def compare(repeats: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calls", type=int, default=5, help="measured calls of each case")
     options = parser.parse_args()
     print(f"{'sequences':<38}{'bins over':>10}{'FLOPs imb.':>13}{'lockstep':>13}{'s (median)':>11}{'max':>9}")
@@ -97,7 +101,9 @@ def main() -> None:
     for sigma in (0.8, 1.0, 1.3):
         for seed in range(3):
             lengths = random_lengths(65536, sigma, seed)
-            plan, seconds = measure(lambda lengths=lengths: schedule(lengths, MAX_TOKENS, 64, COST), options.calls)
+            plan, seconds = measure(
+                lambda lengths=lengths: schedule(lengths, MAX_TOKENS, 64, COST), options.calls
+            )
             result = (bins_over_bound(lengths), *imbalance(plan.micro_batches, lengths), seconds)
             show(f"65,536: sigma {sigma}, seed {seed}, mean {lengths.mean():.0f}", *result)
             results.append(result)

@@ -112,7 +112,9 @@ def random_batch(count: int, seed: int = 0) -> TrainBatch:
     return batch_of(*gsm8k_like_lengths(count, rng), rng, words=range(6, 29), old_logp=-3.4)
 
 
-def batch_of(prompts: np.ndarray, responses: np.ndarray, rng: np.random.Generator, words: range, old_logp: float) -> TrainBatch:
+def batch_of(
+    prompts: np.ndarray, responses: np.ndarray, rng: np.random.Generator, words: range, old_logp: float
+) -> TrainBatch:
     """Random tokens and advantages; prompts, responses: the lengths of each sequence. old_logp: about what all tokens had."""
     samples = [
         Sample(
@@ -129,7 +131,9 @@ def batch_of(prompts: np.ndarray, responses: np.ndarray, rng: np.random.Generato
     batch = TrainBatch.from_samples(samples)
     batch.weight = token_weights(batch, "token-mean", int(responses.max()))
     batch.advantage = np.where(batch.loss_mask, rng.normal(size=batch.num_tokens), 0).astype(np.float32)
-    batch.old_logp = np.where(batch.loss_mask, rng.normal(old_logp, 0.3, batch.num_tokens), 0).astype(np.float32)
+    batch.old_logp = np.where(batch.loss_mask, rng.normal(old_logp, 0.3, batch.num_tokens), 0).astype(
+        np.float32
+    )
     return batch
 
 
@@ -163,9 +167,13 @@ def make_sides(batch: TrainBatch, folder: str) -> list[Side]:
 
 def check_equal(results: dict[str, TrainResult]) -> None:
     """Loss and gradient norm of every side as of the packed one. Raises AssertionError."""
-    values = {name: (to_floats(result.metrics)["actor/loss"], result.grad_norm) for name, result in results.items()}
+    values = {
+        name: (to_floats(result.metrics)["actor/loss"], result.grad_norm) for name, result in results.items()
+    }
     for name, found in values.items():
-        np.testing.assert_allclose(found, values["packed"], rtol=TOLERANCE, err_msg=f"loss, gradient norm of {name}")
+        np.testing.assert_allclose(
+            found, values["packed"], rtol=TOLERANCE, err_msg=f"loss, gradient norm of {name}"
+        )
 
 
 def measure(options: argparse.Namespace) -> list[Side]:
@@ -183,7 +191,9 @@ def measure(options: argparse.Namespace) -> list[Side]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
     parser.add_argument("--sequences", type=int, default=128)
     options = parser.parse_args()

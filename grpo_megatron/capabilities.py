@@ -119,7 +119,9 @@ class Capabilities:
             gpu = GPU((properties.major, properties.minor), properties.total_memory)
         installed = version("transformer_engine") or version("transformer-engine")
         problem = _transformer_engine_problem(installed, gpus)
-        return cls("here", gpus, gpu, problem, nodes=1, gpus_per_node=torch.cuda.device_count() if gpus else None)
+        return cls(
+            "here", gpus, gpu, problem, nodes=1, gpus_per_node=torch.cuda.device_count() if gpus else None
+        )
 
     @classmethod
     def of_facts(cls, gpu: str | None, nodes: int | None, gpus_per_node: int | None) -> "Capabilities":

@@ -120,19 +120,25 @@ _RUNS = {
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="grpo-megatron", description="GRPO post-training on Megatron-core and SGLang.")
+    parser = argparse.ArgumentParser(
+        prog="grpo-megatron", description="GRPO post-training on Megatron-core and SGLang."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in _RUNS.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("--config", metavar="FILE", help="YAML file")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
+        command.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="values that override the file's"
+        )
     _add_looks(commands)
     config_commands.add_parser(commands)
     plan_command.add_parser(commands)
     commands.add_parser("doctor", help="what this machine has, whether it works, and what that allows")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a file's name need not be text that a terminal can show
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a file's name need not be text that a terminal can show
     return _intermixed(parser, arguments)
 
 
@@ -163,13 +169,23 @@ def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
 
 def _add_looks(commands) -> None:
     """The commands that look at a run's folder. commands: what ArgumentParser.add_subparsers returns."""
-    status = commands.add_parser("status", help="what a run does now; exit status 1 if it failed, was interrupted or is gone")
-    status.add_argument(
-        "--json", action="store_true", help="for programs: all that is recorded, with every scalar of the last step"
+    status = commands.add_parser(
+        "status", help="what a run does now; exit status 1 if it failed, was interrupted or is gone"
     )
-    report = commands.add_parser("report", help="one HTML page about a run: curves, phases, samples, configuration")
-    report.add_argument("--against", metavar="OTHER_RUN_DIR", help="a run to compare with, in curves and configuration")
-    report.add_argument("--out", metavar="FILE", help="where to write the page; report.html in RUN_DIR if not given")
+    status.add_argument(
+        "--json",
+        action="store_true",
+        help="for programs: all that is recorded, with every scalar of the last step",
+    )
+    report = commands.add_parser(
+        "report", help="one HTML page about a run: curves, phases, samples, configuration"
+    )
+    report.add_argument(
+        "--against", metavar="OTHER_RUN_DIR", help="a run to compare with, in curves and configuration"
+    )
+    report.add_argument(
+        "--out", metavar="FILE", help="where to write the page; report.html in RUN_DIR if not given"
+    )
     for command in (status, report):
         command.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
 

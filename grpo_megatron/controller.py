@@ -59,7 +59,13 @@ class Controller:
         """
         self.config = config
         self.trainer, self.rollouts, self.prompts, self.weight_sync = trainer, rollouts, prompts, weight_sync
-        self.evaluation, self.saver, self.monitor, self.turns, self.decode = evaluation, saver, monitor, turns, decode
+        self.evaluation, self.saver, self.monitor, self.turns, self.decode = (
+            evaluation,
+            saver,
+            monitor,
+            turns,
+            decode,
+        )
         recomputed = config.train.old_logprobs == OldLogprobs.recompute
         self.loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=recomputed)
         self.correction = Correction.from_config(config.mismatch) if recomputed else None
@@ -142,7 +148,9 @@ class Controller:
 
     def shape_and_filter(self, groups: list[Group]) -> list[Group]:
         """The groups to train on, with the rewards to train on."""
-        groups = shape_overlong(groups, self.config.rollout.max_response_length, self.config.reward.overlong_buffer)
+        groups = shape_overlong(
+            groups, self.config.rollout.max_response_length, self.config.reward.overlong_buffer
+        )
         if self.config.reward.shuffle_control:
             groups = shuffle_rewards(groups, np.random.default_rng([self.config.run.seed, self.step]))
         return apply_filters(groups, self.config.algorithm)
@@ -179,7 +187,10 @@ class Controller:
 
     def train(self, mini_batches: list[MiniBatch]) -> list[Metrics]:
         """One optimizer step per mini-batch and epoch; their metrics."""
-        floor, current = self.config.algorithm.entropy_floor, self.config.train.old_logprobs == OldLogprobs.current
+        floor, current = (
+            self.config.algorithm.entropy_floor,
+            self.config.train.old_logprobs == OldLogprobs.current,
+        )
         enough = floor is not None and (self.entropy is None or self.entropy >= floor)
         loss = replace(self.loss, entropy_coeff=0.0) if enough else self.loss
         trained: list[Metrics] = []
@@ -193,7 +204,9 @@ class Controller:
     def act_on_mismatch(self, mismatch: Metrics, mini_batches: list[MiniBatch]) -> None:
         """Show the tokens that engine and trainer disagree about most, and do as mismatch.action says."""
         if mismatch:
-            report = mismatch_report(mismatch, [mini.batch for mini in mini_batches], self.config.mismatch, self.decode)
+            report = mismatch_report(
+                mismatch, [mini.batch for mini in mini_batches], self.config.mismatch, self.decode
+            )
             self.monitor.text(self.step, "mismatch/worst", report.worst)
             if report.stop:
                 raise UserError(f"step {self.step}: {report.text}")
@@ -247,7 +260,9 @@ class Controller:
     def evaluate_after(self) -> None:
         self.evaluations["after"], self.evaluated = self.evaluate(), self.step
 
-    def report(self, groups, mini_batches: list[MiniBatch], metrics: Metrics, others: dict[str, float]) -> None:
+    def report(
+        self, groups, mini_batches: list[MiniBatch], metrics: Metrics, others: dict[str, float]
+    ) -> None:
         scalars = to_floats(metrics) | others | (self.weight_sync.metrics if self.weight_sync else {})
         scalars |= self.turns.metrics if self.turns else {}
         batches = [mini.batch for mini in mini_batches]

@@ -36,7 +36,9 @@ def shortened(text: object, length: int = 80) -> str:
 
 def printable(text: str) -> str:
     """What may quote anybody, such as a model, as a terminal can show it: a control character could rewrite what stands there."""
-    return "".join("\N{REPLACEMENT CHARACTER}" if category(c).startswith("C") and c not in "\n\t" else c for c in text)
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}" if category(c).startswith("C") and c not in "\n\t" else c for c in text
+    )
 
 
 def described(error: BaseException) -> str:

@@ -60,7 +60,10 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     """where: the file, and the line if it has several objects, for the message of the UserError."""
     try:
         value = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, an integer of thousands of digits, nested too deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # no JSON, no UTF-8, an integer of thousands of digits, nested too deep
         raise UserError(f"{where} is not valid JSON: {shortened(error, 200)}") from error
     if not isinstance(value, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}")

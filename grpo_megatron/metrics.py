@@ -156,7 +156,9 @@ class RatioQuantiles:
         sums = torch.tensor(self.concrete().counts).cumsum(0).tolist()
         if not sums[-1]:
             return dict.fromkeys(_QUANTILES, math.nan)
-        found = {name: bisect_left(sums, max(1, math.ceil(share * sums[-1]))) for name, share in _QUANTILES.items()}
+        found = {
+            name: bisect_left(sums, max(1, math.ceil(share * sums[-1]))) for name, share in _QUANTILES.items()
+        }
         return {name: math.exp(_bin_centre(index)) for name, index in found.items()}
 
 
@@ -176,7 +178,9 @@ def concrete(parts: list[Metrics]) -> list[Metrics]:
     numbers = iter(_numbers([value for value in values if torch.is_tensor(value)]))
 
     def of(metric: Metric) -> Metric:
-        fields = {name: next(numbers) if torch.is_tensor(value) else value for name, value in vars(metric).items()}
+        fields = {
+            name: next(numbers) if torch.is_tensor(value) else value for name, value in vars(metric).items()
+        }
         return type(metric)(**fields).concrete()
 
     return [{name: of(metric) for name, metric in part.items()} for part in parts]
@@ -190,7 +194,9 @@ def _numbers(tensors: list[torch.Tensor]) -> list:
     flat = torch.cat([tensor.detach().flatten().double() for tensor in tensors]).cpu().numpy()
     parts = np.split(flat, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
     return [
-        part.astype(np.float64 if tensor.is_floating_point() else np.int64).reshape(tuple(tensor.shape)).tolist()
+        part.astype(np.float64 if tensor.is_floating_point() else np.int64)
+        .reshape(tuple(tensor.shape))
+        .tolist()
         for part, tensor in zip(parts, tensors, strict=True)
     ]
 

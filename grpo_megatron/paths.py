@@ -147,7 +147,11 @@ def writing(path: str | Path) -> Iterator[None]:
         if not (full or isinstance(error, OSError)):
             raise
         reason = os.strerror(errno.ENOSPC) if full else getattr(error, "strerror", None) or error
-        what = "make room and call the same command again, which continues" if full else "is the disk writable, and in order?"
+        what = (
+            "make room and call the same command again, which continues"
+            if full
+            else "is the disk writable, and in order?"
+        )
         raise UserError(f"{path} cannot be written: {reason}; {what}") from error
 
 
@@ -171,7 +175,9 @@ def disk_is_full(error: BaseException | None) -> bool:
     while error is not None:
         # safetensors writes in Rust and torch.save in C++, whose errors are texts; torch's is of what it finds in the file afterwards.
         said = str(error)
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(text in said for text in _FULL):
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
+            text in said for text in _FULL
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -32,7 +32,10 @@ class Call:
         try:
             signature.bind(*self.positional, **dict.fromkeys(self.keywords))
         except TypeError as error:
-            bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+            bare = [
+                parameter.replace(annotation=inspect.Parameter.empty)
+                for parameter in signature.parameters.values()
+            ]
             own = signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
             arguments = ", ".join([*self.positional, *(f"{name}=..." for name in self.keywords)])
             return f"is called with ({arguments}), which its signature {shortened(str(own), 200)} does not take: {error}"
@@ -60,8 +63,13 @@ class Registry:
         def register(function: Callable) -> Callable:
             known = self._known.get(name)
             # A module that is loaded anew registers the same function again.
-            if known is not None and (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
-                raise ValueError(f"{self.kind} {name!r} is registered twice: {known.__module__} and {function.__module__}")
+            if known is not None and (known.__module__, known.__qualname__) != (
+                function.__module__,
+                function.__qualname__,
+            ):
+                raise ValueError(
+                    f"{self.kind} {name!r} is registered twice: {known.__module__} and {function.__module__}"
+                )
             self._known[name] = function
             return function
 
@@ -86,7 +94,9 @@ class Registry:
         module = import_module(module_name, f"{self.key}={name}")
         function = getattr(module, attribute, None) or self._known.get(attribute)
         if not callable(function):
-            raise UserError(f"{self.key}={name}: {module_name} has no function {attribute}, and registers none of that name")
+            raise UserError(
+                f"{self.key}={name}: {module_name} has no function {attribute}, and registers none of that name"
+            )
         problem = self._call and self._call.problem(function)
         if problem:
             raise UserError(f"{self.key}={name}: the {self.kind} {problem} (docs/plugins.md shows one)")

@@ -51,7 +51,13 @@ class Job:
 
 def apptainer(image: str, mounts: list[str], gpus: bool) -> list[str]:
     """What a program is started with to run in this image. mounts: FROM, FROM:TO or FROM:TO:OPTIONS."""
-    return ["apptainer", "exec", *(["--nv"] if gpus else []), *(part for mount in mounts for part in ("--bind", mount)), image]
+    return [
+        "apptainer",
+        "exec",
+        *(["--nv"] if gpus else []),
+        *(part for mount in mounts for part in ("--bind", mount)),
+        image,
+    ]
 
 
 def pyxis(image: str, mounts: list[str], working_folder: str) -> list[str]:
@@ -60,7 +66,11 @@ def pyxis(image: str, mounts: list[str], working_folder: str) -> list[str]:
     # Enroot gives each container a /tmp of its own, and the programs of a node are in several: they meet in Ray's folder there.
     if not any(mount.split(":")[1] == "/tmp" for mount in both):
         both.append("/tmp:/tmp")
-    return [f"--container-image={image}", f"--container-mounts={','.join(both)}", f"--container-workdir={working_folder}"]
+    return [
+        f"--container-image={image}",
+        f"--container-mounts={','.join(both)}",
+        f"--container-workdir={working_folder}",
+    ]
 
 
 def render(job: Job) -> str:
@@ -74,7 +84,11 @@ def render(job: Job) -> str:
         "GRPO_REQUEUE": "1" if job.requeue else "",
         **job.variables,
     }
-    body = [line for line in TEMPLATE.read_text(encoding="utf-8").splitlines() if not line.startswith(("#!", "#SBATCH"))]
+    body = [
+        line
+        for line in TEMPLATE.read_text(encoding="utf-8").splitlines()
+        if not line.startswith(("#!", "#SBATCH"))
+    ]
     lines = [
         "#!/usr/bin/env bash",
         *(f"#SBATCH {directive(argument)}" for argument in sbatch_arguments(job)),

@@ -92,7 +92,9 @@ def _problems(argument: str, job: Job, known: dict[str, tuple[str, str]]) -> Ite
 
 def _short_problems(letters: str, known: dict[str, tuple[str, str]]) -> Iterator[str]:
     for letter in letters:
-        yield from (f"-{letter} is --{full}: {instead}" for full, (short, instead) in known.items() if short == letter)
+        yield from (
+            f"-{letter} is --{full}: {instead}" for full, (short, instead) in known.items() if short == letter
+        )
         if letter not in _WITHOUT_VALUE:
             return
 
@@ -100,7 +102,8 @@ def _short_problems(letters: str, known: dict[str, tuple[str, str]]) -> Iterator
 def _gpus_in(value: str) -> int | None:
     """Return how many GPUs a --gres value asks for on a node; None if it asks for other things only."""
     found = [
-        re.fullmatch(r"gpu(?::[A-Za-z][\w.-]*)?(?::(\d+))?", part.partition("(")[0], re.ASCII) for part in value.split(",")
+        re.fullmatch(r"gpu(?::[A-Za-z][\w.-]*)?(?::(\d+))?", part.partition("(")[0], re.ASCII)
+        for part in value.split(",")
     ]
     counts = [int(match[1] or 1) for match in found if match]
     return sum(counts) if counts else None

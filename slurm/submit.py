@@ -43,47 +43,82 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
-    parser.add_argument("--command", choices=COMMANDS, default="train", help="of grpo-megatron; default: train")
+    parser.add_argument(
+        "--command", choices=COMMANDS, default="train", help="of grpo-megatron; default: train"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the job's script and submit nothing")
-    parser.add_argument("--architecture", metavar="FOLDER", help="with config.json, where model.path is not on this machine")
+    parser.add_argument(
+        "--architecture", metavar="FOLDER", help="with config.json, where model.path is not on this machine"
+    )
     _add_nodes(parser.add_argument_group("nodes"))
     programs = parser.add_argument_group("programs")
     container = programs.add_mutually_exclusive_group()
     container.add_argument("--apptainer", metavar="IMAGE", help="run in a container of Apptainer")
     container.add_argument("--pyxis", metavar="IMAGE", help="run in a container of Pyxis and Enroot")
     programs.add_argument(
-        "--mount", action="append", default=[], metavar="FROM[:TO]", help="folder for the container; repeatable"
+        "--mount",
+        action="append",
+        default=[],
+        metavar="FROM[:TO]",
+        help="folder for the container; repeatable",
     )
     programs.add_argument(
-        "--bin", metavar="FOLDER", help="of the environment's programs; default: this Python's, or the image's"
+        "--bin",
+        metavar="FOLDER",
+        help="of the environment's programs; default: this Python's, or the image's",
     )
     programs.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="for the job, no secrets; repeatable"
     )
-    programs.add_argument("--setup", action="append", default=[], metavar="COMMAND", help="of the shell, run first; repeatable")
+    programs.add_argument(
+        "--setup", action="append", default=[], metavar="COMMAND", help="of the shell, run first; repeatable"
+    )
     several = parser.add_argument_group("several jobs")
     several.add_argument(
-        "--dependency-chain", type=_positive, default=1, metavar="N", help="N jobs in turn, which continue one run"
+        "--dependency-chain",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="N jobs in turn, which continue one run",
     )
-    several.add_argument("--array", metavar="SPEC", help=f"as sbatch takes it, such as 0-7; {TASK} in arguments is the number")
-    several.add_argument("--requeue", action="store_true", help="queue the job again when it was stopped before it was done")
     several.add_argument(
-        "--stop-before", type=_positive, metavar="SECONDS", help="of the time limit, when the run saves and stops; default: 600"
+        "--array", metavar="SPEC", help=f"as sbatch takes it, such as 0-7; {TASK} in arguments is the number"
+    )
+    several.add_argument(
+        "--requeue", action="store_true", help="queue the job again when it was stopped before it was done"
+    )
+    several.add_argument(
+        "--stop-before",
+        type=_positive,
+        metavar="SECONDS",
+        help="of the time limit, when the run saves and stops; default: 600",
     )
     return parser.parse_intermixed_args(arguments)
 
 
 def _add_nodes(group) -> None:
     group.add_argument("--nodes", type=_positive, metavar="N", help="default: cluster.nodes")
-    group.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: cluster.gpus_per_node; neither: no GPUs")
     group.add_argument(
-        "--cpus-per-node", type=_positive, metavar="N", help="default: whole nodes if with GPUs, else one for each process"
+        "--gpus-per-node",
+        type=_positive,
+        metavar="N",
+        help="default: cluster.gpus_per_node; neither: no GPUs",
+    )
+    group.add_argument(
+        "--cpus-per-node",
+        type=_positive,
+        metavar="N",
+        help="default: whole nodes if with GPUs, else one for each process",
     )
     for name in ("partition", "account", "qos"):
         group.add_argument(f"--{name}", metavar="NAME")
     group.add_argument("--time", metavar="LIMIT", help="as sbatch takes it, such as 24:00:00")
-    group.add_argument("--interface", metavar="NAME", help="network interface of Ray, NCCL and gloo, such as ib0")
-    group.add_argument("--start-timeout", type=_positive, metavar="SECONDS", help="that nodes may take to join; default: 300")
+    group.add_argument(
+        "--interface", metavar="NAME", help="network interface of Ray, NCCL and gloo, such as ib0"
+    )
+    group.add_argument(
+        "--start-timeout", type=_positive, metavar="SECONDS", help="that nodes may take to join; default: 300"
+    )
     group.add_argument(
         "--sbatch-arg",
         action="append",
@@ -112,14 +147,24 @@ def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
             raise UserError(f"--array: {TASK} goes into run.name, not into run.root")
         named = [argument.removeprefix("run.name=") for argument in given if argument.startswith("run.name=")]
         name = next((one for one in named[-1:] if TASK in one), f"{name}_{TASK}")
-        given = [argument for argument in given if not argument.startswith("run.name=")] + [f"run.name={name}"]
+        given = [argument for argument in given if not argument.startswith("run.name=")] + [
+            f"run.name={name}"
+        ]
     facts = {key: getattr(config.cluster, key) for key in ("gpu", "nodes", "gpus_per_node")}
-    given = [*given, *_grace(options), *(f"cluster.{key}={value}" for key, value in facts.items() if value is not None)]
+    given = [
+        *given,
+        *_grace(options),
+        *(f"cluster.{key}={value}" for key, value in facts.items() if value is not None),
+    ]
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
     job = _job(options, _of_command(options.command, config), given)
     if found := conflicts(job):
         raise UserError("\n".join(found))
-    notes = [note for task in tasks for note in check_run(options, [argument.replace(TASK, task) for argument in given], task)]
+    notes = [
+        note
+        for task in tasks
+        for note in check_run(options, [argument.replace(TASK, task) for argument in given], task)
+    ]
     return job, list(dict.fromkeys(notes))
 
 
@@ -130,7 +175,9 @@ def task_numbers(spec: str) -> list[int]:
     for part in listed.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?", part, flags=re.ASCII)
         if not match or not re.fullmatch(r"[^%]+(%[1-9]\d*)?", spec, flags=re.ASCII):
-            raise UserError(f"--array {spec}: {part or 'nothing'} is no number or range, such as 3, 0-7, 0-6:2 or 0-7%2")
+            raise UserError(
+                f"--array {spec}: {part or 'nothing'} is no number or range, such as 3, 0-7, 0-6:2 or 0-7%2"
+            )
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         found += range(first, last + 1, step)
     if not found or len(found) > 1000:
@@ -144,11 +191,15 @@ def time_limit(text: str) -> float:
         return float("inf")
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, flags=re.ASCII)
     if not match:
-        raise UserError(f"--time {text}: it must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")
+        raise UserError(
+            f"--time {text}: it must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS"
+        )
     days, parts = match[1], [int(part) for part in match.groups()[1:] if part]
     # The first number is of hours after days or before two others, else of minutes.
     units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
-    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False)) or float("inf")
+    return 86400 * int(days or 0) + sum(
+        part * unit for part, unit in zip(parts, units, strict=False)
+    ) or float("inf")
 
 
 def with_facts(options: argparse.Namespace, config: Config) -> Config:
@@ -158,9 +209,13 @@ def with_facts(options: argparse.Namespace, config: Config) -> Config:
     if nodes is None:
         raise UserError("how many nodes? Give --nodes, or cluster.nodes in the configuration")
     if cluster.gpu in GPUS and gpus is None:
-        raise UserError(f"cluster.gpu={cluster.gpu}, but how many of a node? Give --gpus-per-node, or cluster.gpus_per_node")
+        raise UserError(
+            f"cluster.gpu={cluster.gpu}, but how many of a node? Give --gpus-per-node, or cluster.gpus_per_node"
+        )
     gpu = cluster.gpu or (None if gpus else "none")
-    return dataclasses.replace(config, cluster=dataclasses.replace(cluster, nodes=nodes, gpus_per_node=gpus, gpu=gpu))
+    return dataclasses.replace(
+        config, cluster=dataclasses.replace(cluster, nodes=nodes, gpus_per_node=gpus, gpu=gpu)
+    )
 
 
 def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> list[str]:
@@ -189,7 +244,10 @@ def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> l
             report.not_checked.append(f"run.root: {problem} here, so no logs could be written")
     if report.violations:
         of_task = f" for task {task} of the array" if task else ""
-        raise UserError(f"nothing was submitted{of_task}:\n" + "\n".join(f"  - {problem}" for problem in report.violations))
+        raise UserError(
+            f"nothing was submitted{of_task}:\n"
+            + "\n".join(f"  - {problem}" for problem in report.violations)
+        )
     return report.not_checked
 
 
@@ -210,16 +268,22 @@ def memory_problems(config: Config, architecture: str | None, command: str) -> t
     """(what does not fit, what cannot be known) of the GPUs' memory. architecture: folder with the model's config.json."""
     cluster, folder = config.cluster, architecture or config.model.path
     if architecture and (problem := folder_problem(architecture)):
-        return [f"--architecture {architecture} {problem}; it must be a folder with the model's config.json"], []
+        return [
+            f"--architecture {architecture} {problem}; it must be a folder with the model's config.json"
+        ], []
     if cluster.gpu not in GPUS or command != "train":
         unused = "memory: --architecture is of no use without --command train on a known cluster.gpu"
         return [], [unused] if architecture else []
     if config.megatron.lora.rank:
         return [], ["memory: the arithmetic is of training the whole model, not of adapters"]
     if is_absent(folder):
-        return [], [f"memory: {folder} is not a folder here; --architecture names one with the model's config.json"]
+        return [], [
+            f"memory: {folder} is not a folder here; --architecture names one with the model's config.json"
+        ]
     if scores_on_ranks(config) and is_absent(config.reward.model.path):
-        return [], [f"memory: the reward model {config.reward.model.path}, which takes its share of it, is not a folder here"]
+        return [], [
+            f"memory: the reward model {config.reward.model.path}, which takes its share of it, is not a folder here"
+        ]
     try:
         checked_plan(config, read_architecture(folder), Lengths.given(config), with_sync=False)
     except UserError as error:  # it says what would fit
@@ -237,7 +301,9 @@ def cpu_slots(config: Config, command: str) -> int:
     for cpus in range(1, ranks + engines * engine.tensor_parallel + 1):
         try:
             devices = config.cluster.gpus_per_node or cpus
-            wanted = bundles(ranks, config.megatron.tensor_parallel, engines, engine.tensor_parallel, devices, colocated)
+            wanted = bundles(
+                ranks, config.megatron.tensor_parallel, engines, engine.tensor_parallel, devices, colocated
+            )
         except UserError:  # a group is larger than that
             continue
         free = [cpus] * config.cluster.nodes
@@ -264,7 +330,10 @@ def _stop_before(options: argparse.Namespace) -> int | None:
 def _grace(options: argparse.Namespace) -> list[str]:
     """How long a run that is told to stop may take, as an argument: what then is left before the limit is for Ray's end."""
     seconds = _stop_before(options)
-    given = any("grace_usr1" in (layer.values.get("run") or {}) for layer in read_sources(options.config, options.overrides))
+    given = any(
+        "grace_usr1" in (layer.values.get("run") or {})
+        for layer in read_sources(options.config, options.overrides)
+    )
     return [] if given or not seconds else [f"run.grace_usr1={max(seconds - 60, seconds // 2)}"]
 
 
@@ -303,7 +372,10 @@ def _job(options: argparse.Namespace, config: Config, overrides: list[str]) -> J
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
-    found = {"GRPO_INTERFACE": options.interface or "", "GRPO_START_TIMEOUT": str(options.start_timeout or "")}
+    found = {
+        "GRPO_INTERFACE": options.interface or "",
+        "GRPO_START_TIMEOUT": str(options.start_timeout or ""),
+    }
     for setting in options.env:
         name, equals, value = setting.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, flags=re.ASCII):
@@ -321,7 +393,12 @@ def _mounts(wanted: list[str]) -> list[str]:
     """Each once. Raises UserError for those that would be read as something else."""
     for mount in wanted:
         source, *rest = mount.split(":")
-        if "," in mount or not source.startswith("/") or len(rest) > 2 or (rest and not rest[0].startswith("/")):
+        if (
+            "," in mount
+            or not source.startswith("/")
+            or len(rest) > 2
+            or (rest and not rest[0].startswith("/"))
+        ):
             raise UserError(
                 f"--mount {mount}: it must be FROM or FROM:TO, absolute folders without a comma or colon in their names"
             )

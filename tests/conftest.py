@@ -86,7 +86,11 @@ def pytest_pycollect_makeitem(collector, name):
         if mark.name == "slow_when":
             (predicate,) = mark.args
             needed = inspect.signature(predicate).parameters
-            slow = [case for case in cases if predicate(**{parameter: case.callspec.params[parameter] for parameter in needed})]
+            slow = [
+                case
+                for case in cases
+                if predicate(**{parameter: case.callspec.params[parameter] for parameter in needed})
+            ]
         elif mark.name == "slow_but":
             (number,) = mark.args
             quick = {(2 * i + 1) * len(cases) // (2 * number) for i in range(number)}

@@ -76,7 +76,9 @@ def spans(part: Part) -> list[str]:
     """The code spans of a paragraph; one may go over a line's end."""
     if part.language is not None:
         return []
-    return [found[1].strip() for found in re.findall(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", " ".join(part.lines))]
+    return [
+        found[1].strip() for found in re.findall(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", " ".join(part.lines))
+    ]
 
 
 def commands(path: Path) -> Iterator[Command]:
@@ -93,7 +95,9 @@ def commands(path: Path) -> Iterator[Command]:
 def _head_as_page(text: str) -> str:
     """Comments as a page: indented commands as blocks, and those after a colon at the end of a line as spans."""
     comments = (line[1:] if line.startswith("#") else "" for line in text.splitlines())
-    return "\n".join(re.sub(rf"(?<=: )((?:{PROGRAM}) .+)$", r"`\1`", re.sub(r"^  +", "    ", line)) for line in comments)
+    return "\n".join(
+        re.sub(rf"(?<=: )((?:{PROGRAM}) .+)$", r"`\1`", re.sub(r"^  +", "    ", line)) for line in comments
+    )
 
 
 def _written(part: Part) -> Iterator[tuple[int, str, str | None]]:
@@ -109,15 +113,25 @@ def _written(part: Part) -> Iterator[tuple[int, str, str | None]]:
         # A line that ends in a backslash goes on in the next one; so does a synopsis, whose next line begins with an option.
         joined = re.sub(r"\\\n|\n +(?=\[)", " ", "\n".join(part.lines))
         for written in joined.splitlines():
-            if part.language in SHELLS and written.strip() and not _normalised(written) and not written.strip().startswith("#"):
-                raise AssertionError(f"line {part.line}: {written!r} is in a block of commands; its program is not in PROGRAM")
+            if (
+                part.language in SHELLS
+                and written.strip()
+                and not _normalised(written)
+                and not written.strip().startswith("#")
+            ):
+                raise AssertionError(
+                    f"line {part.line}: {written!r} is in a block of commands; its program is not in PROGRAM"
+                )
             yield part.line, written, None
 
 
 def _normalised(written: str) -> list[str]:
     """The commands of a line, without comments, the environment's folder, and an ellipsis at the end."""
     line = re.sub(r"(^|\s)#\s.*$", "", written)
-    found = [re.sub(r"\s+", " ", one).strip().removeprefix(".venv/bin/").removesuffix(" ...") for one in line.split("&&")]
+    found = [
+        re.sub(r"\s+", " ", one).strip().removeprefix(".venv/bin/").removesuffix(" ...")
+        for one in line.split("&&")
+    ]
     found = [re.sub(r"^([A-Z_]+=\S* )+", "", one) for one in found]
     found = [f"python {one}" if SCRIPT.match(one) else one for one in found]
     # A program of others alone is its name and no command.
@@ -137,7 +151,9 @@ def arguments(command: str, values: dict[str, str], optional: bool) -> list[str]
 def anchors(path: Path) -> set[str]:
     """The fragments of a page's headings, as GitHub makes them."""
     found: list[str] = []
-    for heading in re.findall(r"(?m)^#+ (.+?)\s*$", _without_headings_in_blocks(path.read_text(encoding="utf-8"))):
+    for heading in re.findall(
+        r"(?m)^#+ (.+?)\s*$", _without_headings_in_blocks(path.read_text(encoding="utf-8"))
+    ):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
         found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
@@ -156,4 +172,8 @@ def links(path: Path) -> Iterator[tuple[int, str]]:
 
 def blocks(path: Path) -> list[str]:
     """The fenced blocks of a page."""
-    return ["\n".join(part.lines) + "\n" for part in parts(path.read_text(encoding="utf-8")) if part.language is not None]
+    return [
+        "\n".join(part.lines) + "\n"
+        for part in parts(path.read_text(encoding="utf-8"))
+        if part.language is not None
+    ]

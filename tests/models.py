@@ -35,7 +35,10 @@ FAMILIES = {
             "mlp_only_layers": [1],
         },
     ),
-    "mixtral": ("Mixtral", {"head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral": (
+        "Mixtral",
+        {"head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
     "glm4_moe": (
         "Glm4Moe",
         {
@@ -120,10 +123,18 @@ def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
 
 def aligned_model(folder, family, **more):
     """A tiny_model whose sizes are multiples of 16, as GPU kernels want them."""
-    latent = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    latent = {
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    }
     sizes = {"head_dim": 32, "moe_intermediate_size": 64, **latent}
     changes = {name: size for name, size in sizes.items() if name in FAMILIES[family][1]}
-    return tiny_model(folder, family, vocab_size=64, hidden_size=128, intermediate_size=192, **changes, **more)
+    return tiny_model(
+        folder, family, vocab_size=64, hidden_size=128, intermediate_size=192, **changes, **more
+    )
 
 
 def tiny_qwen3(folder, tied=False, seed=0, dtype=torch.float32, **changes):

@@ -17,8 +17,12 @@ def listening(root: psutil.Process) -> dict[Socket, str]:
         with contextlib.suppress(psutil.Error):
             command = " ".join(process.cmdline())
             for connection in process.net_connections(kind="inet"):
-                if connection.status == psutil.CONN_LISTEN or (connection.type == socket.SOCK_DGRAM and not connection.raddr):
-                    found[process.pid, connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port] = command
+                if connection.status == psutil.CONN_LISTEN or (
+                    connection.type == socket.SOCK_DGRAM and not connection.raddr
+                ):
+                    found[process.pid, connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port] = (
+                        command
+                    )
     return found
 
 

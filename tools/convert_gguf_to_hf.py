@@ -13,11 +13,15 @@ from grpo_megatron.commands.convert import call
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", metavar="FILE.gguf")
     parser.add_argument("target", metavar="OUT_DIR")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--tokenizer", metavar="HF_DIR", help="take the tokenizer of this folder, not the one in the file")
+    parser.add_argument(
+        "--tokenizer", metavar="HF_DIR", help="take the tokenizer of this folder, not the one in the file"
+    )
     options = parser.parse_args()
 
     def work() -> None:

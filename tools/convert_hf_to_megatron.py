@@ -12,7 +12,9 @@ from grpo_megatron.commands.convert import add_processes, call
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", metavar="HF_DIR")
     parser.add_argument("target", metavar="OUT_DIR")
     add_processes(parser)

@@ -15,11 +15,15 @@ from grpo_megatron.commands.convert import add_processes, call
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", metavar="CHECKPOINT_DIR")
     parser.add_argument("target", metavar="OUT_DIR")
     parser.add_argument("--hf", metavar="HF_DIR")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as in config.json")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: as in config.json"
+    )
     parser.add_argument("--fp8", action="store_true")
     add_processes(parser)
     options = parser.parse_args()
@@ -30,7 +34,9 @@ def main() -> None:
         from grpo_megatron.conversion.megatron_to_hf import megatron_to_hf
 
         dtype = getattr(torch, options.dtype) if options.dtype else None
-        progress = megatron_to_hf(options.source, options.target, options.hf, options.processes, dtype, options.fp8)
+        progress = megatron_to_hf(
+            options.source, options.target, options.hf, options.processes, dtype, options.fp8
+        )
         print(f"wrote {options.target}: {progress}")
 
     call(parser, work, continues=True)

@@ -81,10 +81,17 @@ def configurations(tiny: str) -> dict[str, Config]:
 def asked(config: Config) -> dict:
     """Return {arguments, environment} of an engine of this configuration, as sglang.pool starts it."""
     engine, routing = config.rollout.engine, config.moe.routing_replay == RoutingReplay.engine
-    arguments = engine_arguments(engine, config.model, 0, bool(config.rollout.stop), gpu=True, routing=routing)
+    arguments = engine_arguments(
+        engine, config.model, 0, bool(config.rollout.stop), gpu=True, routing=routing
+    )
     arguments["enable_memory_saver"] = config.cluster.placement == Placement.colocated
-    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {"PYTHONPATH": f"{release_folder()}:{ROOT}"}
-    return {"arguments": arguments, "environment": environment | gpu_environment({}) | engine_environment(engine, gpu=True)}
+    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {
+        "PYTHONPATH": f"{release_folder()}:{ROOT}"
+    }
+    return {
+        "arguments": arguments,
+        "environment": environment | gpu_environment({}) | engine_environment(engine, gpu=True),
+    }
 
 
 @contextmanager
@@ -97,9 +104,15 @@ def all_asked() -> Iterator[dict[str, dict]]:
 
 def resolved(given: dict[str, dict]) -> dict[str, dict]:
     """Return SGLang's decisions, see faked_h100.resolve. Raises RuntimeError where it refuses."""
-    environment = os.environ | {"PYTHONPATH": f"{release_folder()}:{ROOT}", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{release_folder()}:{ROOT}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, "-W", "ignore", str(ROOT / "tools" / "faked_h100.py")]
-    done = subprocess.run(command, input=json_text(list(given.values())), env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, input=json_text(list(given.values())), env=environment, capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
     return dict(zip(given, json.loads(done.stdout.splitlines()[-1]), strict=True))
@@ -123,7 +136,8 @@ def table(decisions: dict[str, dict]) -> str:
     """Return the table, and below it the variables in the environment of the engines' schedulers."""
     rows = [HEAD, ("---",) * len(HEAD), *(row(name, found) for name, found in decisions.items())]
     environments = {
-        name: {key: value for key, value in found.items() if key.isupper() and value} for name, found in decisions.items()
+        name: {key: value for key, value in found.items() if key.isupper() and value}
+        for name, found in decisions.items()
     }
     common = dict(set.intersection(*(set(variables.items()) for variables in environments.values())))
     others = {name: sorted(variables.items() - common.items()) for name, variables in environments.items()}
@@ -145,7 +159,9 @@ def parts_of(page: str) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     with all_asked() as given:

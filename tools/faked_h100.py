@@ -17,7 +17,16 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 # The compiled packages of the GPU stack that SGLang imports where there is CUDA.
-_COMPILED = {"sgl_kernel", "flashinfer", "deep_gemm", "torch_memory_saver", "flash_attn", "cutlass", "tilelang", "deep_ep"}
+_COMPILED = {
+    "sgl_kernel",
+    "flashinfer",
+    "deep_gemm",
+    "torch_memory_saver",
+    "flash_attn",
+    "cutlass",
+    "tilelang",
+    "deep_ep",
+}
 _MIB = 2**20
 _MEMORY = 81559 * _MIB  # as nvidia-smi says of an H100 with 80 GB
 _ENVIRONMENT = (
@@ -32,7 +41,11 @@ class _Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the compiled packages and all of their modules, in which every name is there and does nothing."""
 
     def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in _COMPILED else None
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if name.partition(".")[0] in _COMPILED
+            else None
+        )
 
     def create_module(self, spec):
         module = types.ModuleType(spec.name)
@@ -84,11 +97,18 @@ def resolve(arguments: dict, environment: dict[str, str]) -> dict:
     from sglang.srt.entrypoints import engine
     from sglang.srt.server_args import ServerArgs
 
-    with mock.patch.dict(os.environ, environment, clear=True), mock.patch.object(engine, "assert_pkg_version"):
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch.object(engine, "assert_pkg_version"),
+    ):
         found = ServerArgs(**arguments)
         engine._set_envs_and_config(found)
         variables = {name: os.environ.get(name) for name in _ENVIRONMENT}
-        products = fp8_products(found) if "quantization_config" in (arguments.get("json_model_override_args") or "") else None
+        products = (
+            fp8_products(found)
+            if "quantization_config" in (arguments.get("json_model_override_args") or "")
+            else None
+        )
     graphs = found.cuda_graph_config
     prefill, decode = found.get_attention_backends()
     return variables | {

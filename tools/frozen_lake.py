@@ -88,7 +88,9 @@ def make(out: Path, seed: int, train: int, held_out: int, episodes: int, lost: f
     }
     out.mkdir(parents=True, exist_ok=True)
     for name, records in files.items():
-        (out / f"{name}.jsonl").write_text("".join(json_text(item) + "\n" for item in records), encoding="utf-8")
+        (out / f"{name}.jsonl").write_text(
+            "".join(json_text(item) + "\n" for item in records), encoding="utf-8"
+        )
     return {name: len(records) for name, records in files.items()}
 
 
@@ -103,24 +105,42 @@ def show(title: str, samples: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1234, help="of maps, model, warm start and training")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
     parser.add_argument("--maps", type=int, default=2000, help="to train on")
     parser.add_argument("--held-out", type=int, default=100, help="maps of the evaluation")
     parser.add_argument("--episodes", type=int, default=8000, help="of the warm start")
-    parser.add_argument("--lost", type=float, default=0.6, help="how often the player of the warm start moves anywhere")
+    parser.add_argument(
+        "--lost", type=float, default=0.6, help="how often the player of the warm start moves anywhere"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args()
     start, root, seed = time.monotonic(), options.root, str(options.seed)
-    data, model, file = f"{root}/frozen_lake_data", f"{root}/frozen_lake_model", str(CONFIGS / "frozen_lake.yaml")
+    data, model, file = (
+        f"{root}/frozen_lake_data",
+        f"{root}/frozen_lake_model",
+        str(CONFIGS / "frozen_lake.yaml"),
+    )
     named = [f"data.{name}={data}/{name}.jsonl" for name in ("train", "eval")]
     own = [*common(root, seed), f"model.path={root}/frozen_lake_sft/hf", *named]
     arguments = with_overrides(parser, options.overrides, file, own)
-    print(make(Path(data), options.seed, options.maps, options.held_out, options.episodes, options.lost), flush=True)
+    print(
+        make(Path(data), options.seed, options.maps, options.held_out, options.episodes, options.lost),
+        flush=True,
+    )
     call("a tiny Qwen3", str(TOOLS / "make_tiny_model.py"), model, "--tokenizer", "bytes", "--seed", seed)
     warm = [*common(root, seed), f"model.path={model}", f"data.train={data}/sft.jsonl"]
-    call("warm start on a player that is mostly lost", *CLI, "sft", "--config", str(CONFIGS / "frozen_lake_sft.yaml"), *warm)
+    call(
+        "warm start on a player that is mostly lost",
+        *CLI,
+        "sft",
+        "--config",
+        str(CONFIGS / "frozen_lake_sft.yaml"),
+        *warm,
+    )
     call("GRPO", *CLI, "train", "--config", file, *arguments)
     folder = Path(root, "frozen_lake")
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))

@@ -36,7 +36,10 @@ SCRIPTS = (".sh", ".yaml", ".yml", ".toml")
 
 def guess(settings: Settings) -> str:
     """verl or rlinf, by whose keys are among the settings. Raises UserError if that leaves it open."""
-    known = {name: sum(system.entry_for(key) is not None for key in settings.values) for name, system in SYSTEMS.items()}
+    known = {
+        name: sum(system.entry_for(key) is not None for key in settings.values)
+        for name, system in SYSTEMS.items()
+    }
     best, other = sorted(known, key=known.get, reverse=True)[:2]
     if known[best] == known[other]:
         raise UserError("cannot tell which system this is for; say --from verl or --from rlinf")
@@ -48,7 +51,10 @@ def values_given(overrides: list[str]) -> dict[str, Any]:
     merged = merge(layers(None, overrides))
     keys = [override.partition("=")[0] for override in overrides]
     values = {key: OmegaConf.select(merged, key) for key in keys}
-    return {key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for key, value in values.items()}
+    return {
+        key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        for key, value in values.items()
+    }
 
 
 def variables_given(settings: list[str]) -> dict[str, str]:
@@ -112,7 +118,9 @@ def convert(options: argparse.Namespace) -> int:
     return 2 if report.violations else 0
 
 
-def outcome(source: str, system: str | None, given: dict[str, Any], environment: dict[str, str]) -> tuple[str, str]:
+def outcome(
+    source: str, system: str | None, given: dict[str, Any], environment: dict[str, str]
+) -> tuple[str, str]:
     """Return legal, needs --accept, or refused, and the main reason."""
     try:
         settings = read(source, None, environment)
@@ -125,7 +133,9 @@ def outcome(source: str, system: str | None, given: dict[str, Any], environment:
         try:
             load_config(str(path), [])
         except UserError as error:
-            return "refused", str(error).replace("the configuration is not legal:\n  - ", "").replace(str(path), "result")
+            return "refused", str(error).replace("the configuration is not legal:\n  - ", "").replace(
+                str(path), "result"
+            )
     if imported.needs_acceptance:
         return "needs --accept", [*imported.changes_training, *imported.unread, *imported.unknown][0]
     return "legal", ""
@@ -146,17 +156,28 @@ def survey(folder: Path, system: str | None, given: dict[str, Any], environment:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", nargs="?", help="launch script, YAML file, or - for standard input")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of ours that the result shall have")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="keys of ours that the result shall have"
+    )
     parser.add_argument("--from", dest="system", choices=SYSTEMS, help="guessed by the keys if not given")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write our YAML")
     parser.add_argument("--accept", action="store_true", help="write it though it trains something else")
     parser.add_argument(
-        "--launch", type=int, metavar="NUMBER", help="which launch command of a script that has several, from 1"
+        "--launch",
+        type=int,
+        metavar="NUMBER",
+        help="which launch command of a script that has several, from 1",
     )
     parser.add_argument(
-        "--env", action="append", default=[], metavar="NAME=VALUE", help="variable that the script finds set; repeatable"
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="variable that the script finds set; repeatable",
     )
     parser.add_argument("--table", choices=SYSTEMS, help="print the mapping and do nothing else")
     parser.add_argument(

@@ -16,7 +16,9 @@ from grpo_megatron.json_files import json_text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("paths", metavar="PATH", nargs="+")
     parser.add_argument("--hf", metavar="HF_DIR")
     parser.add_argument("--keys", action="store_true")
@@ -30,7 +32,10 @@ def main() -> None:
     def work() -> int:
         from grpo_megatron.conversion.listing import differences, listing
 
-        found = [listing(path, options.hf, options.keys, not options.no_digest, options.processes) for path in options.paths]
+        found = [
+            listing(path, options.hf, options.keys, not options.no_digest, options.processes)
+            for path in options.paths
+        ]
         if len(found) == 1:
             print(json_text(found[0].as_json()) if options.json else found[0].text())
             return 0

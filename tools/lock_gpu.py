@@ -76,11 +76,18 @@ class Lock:
     @classmethod
     def read(cls, path: Path = DETAILS) -> "Lock":
         content = json.loads(path.read_text(encoding="utf-8"))
-        return cls({name: Locked(**fields) for name, fields in content["packages"].items()}, content["environment"])
+        return cls(
+            {name: Locked(**fields) for name, fields in content["packages"].items()}, content["environment"]
+        )
 
     def write(self, lines: Path = LOCK, details: Path = DETAILS) -> None:
-        lines.write_text(_HEADER + "".join(f"{name}=={own.version}\n" for name, own in self.packages.items()), encoding="utf-8")
-        packages = ",\n".join(f"{json.dumps(name)}: {json.dumps(vars(own))}" for name, own in self.packages.items())
+        lines.write_text(
+            _HEADER + "".join(f"{name}=={own.version}\n" for name, own in self.packages.items()),
+            encoding="utf-8",
+        )
+        packages = ",\n".join(
+            f"{json.dumps(name)}: {json.dumps(vars(own))}" for name, own in self.packages.items()
+        )
         content = f'{{"environment": {json.dumps(self.environment)},\n"packages": {{\n{packages}\n}}}}\n'
         details.write_text(content, encoding="utf-8")
 
@@ -88,7 +95,9 @@ class Lock:
         """Return whether a requirement holds on the target, for a package of which these extras are wanted."""
         if requirement.marker is None:
             return True
-        return any(requirement.marker.evaluate(self.environment | {"extra": extra}) for extra in ("", *extras))
+        return any(
+            requirement.marker.evaluate(self.environment | {"extra": extra}) for extra in ("", *extras)
+        )
 
     def extras(self, roots: list[Requirement]) -> dict[str, set[str]]:
         """{package: its extras that the roots, or packages that they need, ask for}"""
@@ -103,7 +112,9 @@ class Lock:
             seen.add(name)
             found[name] |= one.extras
             waiting += [
-                needed for needed in map(Requirement, self.packages[name].requires) if self.applies(needed, found[name])
+                needed
+                for needed in map(Requirement, self.packages[name].requires)
+                if self.applies(needed, found[name])
             ]
         return found
 
@@ -114,7 +125,10 @@ class Lock:
         for name, own in self.packages.items():
             bad = [python for python in PYTHONS if not SpecifierSet(own.pythons).contains(python)]
             found += [f"{name} {own.version} is not for Python {python}" for python in bad]
-            found += [f"{name}[{extra}] is needed, and was not when this was locked" for extra in extras[name] - {*own.extras}]
+            found += [
+                f"{name}[{extra}] is needed, and was not when this was locked"
+                for extra in extras[name] - {*own.extras}
+            ]
             needed = [Requirement(line) for line in own.requires]
             demands += [(name, one) for one in needed if self.applies(one, extras[name])]
             if name == TOOLKIT:
@@ -132,12 +146,20 @@ class Lock:
         extras = self.extras(roots)
         for name, own in self.packages.items():
             own.extras = sorted(extras[name])
-            own.requires = [line for line in own.requires if name == TOOLKIT or self.applies(Requirement(line), extras[name])]
+            own.requires = [
+                line
+                for line in own.requires
+                if name == TOOLKIT or self.applies(Requirement(line), extras[name])
+            ]
 
 
 def roots(*files: str) -> list[Requirement]:
     """The requirements of files in requirements/, without references to other files."""
-    lines = [line.split("#")[0].strip() for file in files for line in (REQUIREMENTS / file).read_text("utf-8").splitlines()]
+    lines = [
+        line.split("#")[0].strip()
+        for file in files
+        for line in (REQUIREMENTS / file).read_text("utf-8").splitlines()
+    ]
     return [Requirement(line) for line in lines if line and not line.startswith("-")]
 
 
@@ -145,7 +167,17 @@ def resolve(python: str, arguments: list[str]) -> dict:
     """pip's report of what it would install for an interpreter."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--dry-run", "--ignore-installed"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            python,
+            "install",
+            "-q",
+            "--dry-run",
+            "--ignore-installed",
+        ]
         # Of most wheels, pip then reads the metadata alone and not gigabytes.
         pip += ["--use-feature=fast-deps", "--only-binary", ":all:", "--report", str(report)]
         subprocess.run([*pip, *arguments], check=True, cwd=REQUIREMENTS)
@@ -159,7 +191,13 @@ def locked(report: dict) -> dict[str, Locked]:
         metadata, download = item["metadata"], item["download_info"]
         wheel = download["url"].rpartition("/")[2]
         digest = download["archive_info"]["hashes"]["sha256"]
-        own = Locked(metadata["version"], wheel, digest, metadata.get("requires_dist", []), metadata.get("requires_python", ""))
+        own = Locked(
+            metadata["version"],
+            wheel,
+            digest,
+            metadata.get("requires_dist", []),
+            metadata.get("requires_python", ""),
+        )
         found[canonicalize_name(metadata["name"])] = own
     return found
 
@@ -171,7 +209,9 @@ def make(python: str, pip_arguments: list[str]) -> Lock:
     environment = report["environment"]
     target = environment["python_version"], environment["sys_platform"], environment["platform_machine"]
     if target != ("3.12", "linux", "x86_64"):
-        sys.exit(f"the lock is for CPython 3.12 on Linux x86-64, and {python} is {target}: name another with --python")
+        sys.exit(
+            f"the lock is for CPython 3.12 on Linux x86-64, and {python} is {target}: name another with --python"
+        )
     alone = roots(TRANSFORMER_ENGINE)
     wheels = [str(one) for one in alone if canonicalize_name(one.name) not in SOURCE_ONLY]
     packages = locked(report) | locked(resolve(python, ["--no-deps", *wheels, *pip_arguments]))
@@ -180,12 +220,18 @@ def make(python: str, pip_arguments: list[str]) -> Lock:
         if name in SOURCE_ONLY:
             packages[name] = Locked(pin.version, "", "", SOURCE_ONLY[name])
     # Neither the kernel's release nor its build is a property of the target.
-    kept = {name: value for name, value in environment.items() if name not in ("platform_release", "platform_version")}
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name not in ("platform_release", "platform_version")
+    }
     return Lock(dict(sorted(packages.items())), kept)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", required=True, help="CPython 3.12, by path or by name")
     parser.add_argument("pip", nargs="*", metavar="pip's arguments")
     given = parser.parse_args()

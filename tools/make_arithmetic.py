@@ -64,14 +64,21 @@ def make(out: Path, seed: int, held_out: int, wrong: float, copies: int) -> dict
     pairs = [(a, b) for a in range(10, 100) for b in range(10, a + 1)]
     rng.shuffle(pairs)
     out.mkdir(parents=True, exist_ok=True)
-    counts, of_preferences = {}, random.Random(f"preferences {seed}")  # the other files are drawn by a generator of their own
+    counts, of_preferences = (
+        {},
+        random.Random(f"preferences {seed}"),
+    )  # the other files are drawn by a generator of their own
     for name, chosen in (("eval", pairs[:held_out]), ("train", pairs[held_out:])):
         problems = []
         for a, b in chosen:
             signs = [rng.choice("+-")] if name == "eval" else "+-"
-            problems += [problem(*((a, b) if sign == "-" or rng.random() < 0.5 else (b, a)), sign) for sign in signs]
+            problems += [
+                problem(*((a, b) if sign == "-" or rng.random() < 0.5 else (b, a)), sign) for sign in signs
+            ]
         rng.shuffle(problems)
-        counts[name] = write(out / f"{name}.jsonl", [{"prompt": p, "answer": str(answer)} for p, _, answer in problems])
+        counts[name] = write(
+            out / f"{name}.jsonl", [{"prompt": p, "answer": str(answer)} for p, _, answer in problems]
+        )
         compared = f"preferences{'_eval' if name == 'eval' else ''}"
         times = 1 if name == "eval" else max(1, copies // 2)
         judged = [preference(*one, of_preferences) for _ in range(times) for one in problems]
@@ -92,11 +99,15 @@ def write(path: Path, records: list[dict]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out", type=int, default=512, help="held-out pairs of operands")
-    parser.add_argument("--wrong", type=float, default=0.65, help="share of the teacher's answers that are off")
+    parser.add_argument(
+        "--wrong", type=float, default=0.65, help="share of the teacher's answers that are off"
+    )
     parser.add_argument("--copies", type=int, default=8, help="how often the teacher answers each problem")
     options = parser.parse_args()
     print(json_text(make(options.out, options.seed, options.held_out, options.wrong, options.copies)))

@@ -41,7 +41,20 @@ NAMES = [
     "Tina",
 ]
 HELD_OUT_NAMES = ["Adam", "Bella", "Carlos", "Diana", "Ethan", "Fatima", "George", "Hannah"]
-OBJECTS = ["books", "apples", "pens", "stamps", "cards", "marbles", "coins", "shells", "stickers", "cookies", "balls", "eggs"]
+OBJECTS = [
+    "books",
+    "apples",
+    "pens",
+    "stamps",
+    "cards",
+    "marbles",
+    "coins",
+    "shells",
+    "stickers",
+    "cookies",
+    "balls",
+    "eggs",
+]
 HELD_OUT_OBJECTS = ["pencils", "oranges", "keys", "buttons", "toys", "flowers"]
 HELD_OUT_SHARE = 0.25
 """Share of the pairs of numbers that only eval.jsonl has."""
@@ -97,7 +110,9 @@ def pairs_of(kind: Kind, rng: random.Random) -> tuple[list[tuple[int, int]], lis
     return pairs[held_out:], pairs[:held_out]
 
 
-def problem(kind: Kind, pair: tuple[int, int], names: list[str], objects: list[str], rng: random.Random) -> dict[str, str]:
+def problem(
+    kind: Kind, pair: tuple[int, int], names: list[str], objects: list[str], rng: random.Random
+) -> dict[str, str]:
     x, y = pair
     if kind.answer(x, y) == kind.answer(y, x) and rng.random() < 0.5:
         x, y = y, x
@@ -135,7 +150,9 @@ def number(text: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=number, default=1000, help="problems to train on")

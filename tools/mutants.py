@@ -33,7 +33,9 @@ _SURVIVED, _NO_TESTS = 0, (5, 33)
 
 
 def tracked_files() -> list[Path]:
-    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    listing = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+    ).stdout
     return [path for name in listing.split("\0") if name and (path := Path(name)).is_file()]
 
 
@@ -54,7 +56,9 @@ def tests_of(files: list[Path]) -> list[Path]:
     packages = {".".join(file.parent.parts) for file in files}
     tests = sorted(Path("tests/unit").glob("test_*.py"))
     return [
-        test for test in tests if any(name.startswith(f"{package}.") for name in imported_modules(test) for package in packages)
+        test
+        for test in tests
+        if any(name.startswith(f"{package}.") for name in imported_modules(test) for package in packages)
     ]
 
 
@@ -65,10 +69,16 @@ def with_late_decorators(source: str) -> str:
     Only the decorators that mutmut knows, and setters, which need the property's name, stay where they are.
     """
     lines = source.splitlines(keepends=True)
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     for function in sorted(functions, key=lambda node: node.lineno, reverse=True):
         decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
-        if not decorators or any(name in ("staticmethod", "classmethod") or name.endswith(".setter") for name in decorators):
+        if not decorators or any(
+            name in ("staticmethod", "classmethod") or name.endswith(".setter") for name in decorators
+        ):
             continue
         call = function.name
         for decorator in reversed(decorators):
@@ -94,7 +104,11 @@ def make_copy(files: list[Path], tests: list[Path]) -> None:
         "also_copy": others,
         "pytest_add_cli_args_test_selection": tests,
     }
-    lines = [line for key, values in settings.items() for line in (f"{key} =", *(f"    {value}" for value in values))]
+    lines = [
+        line
+        for key, values in settings.items()
+        for line in (f"{key} =", *(f"    {value}" for value in values))
+    ]
     (COPY / "setup.cfg").write_text("\n".join(["[mutmut]", *lines, ""]), encoding="utf-8")
 
 
@@ -149,7 +163,9 @@ def print_results(files: list[Path]) -> None:
         for mutant in survived + untested:
             change = changes.get(mutant.rpartition(".")[2]) or " (in the function's first line: see --show)"
             survivors.setdefault(function_of(mutant), []).append(mutant + change)
-        print(f"{file!s:56} {counts['mutants']:8} {counts['caught']:8} {counts['survived']:9} {counts['no_test']:8}")
+        print(
+            f"{file!s:56} {counts['mutants']:8} {counts['caught']:8} {counts['survived']:9} {counts['no_test']:8}"
+        )
     for function, mutants in sorted(survivors.items(), key=lambda item: -len(item[1])):
         print(f"\n{function}: {len(mutants)} not caught\n    " + "\n    ".join(mutants))
     keys = ("mutants", "caught", "survived", "no_test")
@@ -158,14 +174,24 @@ def print_results(files: list[Path]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "files", nargs="*", type=Path, help="source files below grpo_megatron/, relative to the repository's root"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--tests", nargs="+", type=Path, help="test files or folders, in place of those that import the files' packages"
+        "files",
+        nargs="*",
+        type=Path,
+        help="source files below grpo_megatron/, relative to the repository's root",
     )
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="tests that run at the same time")
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        type=Path,
+        help="test files or folders, in place of those that import the files' packages",
+    )
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="tests that run at the same time"
+    )
     parser.add_argument("--show", metavar="MUTANT", help="show one fault of the last run as a diff")
     args = parser.parse_args()
     os.chdir(ROOT)
@@ -173,7 +199,11 @@ def main() -> None:
         sys.exit(mutmut("show", args.show))
     missing = [str(file) for file in args.files if not (file.is_file() and file.parts[0] == "grpo_megatron")]
     if missing or not args.files:
-        parser.error(f"not a file below grpo_megatron/: {', '.join(missing)}" if missing else "name at least one source file")
+        parser.error(
+            f"not a file below grpo_megatron/: {', '.join(missing)}"
+            if missing
+            else "name at least one source file"
+        )
     tests = args.tests or tests_of(args.files)
     if not tests:
         parser.error("no file in tests/unit imports the packages of these files; name tests with --tests")

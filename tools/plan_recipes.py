@@ -39,7 +39,10 @@ def planned(config: Config) -> Plan:
 
 def row(name: str, found: Plan) -> tuple[str, ...]:
     memory, config = found.memory, found.config
-    active = sum(memory.moments[0].items.get(item, 0) for item in ("activations kept", "layer being computed", "output layer"))
+    active = sum(
+        memory.moments[0].items.get(item, 0)
+        for item in ("activations kept", "layer being computed", "output layer")
+    )
     return (
         name,
         trainer_text(config),

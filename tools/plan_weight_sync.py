@@ -16,7 +16,14 @@ from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
-from grpo_megatron.weights.sync.cost import Cost, Machine, broadcast_is_cheaper, cost, full_tensors_seconds, on_nodes
+from grpo_megatron.weights.sync.cost import (
+    Cost,
+    Machine,
+    broadcast_is_cheaper,
+    cost,
+    full_tensors_seconds,
+    on_nodes,
+)
 from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
 
 MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
@@ -104,7 +111,10 @@ def show_links(case: Case, nodes: int, gpus_per_node: int) -> None:
     layouts = layouts_of(case, nodes, gpus_per_node)
     for link, size in ReshardPlan(layouts).volumes(itemsize=2).items():
         via = f" through rank {link.carrier}" if link.carrier != link.sender else ""
-        sender, to = f"rank {link.sender} ({layouts.rank_nodes[link.sender]}){via}", ", ".join(map(str, link.receivers))
+        sender, to = (
+            f"rank {link.sender} ({layouts.rank_nodes[link.sender]}){via}",
+            ", ".join(map(str, link.receivers)),
+        )
         print(f"{sender} -> {to}: {size / 1e9:.3f} GB")
 
 
@@ -113,7 +123,9 @@ def table() -> list[Case]:
     llama = Case(f"{MODELS}/llama-3.1-70b", ParallelSizes(tp=8, pp=4, **sp), EngineLayout(8))
     qwen = Case(f"{MODELS}/qwen3-235b-a22b", ParallelSizes(tp=4, pp=2, ep=16, **sp), EngineLayout(8, 8))
     deepseek = Case(
-        f"{MODELS}/deepseek-v3", ParallelSizes(tp=4, pp=2, ep=32, pipeline_layers=(30, 31), **sp), EngineLayout(16, 16)
+        f"{MODELS}/deepseek-v3",
+        ParallelSizes(tp=4, pp=2, ep=32, pipeline_layers=(30, 31), **sp),
+        EngineLayout(16, 16),
     )
     return [llama, replace(llama, colocated=True), qwen, replace(qwen, colocated=True), deepseek]
 
@@ -141,7 +153,9 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", metavar="MODEL")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64, 128])
@@ -149,8 +163,12 @@ def main() -> None:
     parser.add_argument("--trainer", default="tp=8", help="tp, pp, cp, ep, etp, vpp; default tp=8")
     parser.add_argument("--engine", default="tp=8", help="tp, ep; default tp=8")
     parser.add_argument("--colocated", action="store_true", help="engines on the trainer's GPUs")
-    parser.add_argument("--network", type=float, default=50.0, help="GB/s of one GPU between nodes; default 50 (400 Gb/s)")
-    parser.add_argument("--fabric", type=float, default=400.0, help="GB/s of one GPU within a node; default 400 (NVLink)")
+    parser.add_argument(
+        "--network", type=float, default=50.0, help="GB/s of one GPU between nodes; default 50 (400 Gb/s)"
+    )
+    parser.add_argument(
+        "--fabric", type=float, default=400.0, help="GB/s of one GPU within a node; default 400 (NVLink)"
+    )
     parser.add_argument("--latency", type=float, default=30.0, help="microseconds of a message; default 30")
     parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20)
     parser.add_argument("--links", action="store_true", help="also every link with its bytes")

@@ -57,7 +57,9 @@ def plot(out: str, scalar: str, runs: dict[str, str], title: str | None = None) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", metavar="OUT.png")
     parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN_FOLDER")
     parser.add_argument("--scalar", default="eval/mean@4")

@@ -26,12 +26,19 @@ def judged(samples: Path) -> dict[str, float]:
     lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     pairs = [(response, f" #{line['answer']}") for line in lines for response in line["responses"]]
     score = sum(response["reward"] for response, _ in pairs) / len(pairs)
-    return {"reward": score, "right": sum(response["text"].endswith(answer) for response, answer in pairs) / len(pairs)}
+    return {
+        "reward": score,
+        "right": sum(response["text"].endswith(answer) for response, answer in pairs) / len(pairs),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="sampling", choices=("sampling", "beam"), help="where groups come from")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--strategy", default="sampling", choices=("sampling", "beam"), help="where groups come from"
+    )
     parser.add_argument("--seed", type=int, default=1234, help="of task, models and trainings")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

@@ -26,14 +26,19 @@ def prepare(source: str, out: Path, instruction: str) -> int:
         if answer is None:
             raise UserError(f"{source}: record {number} has no line '#### number' in its answer")
         prompt = f"{record['question']} {instruction}".strip()
-        lines.append(json_text({"prompt": prompt, "answer": normalise_answer(answer), "solution": record["answer"]}) + "\n")
+        lines.append(
+            json_text({"prompt": prompt, "answer": normalise_answer(answer), "solution": record["answer"]})
+            + "\n"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(lines), encoding="utf-8")
     return len(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source")
     parser.add_argument("out", type=Path)
     parser.add_argument("--instruction", default=INSTRUCTION)

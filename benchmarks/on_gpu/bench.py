@@ -117,7 +117,11 @@ class Bench:
         for layers in range(whole.num_layers, 1, -1):
             arch = replace(whole, num_layers=layers)
             (state,) = training_states(arch, config.megatron)
-            active = kept_activations(arch, config, 0) + working_activations(arch, config, 0) + head_bytes(arch, config)
+            active = (
+                kept_activations(arch, config, 0)
+                + working_activations(arch, config, 0)
+                + head_bytes(arch, config)
+            )
             if sum(astuple(state)) + active + RANK_CONTEXT <= (1 - RESERVE) * self.device.capacity:
                 return layers
         return 1

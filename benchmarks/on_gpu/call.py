@@ -93,7 +93,10 @@ CALLS = {
             _COMPILE,
             _IMPORT,
             Step(
-                "products", 120, _PRODUCTS.replace("PRECISIONS", "fp32 bf16 fp8"), _PRODUCTS.replace("PRECISIONS", "fp32 bf16")
+                "products",
+                120,
+                _PRODUCTS.replace("PRECISIONS", "fp32 bf16 fp8"),
+                _PRODUCTS.replace("PRECISIONS", "fp32 bf16"),
             ),
             Step(
                 "tests",
@@ -157,7 +160,11 @@ CALLS = {
                 "{python} benchmarks/on_gpu/engine.py {results}/engine.json",
                 "{python} benchmarks/on_gpu/engine.py {results}/engine.json --dry-run",
             ),
-            Step("prefill_graph", 150, "{python} benchmarks/on_gpu/engine.py {results}/prefill_graph.json --prefill-graph"),
+            Step(
+                "prefill_graph",
+                150,
+                "{python} benchmarks/on_gpu/engine.py {results}/prefill_graph.json --prefill-graph",
+            ),
         ),
     ),
 }
@@ -190,7 +197,17 @@ class Pack:
         if (self.folder / "built").exists():
             shutil.copytree(self.folder / "built", self.wheels / "built", dirs_exist_ok=True)
         wheels = sorted(map(str, (self.wheels / bundle).glob("*.whl")))
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+            "--upgrade",
+        ]
         subprocess.run([*pip, "--target", str(self.site), *wheels], check=True)
         done.write_text(json.dumps(described))
 
@@ -283,10 +300,14 @@ def _wait(process: subprocess.Popen, seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("call", choices=CALLS)
     parser.add_argument("results", type=Path, metavar="RESULTS")
-    parser.add_argument("--home", type=Path, default=Path.home() / "grpo-pack", help="where parts are unpacked (%(default)s)")
+    parser.add_argument(
+        "--home", type=Path, default=Path.home() / "grpo-pack", help="where parts are unpacked (%(default)s)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, with what is installed")
     given = parser.parse_args()
     started, call = time.monotonic(), CALLS[given.call]
@@ -306,7 +327,9 @@ def main() -> int:
         elif missing or left < 1:
             results.add(step.name, "not run", 0)
         else:
-            missing = not run(step, command, pack, results, min(factor * step.seconds, left)) and step.required
+            missing = (
+                not run(step, command, pack, results, min(factor * step.seconds, left)) and step.required
+            )
     print(f"results: {results.folder}; failed: {', '.join(results.failed) or 'nothing'}")
     return int(bool(results.failed))
 

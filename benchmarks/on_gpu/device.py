@@ -80,7 +80,9 @@ class Cpu:
 Device = Cuda | Cpu
 
 
-def seconds(device: Device, call: Callable[[], object], repeats: int = 5, calls: int = 1, warm_up: int = 2) -> float:
+def seconds(
+    device: Device, call: Callable[[], object], repeats: int = 5, calls: int = 1, warm_up: int = 2
+) -> float:
     """Of one call, to the end of what it started on the device: the median of `repeats` times, each of `calls` calls."""
     for _ in range(warm_up):
         call()
@@ -102,7 +104,11 @@ def slowest_operations(device: Device, call: Callable[[], object], count: int = 
         device.synchronize()
     # With what the host did in them, a kernel's time would be there twice.
     events = [event for event in found.key_averages() if event.device_type == device.device_type]
-    times = {event.key: (getattr(event, device.self_time), event.count) for event in events if not event.is_user_annotation}
+    times = {
+        event.key: (getattr(event, device.self_time), event.count)
+        for event in events
+        if not event.is_user_annotation
+    }
     total = sum(time for time, _ in times.values())
     slowest = sorted(times.items(), key=lambda item: -item[1][0])[:count]
     return [

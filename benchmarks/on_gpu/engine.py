@@ -106,7 +106,9 @@ def send_weights(setup: Setup, model: str, device: torch.device) -> None:
 async def take_weights(control: EngineControl, model: str, gpu: bool) -> Answer:
     """Have the engine take another checkpoint's weights from another process, and return what it says."""
     server = StoreServer("127.0.0.1", _WAIT_SECONDS)
-    layouts = Layouts(read_architecture(model), ParallelSizes(), EngineLayout(), 1, multicast=True, within_nodes=True)
+    layouts = Layouts(
+        read_architecture(model), ParallelSizes(), EngineLayout(), 1, multicast=True, within_nodes=True
+    )
     kind = torch.bfloat16 if gpu else torch.float32
     dtypes = tuple((name, kind) for name in ReshardPlan(layouts).engine_shapes)
     setup = Setup(layouts, Way.shared_memory, server.address, 1 << 20, _WAIT_SECONDS, dtypes)
@@ -126,7 +128,9 @@ async def take_weights(control: EngineControl, model: str, gpu: bool) -> Answer:
     return answer
 
 
-async def measure(control: EngineControl, models: list[str], gpu: bool, report: Report, all_parts: bool) -> None:
+async def measure(
+    control: EngineControl, models: list[str], gpu: bool, report: Report, all_parts: bool
+) -> None:
     """All parts after the start. models: the one that the engine was started with, and the one whose weights it is sent."""
 
     async def waited_for(_call, awaitable):
@@ -150,7 +154,9 @@ async def measure(control: EngineControl, models: list[str], gpu: bool, report: 
 def arguments_of(model: str, gpu: bool, prefill_graph: bool) -> tuple[dict, dict]:
     """Return the arguments and the environment of an engine in a colocated run."""
     config = EngineConfig(dtype="bfloat16" if gpu else "float32", max_total_tokens=1 << 14, mem_fraction=0.3)
-    arguments = engine_arguments(config, ModelConfig(path=model), seed=0, needs_tokenizer=False, gpu=gpu, routing=False)
+    arguments = engine_arguments(
+        config, ModelConfig(path=model), seed=0, needs_tokenizer=False, gpu=gpu, routing=False
+    )
     arguments["enable_memory_saver"] = True
     if gpu:
         # The FlashAttention kernels are not in the pack: they are larger than everything else in it.
@@ -162,7 +168,9 @@ def arguments_of(model: str, gpu: bool, prefill_graph: bool) -> tuple[dict, dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", type=Path, metavar="RESULTS.json")
     parser.add_argument("--prefill-graph", action="store_true", help="as SGLang chooses it")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU")
@@ -180,7 +188,9 @@ def main() -> int:
             control = EngineControl(start_engine(arguments))
             report.add(started=True)
             try:
-                asyncio.get_event_loop().run_until_complete(measure(control, models, gpu, report, not given.prefill_graph))
+                asyncio.get_event_loop().run_until_complete(
+                    measure(control, models, gpu, report, not given.prefill_graph)
+                )
             finally:
                 control.shutdown()
     found = [value for name, value in report.figures.items() if name.startswith("difference")]

@@ -48,12 +48,22 @@ def _complete(folder: Path, device: torch.device) -> None:
     tokenizer = make_tokenizer("bytes")
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "model_type": "qwen3"}
+    ends = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "model_type": "qwen3",
+    }
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | ends), encoding="utf-8")
     shapes = hf_shapes(weight_map(read_architecture(str(folder))))
-    tensors = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
+    tensors = {
+        name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()
+    }
     random_weights(tensors)
-    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.cpu() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def _config(bench: Bench, root: str, model: str) -> Config:

@@ -119,12 +119,16 @@ class Image:
         lines = [line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
         rows = (line.partition("==") for line in lines if line and not line.startswith("-e"))
         # `pip list` writes torch's version with the CUDA release behind a plus sign.
-        self.versions = {canonicalize_name(name): version.partition("+")[0] or None for name, _, version in rows}
+        self.versions = {
+            canonicalize_name(name): version.partition("+")[0] or None for name, _, version in rows
+        }
 
     def satisfies(self, demand: Requirement) -> bool:
         name = canonicalize_name(demand.name)
         version = self.versions.get(name)
-        return name in self.versions and (version is None or demand.specifier.contains(version, prereleases=True))
+        return name in self.versions and (
+            version is None or demand.specifier.contains(version, prereleases=True)
+        )
 
 
 def contents(lock: Lock, image: Image) -> dict[str, list[str]]:
@@ -147,7 +151,9 @@ def contents(lock: Lock, image: Image) -> dict[str, list[str]]:
             if name in chosen or name in taken or image.satisfies(demand):
                 continue
             if name not in lock.packages:
-                raise SystemExit(f"{name}, which the part {bundle} needs, is not in requirements/gpu-lock.txt")
+                raise SystemExit(
+                    f"{name}, which the part {bundle} needs, is not in requirements/gpu-lock.txt"
+                )
             chosen.add(name)
             waiting += _demands(lock, name)
         found[bundle] = sorted(chosen - taken)
@@ -157,7 +163,9 @@ def contents(lock: Lock, image: Image) -> dict[str, list[str]]:
 
 def _demands(lock: Lock, name: str) -> list[Requirement]:
     return [
-        demand for demand in map(Requirement, lock.packages[name].requires) if lock.applies(demand, lock.packages[name].extras)
+        demand
+        for demand in map(Requirement, lock.packages[name].requires)
+        if lock.applies(demand, lock.packages[name].extras)
     ]
 
 
@@ -169,8 +177,17 @@ def file_of(own: Locked, name: str) -> str:
 def download(lock: Lock, names: list[str], folder: Path, pip_arguments: list[str]) -> None:
     """Have pip download packages for Python 3.12 on Linux x86-64. Raises SystemExit where a wheel is not the locked one."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), *pip_arguments]
-    platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 4, -1)] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
-    target = ["--python-version", "3.12", "--implementation", "cp", *(f"--platform={name}" for name in platforms)]
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 4, -1)] + [
+        "manylinux2014_x86_64",
+        "manylinux1_x86_64",
+    ]
+    target = [
+        "--python-version",
+        "3.12",
+        "--implementation",
+        "cp",
+        *(f"--platform={name}" for name in platforms),
+    ]
     pins = {name: f"{name}=={lock.packages[name].version}" for name in names}
     wheels = [pin for name, pin in pins.items() if lock.packages[name].wheel]
     subprocess.run([*pip, "--only-binary", ":all:", *target, *wheels], check=True)
@@ -207,7 +224,9 @@ def make_small(name: str, wheel: Path, architecture: int) -> None:
 def project_files() -> list[str]:
     """Files of this project that git tracks or would track."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=PROJECT, check=True, capture_output=True, text=True).stdout.split("\0")
+    listed = subprocess.run(command, cwd=PROJECT, check=True, capture_output=True, text=True).stdout.split(
+        "\0"
+    )
     return [name for name in listed if name and (PROJECT / name).is_file()]
 
 
@@ -252,19 +271,26 @@ def expected_parts(lock: Lock, chosen: dict[str, list[str]]) -> dict[str, list[d
     for bundle, names in chosen.items():
         files = [file_of(lock.packages[name], name) for name in names]
         if unknown := [file for file in files if file not in sizes]:
-            raise SystemExit(f"the size of {', '.join(unknown)} is not known: make the pack once without --dry-run")
+            raise SystemExit(
+                f"the size of {', '.join(unknown)} is not known: make the pack once without --dry-run"
+            )
         total = sum(sizes[file] for file in files)
         if bundle == "training":
             total += sum((PROJECT / name).stat().st_size + 512 for name in project_files())
         lengths = [min(PART_BYTES, total - start) for start in range(0, total, PART_BYTES)]
-        found[bundle] = [{"name": f"{bundle}.{number}", "bytes": length} for number, length in enumerate(lengths, 1)]
+        found[bundle] = [
+            {"name": f"{bundle}.{number}", "bytes": length} for number, length in enumerate(lengths, 1)
+        ]
     return found
 
 
 def show(lock: Lock, chosen: dict[str, list[str]], parts: dict[str, list[dict]]) -> None:
     sizes = json.loads(SIZES.read_text(encoding="utf-8"))
     for bundle, names in chosen.items():
-        print(f"{bundle}: " + ", ".join(f"{part['name']} {part['bytes'] / 1e6:.1f} MB" for part in parts[bundle]))
+        print(
+            f"{bundle}: "
+            + ", ".join(f"{part['name']} {part['bytes'] / 1e6:.1f} MB" for part in parts[bundle])
+        )
         for name in sorted(names, key=lambda name: -sizes[file_of(lock.packages[name], name)]):
             own = lock.packages[name]
             print(f"    {sizes[file_of(own, name)] / 1e6:8.2f} MB  {name} {own.version}")
@@ -307,20 +333,45 @@ def rehearse(image: Image, chosen: dict[str, list[str]], out: Path, only: list[s
     status = 0
     for name in only:
         print(f"\n{name}", flush=True)
-        command = [sys.executable, str(HERE / "call.py"), name, str(out / name), "--home", str(out / "home"), "--dry-run"]
-        status |= subprocess.run(command, env=os.environ | {"GRPO_PACK_PACKAGES": str(packages.resolve())}).returncode
+        command = [
+            sys.executable,
+            str(HERE / "call.py"),
+            name,
+            str(out / name),
+            "--home",
+            str(out / "home"),
+            "--dry-run",
+        ]
+        status |= subprocess.run(
+            command, env=os.environ | {"GRPO_PACK_PACKAGES": str(packages.resolve())}
+        ).returncode
     return status
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT")
     parser.add_argument("--dry-run", action="store_true", help="list, and with OUT run the steps on this CPU")
-    parser.add_argument("--only", nargs="+", choices=CALLS, default=list(CALLS), help="scripts whose steps a dry run runs")
-    parser.add_argument("--image", type=Path, default=IMAGE, help="what the machine has, as `pip list --format=freeze` says it")
-    parser.add_argument("--architecture", type=int, default=90, help="compute capability without the point (%(default)s)")
-    parser.add_argument("--trained", type=Path, metavar="FOLDER", help="a small HF model with trained weights")
-    parser.add_argument("--pip", nargs=argparse.REMAINDER, default=[], help="arguments of pip, after all others")
+    parser.add_argument(
+        "--only", nargs="+", choices=CALLS, default=list(CALLS), help="scripts whose steps a dry run runs"
+    )
+    parser.add_argument(
+        "--image",
+        type=Path,
+        default=IMAGE,
+        help="what the machine has, as `pip list --format=freeze` says it",
+    )
+    parser.add_argument(
+        "--architecture", type=int, default=90, help="compute capability without the point (%(default)s)"
+    )
+    parser.add_argument(
+        "--trained", type=Path, metavar="FOLDER", help="a small HF model with trained weights"
+    )
+    parser.add_argument(
+        "--pip", nargs=argparse.REMAINDER, default=[], help="arguments of pip, after all others"
+    )
     given = parser.parse_args()
     lock, image = Lock.read(), Image(given.image)
     chosen = contents(lock, image)

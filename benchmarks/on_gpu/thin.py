@@ -16,7 +16,9 @@ from typing import NamedTuple
 FATBIN_SECTIONS = (".nv_fatbin", "__nv_relfatbin")
 _MAGIC = 0xBA55ED50
 _CONTAINER = struct.Struct("<IHHQ")  # magic, version, size of this header, size of all entries
-_ENTRY = struct.Struct("<HHIQIIHHI")  # kind, attributes, size of this header, of the payload, ..., architecture
+_ENTRY = struct.Struct(
+    "<HHIQIIHHI"
+)  # kind, attributes, size of this header, of the payload, ..., architecture
 _ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 _FIXED_DATE = (1980, 1, 1, 0, 0, 0)
@@ -85,10 +87,15 @@ def thinned(library: bytes, architecture: int) -> tuple[bytes, dict[int, int]]:
     return bytes(image), removed
 
 
-def rewrite_wheel(source: Path, target: Path, keep: Callable[[str], bool], change: Callable[[str, bytes], bytes]) -> None:
+def rewrite_wheel(
+    source: Path, target: Path, keep: Callable[[str], bool], change: Callable[[str, bytes], bytes]
+) -> None:
     """Write a wheel with those files that are kept, each as it is changed, and a RECORD of them."""
     rows = []
-    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
+    with (
+        zipfile.ZipFile(source) as old,
+        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new,
+    ):
         (record,) = [name for name in old.namelist() if re.fullmatch(r"[^/]+\.dist-info/RECORD", name)]
         for item in old.infolist():
             if item.is_dir() or item.filename == record or not keep(item.filename):

@@ -34,7 +34,9 @@ def shape(bench: Bench, name: str) -> None:
                 continue
             actor = RandomActor(spec_of(bench, folder, precision))
             bench.report(
-                layers=layers, parameters=parameters(actor.arch), transformer_engine=actor.model_spec.transformer_engine
+                layers=layers,
+                parameters=parameters(actor.arch),
+                transformer_engine=actor.model_spec.transformer_engine,
             )
             _measure(bench, actor, precision, in_bf16)
             del actor
@@ -62,7 +64,11 @@ def _measure(bench: Bench, actor: Actor, precision: str, in_bf16: dict[str, np.n
         found[name] = _rates(bench, actor, batch, parts, key=(0, number))
         bench.report(**{precision: found})
     if precision == "bf16":
-        bench.report(slowest_operations=slowest_operations(bench.device, lambda: _step(actor, batch, parts, key=(0, number))))
+        bench.report(
+            slowest_operations=slowest_operations(
+                bench.device, lambda: _step(actor, batch, parts, key=(0, number))
+            )
+        )
 
 
 def _step(actor: Actor, batch: TrainBatch, parts: list[TrainBatch], key: tuple[int, int]) -> None:
@@ -71,7 +77,9 @@ def _step(actor: Actor, batch: TrainBatch, parts: list[TrainBatch], key: tuple[i
         raise RuntimeError(f"the step was dropped: its gradient norm is {result.grad_norm}")
 
 
-def _rates(bench: Bench, actor: Actor, batch: TrainBatch, parts: list[TrainBatch], key: tuple[int, int]) -> dict:
+def _rates(
+    bench: Bench, actor: Actor, batch: TrainBatch, parts: list[TrainBatch], key: tuple[int, int]
+) -> dict:
     flops, repeats = float(actor.arch.cost_model.flops(batch.lengths).sum()), bench.sizes.repeats
 
     def step() -> None:
@@ -106,7 +114,9 @@ def repeat(bench: Bench) -> None:
             bench.report(**{precision: {"equal": not differ, "share_of_weights_that_differ": share}})
 
 
-def _weights_after_steps(bench: Bench, folder: str, precision: str, steps: int = 3) -> dict[str, torch.Tensor]:
+def _weights_after_steps(
+    bench: Bench, folder: str, precision: str, steps: int = 3
+) -> dict[str, torch.Tensor]:
     actor = RandomActor(spec_of(bench, folder, precision))
     batch = batches(bench.sizes, actor.arch.vocab_size)["gsm8k"]
     parts = micro_batches(batch, actor, bench.sizes.tokens)
@@ -139,7 +149,9 @@ def fp8_error(bench: Bench) -> None:
     bench.report(tokens=batch.num_tokens, mean_logp=float(values["bf16"].mean()))
     for precision, logp in values.items():
         difference = np.abs(logp - values["bf16"])
-        bench.report(**{precision: {"mean_difference": float(difference.mean()), "largest": float(difference.max())}})
+        bench.report(
+            **{precision: {"mean_difference": float(difference.mean()), "largest": float(difference.max())}}
+        )
 
 
 def _text(folder: str, length: int, sequences: int = 8) -> TrainBatch:
@@ -151,7 +163,15 @@ def _text(folder: str, length: int, sequences: int = 8) -> TrainBatch:
     pieces = np.array_split(np.asarray(ids, dtype=np.int32), sequences)
     return TrainBatch.from_samples(
         [
-            Sample(0, i, piece[:1], piece[1:], np.ones(len(piece) - 1, np.bool_), np.zeros(len(piece) - 1, np.float32), "stop")
+            Sample(
+                0,
+                i,
+                piece[:1],
+                piece[1:],
+                np.ones(len(piece) - 1, np.bool_),
+                np.zeros(len(piece) - 1, np.float32),
+                "stop",
+            )
             for i, piece in enumerate(pieces)
         ]
     )

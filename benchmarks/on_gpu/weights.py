@@ -44,11 +44,17 @@ def export(bench: Bench) -> None:
 
         gigabytes, repeats = sum(sizes) / 1e9, bench.sizes.repeats
         taken = {
-            "device": seconds(bench.device, lambda: exhaust(iterate_hf(actor.chunks, actor.entries)), repeats),
+            "device": seconds(
+                bench.device, lambda: exhaust(iterate_hf(actor.chunks, actor.entries)), repeats
+            ),
             "copy": seconds(bench.device, copy, repeats),
-            "host": seconds(bench.device, lambda: exhaust(actor.weight_buckets(bench.sizes.bucket)), 1, warm_up=1),
+            "host": seconds(
+                bench.device, lambda: exhaust(actor.weight_buckets(bench.sizes.bucket)), 1, warm_up=1
+            ),
         }
-        bench.report(gigabytes=gigabytes, **{f"{name}_gb_per_s": gigabytes / value for name, value in taken.items()})
+        bench.report(
+            gigabytes=gigabytes, **{f"{name}_gb_per_s": gigabytes / value for name, value in taken.items()}
+        )
 
 
 def handover(bench: Bench) -> None:
@@ -64,7 +70,9 @@ def handover(bench: Bench) -> None:
     other.start()
     with torch.no_grad():
         own = {
-            entry.megatron: torch.empty(entry.megatron_shape(1), dtype=torch.bfloat16, device=bench.device.device)
+            entry.megatron: torch.empty(
+                entry.megatron_shape(1), dtype=torch.bfloat16, device=bench.device.device
+            )
             for entry in ReshardPlan(setup.layouts).entries
         }
         random_weights(own)

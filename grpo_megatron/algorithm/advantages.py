@@ -17,7 +17,9 @@ import numpy as np
 from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.plugins import Call, Registry
 
-advantage_estimator = Registry("advantage estimator", "algorithm.adv_estimator", call=Call(("inputs", "options")))
+advantage_estimator = Registry(
+    "advantage estimator", "algorithm.adv_estimator", call=Call(("inputs", "options"))
+)
 
 # Estimators for which a group of one sample says nothing.
 GROUP_RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "gpg")
@@ -70,7 +72,9 @@ class AdvantageInputs:
     def trajectories(self) -> Trajectories:
         """Raises ValueError for a reward that is not finite, or differs within a trajectory."""
         sequences, sequence_of = np.unique(self.sequence_id[self.mask], return_inverse=True)
-        _, first, trajectory = np.unique(self.trajectory_id[sequences], return_index=True, return_inverse=True)
+        _, first, trajectory = np.unique(
+            self.trajectory_id[sequences], return_index=True, return_inverse=True
+        )
         rewards = np.asarray(self.reward, dtype=np.float64)[sequences]
         if not np.isfinite(rewards).all():
             raise ValueError(f"rewards must be finite numbers, got {rewards[~np.isfinite(rewards)][0]}")
@@ -81,7 +85,9 @@ class AdvantageInputs:
         of_token[self.mask] = trajectory[sequence_of]
         score = reward
         if self.token_reward is not None:
-            score = reward + np.bincount(of_token[self.mask], self.token_reward[self.mask], minlength=len(reward))
+            score = reward + np.bincount(
+                of_token[self.mask], self.token_reward[self.mask], minlength=len(reward)
+            )
         group = np.unique(self.group_id[sequences][first], return_inverse=True)[1]
         return Trajectories(reward, score, group, of_token)
 
@@ -192,7 +198,9 @@ def advantages(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     """
     values = np.asarray(advantage_estimator.get(options.adv_estimator)(inputs, options), dtype=np.float64)
     if values.shape != inputs.mask.shape:
-        raise ValueError(f"{options.adv_estimator} returned the shape {values.shape} for {len(inputs.mask)} tokens")
+        raise ValueError(
+            f"{options.adv_estimator} returned the shape {values.shape} for {len(inputs.mask)} tokens"
+        )
     if not np.isfinite(values[inputs.mask]).all():
         raise ValueError(f"{options.adv_estimator} returned an advantage that is not finite")
     if options.adv_whiten:

@@ -45,7 +45,9 @@ def step_advantages(
     )
     parts = np.split(advantages(inputs, options), np.cumsum([batch.num_tokens for batch in batches])[:-1])
     if options.use_valid_token_scale:
-        parts = [own / np.float32(max(batch.loss_mask.sum(), 1)) for own, batch in zip(parts, batches, strict=True)]
+        parts = [
+            own / np.float32(max(batch.loss_mask.sum(), 1)) for own, batch in zip(parts, batches, strict=True)
+        ]
     return parts, metrics
 
 
@@ -69,7 +71,9 @@ class Coefficients:
     loss_mask: np.ndarray
 
 
-def step_coefficients(batch: TrainBatch, config: Config, correction: Correction | None) -> tuple[Coefficients, Metrics]:
+def step_coefficients(
+    batch: TrainBatch, config: Config, correction: Correction | None
+) -> tuple[Coefficients, Metrics]:
     """Token weights of one optimizer step, after what the mismatch masks; metrics of that.
 
     correction: None where the mismatch is not known yet, or nothing is done about it. A masked token

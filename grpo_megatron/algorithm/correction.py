@@ -11,7 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from grpo_megatron.algorithm.kl import MAX_LOG_RATIO
-from grpo_megatron.config.algorithm import MismatchAction, MismatchConfig, MismatchCorrection, MismatchRejection
+from grpo_megatron.config.algorithm import (
+    MismatchAction,
+    MismatchConfig,
+    MismatchCorrection,
+    MismatchRejection,
+)
 
 # [t] -> [t]: at each token the sum over all tokens of its sequence.
 SequenceSum = Callable[[torch.Tensor], torch.Tensor]
@@ -103,7 +108,9 @@ class Correction:
             weighting = Weighting(config.correction, *bounds)
         if config.rejection != MismatchRejection.none:
             published = REJECTION_BOUNDS.get(config.rejection, (0.0, float("inf")))
-            rejection = Rejection(config.rejection, *_bounds(published, config.rejection_low, config.rejection_high))
+            rejection = Rejection(
+                config.rejection, *_bounds(published, config.rejection_low, config.rejection_high)
+            )
         limit = config.threshold if config.action == MismatchAction.mask else None
         found = cls(weighting, rejection, limit)
         return None if found == cls() else found

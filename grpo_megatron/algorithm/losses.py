@@ -47,7 +47,11 @@ class TokenLoss(Protocol):
     limits: dict[str, float]
 
     def __call__(
-        self, logp: torch.Tensor, entropy: torch.Tensor, inputs: LossInputs, full_kl: torch.Tensor | None = None
+        self,
+        logp: torch.Tensor,
+        entropy: torch.Tensor,
+        inputs: LossInputs,
+        full_kl: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Metrics]:
         """logp, entropy float32 [t] -> (loss [t], zero outside the mask; metrics).
 
@@ -83,9 +87,13 @@ class PolicyLoss:
     mismatch_limit: float | None = None
 
     @classmethod
-    def from_config(cls, algorithm: AlgorithmConfig, mismatch: MismatchConfig, known_before: bool) -> "PolicyLoss":
+    def from_config(
+        cls, algorithm: AlgorithmConfig, mismatch: MismatchConfig, known_before: bool
+    ) -> "PolicyLoss":
         """known_before: the trainer's log-probs are known before training, and what the mismatch asks for is done then."""
-        same = {name: getattr(algorithm, name) for name in cls.__dataclass_fields__ if hasattr(algorithm, name)}
+        same = {
+            name: getattr(algorithm, name) for name in cls.__dataclass_fields__ if hasattr(algorithm, name)
+        }
         if not known_before:
             same["correction"] = Correction.from_config(mismatch)
             same["mismatch_limit"] = mismatch.threshold if mismatch.action == MismatchAction.stop else None
@@ -105,7 +113,9 @@ class PolicyLoss:
         count = mask.sum()
         # Outside the mask the other side is 0 by convention, which may be far from logp:
         # exp() of that difference overflows, and inf * weight 0 is NaN.
-        old_logp = logp.detach() if inputs.old_logp is None else torch.where(mask, inputs.old_logp, logp.detach())
+        old_logp = (
+            logp.detach() if inputs.old_logp is None else torch.where(mask, inputs.old_logp, logp.detach())
+        )
         log_ratio = logp - old_logp
         used_ratio = RATIO_LEVELS[self.ratio_level](log_ratio, mask, inputs.sequence_sum)
         terms = PolicyTerms(logp, used_ratio, inputs.advantage, mask)

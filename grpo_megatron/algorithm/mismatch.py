@@ -77,7 +77,9 @@ def mismatch_report(
     return MismatchReport(worst, text, bool(text) and config.action == MismatchAction.stop)
 
 
-def describe_worst(worst: list[tuple], tokens: np.ndarray, cu_seqlens: np.ndarray, decode: Decode, context: int = 12) -> str:
+def describe_worst(
+    worst: list[tuple], tokens: np.ndarray, cu_seqlens: np.ndarray, decode: Decode, context: int = 12
+) -> str:
     """One line per row of mismatch/worst: both log-probs, and the token >>marked<< in its context as text.
 
     tokens int [T], cu_seqlens [S+1] of the whole step: a row's number is the position whose next

@@ -59,7 +59,9 @@ class Layout:
         """lengths: tokens of each sequence, in stream order; every one at least 1."""
         lengths = np.asarray(lengths, dtype=np.int64)
         if lengths.ndim != 1 or lengths.size == 0 or lengths.min() < 1:
-            raise ValueError(f"a pack needs one or more sequences of at least one token, got lengths {lengths}")
+            raise ValueError(
+                f"a pack needs one or more sequences of at least one token, got lengths {lengths}"
+            )
         padded = padded_to(lengths, self.sequence_multiple)
         if self.pack_tokens:
             empty = self._empty_sequences(padded)
@@ -167,7 +169,9 @@ class Pack:
         tp_rank: matters under sequence parallelism only, see Layout.tensor_parallel_share.
         """
         is_last = self.position_ids == self.lengths[self.sequence_id] - 1
-        share = self.layout.tensor_parallel_share(torch.from_numpy(np.where(is_last, self.sequence_id, -1)), tp_rank).numpy()
+        share = self.layout.tensor_parallel_share(
+            torch.from_numpy(np.where(is_last, self.sequence_id, -1)), tp_rank
+        ).numpy()
         rows = np.flatnonzero(share >= 0)
         return rows, share[rows]
 

@@ -8,10 +8,16 @@ from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.batch.schedule import CostModel, Schedule, schedule
 
 
-def schedule_pairs(lengths, max_tokens: int, cost: CostModel = CostModel(), sequence_multiple: int = 1, **options) -> Schedule:
+def schedule_pairs(
+    lengths, max_tokens: int, cost: CostModel = CostModel(), sequence_multiple: int = 1, **options
+) -> Schedule:
     """As `schedule`, of whose items each is a pair; the sequences of a pair follow each other. lengths: int [2P]."""
     padded = padded_to(np.asarray(lengths, dtype=np.int64), sequence_multiple)
     # The two do not attend to each other: half of the pairs of positions that one sequence of their joint length would have.
     of_pair = replace(cost, per_pair=cost.per_pair / 2)
     plan = schedule(padded.reshape(-1, 2).sum(1), max_tokens, cost=of_pair, **options)
-    return Schedule(tuple(tuple(tuple(2 * i + j for i in mb for j in (0, 1)) for mb in rank) for rank in plan.micro_batches))
+    return Schedule(
+        tuple(
+            tuple(tuple(2 * i + j for i in mb for j in (0, 1)) for mb in rank) for rank in plan.micro_batches
+        )
+    )

@@ -98,7 +98,10 @@ class Group:
     @property
     def trajectories(self) -> list[tuple[Sample, ...]]:
         """The sequences of each, in the order in which they were played."""
-        return [tuple(sequences) for _, sequences in groupby(self.samples, key=lambda sample: sample.trajectory_id)]
+        return [
+            tuple(sequences)
+            for _, sequences in groupby(self.samples, key=lambda sample: sample.trajectory_id)
+        ]
 
     @property
     def rewards(self) -> list[float]:

@@ -97,19 +97,25 @@ def schedule(
     if packing and not lockstep:
         _level_ranks(ranks, sequences)
     index = [-1, *order.tolist()]
-    return Schedule(tuple(tuple(tuple(sorted([index[s] for s in mb.members])) for mb in rank) for rank in ranks))
+    return Schedule(
+        tuple(tuple(tuple(sorted([index[s] for s in mb.members])) for mb in rank) for rank in ranks)
+    )
 
 
 def _padded(lengths, max_tokens: int, sequence_multiple: int) -> np.ndarray:
     lengths = np.asarray(lengths, dtype=np.int64)
     if lengths.size == 0:
-        raise UserError("there are no sequences to train on; use a larger batch, or filters that leave some of it")
+        raise UserError(
+            "there are no sequences to train on; use a larger batch, or filters that leave some of it"
+        )
     if lengths.min() < 1:
         raise ValueError(f"sequence {int(lengths.argmin())} has {lengths.min()} tokens")
     padded = padded_to(lengths, sequence_multiple)
     longest = int(padded.argmax())
     if padded[longest] > max_tokens:
-        padding = f" ({padded[longest]} with the padding of context parallelism)" if sequence_multiple > 1 else ""
+        padding = (
+            f" ({padded[longest]} with the padding of context parallelism)" if sequence_multiple > 1 else ""
+        )
         raise UserError(
             f"sequence {longest} has {lengths[longest]} tokens{padding}, but a micro-batch may hold {max_tokens}; "
             "raise train.max_tokens_per_micro_batch"
@@ -122,7 +128,9 @@ def _cannot_share(count: int, dp: int, multiple_of: int, packing: bool) -> str:
     if count < step:
         advice = f"at least {step} are needed: use a larger batch or fewer data-parallel ranks"
     elif packing:
-        advice = f"raise train.max_tokens_per_micro_batch, or make the number of sequences a multiple of {step}"
+        advice = (
+            f"raise train.max_tokens_per_micro_batch, or make the number of sequences a multiple of {step}"
+        )
     else:
         advice = f"make their number a multiple of {step}, or use train.packing=true"
     multiple = f", a multiple of {multiple_of} for the virtual pipeline" if multiple_of > 1 else ""
@@ -164,7 +172,9 @@ class _Sequences:
 
     def micro_batch(self, members: list[int]) -> _MicroBatch:
         members.sort()
-        return _MicroBatch(members, sum([self.length[s] for s in members]), sum([self.cost[s] for s in members]))
+        return _MicroBatch(
+            members, sum([self.length[s] for s in members]), sum([self.cost[s] for s in members])
+        )
 
 
 def _pack(sequences: _Sequences, step: int) -> list[list[int]]:
@@ -297,7 +307,9 @@ def _rounds(micro_batches: list[_MicroBatch], dp: int) -> list[list[_MicroBatch]
     return [micro_batches[i : i + dp] for i in range(0, len(micro_batches), dp)]
 
 
-def _exchange(heavy: _MicroBatch, light: _MicroBatch, gap: float, sequences: _Sequences) -> tuple[float, int, int]:
+def _exchange(
+    heavy: _MicroBatch, light: _MicroBatch, gap: float, sequences: _Sequences
+) -> tuple[float, int, int]:
     """Which sequence of `heavy` against which shorter one (or none, 0) of `light` best closes a gap in cost.
 
     Returns (gap left, sequence of heavy, sequence of light), or (gap, 0, 0) if no exchange makes it smaller.

@@ -33,7 +33,9 @@ def token_weights(batch: TrainBatch, mode: str, max_response_length: int) -> np.
     if not mask.any():
         return np.zeros(batch.num_tokens, dtype=np.float32)
     sequence = batch.sequence_id[mask]
-    _, trajectory, trained_tokens = np.unique(batch.trajectory_id[sequence], return_inverse=True, return_counts=True)
+    _, trajectory, trained_tokens = np.unique(
+        batch.trajectory_id[sequence], return_inverse=True, return_counts=True
+    )
     num_trajectories = len(trained_tokens)
     own_tokens = trained_tokens[trajectory]  # n_i at each trained token
     if mode == "token-mean":

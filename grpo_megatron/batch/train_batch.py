@@ -55,10 +55,14 @@ class TrainBatch:
     def __post_init__(self):
         for name in ("group_id", "trajectory_id", "reward"):
             if len(getattr(self, name)) != self.num_sequences:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {self.num_sequences} sequences")
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries for {self.num_sequences} sequences"
+                )
         for name in _TOKEN_ARRAYS:
             if len(getattr(self, name)) != self.num_tokens:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {self.num_tokens} tokens")
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries for {self.num_tokens} tokens"
+                )
 
     @classmethod
     def from_samples(cls, samples: list[Sample]) -> "TrainBatch":
@@ -76,20 +80,28 @@ class TrainBatch:
             arrays["rollout_logp"][predicts] = sample.rollout_logprobs
         routed = [sample.routing for sample in samples if sample.routing is not None]
         if routed and len(routed) != len(samples):
-            raise ValueError(f"{len(routed)} of {len(samples)} samples carry the engine's routing; all must, or none")
+            raise ValueError(
+                f"{len(routed)} of {len(samples)} samples carry the engine's routing; all must, or none"
+            )
         return cls(
             routing=np.concatenate(routed) if routed else None,
             cu_seqlens=cu_seqlens,
             group_id=np.array([sample.group_id for sample in samples], dtype=np.int64),
             trajectory_id=np.array([sample.trajectory_id for sample in samples], dtype=np.int64),
-            reward=np.array([np.nan if sample.reward is None else sample.reward for sample in samples], dtype=np.float32),
+            reward=np.array(
+                [np.nan if sample.reward is None else sample.reward for sample in samples], dtype=np.float32
+            ),
             **arrays,
         )
 
     @classmethod
     def concatenate(cls, parts: list["TrainBatch"]) -> "TrainBatch":
         """The sequences of all parts, one after the other; copies."""
-        arrays = {"cu_seqlens": np.concatenate([[0], np.cumsum(np.concatenate([p.lengths for p in parts]))]).astype(np.int32)}
+        arrays = {
+            "cu_seqlens": np.concatenate([[0], np.cumsum(np.concatenate([p.lengths for p in parts]))]).astype(
+                np.int32
+            )
+        }
         for spec in fields(cls):
             found = [getattr(part, spec.name) for part in parts]
             if spec.name != "cu_seqlens" and all(array is not None for array in found):

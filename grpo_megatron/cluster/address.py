@@ -28,7 +28,9 @@ def loopback_interface() -> str:
     for interface, addresses in _by_interface().items():
         if any(ip_address(address).is_loopback for address in addresses):
             return interface
-    raise UserError(f"node {socket.gethostname()} has no loopback interface, which processes of a machine meet at; bring it up")
+    raise UserError(
+        f"node {socket.gethostname()} has no loopback interface, which processes of a machine meet at; bring it up"
+    )
 
 
 def _by_interface() -> dict[str, list[str]]:
@@ -49,7 +51,9 @@ def of_host(name: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--interface")
     which.add_argument("--host")

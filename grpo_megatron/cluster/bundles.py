@@ -18,7 +18,9 @@ class Bundles:
     part: int
 
 
-def bundles(num_ranks: int, group: int, num_engines: int, engine_tp: int, per_node: int, colocated: bool) -> Bundles:
+def bundles(
+    num_ranks: int, group: int, num_engines: int, engine_tp: int, per_node: int, colocated: bool
+) -> Bundles:
     """group: the trainer's tensor-parallel ranks, engine_tp: those of an engine. per_node: most devices of a node.
 
     Raises UserError where a group would be on two nodes, or an engine on several that it does not fill.

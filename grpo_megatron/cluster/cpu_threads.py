@@ -53,7 +53,8 @@ def cores_of(bundle_on: Mapping[str, int], group: PlacementGroup) -> dict[str, i
     here = ray.get_runtime_context().get_node_id()  # asking another process would take a second
     asked = {
         node: _usable_cores.options(
-            num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            num_cpus=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
         ).remote()
         for node, bundle in bundle_on.items()
         if node != here
@@ -62,7 +63,10 @@ def cores_of(bundle_on: Mapping[str, int], group: PlacementGroup) -> dict[str, i
 
 
 def threads_by_node(
-    setting: str, nodes: Iterable[str], cores: Mapping[str, int], environ: Mapping[str, str] = MappingProxyType({})
+    setting: str,
+    nodes: Iterable[str],
+    cores: Mapping[str, int],
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Return the threads of each process of one side, {node: threads}.
 

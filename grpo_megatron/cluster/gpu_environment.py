@@ -56,7 +56,9 @@ def preload_environment(
     packages: the folder that pip installs into.
     """
     major = (cuda or "").partition(".")[0]
-    folders = [str(file.parent) for file in sorted(Path(packages, "nvidia").glob(f"*/lib/libcudart.so.{major}"))]
+    folders = [
+        str(file.parent) for file in sorted(Path(packages, "nvidia").glob(f"*/lib/libcudart.so.{major}"))
+    ]
     # First, so that the process has the runtime that torch was built with. An empty item would stand for the
     # current folder.
     items = [*folders[:1], *filter(None, [environ.get("LD_LIBRARY_PATH")])]
@@ -86,4 +88,6 @@ def conflicts(environ: Mapping[str, str]) -> list[str]:
 
 def filled_in(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` with the variables set, as Ray sets them on a node with this environment."""
-    return dict(environ) | {name: value.replace("${PATH}", environ.get("PATH", "")) for name, value in variables.items()}
+    return dict(environ) | {
+        name: value.replace("${PATH}", environ.get("PATH", "")) for name, value in variables.items()
+    }

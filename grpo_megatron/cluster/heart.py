@@ -95,7 +95,8 @@ class PythonThreads:
 
     def progress(self) -> dict[int, list]:
         return {
-            thread: [(frame.f_code, frame.f_lasti) for frame, _ in traceback.walk_stack(top)] for thread, top in self._others()
+            thread: [(frame.f_code, frame.f_lasti) for frame, _ in traceback.walk_stack(top)]
+            for thread, top in self._others()
         }
 
     def place(self) -> str:
@@ -105,11 +106,14 @@ class PythonThreads:
     def stacks(self) -> str:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return "\n".join(
-            f"thread {names.get(thread, thread)}\n{''.join(traceback.format_stack(top))}" for thread, top in self._others()
+            f"thread {names.get(thread, thread)}\n{''.join(traceback.format_stack(top))}"
+            for thread, top in self._others()
         )
 
     def _others(self) -> list[tuple[int, FrameType]]:
-        return [(thread, top) for thread, top in sys._current_frames().items() if thread != threading.get_ident()]
+        return [
+            (thread, top) for thread, top in sys._current_frames().items() if thread != threading.get_ident()
+        ]
 
 
 class Heart:
@@ -161,7 +165,9 @@ class Heart:
 
     def _run(self) -> None:
         while True:
-            with suppress(Exception):  # the next beat may succeed; a process that is silent for long is taken for lost
+            with suppress(
+                Exception
+            ):  # the next beat may succeed; a process that is silent for long is taken for lost
                 self._look()
                 self.beat()
             time.sleep(BEAT_SECONDS)

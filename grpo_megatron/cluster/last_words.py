@@ -15,7 +15,9 @@ _BAR = re.compile(r"\d+%.*\d+/\d+ \[")  # of tqdm
 # Python's faulthandler, which Ray turns on in its workers, names the signal of a crash so; the stack comes behind it.
 _CRASH = "Fatal Python error: "
 _TRACEBACK = "Traceback (most recent call last):"
-_SEVERE = re.compile(r"\b(ERROR|CRITICAL|FATAL|error|Error|[A-Z]\w*(Error|Exception)|out of memory|Killed|Aborted|assert\w*)\b")
+_SEVERE = re.compile(
+    r"\b(ERROR|CRITICAL|FATAL|error|Error|[A-Z]\w*(Error|Exception)|out of memory|Killed|Aborted|assert\w*)\b"
+)
 # Lines that every start of an engine or a rank writes, whatever becomes of it.
 _HARMLESS = (
     "Ignore import error when loading",  # SGLang's, for models that need other packages
@@ -104,7 +106,11 @@ def _how(error: RayError | None, crash: str) -> str:
         detail = re.search(r"Worker exit detail: ([^.]+)", text)
         if detail:
             return f" ({shortened(detail[1], 100)})"
-        return "" if not text.strip() or isinstance(error, ENDED) else f" ({shortened(text.splitlines()[0], 200)})"
+        return (
+            ""
+            if not text.strip() or isinstance(error, ENDED)
+            else f" ({shortened(text.splitlines()[0], 200)})"
+        )
     # Its connection broke: it had no time to say anything. Ray does not tell the signal.
     if _on_this_machine(text) and killed_for_memory() > _killed_before:
         return " (by SIGKILL, as it seems: this machine was out of memory, and the kernel killed processes)"
@@ -125,7 +131,9 @@ def killed_by_ray(error: Exception | None) -> str:
 def _needed_memory(report: str) -> list[str]:
     """Return two lines: the three processes that had most memory by Ray's report, and what to change."""
     users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", report, re.MULTILINE)[:_LINES]
-    said = ", ".join(f"{shortened(command, 60)} (process {pid}) with {size} GB" for pid, size, command in users)
+    said = ", ".join(
+        f"{shortened(command, 60)} (process {pid}) with {size} GB" for pid, size, command in users
+    )
     lines = [f"most memory there had {said}"] if said else []
     return [
         *lines,

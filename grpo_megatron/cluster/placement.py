@@ -23,7 +23,12 @@ from pathlib import Path
 import psutil
 import ray
 from ray._private import ray_constants, services
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_megatron.cluster.address import loopback_interface
@@ -102,7 +107,9 @@ class Cluster:
             "num_cpus": 0,
             "num_gpus": self.gpu_share if slot.device is not None else 0,
             "runtime_env": {"env_vars": env},
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=slot.bundle),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=slot.bundle
+            ),
         }
 
     @property
@@ -115,7 +122,9 @@ class Cluster:
     def engine_nodes(self) -> list[list[list[Slot]]]:
         """For each engine, its slots on each of its nodes."""
         return [
-            [list(slots) for _, slots in groupby(engine, key=lambda slot: slot.node)]  # slots of a node are neighbours
+            [
+                list(slots) for _, slots in groupby(engine, key=lambda slot: slot.node)
+            ]  # slots of a node are neighbours
             for engine in self.engine_slots
         ]
 
@@ -128,10 +137,14 @@ class Cluster:
             "engine rank": (config.rollout.engine.cpu_threads, engine_slots),
         }
         self.rank_threads, self.engine_threads = (
-            threads_by_node(setting, [slot.node for slot in slots], cores, os.environ) for setting, slots in sides.values()
+            threads_by_node(setting, [slot.node for slot in slots], cores, os.environ)
+            for setting, slots in sides.values()
         )
         said = zip(sides, (self.rank_threads, self.engine_threads), strict=True)
-        say(", ".join(threads_text(what, threads) for what, threads in said if threads) + f" ({cores_text(cores)})")
+        say(
+            ", ".join(threads_text(what, threads) for what, threads in said if threads)
+            + f" ({cores_text(cores)})"
+        )
 
     def must_be_whole(self) -> None:
         """Raises ProcessLost if a node of these slots is gone."""
@@ -268,11 +281,15 @@ def _daemons() -> list[psutil.Process]:
 
 def _raylet_runs() -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return any(daemon.name() == "raylet" and daemon.status() != psutil.STATUS_ZOMBIE for daemon in _daemons())
+        return any(
+            daemon.name() == "raylet" and daemon.status() != psutil.STATUS_ZOMBIE for daemon in _daemons()
+        )
     return False
 
 
-def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0, guard: Guard | None = None) -> Cluster:
+def allocate(
+    config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0, guard: Guard | None = None
+) -> Cluster:
     """Reserve slots for trainer ranks and engines. guard: told what to watch, if this starts Ray.
 
     Colocated engines use the first ranks' slots; separate ones get their own. A tensor-parallel group of ranks is on one node, and
@@ -292,7 +309,9 @@ def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 
     group = None
     try:
         per_node = max(int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"])
-        wanted = bundles(num_ranks, config.megatron.tensor_parallel, num_engines, engine_tp, per_node, colocated)
+        wanted = bundles(
+            num_ranks, config.megatron.tensor_parallel, num_engines, engine_tp, per_node, colocated
+        )
         sizes = [*wanted.ranks, *wanted.engines]
         # Ray keeps a bundle on one node.
         group = placement_group([{"CPU": size} | {kind: size} for size in sizes], strategy="PACK")
@@ -314,7 +333,9 @@ def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 
     rank_part, engine_part = _sorted(slots[: len(wanted.ranks)]), _sorted(slots[len(wanted.ranks) :])
     of_engines = engine_part or rank_part
     engines = [of_engines[number * engine_tp : (number + 1) * engine_tp] for number in range(num_engines)]
-    rank_slots = neighbouring_stages(rank_part[:num_ranks], ParallelSizes.from_config(config.megatron), per_node)
+    rank_slots = neighbouring_stages(
+        rank_part[:num_ranks], ParallelSizes.from_config(config.megatron), per_node
+    )
     cluster = Cluster(
         group,
         rank_slots,
@@ -330,7 +351,10 @@ def allocate(config: Config, num_ranks: int, num_engines: int, timeout: float = 
 
 def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
     """Of each bundle."""
-    nodes, sizes = placement_group_table(group)["bundles_to_node_id"], [int(bundle["CPU"]) for bundle in group.bundle_specs]
+    nodes, sizes = (
+        placement_group_table(group)["bundles_to_node_id"],
+        [int(bundle["CPU"]) for bundle in group.bundle_specs],
+    )
     devices: list[list[int | None]] = [[None] * size for size in sizes]
     if gpus:
         probes = [
@@ -346,7 +370,9 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, UserError) else error from None
         except LOST as error:
-            raise ProcessLost(f"a node did not say which GPUs it has: {shortened(plain(error), 300)}") from error
+            raise ProcessLost(
+                f"a node did not say which GPUs it has: {shortened(plain(error), 300)}"
+            ) from error
     return [[Slot(i, nodes[i], device) for device in own] for i, own in enumerate(devices)]
 
 

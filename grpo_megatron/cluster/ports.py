@@ -45,7 +45,9 @@ def _hold(held: ExitStack, port: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--count", type=int, default=1)
     options = parser.parse_args()

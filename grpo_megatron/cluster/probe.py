@@ -32,13 +32,20 @@ def capabilities_of_ray(timeout: float = 120.0) -> Capabilities:
     try:
         found = ray.get(probe, timeout=timeout)
     except ray.exceptions.GetTimeoutError as error:
-        raise UserError(f"node {address} of the Ray cluster did not say within {timeout:.0f} s what it has") from error
+        raise UserError(
+            f"node {address} of the Ray cluster did not say within {timeout:.0f} s what it has"
+        ) from error
     if not found.gpus:
         raise UserError(
             f"Ray counts GPUs on node {address}, but torch finds none there: its driver or its build of torch is not right"
         )
     per_node = {int(node["Resources"]["GPU"]) for node in with_gpus}
-    return replace(found, where=_WHERE, nodes=len(with_gpus), gpus_per_node=per_node.pop() if len(per_node) == 1 else None)
+    return replace(
+        found,
+        where=_WHERE,
+        nodes=len(with_gpus),
+        gpus_per_node=per_node.pop() if len(per_node) == 1 else None,
+    )
 
 
 @ray.remote

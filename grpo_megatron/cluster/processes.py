@@ -32,7 +32,9 @@ class Process(NamedTuple):
         """Return the error for the loss of this process in `call`, and why. error: as Ray reported it."""
         how, lines = last_words(self.log, error)
         what = "was lost" if isinstance(error, LOST) and not isinstance(error, ENDED) else "died"
-        return ProcessDied("\n  | ".join([f"{self.name} {what} in `{call}`{how}; its log is {self.log}", *lines]))
+        return ProcessDied(
+            "\n  | ".join([f"{self.name} {what} in `{call}`{how}; its log is {self.log}", *lines])
+        )
 
 
 def redirect_output(path: str) -> None:
@@ -46,7 +48,9 @@ def redirect_output(path: str) -> None:
     os.close(target)
 
 
-def gather(references: dict[int, ray.ObjectRef], processes: list[Process], call: str, timeout: float | None = None) -> dict:
+def gather(
+    references: dict[int, ray.ObjectRef], processes: list[Process], call: str, timeout: float | None = None
+) -> dict:
     """Results of {process number: reference}; raises as soon as the first one fails.
 
     Waiting for all of them first would wait for ranks that sit in a collective whose partner is
@@ -111,7 +115,9 @@ def process_error(error: RayError, process: Process, call: str) -> Exception:
             return cause
         if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
             return process_error(cause, process, call)  # what this process waited for is lost
-        return RuntimeError(f"{process.name} failed in `{call}`: {said}; its log is {process.log}\n{plain(error)}")
+        return RuntimeError(
+            f"{process.name} failed in `{call}`: {said}; its log is {process.log}\n{plain(error)}"
+        )
     if isinstance(error, LOST):
         return process.died(call, error)
     if lacking := what_is_lacking(error):

@@ -108,7 +108,10 @@ def _listen(host: str, handler: _Handler) -> int:
 async def _join(*ends: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
     """Pass bytes on between two connections until either ends."""
     (reader, writer), (there_reader, there_writer) = ends
-    passing = {asyncio.ensure_future(_pass(reader, there_writer)), asyncio.ensure_future(_pass(there_reader, writer))}
+    passing = {
+        asyncio.ensure_future(_pass(reader, there_writer)),
+        asyncio.ensure_future(_pass(there_reader, writer)),
+    }
     await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
     for task in passing:
         task.cancel()

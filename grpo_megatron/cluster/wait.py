@@ -46,7 +46,9 @@ def alive_nodes(address: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--address", required=True)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--timeout", type=float, default=300.0)
@@ -60,7 +62,8 @@ def main() -> int:
             return 0
         time.sleep(0.5)
     print(
-        f"error: Ray at {options.address} has {alive} of {options.nodes} nodes after {options.timeout:.0f} s", file=sys.stderr
+        f"error: Ray at {options.address} has {alive} of {options.nodes} nodes after {options.timeout:.0f} s",
+        file=sys.stderr,
     )
     return 1
 

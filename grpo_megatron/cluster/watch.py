@@ -67,7 +67,9 @@ class Hang:
         if self.silent:
             return self.silent
         by_place = defaultdict(list)
-        for watched in [watched for watched in self.still if _COLLECTIVE not in watched.beat.place] or self.still:
+        for watched in [
+            watched for watched in self.still if _COLLECTIVE not in watched.beat.place
+        ] or self.still:
             # An engine's has the ids of its processes; one place for each would make every engine one of the fewest.
             by_place[re.sub(r" \(pid \d+\)", "", watched.beat.place)].append(watched)
         fewest = min(len(group) for group in by_place.values())
@@ -107,7 +109,10 @@ def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
     for watched in asked:
         calls[watched.process.name if watched.beat.alone else watched.beat.phase].append(watched)
     still = [
-        watched for members in calls.values() if all(member.beat.still > timeout for member in members) for watched in members
+        watched
+        for members in calls.values()
+        if all(member.beat.still > timeout for member in members)
+        for watched in members
     ]
     if not silent and not still:
         return None
@@ -239,7 +244,11 @@ class Watch:
         """passed: seconds since the last time."""
         with self._lock:
             watched = {key.encode(): watched for key, watched in self._watched.items()}
-        values = internal_kv.internal_kv_get_gcs_client().internal_kv_multi_get(list(watched), NAMESPACE) if watched else {}
+        values = (
+            internal_kv.internal_kv_get_gcs_client().internal_kv_multi_get(list(watched), NAMESPACE)
+            if watched
+            else {}
+        )
         with self._lock:
             for key, value in values.items():
                 self._hear(watched[key], Beat.decode(value), passed)
@@ -257,7 +266,9 @@ class Watch:
     def _write_stacks(self, hang: Hang) -> None:
         """And say in the verdict where they are."""
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-        rest = [watched for watched in (*hang.silent, *hang.still, *hang.others) if watched not in hang.at_fault]
+        rest = [
+            watched for watched in (*hang.silent, *hang.still, *hang.others) if watched not in hang.at_fault
+        ]
         parts = [f"{hang.line(watched)}\n\n{watched.beat.stacks}" for watched in (*hang.at_fault, *rest)]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

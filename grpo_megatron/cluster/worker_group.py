@@ -65,11 +65,15 @@ class WorkerGroup:
     ranks: what each rank's `build` said of itself.
     """
 
-    def __init__(self, name: str, options: list[dict], log_dir: str, build: Build, timeout: float, watch: Watch):
+    def __init__(
+        self, name: str, options: list[dict], log_dir: str, build: Build, timeout: float, watch: Watch
+    ):
         """name: of one process in messages, such as `trainer rank`. options: Ray's for each process, see
         placement.Cluster.options. build: runs in every process. timeout: most seconds of any one call. watch: is told of all processes."""
         world = len(options)
-        self.processes = [Process(f"{name} {rank} of {world}", f"{log_dir}/rank{rank}.log") for rank in range(world)]
+        self.processes = [
+            Process(f"{name} {rank} of {world}", f"{log_dir}/rank{rank}.log") for rank in range(world)
+        ]
         self._options, self._build, self._timeout, self._watch = options, build, timeout, watch
         self._workers: list = []
         self.ranks: list[Any] = []
@@ -84,7 +88,10 @@ class WorkerGroup:
                 self._workers.append(_Worker.options(**options).remote(process.log))
                 self._watch.add(process, self._workers[-1])
             store = self._gather({0: self._workers[0].serve_store.remote(self._timeout)}, "start")[0]
-            started = {rank: worker.build.remote(self._build, rank, store) for rank, worker in enumerate(self._workers)}
+            started = {
+                rank: worker.build.remote(self._build, rank, store)
+                for rank, worker in enumerate(self._workers)
+            }
             self.ranks = list(self._gather(started, "start").values())
         except BaseException:
             self.close()  # nobody else knows of them
@@ -99,7 +106,9 @@ class WorkerGroup:
         """Call `method` on every rank with the same arguments, and return at once; references in the order of ranks."""
         return [worker.call.remote(method, *arguments) for worker in self._workers]
 
-    def call(self, method: str, arguments: list[tuple] | None = None, timeout: float | None = None) -> list[Any]:
+    def call(
+        self, method: str, arguments: list[tuple] | None = None, timeout: float | None = None
+    ) -> list[Any]:
         """Call `method` on every rank, with the arguments of each (none: without); all results, in the order of ranks.
 
         timeout: in seconds, if not the group's.
@@ -112,10 +121,14 @@ class WorkerGroup:
     def occupied(self) -> list[int]:
         """Bytes that each rank's process occupies, see memory.occupied."""
         return list(
-            self._gather({rank: worker.occupied.remote() for rank, worker in enumerate(self._workers)}, "occupied").values()
+            self._gather(
+                {rank: worker.occupied.remote() for rank, worker in enumerate(self._workers)}, "occupied"
+            ).values()
         )
 
-    def _gather(self, references: dict[int, ray.ObjectRef], call: str, timeout: float | None = None) -> dict[int, Any]:
+    def _gather(
+        self, references: dict[int, ray.ObjectRef], call: str, timeout: float | None = None
+    ) -> dict[int, Any]:
         return gather(references, self.processes, call, self._timeout if timeout is None else timeout)
 
     @contextmanager

@@ -63,7 +63,10 @@ class Place:
 def worker_places(nodes: Sequence[str], per_node: int, log_dir: str, role: str = "reward") -> list[Place]:
     """nodes: ids of Ray's nodes. Workers that follow each other are on different nodes. role: of this pool alone, for names and logs."""
     found = [node for _ in range(per_node) for node in nodes]
-    return [Place(Process(f"{role} worker {n}", f"{log_dir}/{role}_worker{n}.log"), node) for n, node in enumerate(found)]
+    return [
+        Place(Process(f"{role} worker {n}", f"{log_dir}/{role}_worker{n}.log"), node)
+        for n, node in enumerate(found)
+    ]
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,9 @@ class PoolWorker:
         """The results, and whether this process is worn."""
         self._shorten_log()
         # Ends this process even in code that never returns to Python, and says in the log where it is.
-        faulthandler.dump_traceback_later(_BATCH_SECONDS + self._bounds.seconds + _GRACE_SECONDS, exit=True, file=2)
+        faulthandler.dump_traceback_later(
+            _BATCH_SECONDS + self._bounds.seconds + _GRACE_SECONDS, exit=True, file=2
+        )
         try:
             results = self._target.work(pickle.loads(items), _BATCH_SECONDS)
             return pickle.dumps(results), getattr(self._target, "is_worn", False)
@@ -162,8 +167,12 @@ class _Worker:
 
     def _start(self) -> None:
         where = NodeAffinitySchedulingStrategy(self._place.node, soft=False)
-        self._actor = PoolWorker.options(num_cpus=0, scheduling_strategy=where).remote(self._place.process.log)
-        self._starting: ray.ObjectRef | None = self._actor.start.remote(self._build, os.getcwd(), self._bounds)
+        self._actor = PoolWorker.options(num_cpus=0, scheduling_strategy=where).remote(
+            self._place.process.log
+        )
+        self._starting: ray.ObjectRef | None = self._actor.start.remote(
+            self._build, os.getcwd(), self._bounds
+        )
 
     def forget(self) -> None:
         """Nobody waits any more for what it has."""
@@ -215,7 +224,10 @@ class _Worker:
                 self._replace(self._asked[0])
             begun = reference == self._guilty
             # It was not at this one before it was done with the one before.
-            hung = begun and time.monotonic() - max(asked, self._answered) >= self._bounds.seconds + _GRACE_SECONDS
+            hung = (
+                begun
+                and time.monotonic() - max(asked, self._answered) >= self._bounds.seconds + _GRACE_SECONDS
+            )
             raise _Lost(begun, hung, self._text(hung, error)) from error
         except Exception:
             self._done(reference)
@@ -276,7 +288,9 @@ class _Job:
 class WorkerPool:
     """Calls to as many workers as there are places; what is called first begins first."""
 
-    def __init__(self, what: str, build: Callable[[], Any], bounds: Bounds, places: Sequence[Place], again: bool = True):
+    def __init__(
+        self, what: str, build: Callable[[], Any], bounds: Bounds, places: Sequence[Place], again: bool = True
+    ):
         """what: runs there, such as `reward math`, for messages. build: called in each process. again: a call whose process died is
         tried once more; not where objects of earlier calls died with it."""
         self._again, self._again_said = again, Rarely()
@@ -313,7 +327,9 @@ class WorkerPool:
                 self._waiting.popleft()
                 continue
             worker = min(self._all, key=lambda one: one.busy)
-            if worker.busy and not (worker.busy == 1 and worker.takes_more and self._most > 1 and not self._waiting[0].alone):
+            if worker.busy and not (
+                worker.busy == 1 and worker.takes_more and self._most > 1 and not self._waiting[0].alone
+            ):
                 return
             if jobs := self._next_batch():
                 worker.busy += 1
@@ -327,7 +343,9 @@ class WorkerPool:
         idle = sum(not worker.busy for worker in self._all) or len(self._all)
         share = max(1, min(self._most, math.ceil(len(self._waiting) / idle)))
         jobs: list[_Job] = []
-        while self._waiting and len(jobs) < share and not (jobs and (jobs[0].alone or self._waiting[0].alone)):
+        while (
+            self._waiting and len(jobs) < share and not (jobs and (jobs[0].alone or self._waiting[0].alone))
+        ):
             job = self._waiting.popleft()
             if not job.is_forgotten:
                 jobs.append(job)
@@ -347,7 +365,9 @@ class WorkerPool:
                 job.answer(result)
             self._waiting.extendleft(reversed(jobs[len(results) :]))
             if len(results) < len(jobs):
-                self._most = max(1, len(results), self._most // 2)  # a worker may just have had to wait for its core
+                self._most = max(
+                    1, len(results), self._most // 2
+                )  # a worker may just have had to wait for its core
             elif len(jobs) == self._most:
                 self._most = min(2 * self._most, _LARGEST_BATCH)
         finally:

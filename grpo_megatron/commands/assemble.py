@@ -127,7 +127,9 @@ class Site:
         if named and not self.begun:
             return named
         above = named.step if named else 0
-        return newest_checkpoint(Path(self.directory, CHECKPOINTS), self.command, say, above, self.damaged, named)
+        return newest_checkpoint(
+            Path(self.directory, CHECKPOINTS), self.command, say, above, self.damaged, named
+        )
 
     def recover(self) -> None:
         """After the loss of a process, and of all ranks with it: free the slots of what is left, and have engines that can go on.
@@ -141,7 +143,10 @@ class Site:
 
 @contextmanager
 def open_site(
-    config: Config, command: str, guard: Guard | None = None, must_fit: Callable[[dict], str] = lambda state: ""
+    config: Config,
+    command: str,
+    guard: Guard | None = None,
+    must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[Site]:
     """Within this context Ray is up, and engines start, if `command` (see preflight.rule) generates.
 
@@ -153,7 +158,9 @@ def open_site(
     with ExitStack() as cleanup:
         directory, checkpoint = cleanup.enter_context(open_run_folder(config, command, say, must_fit))
         guard.entered(directory, config.run.grace, config.run.grace_usr1)
-        guard.status = status = cleanup.enter_context(StatusFile(directory, config.run.name, config.run.total_steps))
+        guard.status = status = cleanup.enter_context(
+            StatusFile(directory, config.run.name, config.run.total_steps)
+        )
         for line in [f"continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []:
             say(line)
         say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
@@ -161,7 +168,9 @@ def open_site(
             say(note)
         listeners = cleanup.enter_context(listening(config, directory, resumed=checkpoint is not None))
         cluster = cleanup.enter_context(allocate(config, num_ranks, num_engines, guard=guard))
-        watch = Watch(f"{directory}/logs", config.cluster.hang_timeout, lambda work: status.note(processes=work))
+        watch = Watch(
+            f"{directory}/logs", config.cluster.hang_timeout, lambda work: status.note(processes=work)
+        )
         engines = None
         if num_engines:
             # Engines are slow to start: on devices of their own they do so while the ranks build the model.
@@ -178,14 +187,28 @@ def open_site(
                 shared=config.cluster.placement == Placement.colocated,
             )
             cleanup.callback(engines.close)
-        yield Site(config, command, directory, status, checkpoint, cluster, watch, engines, guard, started, listeners=listeners)
+        yield Site(
+            config,
+            command,
+            directory,
+            status,
+            checkpoint,
+            cluster,
+            watch,
+            engines,
+            guard,
+            started,
+            listeners=listeners,
+        )
 
 
 def _throughput(site: Site) -> Throughput:
     """By which the monitor knows what the run's tokens cost, and on how many devices."""
     cluster = site.cluster
     return Throughput(
-        cost=read_architecture(site.config.model.path, reward_model=site.command == "reward-model").cost_model,
+        cost=read_architecture(
+            site.config.model.path, reward_model=site.command == "reward-model"
+        ).cost_model,
         ranks=len(cluster.rank_slots),
         engine_devices=sum(map(len, cluster.engine_slots)),
         shared=site.takes_turns,
@@ -214,7 +237,14 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
         spec = actor_spec(config, site.command)
         timeout = config.cluster.call_timeout
         trainer = PolicyTrainer(
-            site.cluster, spec, config.megatron, config.run.seed, site.logs, timeout, site.watch, site.takes_turns
+            site.cluster,
+            spec,
+            config.megatron,
+            config.run.seed,
+            site.logs,
+            timeout,
+            site.watch,
+            site.takes_turns,
         )
         cleanup.callback(trainer.close)
         if turns:
@@ -231,7 +261,18 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
         saver = Checkpoints(folder, config.checkpoint, trainer, monitor.say, resumed, about)
         state = checkpoint.state if checkpoint else None
         try:
-            yield Run(config, site.directory, monitor, saver, trainer, engines, turns, state, site.started, site.command)
+            yield Run(
+                config,
+                site.directory,
+                monitor,
+                saver,
+                trainer,
+                engines,
+                turns,
+                state,
+                site.started,
+                site.command,
+            )
             site.watch.flush()
         except BaseException:
             # Whatever failed, the state that ranks are still writing was sound; those that cannot are not waited for.
@@ -267,5 +308,7 @@ def persist(site: Site, attempt: Callable[[Site, Checkpoint | None], Result]) ->
             site.status.note(restarts=restarts)
             site.status.phase("restart")
             checkpoint = site.last_checkpoint()
-            say(f"{error}\nrestart {restarts} of at most {site.config.run.max_restarts}, from {checkpoint or 'the beginning'}")
+            say(
+                f"{error}\nrestart {restarts} of at most {site.config.run.max_restarts}, from {checkpoint or 'the beginning'}"
+            )
             site.recover()

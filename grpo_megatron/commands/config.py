@@ -12,12 +12,20 @@ def add_parser(commands) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     show = actions.add_parser("show", help="every value in effect, and where it comes from")
     show.add_argument("--only-set", action="store_true", help="leave out the defaults")
-    check = actions.add_parser("check", help="all that is wrong, as far as it can be known here; exit status 2 if anything is")
-    check.add_argument("--for", dest="purpose", choices=COMMANDS, default="train", help="the command it is meant for")
+    check = actions.add_parser(
+        "check", help="all that is wrong, as far as it can be known here; exit status 2 if anything is"
+    )
+    check.add_argument(
+        "--for", dest="purpose", choices=COMMANDS, default="train", help="the command it is meant for"
+    )
     for action in (show, check):
         action.add_argument("--config", metavar="FILE", help="YAML file")
-        action.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
-    explain = actions.add_parser("explain", help="what a key means and interacts with; of a section, its keys")
+        action.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="values that override the file's"
+        )
+    explain = actions.add_parser(
+        "explain", help="what a key means and interacts with; of a section, its keys"
+    )
     explain.add_argument("key", metavar="KEY")
     diff = actions.add_parser("diff", help="keys whose values differ; exit status 1 if any does")
     diff.add_argument("a", metavar="A", help="YAML file")

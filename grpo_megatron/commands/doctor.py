@@ -74,12 +74,22 @@ def _devices() -> list[Finding]:
             properties = torch.cuda.get_device_properties(index)
             capability = f"{properties.major}.{properties.minor}"
             found.append(
-                Finding(OK, f"GPU {index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm {capability}")
+                Finding(
+                    OK,
+                    f"GPU {index}",
+                    f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm {capability}",
+                )
             )
-        found.append(Finding(OK, "CUDA", f"{torch.version.cuda}; NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"))
+        found.append(
+            Finding(OK, "CUDA", f"{torch.version.cuda}; NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        )
     else:
         reason = "this build of torch is for CPUs" if torch.version.cuda is None else "no device is visible"
-        found.append(Finding(NOTE, "CUDA", f"not available ({reason}): ranks run on CPUs over gloo, engines torch-native"))
+        found.append(
+            Finding(
+                NOTE, "CUDA", f"not available ({reason}): ranks run on CPUs over gloo, engines torch-native"
+            )
+        )
     if not torch.distributed.is_gloo_available():
         found.append(Finding(PROBLEM, "gloo", "torch was built without gloo, which CPU ranks need"))
     return found
@@ -106,7 +116,11 @@ def _sglang() -> list[Finding]:
         names = [entry.name for entry in metadata.entry_points(group="sglang.srt.platforms")]
         if PLATFORM_NAME not in names:
             found.append(
-                Finding(PROBLEM, "SGLang's CPU platform", "entry point not found; install this project (pip install -e .)")
+                Finding(
+                    PROBLEM,
+                    "SGLang's CPU platform",
+                    "entry point not found; install this project (pip install -e .)",
+                )
             )
     return found
 
@@ -117,7 +131,9 @@ def _shared_memory() -> Finding:
         return Finding(PROBLEM, path, "missing: Ray's object store and weight sync use it")
     free = shutil.disk_usage(path).free / 2**30
     level = OK if free > 1 else NOTE
-    return Finding(level, path, f"{free:.1f} GiB free" + ("" if free > 1 else "; Ray falls back to files below 1 GiB"))
+    return Finding(
+        level, path, f"{free:.1f} GiB free" + ("" if free > 1 else "; Ray falls back to files below 1 GiB")
+    )
 
 
 def _sandbox() -> Finding:
@@ -127,7 +143,11 @@ def _sandbox() -> Finding:
     if possible:
         return Finding(OK, "sandbox", f"programs that a model wrote are contained by {possible[0]}")
     reasons = "; ".join(f"{containment}: {problem}" for containment, problem in problems.items())
-    return Finding(NOTE, "sandbox", f"no `code` reward, or reward.code.isolation=no_network (docs/security.md): {reasons}")
+    return Finding(
+        NOTE,
+        "sandbox",
+        f"no `code` reward, or reward.code.isolation=no_network (docs/security.md): {reasons}",
+    )
 
 
 def _tried(subject: str, probe: Callable[..., str], *arguments: str) -> Finding:
@@ -158,12 +178,16 @@ def _builders() -> Iterator[Finding]:
     for program, source in _BUILDERS.items():
         of_toolkit = os.path.join(environment.get("CUDA_HOME", ""), "bin")
         found = shutil.which(program, path=of_toolkit if program == "nvcc" else environment["PATH"])
-        missing = Finding(PROBLEM, program, f"not found, and engines build kernels with it when they start: {source}")
+        missing = Finding(
+            PROBLEM, program, f"not found, and engines build kernels with it when they start: {source}"
+        )
         yield Finding(OK, program, found) if found else missing
     headers = os.path.join(sysconfig.get_path("include"), "Python.h")
     there = os.path.exists(headers)
     missing = Finding(
-        PROBLEM, "Python.h", f"{headers} is not there; Triton needs the headers of Python, such as python3.12-dev"
+        PROBLEM,
+        "Python.h",
+        f"{headers} is not there; Triton needs the headers of Python, such as python3.12-dev",
     )
     yield Finding(OK, "Python.h", headers) if there else missing
 
@@ -173,7 +197,11 @@ def _gpu_libraries() -> Iterator[Finding]:
     import torch
 
     cudnn = torch.backends.cudnn.version()
-    yield Finding(OK, "cuDNN", str(cudnn)) if cudnn else Finding(PROBLEM, "cuDNN", "torch does not find it; attention needs it")
+    yield (
+        Finding(OK, "cuDNN", str(cudnn))
+        if cudnn
+        else Finding(PROBLEM, "cuDNN", "torch does not find it; attention needs it")
+    )
     yield from (Finding(NOTE, "environment", line) for line in conflicts(os.environ))
     yield from _builders()
     yield _imported("sglang.srt.entrypoints.engine", "no rollouts", required=True)
@@ -183,11 +211,17 @@ def _gpu_libraries() -> Iterator[Finding]:
     yield _imported("deep_gemm", "engines in FP8 need its kernels", required=False)
     yield _tried("an engine's kernel", probes.kernel)
     if util.find_spec("torch_memory_saver") is None:
-        yield Finding(NOTE, _SAVER, "not installed: engines cannot give their memory to the trainer (placement=colocated)")
+        yield Finding(
+            NOTE,
+            _SAVER,
+            "not installed: engines cannot give their memory to the trainer (placement=colocated)",
+        )
     else:
         yield _tried(_SAVER, probes.memory_saver)
     # A package index has another package of this name.
-    yield _imported("apex.optimizers", "nothing needs it; it is installed from NVIDIA's sources", required=False)
+    yield _imported(
+        "apex.optimizers", "nothing needs it; it is installed from NVIDIA's sources", required=False
+    )
 
 
 def _computes(here: Capabilities) -> Iterator[Finding]:
@@ -212,7 +246,9 @@ def examine() -> Iterator[Finding]:
     yield from _sglang()
     yield _package("ray", None, "no processes", required=True)
     yield _package("transformers", None, "no tokenizers", required=True)
-    yield _package("psutil", None, "engines are watched with it, and megatron-core imports it undeclared", required=True)
+    yield _package(
+        "psutil", None, "engines are watched with it, and megatron-core imports it undeclared", required=True
+    )
     yield _package("math-verify", None, "no `math` reward", required=False)
     yield _package("pyarrow", None, "no Parquet files", required=False)
     yield _package("datasets", None, "no hf: data sets", required=False)

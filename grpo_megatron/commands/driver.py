@@ -67,7 +67,9 @@ class DriverGuard(Guard):
         self._keeper = keeper
         self._folder: str | None = None
         self._grace = self._grace_usr1 = 0.0  # there is no step yet
-        self._needed: dict[int, tuple[int, str]] = {}  # pid and name of each, by a descriptor that can be waited for
+        self._needed: dict[
+            int, tuple[int, str]
+        ] = {}  # pid and name of each, by a descriptor that can be waited for
         self._find: Callable[[], list[psutil.Process]] | None = None  # while they start
         self._port: int | None = None  # where one of them listens
         self._finding = threading.Lock()
@@ -80,7 +82,9 @@ class DriverGuard(Guard):
             if signal.getsignal(number) != signal.SIG_IGN:
                 # Nothing is raised: that would be at any place in any library.
                 signal.signal(number, lambda number, _: os.write(self._write, bytes([number])))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the keeper has left them blocked until here
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, STOP_SIGNALS
+        )  # the keeper has left them blocked until here
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
 
     def entered(self, folder: str, grace: float, grace_usr1: float) -> None:
@@ -156,13 +160,19 @@ class DriverGuard(Guard):
                 )
             if self._port and not _is_open(self._port):
                 # Ray's GCS closes its port on SIGTERM, and then does not end. A minute later Ray ends this process without a word.
-                self.leave(LOST, f"error: Ray's GCS closed its port {self._port}, and the run with it; {outlook(self._folder)}")
+                self.leave(
+                    LOST,
+                    f"error: Ray's GCS closed its port {self._port}, and the run with it; {outlook(self._folder)}",
+                )
 
     def _hear_keeper(self) -> None:
         try:
             self._asked(signal.Signals(self._keeper.recv()))
         except (EOFError, OSError):
-            self.leave(128 + signal.SIGKILL, f"error: the process that started the driver was killed; {outlook(self._folder)}")
+            self.leave(
+                128 + signal.SIGKILL,
+                f"error: the process that started the driver was killed; {outlook(self._folder)}",
+            )
 
     def _asked(self, by: signal.Signals) -> None:
         now = time.monotonic()
@@ -170,14 +180,17 @@ class DriverGuard(Guard):
             if self._first_interrupt and now - self._first_interrupt > _SAME_SIGNAL_SECONDS:
                 self.leave(INTERRUPTED, f"interrupted; {outlook(self._folder)}")
             self._first_interrupt = self._first_interrupt or now
-        key, grace = ("run.grace_usr1", self._grace_usr1) if by == signal.SIGUSR1 else ("run.grace", self._grace)
+        key, grace = (
+            ("run.grace_usr1", self._grace_usr1) if by == signal.SIGUSR1 else ("run.grace", self._grace)
+        )
         if not self.stop.is_made or now + grace < self._deadline:
             self._deadline, self._limit = now + grace, key
         if not self.stop.is_made:
             self.stop.signal = by
             if self.stop.step is None:
                 self.leave(
-                    Stopped.exit_status, f"stopped on request ({by.name}) with no step to finish; {outlook(self._folder)}"
+                    Stopped.exit_status,
+                    f"stopped on request ({by.name}) with no step to finish; {outlook(self._folder)}",
                 )
             self._say(
                 f"{by.name}: stopping after step {self.stop.step} and its checkpoint, within {grace:.0f} s (SIGINT: at once)"
@@ -196,7 +209,9 @@ class DriverGuard(Guard):
             sys.exit()  # of the thread: the run has ended by itself just now
         try:
             self._end(message, status)
-            self._note_end(State.interrupted if status in (Stopped.exit_status, INTERRUPTED) else State.failed, message)
+            self._note_end(
+                State.interrupted if status in (Stopped.exit_status, INTERRUPTED) else State.failed, message
+            )
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what other threads say to what follows is no news
             kill_descendants()
         finally:
@@ -235,7 +250,9 @@ class _Log:
         for number, name in ((1, "stdout"), (2, "stderr")):
             stream = getattr(sys, name)
             stream.flush()
-            terminal = open(os.dup(number), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace")  # noqa: SIM115
+            terminal = open(
+                os.dup(number), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace"
+            )  # noqa: SIM115
             setattr(sys, name, terminal)
         self._redirect(descriptor)
         threading.excepthook = self._thread_failed

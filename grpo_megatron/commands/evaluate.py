@@ -70,7 +70,10 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
             monitor.evaluated(0, scalars(scores))
             monitor.say(table(scores))
             result = {"model": config.model.path, "scores": scores, "run_dir": site.directory}
-            result |= {"tensorboard": monitor.tensorboard_dir, "wall_seconds": time.perf_counter() - site.started}
+            result |= {
+                "tensorboard": monitor.tensorboard_dir,
+                "wall_seconds": time.perf_counter() - site.started,
+            }
             replace_text(Path(site.directory, RESULT), json_text(result, indent=2))
             return result
 
@@ -83,10 +86,16 @@ def table(scores: Scores) -> str:
     metrics = list(dict.fromkeys(metric for values in scores.values() for metric in values))
     rows = [["", *metrics]]
     rows += [
-        [name, *(f"{values[metric]:.4f}" if metric in values else "-" for metric in metrics)] for name, values in scores.items()
+        [name, *(f"{values[metric]:.4f}" if metric in values else "-" for metric in metrics)]
+        for name, values in scores.items()
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
         for row in rows
     )

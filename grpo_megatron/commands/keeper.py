@@ -30,7 +30,9 @@ def keep(drive: Callable[[Connection], int]) -> int:
     128 + N for a driver that signal N has killed.
     """
     # What is ignored, as nohup has it, stays so.
-    watched = {number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN} | {signal.SIGCHLD}
+    watched = {number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN} | {
+        signal.SIGCHLD
+    }
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     adopt_orphans()
     ours, theirs = Pipe()
@@ -69,7 +71,9 @@ class _Keeper:
             return self._told
         if os.WIFSIGNALED(wait_status):
             number = os.WTERMSIG(wait_status)
-            _say(f"error: the driver (process {self._driver}) was killed by {self._named(number)}; {outlook(self._folder)}")
+            _say(
+                f"error: the driver (process {self._driver}) was killed by {self._named(number)}; {outlook(self._folder)}"
+            )
             return 128 + number
         status = os.WEXITSTATUS(wait_status)
         if status and self._told is None:

@@ -13,12 +13,20 @@ def add_parser(commands) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", help="cluster.nodes")
     parser.add_argument("--gpu", metavar="NAME", help="cluster.gpu, such as h100-80g")
     parser.add_argument(
-        "--prompt-tokens", type=float, metavar="N", help="mean tokens of a prompt; default: half of the longest"
+        "--prompt-tokens",
+        type=float,
+        metavar="N",
+        help="mean tokens of a prompt; default: half of the longest",
     )
     parser.add_argument(
-        "--response-tokens", type=float, metavar="N", help="mean tokens of a response; default: half of the longest"
+        "--response-tokens",
+        type=float,
+        metavar="N",
+        help="mean tokens of a response; default: half of the longest",
     )
-    parser.add_argument("--search", action="store_true", help="the five quickest layouts that are legal and fit")
+    parser.add_argument(
+        "--search", action="store_true", help="the five quickest layouts that are legal and fit"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,7 +36,11 @@ def run(options: argparse.Namespace) -> int:
     from grpo_megatron.planner.text import plan_text, search_text
     from grpo_megatron.planner.time import Lengths
 
-    facts = [f"cluster.{key}={value}" for key, value in (("nodes", options.nodes), ("gpu", options.gpu)) if value is not None]
+    facts = [
+        f"cluster.{key}={value}"
+        for key, value in (("nodes", options.nodes), ("gpu", options.gpu))
+        if value is not None
+    ]
     config = read_config(options.config, [*options.overrides, *facts])
     arch = planned_architecture(config)
     lengths = Lengths.given(config, options.prompt_tokens, options.response_tokens)

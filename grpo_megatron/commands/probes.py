@@ -42,7 +42,9 @@ def _output_of(arguments: list[str], timeout: float, environment: dict[str, str]
     """Return what Python prints with these arguments. Raises ProbeError if it does not end well."""
     command = [sys.executable, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment
+        )
     except subprocess.TimeoutExpired as error:
         raise ProbeError(f"did not end within {timeout:.0f} s") from error
     last = ([line.strip() for line in done.stderr.splitlines() if line.strip()] or ["without a message"])[-1]
@@ -104,13 +106,17 @@ def kernel(capability: str = "") -> str:
         from sglang.kernels.ops.activation import activation
 
         start = time.perf_counter()
-        chosen = arch.override_jit_cuda_arch(*map(int, capability.split("."))) if capability else nullcontext()
+        chosen = (
+            arch.override_jit_cuda_arch(*map(int, capability.split("."))) if capability else nullcontext()
+        )
         with chosen:
             try:
                 activation.activation_module(torch.bfloat16)
             except RuntimeError as error:  # all that the compilers have printed
                 lines = [
-                    line for line in str(error).splitlines() if re.search(r"\b(error|cannot|not found)\b", line, re.IGNORECASE)
+                    line
+                    for line in str(error).splitlines()
+                    if re.search(r"\b(error|cannot|not found)\b", line, re.IGNORECASE)
                 ]
                 raise ProbeError(lines[0] if lines else str(error).strip().splitlines()[-1]) from error
             target = arch.get_jit_cuda_arch().target_name
@@ -118,7 +124,12 @@ def kernel(capability: str = "") -> str:
         if not capability:
             both = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
             gate, up = both.float().chunk(2, dim=-1)
-            error = (activation.silu_and_mul(both).float() - torch.nn.functional.silu(gate) * up).abs().max().item()
+            error = (
+                (activation.silu_and_mul(both).float() - torch.nn.functional.silu(gate) * up)
+                .abs()
+                .max()
+                .item()
+            )
             if not error < 0.1:
                 raise ProbeError(f"SGLang's kernel for SwiGLU is off by {error:.2g}")
     return f"built for sm {target} in {seconds:.0f} s"
@@ -137,7 +148,9 @@ def matrix_product(precision: str) -> str:
     size = (4096 if precision == "fp32" else 8192) if cuda else 512
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    a, b = (torch.randn(size, size, generator=generator).to("cuda" if cuda else "cpu", dtype) for _ in range(2))
+    a, b = (
+        torch.randn(size, size, generator=generator).to("cuda" if cuda else "cpu", dtype) for _ in range(2)
+    )
     product = _fp8_product(b) if precision == "fp8" else lambda a: a @ b.T
     exact = a[:16].double() @ b.T.double()
     error = ((product(a)[:16].double() - exact).abs().max() / exact.abs().max()).item()
@@ -153,7 +166,9 @@ def _fp8_product(weight):
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
-    layer = te.Linear(weight.shape[1], weight.shape[0], bias=False, params_dtype=weight.dtype, device=weight.device)
+    layer = te.Linear(
+        weight.shape[1], weight.shape[0], bias=False, params_dtype=weight.dtype, device=weight.device
+    )
     layer.weight.data.copy_(weight)
 
     def product(a):
@@ -182,7 +197,9 @@ def all_reduce() -> str:
     cuda = torch.cuda.is_available()
     world = torch.cuda.device_count() if cuda else 2
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_all_reduce_rank, (world, f"file://{folder}/store", f"{folder}/seconds"), nprocs=world)
+        torch.multiprocessing.spawn(
+            _all_reduce_rank, (world, f"file://{folder}/store", f"{folder}/seconds"), nprocs=world
+        )
         with open(f"{folder}/seconds", encoding="utf-8") as file:
             seconds = float(file.read())
     backend, size = ("NCCL", _ELEMENTS_ON_GPU) if cuda else ("gloo", _ELEMENTS)

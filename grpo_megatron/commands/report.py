@@ -32,4 +32,7 @@ def _changes(run: RecordedRun, other: RecordedRun) -> Changes | str:
         found = diff(str(run.folder / CONFIG), str(other.folder / CONFIG))
     except UserError as error:
         return str(error)
-    return {key: (value_text(sides["a"]["value"]), value_text(sides["b"]["value"])) for key, sides in found.items()}
+    return {
+        key: (value_text(sides["a"]["value"]), value_text(sides["b"]["value"]))
+        for key, sides in found.items()
+    }

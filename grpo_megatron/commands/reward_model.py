@@ -30,7 +30,9 @@ def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     if result := finished_result(config, "reward-model", say):
         return result
     check_start(config, "reward-model")
-    conversations = Conversations(PromptTokenizer(config.model.path, config.data), pad_token(config.model.path))
+    conversations = Conversations(
+        PromptTokenizer(config.model.path, config.data), pad_token(config.model.path)
+    )
     training = _load("data.train", config.data.train, conversations, config)
     held_out = _load("data.eval", config.data.eval, conversations, config) if config.data.eval else []
 
@@ -110,13 +112,17 @@ class _Training:
         with self._run.monitor.phases("evaluate"):
             for pairs in _parts(self._held_out, config.data.train_batch_size):
                 batch = pair_batch(enough(pairs, config))
-                found = trainer.scores(batch, partition(config, batch.lengths, trainer.cost_model, pairs=True))
+                found = trainer.scores(
+                    batch, partition(config, batch.lengths, trainer.cost_model, pairs=True)
+                )
                 scores.append(found[: 2 * len(pairs)])
                 margins.append((batch.reward[0::2] - batch.reward[1::2])[: len(pairs)])
         margin = torch.from_numpy(np.concatenate(margins))
         inputs = PairInputs(torch.full_like(margin, 1 / len(margin)), margin)
         _, metrics = PreferenceLoss()(torch.from_numpy(np.concatenate(scores)), inputs)
-        scalars = {f"eval/{name.removeprefix('reward_model/')}": value for name, value in to_floats(metrics).items()}
+        scalars = {
+            f"eval/{name.removeprefix('reward_model/')}": value for name, value in to_floats(metrics).items()
+        }
         self._run.monitor.evaluated(step, scalars)
         return scalars
 

@@ -59,16 +59,23 @@ class Verdict:
 
     def text(self) -> str:
         lines = [f"{'step':>6} {'mean |delta|':>14} {'max |delta|':>14}"]
-        lines += [f"{i + 1:>6} {m:>14.3g} {w:>14.3g}" for i, (m, w) in enumerate(zip(self.mean, self.maximum, strict=True))]
+        lines += [
+            f"{i + 1:>6} {m:>14.3g} {w:>14.3g}"
+            for i, (m, w) in enumerate(zip(self.mean, self.maximum, strict=True))
+        ]
         lines.append(f"limit of the mean, from the trainer's own rounding: {self.limit:.3g}")
-        lines.append(f"surprise of the samples less the trainer's entropy: {self.sampling_z:+.1f} standard errors")
+        lines.append(
+            f"surprise of the samples less the trainer's entropy: {self.sampling_z:+.1f} standard errors"
+        )
         return "\n".join(lines + (self.explanations or ["engine and trainer agree"]))
 
 
 def selftest_config(config: Config, steps: int) -> Config:
     """The run with learning rate 0 and nothing beside the loop. Raises UserError if it has no engines."""
     if config.rollout.replay:
-        raise UserError("selftest compares engine and trainer, but rollout.replay leaves no engine to compare with")
+        raise UserError(
+            "selftest compares engine and trainer, but rollout.replay leaves no engine to compare with"
+        )
     engine = replace(config.rollout.engine, load_format=LoadFormat.dummy)
     return replace(
         config,
@@ -82,7 +89,9 @@ def selftest_config(config: Config, steps: int) -> Config:
             dynamic_sampling=DynamicSamplingConfig(),
             strategy=Strategy.sampling,
         ),
-        optimizer=replace(config.optimizer, lr=0.0, lr_min=0.0, lr_schedule=LrSchedule.constant, lr_warmup_steps=0),
+        optimizer=replace(
+            config.optimizer, lr=0.0, lr_min=0.0, lr_schedule=LrSchedule.constant, lr_warmup_steps=0
+        ),
         # Every sample is looked at: a choice by outcome would bias what they say about the sampling.
         algorithm=replace(config.algorithm, filters=[]),
         mismatch=MismatchConfig(action=MismatchAction.off),
@@ -117,7 +126,9 @@ class Tokens:
     @classmethod
     def of(cls, mini_batches: list[MiniBatch]) -> "Tokens":
         engine, trainer = (
-            np.concatenate([getattr(mini.batch, name)[mini.batch.loss_mask] for mini in mini_batches]).astype(np.float64)
+            np.concatenate([getattr(mini.batch, name)[mini.batch.loss_mask] for mini in mini_batches]).astype(
+                np.float64
+            )
             for name in ("rollout_logp", "old_logp")
         )
         return cls(mini_batches, engine, trainer)
@@ -181,12 +192,16 @@ class Investigation:
 
     # -- measurements -------------------------------------------------------------------------
 
-    def probe(self, tokens: Tokens, temperature: float | None = None, rounding: torch.dtype | None = None) -> np.ndarray:
+    def probe(
+        self, tokens: Tokens, temperature: float | None = None, rounding: torch.dtype | None = None
+    ) -> np.ndarray:
         """float64 [2, n]: the trainer's log-probs and entropies."""
         temperature = self.temperature if temperature is None else temperature
         self.controller.ranks_turn()
         parts = [
-            self.controller.trainer.probe(mini.batch, mini.plan, temperature, rounding)[:, mini.batch.loss_mask]
+            self.controller.trainer.probe(mini.batch, mini.plan, temperature, rounding)[
+                :, mini.batch.loss_mask
+            ]
             for mini in tokens.mini_batches
         ]
         return np.concatenate(parts, axis=1).astype(np.float64)
@@ -363,7 +378,9 @@ def selftest(config: Config, steps: int = 3, guard: Guard | None = None) -> Verd
     """config: of a training run; steps: of the loop. Writes selftest.json into the run's folder."""
     with assembled_loop(selftest_config(config, steps), SelftestController, guard) as (controller, run):
         verdict = investigate(controller, run.engines)
-        Path(f"{run.directory}/selftest.json").write_text(json_text(as_json(verdict), indent=2), encoding="utf-8")
+        Path(f"{run.directory}/selftest.json").write_text(
+            json_text(as_json(verdict), indent=2), encoding="utf-8"
+        )
     return verdict
 
 

@@ -33,7 +33,10 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     check_start(config, "sft")
     tools = offered_tools(config.rollout, config.reward)  # which the model reads before its episodes, too
     examples, left_out = load_examples(config, PromptTokenizer(config.model.path, config.data, tools))
-    say(f"data.train: {len(examples)} examples" + (f", {left_out} left out because they are too long" if left_out else ""))
+    say(
+        f"data.train: {len(examples)} examples"
+        + (f", {left_out} left out because they are too long" if left_out else "")
+    )
 
     def attempt(site: Site, checkpoint: Checkpoint | None) -> dict[str, Any]:
         with assemble(site, checkpoint) as run:

@@ -26,7 +26,9 @@ def status(folder: str, as_json: bool) -> int:
         try:
             rows = _rows(found, newest, time.time())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{folder}/{STATUS} is damaged: {error!r}; a run that goes on rewrites it") from error
+            raise UserError(
+                f"{folder}/{STATUS} is damaged: {error!r}; a run that goes on rewrites it"
+            ) from error
         width = max(len(name) for name, _ in rows)
         print(printable("\n".join(f"{name:<{width}}  {text}" for name, text in rows)))
     return 0 if found["state"] in (State.running, State.finished) else 1
@@ -52,15 +54,26 @@ def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[
         rows.append(("phase", f"{found['phase']}, for {ago(found['phase_since'])}"))
     metrics = found.get("metrics") or {}
     if metrics:
-        speed = f"{metrics['throughput/tokens_per_second']:.0f} tokens/s, " if "throughput/tokens_per_second" in metrics else ""
+        speed = (
+            f"{metrics['throughput/tokens_per_second']:.0f} tokens/s, "
+            if "throughput/tokens_per_second" in metrics
+            else ""
+        )
         rows.append(("speed", f"{speed}{metrics['time/step']:.2f} s a step"))
-        rows.append(("metrics", _scalars({label: metrics[name] for name, label in SHOWN.items() if name in metrics})))
+        rows.append(
+            ("metrics", _scalars({label: metrics[name] for name, label in SHOWN.items() if name in metrics}))
+        )
     if found.get("evaluation"):
         rows.append(("evaluation", f"{_scalars(found['evaluation'])} after {found['evaluation_step']} steps"))
     rows.append(("checkpoint", _checkpoint(newest, ago)))
     rows.append(("restarts", str(found["restarts"])))
     for process in found.get("processes", []) if state in (State.running, State.gone) else []:
-        rows.append((process["name"], f"{process['phase']} for {ago(process['since'])}, heard {ago(process['heard'])} ago"))
+        rows.append(
+            (
+                process["name"],
+                f"{process['phase']} for {ago(process['since'])}, heard {ago(process['heard'])} ago",
+            )
+        )
     return rows
 
 
@@ -69,7 +82,9 @@ def _checkpoint(newest: Path | None, ago: Callable[[float], str]) -> str:
         return "none yet"
     try:
         return f"{newest.name}, {ago(newest.stat().st_mtime)} ago"
-    except OSError as error:  # deleted for a newer one since it was listed, or on another node, which still lists it
+    except (
+        OSError
+    ) as error:  # deleted for a newer one since it was listed, or on another node, which still lists it
         return f"{newest.name}, of unknown age ({error.strerror})"
 
 

@@ -60,7 +60,9 @@ def _transport(run: Run) -> Transport:
 def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
     """Of the first prompts, repeated where there are too few for all replicas; a prompt of one token is asked twice."""
     count = max(_PROBES, run.trainer.sizes.dp)
-    found = [np.array(prompt.ids if len(prompt.ids) > 1 else prompt.ids * 2) for prompt in prompts.first(count)]
+    found = [
+        np.array(prompt.ids if len(prompt.ids) > 1 else prompt.ids * 2) for prompt in prompts.first(count)
+    ]
     sequences = [found[number % len(found)] for number in range(count)]
     return WeightProbe(run.trainer, run.engines, sequences, run.config)
 
@@ -71,7 +73,9 @@ class _Data:
     def __init__(self, config: Config):
         if config.rollout.record:
             must_be_free(config.rollout.record)
-        self.tokenizer = PromptTokenizer(config.model.path, config.data, offered_tools(config.rollout, config.reward))
+        self.tokenizer = PromptTokenizer(
+            config.model.path, config.data, offered_tools(config.rollout, config.reward)
+        )
         check = None if config.rollout.replay else record_check(config)
         self.held_out = held_out_prompts(config, self.tokenizer, check)
         scorer = config.reward.model.path if scores_on_ranks(config) else None
@@ -118,14 +122,20 @@ def _loop(
             manager = RolloutManager(run.engines, episodes, data.tokenizer.turn_ends)
             rollouts = EngineRollouts(manager, config, run.resumed)
             weight_sync = WeightSync(
-                run.trainer, run.engines, _transport(run), _probe(run, prompts), config.weight_sync.probe_every
+                run.trainer,
+                run.engines,
+                _transport(run),
+                _probe(run, prompts),
+                config.weight_sync.probe_every,
             )
             cleanup.callback(weight_sync.close)
             if data.conversations:
                 ranks_turn = run.turns.to_ranks if run.turns else lambda: None
                 score = ModelRewards(config, run.trainer, data.conversations, ranks_turn)
             if data.held_out:
-                evaluation = Evaluation(manager, data.held_out, config, run.directory, run.monitor.text, score)
+                evaluation = Evaluation(
+                    manager, data.held_out, config, run.directory, run.monitor.text, score
+                )
         cleanup.callback(rollouts.close)
         controller = controller_class(
             config,

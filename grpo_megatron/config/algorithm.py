@@ -51,7 +51,9 @@ class MismatchAction(str, Enum):
 
 @dataclass
 class KLControlConfig:
-    type: KLControl = option(KLControl.fixed, "fixed: kl_coef; adaptive: steered to target_kl (arXiv:1909.08593 section 2.2)")
+    type: KLControl = option(
+        KLControl.fixed, "fixed: kl_coef; adaptive: steered to target_kl (arXiv:1909.08593 section 2.2)"
+    )
     kl_coef: float = option(0.001, "coefficient of the KL in the reward; adaptive: the first one", at_least=0)
     target_kl: float = option(0.1, "adaptive only: KL per token to steer to", "nats", above=0)
     horizon: float = option(
@@ -61,36 +63,56 @@ class KLControlConfig:
 
 @dataclass
 class AlgorithmConfig:
-    preset: str | None = option(None, "published recipe that the other keys start from, see docs/algorithms.md; null: none")
+    preset: str | None = option(
+        None, "published recipe that the other keys start from, see docs/algorithms.md; null: none"
+    )
     adv_estimator: str = option(
-        "grpo", "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gpg, or module:function; see docs/algorithms.md"
+        "grpo",
+        "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gpg, or module:function; see docs/algorithms.md",
     )
     norm_adv_by_std_in_grpo: bool = option(True, "divide by the group's standard deviation; false: Dr.GRPO")
     adv_whiten: bool = option(False, "whiten advantages over all trained tokens of the step")
-    adv_clip: float | None = option(None, "limit advantages to plus or minus this, after whitening; null: no limit", above=0)
-    use_valid_token_scale: bool = option(
-        False, "divide advantages by the number of trained tokens of the optimizer step (beside what loss_agg_mode does)"
+    adv_clip: float | None = option(
+        None, "limit advantages to plus or minus this, after whitening; null: no limit", above=0
     )
-    filters: list[str] = option([], "which groups are trained on, applied in order: nonzero_variance, or module:function")
-    overlong_filter: bool = option(False, "responses cut off at rollout.max_response_length are not trained on (DAPO)")
+    use_valid_token_scale: bool = option(
+        False,
+        "divide advantages by the number of trained tokens of the optimizer step (beside what loss_agg_mode does)",
+    )
+    filters: list[str] = option(
+        [], "which groups are trained on, applied in order: nonzero_variance, or module:function"
+    )
+    overlong_filter: bool = option(
+        False, "responses cut off at rollout.max_response_length are not trained on (DAPO)"
+    )
     ratio_level: str = option(
         "token",
         "policy ratio of: token; sequence (GSPO, its geometric mean over the sequence); sequence_sum (the whole sequence's)",
         choices=("token", "sequence", "sequence_sum"),
     )
-    surrogate: str = option("clip", "objective of a token: clip (PPO), cispo, reinforce (no ratio), or module:function")
+    surrogate: str = option(
+        "clip", "objective of a token: clip (PPO), cispo, reinforce (no ratio), or module:function"
+    )
     clip_ratio_low: float = option(0.2, "policy ratio clipped below 1 - this", at_least=0)
     clip_ratio_high: float = option(0.2, "policy ratio clipped above 1 + this", at_least=0)
     clip_ratio_c: float | None = option(
         None, "dual clip: the loss of a negative advantage is at most this times it; null: off", above=1
     )
     early_stop_imp_ratio: float | None = option(
-        None, "drop an optimizer step whose mean policy ratio over trained tokens is more than this; null: never", above=1
+        None,
+        "drop an optimizer step whose mean policy ratio over trained tokens is more than this; null: never",
+        above=1,
     )
     loss_agg_mode: str = option(
         "token-mean",
         "token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm, group-sum",
-        choices=("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "group-sum"),
+        choices=(
+            "token-mean",
+            "seq-mean-token-sum",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum-norm",
+            "group-sum",
+        ),
     )
     use_kl_loss: bool = option(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = option(0.001, "coefficient of the KL in the loss", at_least=0)
@@ -101,19 +123,28 @@ class AlgorithmConfig:
         choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), "full"),
     )
     kl_loss_unbiased: bool = option(
-        False, "k1 and k3: weighted with the policy ratio, which makes the gradient unbiased (arXiv:2512.02556)"
+        False,
+        "k1 and k3: weighted with the policy ratio, which makes the gradient unbiased (arXiv:2512.02556)",
     )
-    use_kl_in_reward: bool = option(False, "subtract the KL of the old to the reference policy from each token's reward")
+    use_kl_in_reward: bool = option(
+        False, "subtract the KL of the old to the reference policy from each token's reward"
+    )
     kl_penalty: str = option(
-        "k1", "estimator of the KL in the reward: k1 (kl), abs, k2 (mse), k3 (low_var_kl)", choices=KL_ESTIMATORS
+        "k1",
+        "estimator of the KL in the reward: k1 (kl), abs, k2 (mse), k3 (low_var_kl)",
+        choices=KL_ESTIMATORS,
     )
     kl_ctrl: KLControlConfig = section(KLControlConfig, "coefficient of the KL in the reward")
     entropy_coeff: float = option(0.0, "coefficient of the entropy bonus")
     entropy_floor: float | None = option(
-        None, "the bonus acts only after a step whose mean entropy was below this; null: always", "nats per token", above=0
+        None,
+        "the bonus acts only after a step whose mean entropy was below this; null: always",
+        "nats per token",
+        above=0,
     )
     mask_applies_to: MaskAppliesTo = option(
-        MaskAppliesTo.policy, "what a token that the mismatch masks loses: its policy term, or all (KL and entropy too)"
+        MaskAppliesTo.policy,
+        "what a token that the mismatch masks loses: its policy term, or all (KL and entropy too)",
     )
 
     @property
@@ -128,22 +159,33 @@ class MismatchConfig:
         MismatchCorrection.none,
         "weight of the policy term by the ratio of trainer to engine: none, tis, icepop, seq_tis, mis; see docs/algorithms.md",
     )
-    ratio_low: float | None = option(None, "lower bound of the correction's ratio; null: the published one", at_least=0)
-    ratio_high: float | None = option(None, "upper bound of the correction's ratio; null: the published one", above=0)
+    ratio_low: float | None = option(
+        None, "lower bound of the correction's ratio; null: the published one", at_least=0
+    )
+    ratio_high: float | None = option(
+        None, "upper bound of the correction's ratio; null: the published one", above=0
+    )
     rejection: MismatchRejection = option(
         MismatchRejection.none,
         "what masks the policy term, without a weight: the ratio of tokens or sequences, or an estimate of the KL between "
         "engine and trainer; see docs/algorithms.md",
     )
-    rejection_low: float | None = option(None, "smallest ratio that rejection keeps; null: the published one", at_least=0)
+    rejection_low: float | None = option(
+        None, "smallest ratio that rejection keeps; null: the published one", at_least=0
+    )
     rejection_high: float | None = option(
-        None, "largest ratio, or KL in nats, that rejection keeps; null: the published one, for a KL there is none", above=0
+        None,
+        "largest ratio, or KL in nats, that rejection keeps; null: the published one, for a KL there is none",
+        above=0,
     )
     renormalize: bool = option(
-        False, "the means are over the tokens that are not masked; false: a masked token counts as 0 (IcePop, arXiv:2510.18855)"
+        False,
+        "the means are over the tokens that are not masked; false: a masked token counts as 0 (IcePop, arXiv:2510.18855)",
     )
     action: MismatchAction = option(
         MismatchAction.warn,
         "about tokens beyond threshold: off, warn (print the worst), mask (their policy term), stop (the run; without the step)",
     )
-    threshold: float = option(1.0, "largest acceptable difference of a token's log-probs, engine to trainer", "nats", above=0)
+    threshold: float = option(
+        1.0, "largest acceptable difference of a token's log-probs, engine to trainer", "nats", above=0
+    )

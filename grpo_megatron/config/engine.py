@@ -29,7 +29,9 @@ class EngineConfig:
     tensor_parallel: int = option(
         1, "tensor-parallel ranks inside one engine; beyond a node's GPUs, on several whole nodes", above=0
     )
-    expert_parallel: int = option(1, "parts the experts of a layer are divided into over an engine's ranks (EP)", above=0)
+    expert_parallel: int = option(
+        1, "parts the experts of a layer are divided into over an engine's ranks (EP)", above=0
+    )
     data_parallel_attention: int = option(
         1,
         "groups of an engine's ranks that attend to requests of their own: each has whole attention layers and a KV cache that no other "
@@ -50,7 +52,9 @@ class EngineConfig:
         LoadFormat.auto,
         "weights an engine starts with: auto (model.path's), dummy (random: faster, and the first weight sync replaces them)",
     )
-    mem_fraction: float = option(0.8, "share of device memory for weights and KV cache (GPU)", above=0, below=1)
+    mem_fraction: float = option(
+        0.8, "share of device memory for weights and KV cache (GPU)", above=0, below=1
+    )
     kv_cache_dtype: KVCacheDtype = option(
         KVCacheDtype.auto,
         "keys and values in the cache: auto (the engine's dtype), or fp8_e4m3, fp8_e5m2 (GPU; twice the tokens, rounded log-probs)",
@@ -68,7 +72,13 @@ class EngineConfig:
         text=Text.auto_or_threads,
     )
     # With empty caches, an engine in FP8 compiles kernels for many minutes.
-    start_timeout: float = option(1800.0, "how long an engine may take to start", "seconds", above=0, at_most=LONGEST_WAIT)
+    start_timeout: float = option(
+        1800.0, "how long an engine may take to start", "seconds", above=0, at_most=LONGEST_WAIT
+    )
     request_timeout: float = option(
-        1800.0, "how long to wait without any sample finishing before giving up", "seconds", above=0, at_most=LONGEST_WAIT
+        1800.0,
+        "how long to wait without any sample finishing before giving up",
+        "seconds",
+        above=0,
+        at_most=LONGEST_WAIT,
     )

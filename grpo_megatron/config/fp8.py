@@ -25,6 +25,12 @@ class FP8Config:
         "where the scales come from: tensorwise (the tensor at hand), delayed (its last largest values), blockwise (blocks of 128, "
         "weights of 128 x 128), mxfp8 (blocks of 32; Blackwell)",
     )
-    format: FP8Format = option(FP8Format.hybrid, "hybrid (gradients in E5M2, all else in E4M3) or e4m3 (all in E4M3)")
-    bf16_first_layers: int = option(0, "the model's first layers that stay in bf16; not with delayed", "layers", at_least=0)
-    bf16_last_layers: int = option(0, "the model's last layers that stay in bf16; not with delayed", "layers", at_least=0)
+    format: FP8Format = option(
+        FP8Format.hybrid, "hybrid (gradients in E5M2, all else in E4M3) or e4m3 (all in E4M3)"
+    )
+    bf16_first_layers: int = option(
+        0, "the model's first layers that stay in bf16; not with delayed", "layers", at_least=0
+    )
+    bf16_last_layers: int = option(
+        0, "the model's last layers that stay in bf16; not with delayed", "layers", at_least=0
+    )

@@ -22,7 +22,9 @@ def _type_name(kind: Any) -> str:
         return "section"
     if isinstance(kind, types.UnionType):
         # null last, whatever the order in the annotation
-        return " or ".join(_type_name(part) for part in sorted(get_args(kind), key=lambda part: part is type(None)))
+        return " or ".join(
+            _type_name(part) for part in sorted(get_args(kind), key=lambda part: part is type(None))
+        )
     if get_origin(kind) is list:
         return f"list of {_type_name(get_args(kind)[0])}"
     if get_origin(kind) is dict:
@@ -46,11 +48,17 @@ def value_text(value: Any) -> str:
         return _number(value)
     if isinstance(value, str):
         # Quoted wherever a newline or a type would be lost.
-        quoted = yaml.safe_dump(value, width=float("inf"), allow_unicode=True, default_style='"' if "\n" in value else None)
+        quoted = yaml.safe_dump(
+            value, width=float("inf"), allow_unicode=True, default_style='"' if "\n" in value else None
+        )
         return quoted.removesuffix("\n").removesuffix("\n...")
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_item_text, value))}]"
-    return yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("\n").removesuffix("\n...")
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
+        .removesuffix("\n")
+        .removesuffix("\n...")
+    )
 
 
 def _item_text(value: Any) -> str:

@@ -82,8 +82,12 @@ def read_preset(sources: list[Layer]) -> list[Layer]:
         return []
     known = sorted(file.stem for file in PRESETS.glob("*.yaml"))
     if named[-1] not in known:
-        raise UserError(f"algorithm.preset={shortened(named[-1])} is unknown; choose one of {', '.join(known)}")
-    return [Layer(f"preset {named[-1]}", layer.values) for layer in _read_file(str(PRESETS / f"{named[-1]}.yaml"))]
+        raise UserError(
+            f"algorithm.preset={shortened(named[-1])} is unknown; choose one of {', '.join(known)}"
+        )
+    return [
+        Layer(f"preset {named[-1]}", layer.values) for layer in _read_file(str(PRESETS / f"{named[-1]}.yaml"))
+    ]
 
 
 def merge(settings: list[Layer]) -> DictConfig:
@@ -148,7 +152,10 @@ def missing_keys(config: Config, command: str) -> list[str]:
 
 def _required(command: str) -> list[str]:
     # A replayed run needs no prompts of its own; preflight.rules says when that is.
-    return ["model.path", *{"train": [], "sft": ["data.train"], "reward-model": ["data.train"], "eval": ["data.eval"]}[command]]
+    return [
+        "model.path",
+        *{"train": [], "sft": ["data.train"], "reward-model": ["data.train"], "eval": ["data.eval"]}[command],
+    ]
 
 
 def _read_file(path: str | None) -> list[Layer]:
@@ -164,7 +171,9 @@ def _read_file(path: str | None) -> list[Layer]:
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not valid YAML: {error.reason} at byte {error.start}, this is not UTF-8 text") from error
+        raise UserError(
+            f"{path} is not valid YAML: {error.reason} at byte {error.start}, this is not UTF-8 text"
+        ) from error
     found = read_yaml(text, path)
     if found.value is None:
         return []
@@ -216,7 +225,11 @@ def _checked(source: str, key: str, value: Any) -> Any:
     if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
         # OmegaConf takes every number but 0 for true.
         raise UserError(f"{source}: {key} is true or false, not {value}")
-    if get_origin(kind) in (list, dict) and isinstance(value, (list, dict)) and not isinstance(value, get_origin(kind)):
+    if (
+        get_origin(kind) in (list, dict)
+        and isinstance(value, (list, dict))
+        and not isinstance(value, get_origin(kind))
+    ):
         # OmegaConf would raise an error of Python's, without the key.
         raise UserError(
             f"{source}: {key} is a {'list' if get_origin(kind) is list else 'mapping'}, not {shortened(repr(value))}"
@@ -225,7 +238,9 @@ def _checked(source: str, key: str, value: Any) -> Any:
         return "off"  # YAML reads a bare off as false; where it is one of the choices, it is meant
     for text in _texts(value):
         if "${" in text and len(text) > _LONGEST_REFERENCE:
-            raise UserError(f"{source}: {key}: a text with a ${{reference}} has at most {_LONGEST_REFERENCE} characters")
+            raise UserError(
+                f"{source}: {key}: a text with a ${{reference}} has at most {_LONGEST_REFERENCE} characters"
+            )
         if text == MISSING and default_of(known_keys()[key]) != MISSING:
             raise UserError(f"{source}: {key} has no value; ??? stands for one that is yet to come")
     return value
@@ -255,14 +270,18 @@ def nearest_key(key: str) -> str | None:
     last = key.rsplit(".", 1)[-1]
     # The same words in another order count as the same name, such as grad_clip and clip_grad.
     same_name = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last] or [
-        candidate for candidate in known if sorted(candidate.rsplit(".", 1)[-1].split("_")) == sorted(last.split("_"))
+        candidate
+        for candidate in known
+        if sorted(candidate.rsplit(".", 1)[-1].split("_")) == sorted(last.split("_"))
     ]
     if same_name:
         return difflib.get_close_matches(key, same_name, 1, cutoff=0.0)[0]
     by_name = {candidate.rsplit(".", 1)[-1]: candidate for candidate in known}
     section = key.rpartition(".")[0]
     siblings = [c for c in known if c.rpartition(".")[0] == section]
-    close = difflib.get_close_matches(key, siblings, 1, cutoff=0.75) or difflib.get_close_matches(key, known, 1, cutoff=0.75)
+    close = difflib.get_close_matches(key, siblings, 1, cutoff=0.75) or difflib.get_close_matches(
+        key, known, 1, cutoff=0.75
+    )
     if close:
         return close[0]
     close = difflib.get_close_matches(last, by_name, 1, cutoff=0.6)

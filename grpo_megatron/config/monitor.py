@@ -11,7 +11,9 @@ LISTENERS = ("wandb", "prometheus")
 
 @dataclass
 class MonitorConfig:
-    samples_every: int = option(10, "show some of a step's groups as text every this many steps; 0: never", "steps", at_least=0)
+    samples_every: int = option(
+        10, "show some of a step's groups as text every this many steps; 0: never", "steps", at_least=0
+    )
     sample_groups: int = option(2, "groups shown at a time", above=0)
     sample_characters: int = option(
         4000,
@@ -20,15 +22,22 @@ class MonitorConfig:
         at_least=100,
     )
     histograms_every: int = option(
-        1, "histograms of rewards, response lengths and advantages every this many steps; 0: never", "steps", at_least=0
+        1,
+        "histograms of rewards, response lengths and advantages every this many steps; 0: never",
+        "steps",
+        at_least=0,
     )
     timeline_mib: int = option(
         64, "size at which timeline.json becomes timeline.previous.json and a new one begins", "MiB", above=0
     )
     listeners: list[str] = option(
-        [], "where scalars go besides the run's folder: wandb (Weights & Biases), prometheus", choices=LISTENERS
+        [],
+        "where scalars go besides the run's folder: wandb (Weights & Biases), prometheus",
+        choices=LISTENERS,
     )
-    wandb_project: str = option("grpo-megatron", "project of the run in Weights & Biases, with monitor.listeners=[wandb]")
+    wandb_project: str = option(
+        "grpo-megatron", "project of the run in Weights & Biases, with monitor.listeners=[wandb]"
+    )
     prometheus_address: str = option(
         "127.0.0.1",
         "address at which Prometheus may ask for the newest scalars, with monitor.listeners=[prometheus]; whoever reaches it can read them",

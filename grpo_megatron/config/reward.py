@@ -47,7 +47,8 @@ class RewardModelConfig:
 @dataclass
 class RewardConfig:
     function: str = option(
-        "exact_match", "name of a built-in function, model (a reward model, see reward.model), or module:function"
+        "exact_match",
+        "name of a built-in function, model (a reward model, see reward.model), or module:function",
     )
     args: dict[str, Any] = option({}, "options of reward.function, such as {pattern: '[0-9]+'} of regex")
     terms: dict[str, Any] = option(
@@ -56,10 +57,14 @@ class RewardConfig:
         "weight: 0.1}}, each with its function's options; the value of a term is the component of its name",
     )
     extract: str | None = option(
-        None, "for exact_match: regular expression; its last match (group 1 if any) is the answer", text=Text.pattern
+        None,
+        "for exact_match: regular expression; its last match (group 1 if any) is the answer",
+        text=Text.pattern,
     )
     answer_from: list[str] = option(
-        ["whole"], "where the reference answer is in its field: whole, hashes (####), boxed, last_number", choices=ANSWER_PLACES
+        ["whole"],
+        "where the reference answer is in its field: whole, hashes (####), boxed, last_number",
+        choices=ANSWER_PLACES,
     )
     response_from: list[str] = option(
         [],
@@ -67,10 +72,17 @@ class RewardConfig:
         choices=ANSWER_PLACES,
     )
     workers: int = option(
-        2, "processes on each node that compute rewards, or hold the environments of rollout.environment", above=0, at_most=1024
+        2,
+        "processes on each node that compute rewards, or hold the environments of rollout.environment",
+        above=0,
+        at_most=1024,
     )
     timeout: float = option(
-        30.0, "longest time for one reward, or for one step of an environment", "seconds", at_least=0.001, at_most=LONGEST_WAIT
+        30.0,
+        "longest time for one reward, or for one step of an environment",
+        "seconds",
+        at_least=0.001,
+        at_most=LONGEST_WAIT,
     )
     on_failure: OnFailure = option(
         OnFailure.error,
@@ -86,15 +98,29 @@ class RewardConfig:
         at_most=10**6,
     )
     file_mib: float = option(
-        256.0, "largest file that a process which computes rewards may write", "MiB", at_least=1, at_most=10**9
+        256.0,
+        "largest file that a process which computes rewards may write",
+        "MiB",
+        at_least=1,
+        at_most=10**9,
     )
-    code: CodeConfig = section(CodeConfig, "the reward code: programs in responses, run against tests in a sandbox")
+    code: CodeConfig = section(
+        CodeConfig, "the reward code: programs in responses, run against tests in a sandbox"
+    )
     model: RewardModelConfig = section(RewardModelConfig, "the reward model of the function model")
-    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "punishment of responses near the length limit")
-    shuffle_control: bool = option(False, "control experiment: hand rewards out at random among the step's samples")
+    overlong_buffer: OverlongBufferConfig = section(
+        OverlongBufferConfig, "punishment of responses near the length limit"
+    )
+    shuffle_control: bool = option(
+        False, "control experiment: hand rewards out at random among the step's samples"
+    )
 
 
 def functions_of(reward: RewardConfig) -> list[str]:
     """Of all terms, as far as they are terms, or the one of a reward without."""
     terms = reward.terms.values()
-    return [str(term.get("function")) for term in terms if isinstance(term, dict)] if terms else [reward.function]
+    return (
+        [str(term.get("function")) for term in terms if isinstance(term, dict)]
+        if terms
+        else [reward.function]
+    )

@@ -28,7 +28,10 @@ class EarlyStopping(str, Enum):
 @dataclass
 class BeamConfig:
     length_penalty: float = option(
-        1.0, "a sequence of n tokens scores its log-prob divided by n to the power of this", at_least=-10, at_most=10
+        1.0,
+        "a sequence of n tokens scores its log-prob divided by n to the power of this",
+        at_least=-10,
+        at_most=10,
     )
     early_stopping: EarlyStopping = option(
         EarlyStopping.unlikely,
@@ -51,7 +54,11 @@ class DynamicSamplingConfig:
         at_most=100,
     )
     max_batches: float = option(
-        10.0, "most prompts that one step samples, over data.train_batch_size", "batches", at_least=1, at_most=10000
+        10.0,
+        "most prompts that one step samples, over data.train_batch_size",
+        "batches",
+        at_least=1,
+        at_most=10000,
     )
     shortage: Shortage = option(
         Shortage.error, "where these leave the batch short: error, or train on the smaller one that there is"
@@ -71,22 +78,28 @@ class InvalidAction(str, Enum):
 @dataclass
 class GymnasiumConfig:
     id: str = option(
-        "FrozenLake-v1", "environment as gymnasium.make knows it; module:name imports the module that registers it first"
+        "FrozenLake-v1",
+        "environment as gymnasium.make knows it; module:name imports the module that registers it first",
     )
     args: dict[str, Any] = option({}, "further arguments of gymnasium.make")
-    record_args: list[str] = option([], "fields of a record that are arguments of gymnasium.make too, such as a map")
+    record_args: list[str] = option(
+        [], "fields of a record that are arguments of gymnasium.make too, such as a map"
+    )
     text: str | None = option(
         None,
         "function (environment, observation) -> text, as module:attribute; null: a text as it is, else what str() makes of it",
     )
-    actions: list[str] = option([], "what the model writes for each action, in their order; none: their numbers")
+    actions: list[str] = option(
+        [], "what the model writes for each action, in their order; none: their numbers"
+    )
     action_pattern: str | None = option(
         None,
         "regular expression; its last match (group 1 if any) in a turn is the action; null: the whole turn without white space around it",
         text=Text.pattern,
     )
     invalid_action: InvalidAction = option(
-        InvalidAction.answer, "a turn without an action: answer it, without a step of the environment, or end the episode"
+        InvalidAction.answer,
+        "a turn without an action: answer it, without a step of the environment, or end the episode",
     )
     invalid_reward: float = option(0.0, "reward of a turn without an action")
 
@@ -99,9 +112,13 @@ class RolloutConfig:
         "how a group comes about: samples of the policy, or the rollout.n sequences that a beam search finds, which are none",
     )
     # SGLang takes less than 1e-6 for greedy decoding, and logits of bf16 over a small one lose all precision.
-    temperature: float = option(1.0, "sampling temperature; applied in training in the same way", at_least=0.01, at_most=100)
+    temperature: float = option(
+        1.0, "sampling temperature; applied in training in the same way", at_least=0.01, at_most=100
+    )
     top_p: float = option(1.0, "nucleus sampling; only 1.0, see top_k", above=0, at_most=1)
-    top_k: int = option(-1, "top-k sampling; only -1 (off): else the rollout log-prob is of another distribution", at_least=-1)
+    top_k: int = option(
+        -1, "top-k sampling; only -1 (off): else the rollout log-prob is of another distribution", at_least=-1
+    )
     max_response_length: int = option(
         512,
         "longest response; with rollout.environment, of turns and observations together, as the model reads them",
@@ -123,7 +140,9 @@ class RolloutConfig:
         "what the model reads in a later turn: append (what it read and wrote before, then the observation), or template (the chat "
         "template applied to all messages, which may drop the thinking of earlier turns)",
     )
-    max_turns: int = option(8, "most turns of the model in one episode, with rollout.environment", "turns", above=0)
+    max_turns: int = option(
+        8, "most turns of the model in one episode, with rollout.environment", "turns", above=0
+    )
     stop: list[str] = option([], "strings that end a response (besides the model's end token)")
     stop_token_ids: list[int] = option(
         [],
@@ -132,8 +151,14 @@ class RolloutConfig:
         at_least=0,
     )
     max_concurrency: int = option(256, "samples in flight per engine at a time", above=0)
-    record: str | None = option(None, "file to write every step's samples to, for rollout.replay", text=Text.path)
-    replay: str | None = option(None, "file of recorded samples to train on instead of generating", text=Text.path)
-    dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig, "prompts in place of those without a signal")
+    record: str | None = option(
+        None, "file to write every step's samples to, for rollout.replay", text=Text.path
+    )
+    replay: str | None = option(
+        None, "file of recorded samples to train on instead of generating", text=Text.path
+    )
+    dynamic_sampling: DynamicSamplingConfig = section(
+        DynamicSamplingConfig, "prompts in place of those without a signal"
+    )
     beam: BeamConfig = section(BeamConfig, "beam search, with rollout.strategy=beam")
     engine: EngineConfig = section(EngineConfig, "the SGLang engines")

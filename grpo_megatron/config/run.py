@@ -11,9 +11,14 @@ class RunConfig:
     name: str = option("run", "name of the run; also its folder under run.root", text=Text.folder_name)
     root: str = option("runs", "folder that holds the runs", text=Text.path)
     seed: int = option(
-        1234, "seed of data order, weights made here, and sampling in the trainer", at_least=0, at_most=2**31 - 1
+        1234,
+        "seed of data order, weights made here, and sampling in the trainer",
+        at_least=0,
+        at_most=2**31 - 1,
     )
-    total_steps: int = option(100, "number of rollout-and-train steps (sft, reward-model: optimizer steps)", "steps", above=0)
+    total_steps: int = option(
+        100, "number of rollout-and-train steps (sft, reward-model: optimizer steps)", "steps", above=0
+    )
     resume: str | None = option(
         "auto",
         "auto: continue from the newest whole checkpoint of the run's own folder, if there is one; none: start anew, and move an "
@@ -21,7 +26,9 @@ class RunConfig:
         text=Text.path,
     )
     max_restarts: int = option(
-        3, "how often a run whose rank or engine died or hangs goes on from its newest checkpoint before it ends", at_least=0
+        3,
+        "how often a run whose rank or engine died or hangs goes on from its newest checkpoint before it ends",
+        at_least=0,
     )
     grace: float = option(
         60.0,
@@ -43,11 +50,20 @@ class RunConfig:
 @dataclass
 class CheckpointConfig:
     minutes: float = option(
-        15.0, "save a checkpoint after the first step that ends this long after the last one; 0: never", "minutes", at_least=0
+        15.0,
+        "save a checkpoint after the first step that ends this long after the last one; 0: never",
+        "minutes",
+        at_least=0,
     )
     every: int = option(0, "save a checkpoint every this many steps; 0: by time alone", "steps", at_least=0)
-    at_end: bool = option(True, "save a checkpoint of the last step, from which a raised run.total_steps goes on")
-    keep: int = option(2, "delete all but the last this many checkpoints, each when its successor is complete", at_least=1)
+    at_end: bool = option(
+        True, "save a checkpoint of the last step, from which a raised run.total_steps goes on"
+    )
+    keep: int = option(
+        2, "delete all but the last this many checkpoints, each when its successor is complete", at_least=1
+    )
     keep_every: int = option(0, "never delete those of every this many steps; 0: none", "steps", at_least=0)
-    async_save: bool = option(True, "training goes on while a checkpoint is written; false: it waits for the disk")
+    async_save: bool = option(
+        True, "training goes on while a checkpoint is written; false: it waits for the disk"
+    )
     export_hf: bool = option(True, "write the trained model as an HF checkpoint at the end")

@@ -33,7 +33,9 @@ class SandboxLimits:
         at_most=LONGEST_WAIT,
     )
     cpu_seconds: int = option(6, "processor time of one program", "seconds", above=0, at_most=LONGEST_WAIT)
-    memory_mib: int = option(1024, "address space of one program, with Python's own 30 MiB", "MiB", at_least=64)
+    memory_mib: int = option(
+        1024, "address space of one program, with Python's own 30 MiB", "MiB", at_least=64
+    )
     threads: int = option(32, "threads of one program; it can never start another process", above=0)
     files_mib: int = option(16, "what one program may write into its folder", "MiB", above=0)
     files: int = option(64, "files and folders that one program may make", above=0)
@@ -48,8 +50,13 @@ class CodeConfig:
         "folder), or no_network (programs read and write what the run can). More is kept from them wherever it can be",
     )
     find: CodePlace = option(
-        CodePlace.last_block, "where the program is in a response: last_block or first_block (between ``` lines), whole"
+        CodePlace.last_block,
+        "where the program is in a response: last_block or first_block (between ``` lines), whole",
     )
-    preamble: str = option("", "put before each program, such as the imports that its task takes for granted", text=Text.any)
-    score: CodeScore = option(CodeScore.all, "the reward: all (1 if all tests pass, else 0), or share (that of passed tests)")
+    preamble: str = option(
+        "", "put before each program, such as the imports that its task takes for granted", text=Text.any
+    )
+    score: CodeScore = option(
+        CodeScore.all, "the reward: all (1 if all tests pass, else 0), or share (that of passed tests)"
+    )
     limits: SandboxLimits = section(SandboxLimits, "of each program, for each of its tests")

@@ -80,14 +80,20 @@ class Placement(str, Enum):
 
 @dataclass
 class ModelConfig:
-    path: str = option(MISSING, "HF checkpoint folder (config.json, safetensors, tokenizer) to start from", text=Text.path)
+    path: str = option(
+        MISSING, "HF checkpoint folder (config.json, safetensors, tokenizer) to start from", text=Text.path
+    )
     fp32_head: bool = option(False, "the output projection is computed in float32, in trainer and engine")
 
 
 @dataclass
 class RefConfig:
-    path: str | None = option(None, "HF checkpoint of the reference model; null: the same as model.path", text=Text.path)
-    offload: bool = option(True, "keep the reference's weights in the host's memory between uses, else in the device's")
+    path: str | None = option(
+        None, "HF checkpoint of the reference model; null: the same as model.path", text=Text.path
+    )
+    offload: bool = option(
+        True, "keep the reference's weights in the host's memory between uses, else in the device's"
+    )
     hidden_gib: float = option(
         4.0,
         "with kl_loss_type=full: the most that the reference's last hidden states of a step may take of a device; the rest waits in "
@@ -107,13 +113,17 @@ class DataConfig:
         None,
         "training prompts (sft: prompt/response pairs, reward-model: preferences): .jsonl, .json or .parquet file, hf:NAME, or a list",
     )
-    train_weights: list[float] = option([], "share of each source of data.train; none: each prompt once per epoch", above=0)
+    train_weights: list[float] = option(
+        [], "share of each source of data.train; none: each prompt once per epoch", above=0
+    )
     eval: Any = option(None, "held-out prompts, as data.train; null: no evaluation")
     prompt_key: str = option(
-        "prompt", "field with the prompt: a string, a list of chat messages, or a list of token ids; a.b: field b of a"
+        "prompt",
+        "field with the prompt: a string, a list of chat messages, or a list of token ids; a.b: field b of a",
     )
     answer_key: str = option(
-        "answer", "field with the reference answer given to the reward, or with a list of those it accepts; a.b: field b of a"
+        "answer",
+        "field with the reference answer given to the reward, or with a list of those it accepts; a.b: field b of a",
     )
     response_key: str = option(
         "response",
@@ -125,7 +135,9 @@ class DataConfig:
         "reward-model only: field with the response that is preferred: text, or chat messages that end with the assistant's; if they do "
         "not begin with the assistant's, they are a whole conversation, and the record's prompt is not read",
     )
-    rejected_key: str = option("rejected", "reward-model only: field with the other response, of the same forms")
+    rejected_key: str = option(
+        "rejected", "reward-model only: field with the other response, of the same forms"
+    )
     margin_key: str | None = option(
         None,
         "reward-model only: field with a margin by which the preferred one's score should be ahead (arXiv:2307.09288 eq. 2)",
@@ -134,17 +146,22 @@ class DataConfig:
         "tools",
         "field with the JSON schemas of tools that the chat template offers to the model, where a record has it; null: not read",
     )
-    system_prompt: str | None = option(None, "system message put before prompts that have none", text=Text.any)
+    system_prompt: str | None = option(
+        None, "system message put before prompts that have none", text=Text.any
+    )
     chat_template: str = option(
         "tokenizer",
         "what makes the prompt's text: tokenizer (its chat template), a file with a Jinja template, or none (for base models: "
         "the string as it is, with the BOS token if the tokenizer puts one before texts, and no end token)",
     )
     chat_template_args: dict[str, Any] = option(
-        {}, "further arguments of the chat template, such as {enable_thinking: false}; only those that it reads"
+        {},
+        "further arguments of the chat template, such as {enable_thinking: false}; only those that it reads",
     )
     prompt_suffix: str = option(
-        "", "text appended to every prompt, such as an instruction; in a chat to its last message of the user", text=Text.any
+        "",
+        "text appended to every prompt, such as an instruction; in a chat to its last message of the user",
+        text=Text.any,
     )
     max_prompt_length: int = option(512, "longest prompt accepted", "tokens", above=0)
     overlong_prompts: OverlongPrompts = option(
@@ -152,20 +169,30 @@ class DataConfig:
         "what happens to longer prompts: error, skip (counted), truncate_left (counted); "
         "sft, reward-model: skip leaves out longer responses, too",
     )
-    shuffle: bool = option(True, "new order in every epoch (from run.seed); false keeps the order of the file")
+    shuffle: bool = option(
+        True, "new order in every epoch (from run.seed); false keeps the order of the file"
+    )
     train_batch_size: int = option(
-        32, "prompts per step (sft, reward-model: examples or preferences per optimizer step)", "prompts", above=0
+        32,
+        "prompts per step (sft, reward-model: examples or preferences per optimizer step)",
+        "prompts",
+        above=0,
     )
 
 
 @dataclass
 class TrainConfig:
     ppo_epochs: int = option(1, "passes over a step's samples", above=0)
-    ppo_mini_batch_size: int = option(32, "prompts per optimizer step; divides data.train_batch_size", "prompts", above=0)
-    max_tokens_per_micro_batch: int = option(16384, "limit of a packed micro-batch (per CP rank)", "tokens", above=0)
+    ppo_mini_batch_size: int = option(
+        32, "prompts per optimizer step; divides data.train_batch_size", "prompts", above=0
+    )
+    max_tokens_per_micro_batch: int = option(
+        16384, "limit of a packed micro-batch (per CP rank)", "tokens", above=0
+    )
     packing: bool = option(True, "several sequences per micro-batch; false: one each")
     constant_length_packs: bool = option(
-        False, "pad every micro-batch to max_tokens_per_micro_batch: pipeline stages then need not exchange shapes"
+        False,
+        "pad every micro-batch to max_tokens_per_micro_batch: pipeline stages then need not exchange shapes",
     )
     old_logprobs: OldLogprobs = option(
         OldLogprobs.recompute,
@@ -179,11 +206,17 @@ class MegatronConfig:
     tensor_parallel: int = option(1, "tensor-parallel ranks (TP)", above=0)
     pipeline_parallel: int = option(1, "pipeline stages (PP)", above=0)
     data_parallel: int = option(1, "data-parallel replicas (DP)", above=0)
-    context_parallel: int = option(1, "context-parallel ranks (CP): every sequence is split over them", above=0)
+    context_parallel: int = option(
+        1, "context-parallel ranks (CP): every sequence is split over them", above=0
+    )
     sequence_parallel: bool = option(False, "split activations over TP between the matrix products (SP)")
-    virtual_pipeline: int = option(1, "model chunks per pipeline stage, for the interleaved schedule (VPP)", above=0)
+    virtual_pipeline: int = option(
+        1, "model chunks per pipeline stage, for the interleaved schedule (VPP)", above=0
+    )
     pipeline_layers: list[int] = option(
-        [], "layers of each of pipeline_parallel * virtual_pipeline chunks, in forward order; none: equally many", above=0
+        [],
+        "layers of each of pipeline_parallel * virtual_pipeline chunks, in forward order; none: equally many",
+        above=0,
     )
     expert_parallel: int = option(1, "ranks the experts of a layer are divided over (EP)", above=0)
     expert_tensor_parallel: int = option(1, "ranks each expert is split over", above=0)
@@ -196,14 +229,18 @@ class MegatronConfig:
         "what selective recomputes: core_attn, mlp, layernorm, moe, moe_act",
         choices=("core_attn", "mlp", "layernorm", "moe", "moe_act"),
     )
-    sleep: bool = option(False, "give back the memory of weights, gradients and optimizer while engines generate")
+    sleep: bool = option(
+        False, "give back the memory of weights, gradients and optimizer while engines generate"
+    )
     offload_folder: str | None = option(
         None,
         "where sleeping and offloaded tensors go; null: pinned host memory, or temporary files on a machine without a GPU",
         text=Text.path,
     )
     distributed_optimizer: bool = option(False, "split optimizer states (and fp32 master weights) over DP")
-    overlap: bool = option(False, "overlap gradient reduction, and the distributed optimizer's gathering, with compute")
+    overlap: bool = option(
+        False, "overlap gradient reduction, and the distributed optimizer's gathering, with compute"
+    )
     precision: Precision = option(
         Precision.bf16, "training precision: bf16 (fp32 master weights), fp8 (TransformerEngine), or fp32"
     )
@@ -213,7 +250,8 @@ class MegatronConfig:
     )
     fp8: FP8Config = section(FP8Config, "matrix products in FP8, with megatron.precision=fp8")
     emulate_kernels: bool = option(
-        False, "TransformerEngine's layers on a machine without a GPU, their kernels emulated (slow: for trials and tests)"
+        False,
+        "TransformerEngine's layers on a machine without a GPU, their kernels emulated (slow: for trials and tests)",
     )
     lora: LoraConfig = section(LoraConfig, "adapters, trained in place of the model")
     cpu_threads: str = option(
@@ -246,10 +284,17 @@ class OptimizerConfig:
         "after the warm-up: constant; cosine (arXiv:1608.03983) or linear, down to lr_min; "
         "wsd (constant, then lr_min within the last wsd_decay_steps; arXiv:2404.06395)",
     )
-    lr_warmup_steps: int = option(0, "linear warm-up from 0; step k of n runs at k/n of lr", "optimizer steps", at_least=0)
-    lr_min: float = option(0.0, "rate of the last step of the schedule, and of all beyond it; not for constant", at_least=0)
+    lr_warmup_steps: int = option(
+        0, "linear warm-up from 0; step k of n runs at k/n of lr", "optimizer steps", at_least=0
+    )
+    lr_min: float = option(
+        0.0, "rate of the last step of the schedule, and of all beyond it; not for constant", at_least=0
+    )
     lr_decay_steps: int | None = option(
-        None, "length of the whole schedule, with its warm-up; null: all optimizer steps of the run", "optimizer steps", above=0
+        None,
+        "length of the whole schedule, with its warm-up; null: all optimizer steps of the run",
+        "optimizer steps",
+        above=0,
     )
     wsd_decay_steps: int | None = option(
         None, "wsd only: length of the decay at the schedule's end", "optimizer steps", above=0
@@ -259,29 +304,42 @@ class OptimizerConfig:
         "share of lr - lr_min left after the part r of wsd's decay: linear 1 - r, cosine (1 + cos(pi r)) / 2, "
         "exponential 2 * 0.5^r - 1, minus_sqrt 1 - sqrt(r) (arXiv:2405.18392)",
     )
-    weight_decay: float = option(0.0, "decoupled weight decay (AdamW) of matrices; norms and biases never decay", at_least=0)
+    weight_decay: float = option(
+        0.0, "decoupled weight decay (AdamW) of matrices; norms and biases never decay", at_least=0
+    )
     decay_embeddings: bool = option(
-        True, "token embeddings (and an output layer tied to them) decay like the other matrices; false: not at all"
+        True,
+        "token embeddings (and an output layer tied to them) decay like the other matrices; false: not at all",
     )
     beta1: float = option(0.9, "Adam's beta1", at_least=0, below=1)
     beta2: float = option(0.95, "Adam's beta2", at_least=0, below=1)
     eps: float = option(1e-8, "Adam's epsilon", above=0)
-    offload: bool = option(False, "keep moments and fp32 master weights off the device between optimizer steps")
+    offload: bool = option(
+        False, "keep moments and fp32 master weights off the device between optimizer steps"
+    )
     clip_grad: float = option(1.0, "global gradient norm limit; 0: off", at_least=0)
     max_grad_norm_to_step: float | None = option(
-        None, "drop a step whose gradient norm, before clipping, is more than this; null: only one that is not finite", above=0
+        None,
+        "drop a step whose gradient norm, before clipping, is more than this; null: only one that is not finite",
+        above=0,
     )
-    max_dropped_steps: int = option(5, "stop the run after this many dropped steps in a row", "optimizer steps", above=0)
+    max_dropped_steps: int = option(
+        5, "stop the run after this many dropped steps in a row", "optimizer steps", above=0
+    )
 
 
 @dataclass
 class ClusterConfig:
     ray_address: str | None = option(None, "Ray cluster to join; null: start one on this machine")
     placement: Placement = option(
-        Placement.separate, "colocated: engines and ranks take turns on the same devices; separate: own devices"
+        Placement.separate,
+        "colocated: engines and ranks take turns on the same devices; separate: own devices",
     )
     call_timeout: float = option(
-        7200.0, "longest time one call to the trainer's ranks, such as a training step, may take", "seconds", above=0
+        7200.0,
+        "longest time one call to the trainer's ranks, such as a training step, may take",
+        "seconds",
+        above=0,
     )
     hang_timeout: float = option(
         600.0,
@@ -296,8 +354,12 @@ class ClusterConfig:
         "cluster has",
         choices=("none", *GPUS),
     )
-    nodes: int | None = option(None, "nodes of the cluster, for checks on another machine; null: unknown", above=0)
-    gpus_per_node: int | None = option(None, "GPUs of each node, for checks on another machine; null: unknown", above=0)
+    nodes: int | None = option(
+        None, "nodes of the cluster, for checks on another machine; null: unknown", above=0
+    )
+    gpus_per_node: int | None = option(
+        None, "GPUs of each node, for checks on another machine; null: unknown", above=0
+    )
 
 
 @dataclass

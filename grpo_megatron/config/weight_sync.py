@@ -33,7 +33,9 @@ class WeightSyncConfig:
         False,
         "send only what changed since the last sync, compressed; exact. Pays over slow links; each rank keeps a copy of what it sent",
     )
-    folder: str | None = option(None, "transport=disk: a folder that all nodes see, such as NFS", text=Text.path)
+    folder: str | None = option(
+        None, "transport=disk: a folder that all nodes see, such as NFS", text=Text.path
+    )
     pause: PauseMode = option(
         PauseMode.retract,
         "what becomes of running requests: retract (continue, with their keys and values computed anew), in_place (continue with the old "
@@ -47,5 +49,8 @@ class WeightSyncConfig:
         at_most=LONGEST_WAIT,
     )
     probe_every: int = option(
-        50, "compare log-probs of fixed prompts after the first sync and then every this many; 0: never", "syncs", at_least=0
+        50,
+        "compare log-probs of fixed prompts after the first sync and then every this many; 0: never",
+        "syncs",
+        at_least=0,
     )

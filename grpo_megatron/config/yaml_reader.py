@@ -43,7 +43,9 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in ("null", "bool", "merge")]
+    first: [
+        (tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in ("null", "bool", "merge")
+    ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(f"{_TAG}int", _INTEGER, list("-+0123456789"))
@@ -64,7 +66,9 @@ def _limit(values: int, depth: int, line: int, characters: int = 0) -> None:
     if values > MAX_VALUES:
         raise _Refused(line, f"more than {MAX_VALUES} values, aliases counted as often as they are used")
     if characters > MAX_CHARACTERS:
-        raise _Refused(line, f"more than {MAX_CHARACTERS} characters, aliases counted as often as they are used")
+        raise _Refused(
+            line, f"more than {MAX_CHARACTERS} characters, aliases counted as often as they are used"
+        )
 
 
 @dataclass
@@ -153,7 +157,10 @@ class _Inspection:
 
     def _check_tag(self, node: yaml.Node, expected: str, line: int) -> None:
         if node.tag != expected:
-            raise _Refused(line, f"the tag {shortened(node.tag.replace(_TAG, '!!'))} means nothing here; write the value alone")
+            raise _Refused(
+                line,
+                f"the tag {shortened(node.tag.replace(_TAG, '!!'))} means nothing here; write the value alone",
+            )
 
     def _check_scalar(self, node: yaml.ScalarNode, line: int, key: str) -> None:
         if node.tag != f"{_TAG}str":
@@ -169,7 +176,10 @@ class _Inspection:
                 raise _Refused(line, _about(key, f"{shortened(node.value)} is not an integer of 64 bits"))
         if _UNWRITABLE.search(node.value):
             raise _Refused(
-                line, _about(key, f"{shortened(node.value)!r} holds NUL or half of a surrogate pair, which no text has")
+                line,
+                _about(
+                    key, f"{shortened(node.value)!r} holds NUL or half of a surrogate pair, which no text has"
+                ),
             )
 
     def _name_keys(self, node: yaml.MappingNode, prefix: str) -> None:
@@ -178,7 +188,9 @@ class _Inspection:
         for name, _ in node.value:
             line = name.start_mark.line + 1
             if not isinstance(name, yaml.ScalarNode):
-                raise _Refused(line, f"a key of {shortened(prefix) or 'this file'} is a {name.id}, not a word")
+                raise _Refused(
+                    line, f"a key of {shortened(prefix) or 'this file'} is a {name.id}, not a word"
+                )
             if name.tag != f"{_TAG}merge":
                 name.tag = f"{_TAG}str"
             self._check_scalar(name, line, prefix)

@@ -20,7 +20,17 @@ from grpo_megatron.weights.gguf_file import GGUFFile
 # tokenizer.ggml.pre names the rule that splits a text into words before merging. Those that transformers knows for the models
 # that can be converted, and one that is added here.
 _SMOLLM = "smollm"
-_KNOWN_SPLITS = ("default", "gpt-2", "llama-bpe", "llama3", "llama-v3", "qwen2", "deepseek-r1-qwen", "tekken", _SMOLLM)
+_KNOWN_SPLITS = (
+    "default",
+    "gpt-2",
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "qwen2",
+    "deepseek-r1-qwen",
+    "tekken",
+    _SMOLLM,
+)
 
 
 def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | None = None) -> int:
@@ -44,17 +54,23 @@ def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | No
     return sum(entry.numel for entry in weight_map(arch).values() if entry.exported)
 
 
-def _write_tensors(file: GGUFFile, folder: str, arch: Architecture, dtype: torch.dtype) -> list[tuple[str, dict[str, int]]]:
+def _write_tensors(
+    file: GGUFFile, folder: str, arch: Architecture, dtype: torch.dtype
+) -> list[tuple[str, dict[str, int]]]:
     """Write the model's tensors; returns the shards for `hf_checkpoint.finish`."""
     writer = hf_checkpoint.HFWriter(folder, "0", max_shard_bytes=2**30)
     shapes = hf_shapes(weight_map(arch))
     for name, shape in tqdm(shapes.items(), desc=file.path, unit="tensor", disable=None):
         values = file.read(name, arch)
         if values.shape != shape:
-            raise UserError(f"{file.path}: {name} is of shape {tuple(values.shape)}, its metadata promise {shape}")
+            raise UserError(
+                f"{file.path}: {name} is of shape {tuple(values.shape)}, its metadata promise {shape}"
+            )
         writer.add(name, values.to(dtype))
     if file.unread:
-        raise UserError(f"{file.path} has tensors that a {arch.family} does not have: {', '.join(file.unread[:5])}")
+        raise UserError(
+            f"{file.path} has tensors that a {arch.family} does not have: {', '.join(file.unread[:5])}"
+        )
     return writer.close()
 
 
@@ -68,8 +84,14 @@ def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer
         return
     if problem := folder_problem(tokenizer):
         raise UserError(f"{tokenizer} {problem}; --tokenizer must be a folder with an HF tokenizer")
-    found = [path for path in Path(tokenizer).iterdir() if path.suffix in (".json", ".jinja", ".model", ".txt")]
-    copied = [path for path in found if path.name not in ("config.json", "generation_config.json") and "index" not in path.name]
+    found = [
+        path for path in Path(tokenizer).iterdir() if path.suffix in (".json", ".jinja", ".model", ".txt")
+    ]
+    copied = [
+        path
+        for path in found
+        if path.name not in ("config.json", "generation_config.json") and "index" not in path.name
+    ]
     if not any(path.name.startswith(("tokenizer", "vocab")) for path in copied):
         raise UserError(f"{tokenizer} holds no tokenizer")
     for path in copied:

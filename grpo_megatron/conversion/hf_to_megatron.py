@@ -93,11 +93,17 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
         raise UserError("; ".join(violations))
     for note in checkpoint.notes:
         print(note, file=sys.stderr)
-    from grpo_megatron.megatron.saved_model import saved_model  # not above: the processes that share the work need no Megatron
+    from grpo_megatron.megatron.saved_model import (
+        saved_model,
+    )  # not above: the processes that share the work need no Megatron
 
     saved = saved_model(arch)
     units = _units(saved, arch)
-    plan = {"source": str(Path(source).absolute()), "files": files_of(source, (".safetensors", ".json")), "units": len(units)}
+    plan = {
+        "source": str(Path(source).absolute()),
+        "files": files_of(source, (".safetensors", ".json")),
+        "units": len(units),
+    }
     folder = PartialFolder(target, plan)
     weights = folder.result / WEIGHTS
     weights.mkdir(exist_ok=True)
@@ -105,7 +111,14 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     total = sum(chunk.nbytes for unit in missing for chunk in unit.chunks)
     folder.check_space(total)
     converter = _Converter(source, weights)
-    progress = run(converter, missing, processes, target, total, lambda unit, places: folder.add_note(_inside(unit), places))
+    progress = run(
+        converter,
+        missing,
+        processes,
+        target,
+        total,
+        lambda unit, places: folder.add_note(_inside(unit), places),
+    )
     with writing(weights):
         _finish(folder, weights, saved, arch, units)
         hf_checkpoint.copy_companions(source, str(folder.result / COMPANIONS), arch.dtype)
@@ -132,7 +145,9 @@ def _units(saved: SavedModel, arch: Architecture) -> list[_Unit]:
     return [_Unit(f"__{number}_0.distcp", inside) for number, (inside, _) in enumerate(files)]
 
 
-def _finish(folder: PartialFolder, weights: Path, saved: SavedModel, arch: Architecture, units: list[_Unit]) -> None:
+def _finish(
+    folder: PartialFolder, weights: Path, saved: SavedModel, arch: Architecture, units: list[_Unit]
+) -> None:
     """What makes the files a checkpoint."""
     tensors = {part.key: Stored(part.dtype or arch.dtype, part.full, ()) for part in saved.parts}
     for unit in units:

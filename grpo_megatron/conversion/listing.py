@@ -83,7 +83,9 @@ class _Hasher:
         found = []
         for tensor in unit:
             digest = hashlib.sha256()
-            for rows in buckets(self.tensors, tensor.name, tensor.shape, tensor.dtype, BUCKET_BYTES, self.buffer):
+            for rows in buckets(
+                self.tensors, tensor.name, tensor.shape, tensor.dtype, BUCKET_BYTES, self.buffer
+            ):
                 digest.update(rows.contiguous().view(-1).view(torch.uint8).numpy().data)
                 advance(rows.nbytes)
             found.append(digest.hexdigest())
@@ -113,7 +115,8 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
 
             kind, source = "Megatron", megatron_tensors(weights, saved_model(read_architecture(companions)))
             tensors = [
-                Described(name, source.shape(name), stored[source.places[name][0][0]].dtype) for name in sorted(source.places)
+                Described(name, source.shape(name), stored[source.places[name][0][0]].dtype)
+                for name in sorted(source.places)
             ]
     return Listing(path, kind, _with_digests(path, source, tensors, processes) if digests else tensors)
 

@@ -12,7 +12,14 @@ import torch
 
 from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, new_file, refuse_existing
 from grpo_megatron.conversion.pool import Progress, run
-from grpo_megatron.conversion.sources import COMPANIONS, Buffer, MegatronTensors, buckets, megatron_tensors, weights_folder
+from grpo_megatron.conversion.sources import (
+    COMPANIONS,
+    Buffer,
+    MegatronTensors,
+    buckets,
+    megatron_tensors,
+    weights_folder,
+)
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
 from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import json_text, read_object
@@ -43,7 +50,10 @@ class HFTensor:
         if not self.fp8:
             return [(self.name, self.shape, self.dtype)]
         scales = tuple(-(-size // fp8_blocks.BLOCK) for size in self.shape)
-        return [(self.name, self.shape, torch.float8_e4m3fn), (f"{self.name}_scale_inv", scales, torch.float32)]
+        return [
+            (self.name, self.shape, torch.float8_e4m3fn),
+            (f"{self.name}_scale_inv", scales, torch.float32),
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -88,12 +98,20 @@ class _Converter:
         file.seek(header.start_of(tensor.name))
         scales = []
         for rows in buckets(
-            self.source, tensor.name, tensor.shape, tensor.dtype, _FP8_BUCKET, self.buffer, multiple=fp8_blocks.BLOCK
+            self.source,
+            tensor.name,
+            tensor.shape,
+            tensor.dtype,
+            _FP8_BUCKET,
+            self.buffer,
+            multiple=fp8_blocks.BLOCK,
         ):
             try:
                 values, scale = fp8_blocks.quantise(rows)
             except ValueError as error:
-                raise UserError(f"{self.source.folder}: {tensor.name} cannot be written as FP8: {error}") from error
+                raise UserError(
+                    f"{self.source.folder}: {tensor.name} cannot be written as FP8: {error}"
+                ) from error
             scales.append(scale)
             write(file, bytes_of(values))
             advance(values.nbytes + scale.nbytes)
@@ -110,7 +128,12 @@ def companions_of(source: str, hf: str | None) -> str:
 
 
 def megatron_to_hf(
-    source: str, target: str, hf: str | None, processes: int, dtype: torch.dtype | None = None, fp8: bool = False
+    source: str,
+    target: str,
+    hf: str | None,
+    processes: int,
+    dtype: torch.dtype | None = None,
+    fp8: bool = False,
 ) -> Progress:
     """Write the weights of a Megatron checkpoint, without its optimizer's states, as an HF checkpoint.
 
@@ -122,7 +145,9 @@ def megatron_to_hf(
     refuse_existing(target)
     weights, companions = weights_folder(source), companions_of(source, hf)
     arch = read_architecture(companions)
-    from grpo_megatron.megatron.saved_model import saved_model  # not above: the processes that share the work need no Megatron
+    from grpo_megatron.megatron.saved_model import (
+        saved_model,
+    )  # not above: the processes that share the work need no Megatron
 
     saved = saved_model(arch)
     tensors = hf_tensors(saved, hf_shapes(weight_map(arch)), dtype or arch.dtype, fp8)
@@ -140,10 +165,14 @@ def megatron_to_hf(
     converter.folder = folder.result
     # The largest first: an output layer, which is the last tensor and often has a file of its own, would keep one process busy
     # after all others have ended.
-    missing = sorted((unit for unit in units if folder.note(unit.name) is None), key=_Unit.nbytes, reverse=True)
+    missing = sorted(
+        (unit for unit in units if folder.note(unit.name) is None), key=_Unit.nbytes, reverse=True
+    )
     total = sum(unit.nbytes() for unit in missing)
     folder.check_space(total)
-    progress = run(converter, missing, processes, target, total, lambda unit, _: folder.add_note(unit.name, True))
+    progress = run(
+        converter, missing, processes, target, total, lambda unit, _: folder.add_note(unit.name, True)
+    )
     with writing(folder.result):
         hf_checkpoint.copy_companions(companions, str(folder.result), dtype or arch.dtype)
         _describe(folder.result, tensors, fp8)
@@ -152,12 +181,19 @@ def megatron_to_hf(
     return progress
 
 
-def hf_tensors(saved: SavedModel, shapes: dict[str, Shape], dtype: torch.dtype, fp8: bool = False) -> list[HFTensor]:
+def hf_tensors(
+    saved: SavedModel, shapes: dict[str, Shape], dtype: torch.dtype, fp8: bool = False
+) -> list[HFTensor]:
     """All tensors of the HF checkpoint in the map's order."""
     fixed = {piece.hf: part.dtype for part in saved.parts for piece in part.pieces}
     router = {piece.hf for part in saved.parts if ".router." in part.key for piece in part.pieces}
     return [
-        HFTensor(name, shape, fixed[name] or dtype, fp8 and ".layers." in name and len(shape) == 2 and name not in router)
+        HFTensor(
+            name,
+            shape,
+            fixed[name] or dtype,
+            fp8 and ".layers." in name and len(shape) == 2 and name not in router,
+        )
         for name, shape in shapes.items()
         if name in fixed  # a tied output layer is no tensor of its own
     ]
@@ -166,7 +202,10 @@ def hf_tensors(saved: SavedModel, shapes: dict[str, Shape], dtype: torch.dtype, 
 def _units(tensors: list[HFTensor]) -> list[_Unit]:
     sized = [(tensor, tensor.nbytes) for tensor in tensors]
     files = filled(sized, file_bytes(sum(size for _, size in sized)))
-    return [_Unit(hf_checkpoint.shard_name(number, len(files)), inside) for number, (inside, _) in enumerate(files)]
+    return [
+        _Unit(hf_checkpoint.shard_name(number, len(files)), inside)
+        for number, (inside, _) in enumerate(files)
+    ]
 
 
 def _describe(folder: Path, tensors: list[HFTensor], fp8: bool) -> None:
@@ -174,15 +213,24 @@ def _describe(folder: Path, tensors: list[HFTensor], fp8: bool) -> None:
     config = read_object(folder / "config.json")
     config.pop("quantization_config", None)
     if fp8:
-        kept = [t.name.removesuffix(".weight") for t in tensors if ".layers." in t.name and len(t.shape) == 2 and not t.fp8]
+        kept = [
+            t.name.removesuffix(".weight")
+            for t in tensors
+            if ".layers." in t.name and len(t.shape) == 2 and not t.fp8
+        ]
         config["quantization_config"] = fp8_blocks.settings(["lm_head", *kept])
     (folder / "config.json").write_text(json_text(config, indent=2), encoding="utf-8")
 
 
 def _write_index(folder: Path, units: list[_Unit]) -> None:
     stored = [
-        (name, shape, dtype, unit.name) for unit in units for tensor in unit.tensors for name, shape, dtype in tensor.stored
+        (name, shape, dtype, unit.name)
+        for unit in units
+        for tensor in unit.tensors
+        for name, shape, dtype in tensor.stored
     ]
     hf_checkpoint.write_index(
-        folder, {name: file for name, _, _, file in stored}, sum(prod(shape) * dtype.itemsize for _, shape, dtype, _ in stored)
+        folder,
+        {name: file for name, _, _, file in stored},
+        sum(prod(shape) * dtype.itemsize for _, shape, dtype, _ in stored),
     )

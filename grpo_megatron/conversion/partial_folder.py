@@ -35,7 +35,9 @@ class PartialFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{self.root} is being written by another process; wait for it, or end it") from None
+            raise UserError(
+                f"{self.root} is being written by another process; wait for it, or end it"
+            ) from None
         with writing(self.root):
             self._continue_or_begin(json.loads(json_text(plan)))
 
@@ -110,4 +112,7 @@ def new_file(path: Path) -> Iterator[Any]:
 def files_of(folder: str | Path, suffixes: tuple[str, ...]) -> list[list]:
     """[name, bytes, time of the last change] of a folder's files: are they still those of an earlier attempt?"""
     found = [path for path in Path(folder).rglob("*") if path.is_file() and path.name.endswith(suffixes)]
-    return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(found)]
+    return [
+        [str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns]
+        for path in sorted(found)
+    ]

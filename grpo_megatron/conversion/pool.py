@@ -43,7 +43,9 @@ def default_processes() -> int:
     return min(len(os.sched_getaffinity(0)), 8)
 
 
-def run(job: Job, units: list, processes: int, title: str, total: int, done: Callable[[Any, Any], None]) -> Progress:
+def run(
+    job: Job, units: list, processes: int, title: str, total: int, done: Callable[[Any, Any], None]
+) -> Progress:
     """Do all units, the first ones first; with one process or unit here, else in `processes` new ones.
 
     total: bytes of all units, for the progress bar on a terminal. done: called here with each unit and its result. Raises UserError,
@@ -123,7 +125,11 @@ def _receive(connection, process) -> tuple[str, Any]:
 
 def _lost(process) -> UserError:
     process.join()
-    how = f"was killed by signal {-process.exitcode}" if process.exitcode < 0 else f"ended with status {process.exitcode}"
+    how = (
+        f"was killed by signal {-process.exitcode}"
+        if process.exitcode < 0
+        else f"ended with status {process.exitcode}"
+    )
     return UserError(
         f"a process of the conversion (pid {process.pid}) {how}; if the machine ran out of memory, use fewer (--processes)"
     )

@@ -74,7 +74,9 @@ class MegatronTensors:
 
     def shape(self, name: str) -> Shape:
         """Of the whole HF tensor."""
-        return tuple(np.max([np.add(piece.start, piece.shape) for _, piece in self.places[name]], axis=0).tolist())
+        return tuple(
+            np.max([np.add(piece.start, piece.shape) for _, piece in self.places[name]], axis=0).tolist()
+        )
 
 
 @dataclass
@@ -107,7 +109,8 @@ def weights_folder(source: str) -> Path:
         if not is_absent(folder / ".metadata"):
             return folder
     reason = (
-        pickled_weights(root) or f"holds no {WEIGHTS}/ folder with weights in Megatron's distributed format (a file .metadata)"
+        pickled_weights(root)
+        or f"holds no {WEIGHTS}/ folder with weights in Megatron's distributed format (a file .metadata)"
     )
     raise UserError(f"{source} {reason}")
 
@@ -133,7 +136,11 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
             )
         for piece in part.pieces:
             places[piece.hf].append((part.key, piece))
-    if _HEAD in stored and _HEAD not in {part.key for part in saved.parts} and _differ(folder, _HEAD, _EMBEDDING):
+    if (
+        _HEAD in stored
+        and _HEAD not in {part.key for part in saved.parts}
+        and _differ(folder, _HEAD, _EMBEDDING)
+    ):
         raise UserError(
             f"{folder} has an output layer ({_HEAD}) with other values than the embedding ({_EMBEDDING}), which would be lost: "
             "config.json says that they are tied. Set tie_word_embeddings: false there"
@@ -170,7 +177,15 @@ class Buffer:
         return torch.from_numpy(self._raw[:size]).view(dtype).view(shape)
 
 
-def buckets(tensors: Tensors, name: str, shape: Shape, dtype: torch.dtype, limit: int, buffer: Buffer, multiple: int = 1):
+def buckets(
+    tensors: Tensors,
+    name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    limit: int,
+    buffer: Buffer,
+    multiple: int = 1,
+):
     """The tensor from its first row to its last, in pieces of at most `limit` bytes; each valid until the next."""
     for start, size in rows_within(shape, dtype.itemsize, limit, multiple):
         out = buffer.tensor(size, dtype)

@@ -6,7 +6,13 @@ import torch
 
 from grpo_megatron.conversion.listing import Described
 from grpo_megatron.conversion.pool import Progress, run
-from grpo_megatron.conversion.sources import Buffer, HFTensors, MegatronTensors, megatron_tensors, weights_folder
+from grpo_megatron.conversion.sources import (
+    Buffer,
+    HFTensors,
+    MegatronTensors,
+    megatron_tensors,
+    weights_folder,
+)
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.entries import hf_shapes
@@ -42,12 +48,16 @@ class _Comparer:
                 different += int((_bits(ours) != _bits(theirs)).sum())
                 largest = max(largest, float((ours.float() - theirs.float()).abs().max()))
         count = tensor.nbytes // tensor.dtype.itemsize
-        return f"{tensor.name}: {different} of {count} elements, by up to {largest:.3g}" if different else None
+        return (
+            f"{tensor.name}: {different} of {count} elements, by up to {largest:.3g}" if different else None
+        )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Integers, of which NaN is equal to itself and -0 is not 0."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
+    return tensor.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    )
 
 
 def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], Progress]:
@@ -66,13 +76,22 @@ def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], P
     stored = HFCheckpoint(hf, raw=True)
     tensors = [
         # What is dequantised is rounded to the model's dtype before it becomes Megatron's.
-        Described(name, shape, arch.dtype if (dtype := stored.header(name)[1]) == torch.float8_e4m3fn else dtype)
+        Described(
+            name, shape, arch.dtype if (dtype := stored.header(name)[1]) == torch.float8_e4m3fn else dtype
+        )
         for name, shape in hf_shapes(entries).items()
     ]
     total = sum(tensor.nbytes for tensor in tensors)
     units = [unit for unit, _ in filled(((tensor, tensor.nbytes) for tensor in tensors), file_bytes(total))]
     found: list[str] = []
-    progress = run(_Comparer(HFTensors(hf), source), units, processes, megatron, total, lambda _, lines: found.extend(lines))
+    progress = run(
+        _Comparer(HFTensors(hf), source),
+        units,
+        processes,
+        megatron,
+        total,
+        lambda _, lines: found.extend(lines),
+    )
     return found, progress
 
 
@@ -88,12 +107,14 @@ def logits_difference(hf: str, megatron: str) -> tuple[float, float]:
     arch = read_architecture(hf)
     random = torch.Generator().manual_seed(0)
     sequences = [torch.randint(arch.vocab_size, (length,), generator=random) for length in _LENGTHS]
-    model = (AutoModelForSequenceClassification if arch.scalar_head else AutoModelForCausalLM).from_pretrained(
-        hf, dtype=torch.float32
-    )
+    model = (
+        AutoModelForSequenceClassification if arch.scalar_head else AutoModelForCausalLM
+    ).from_pretrained(hf, dtype=torch.float32)
     head = model.score if arch.scalar_head else model.lm_head
     with torch.no_grad():
-        theirs = torch.cat([head(model.eval().model(tokens[None]).last_hidden_state[0]) for tokens in sequences])
+        theirs = torch.cat(
+            [head(model.eval().model(tokens[None]).last_hidden_state[0]) for tokens in sequences]
+        )
     del model, head
     ours = logits_of(str(weights_folder(megatron).absolute()), arch, sequences)
     return float((ours - theirs).abs().max()), float(theirs.abs().max())

@@ -71,9 +71,13 @@ class ParquetRecords(_ArrowRecords, FileRecords):
             except Exception as error:  # as above
                 raise UserError(f"{where} cannot be read: {_line(error)}") from error
             if table.num_rows != self._starts[group + 1] - self._starts[group]:
-                raise UserError(f"{where} cannot be read: {table.num_rows} rows are there, not as many as the file says")
+                raise UserError(
+                    f"{where} cannot be read: {table.num_rows} rows are there, not as many as the file says"
+                )
             self._tables[group] = table
-            while len(self._tables) > 1 and sum(table.nbytes for table in self._tables.values()) > _CACHE_BYTES:
+            while (
+                len(self._tables) > 1 and sum(table.nbytes for table in self._tables.values()) > _CACHE_BYTES
+            ):
                 self._tables.popitem(last=False)
         self._tables.move_to_end(group)
         return self._tables[group]

@@ -51,7 +51,9 @@ class Turn:
 class ChatTemplate:
     """The template of one run, with its arguments and the tools of its environment."""
 
-    def __init__(self, tokenizer, text: str | None, arguments: dict[str, Any], tools: Sequence[dict[str, Any]] = ()):
+    def __init__(
+        self, tokenizer, text: str | None, arguments: dict[str, Any], tools: Sequence[dict[str, Any]] = ()
+    ):
         """tokenizer: of transformers. text: a template in place of the tokenizer's own.
 
         Raises UserError for a template that cannot be compiled, and for arguments that it does not read.
@@ -65,14 +67,20 @@ class ChatTemplate:
                 f"effect; it reads {', '.join(sorted(self._names))}"
             )
         added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-        self.added_tokens = sorted({*filter(str.strip, added), *filter(None, [tokenizer.eos_token])}, key=len, reverse=True)
+        self.added_tokens = sorted(
+            {*filter(str.strip, added), *filter(None, [tokenizer.eos_token])}, key=len, reverse=True
+        )
 
     @property
     def shows_tools(self) -> bool:
         return "tools" in self._names
 
     def render(
-        self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None = None, generation: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        where: str,
+        tools: list[dict[str, Any]] | None = None,
+        generation: bool = True,
     ) -> str:
         """Return the text of a chat.
 
@@ -92,7 +100,9 @@ class ChatTemplate:
             if message.get("tool_calls") and not self._call_forms:
                 raise UserError(f"{where}: a message has tool_calls, {_LEFT_OUT}")
         try:
-            return self._apply([self._fitted(message) for message in messages], tools or self._tools, generation)
+            return self._apply(
+                [self._fitted(message) for message in messages], tools or self._tools, generation
+            )
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         except Exception as error:  # a template is a program: it can fail in any way
@@ -104,9 +114,13 @@ class ChatTemplate:
             arguments = {"tools": tools, **arguments}
         if not generation:
             arguments["add_generation_prompt"] = False
-        return self._tokenizer.apply_chat_template(messages, chat_template=self._text, tokenize=False, **arguments)
+        return self._tokenizer.apply_chat_template(
+            messages, chat_template=self._text, tokenize=False, **arguments
+        )
 
-    def prompt(self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None = None) -> str:
+    def prompt(
+        self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None = None
+    ) -> str:
         """Return the text that the model continues.
 
         A chat that ends with a message of the assistant is a begun turn: the text ends where that message
@@ -121,7 +135,9 @@ class ChatTemplate:
                 "the message that the model shall answer, or with the begun text of an answer"
             )
         if not earlier:
-            raise UserError(f"{where}: the prompt is a turn of the assistant alone; put the message before it that it answers")
+            raise UserError(
+                f"{where}: the prompt is a turn of the assistant alone; put the message before it that it answers"
+            )
         before = self.render(earlier, where, tools)
         return before + self.text_behind(before, last["content"])
 
@@ -143,15 +159,23 @@ class ChatTemplate:
         where = "a finished conversation"
         text = self.render([_QUESTION, {"role": "assistant", "content": _WORD}], where, generation=False)
         if _WORD not in text:
-            raise UserError("the chat template leaves out what the assistant says, so there is nothing to score or to learn")
+            raise UserError(
+                "the chat template leaves out what the assistant says, so there is nothing to score or to learn"
+            )
         start = text.rindex(_WORD)
         before, tail = self.render([_QUESTION], where), text[start + len(_WORD) :]
         lead = text[len(before) : start] if text.startswith(before) else ""
-        ends = [(tail.index(token) + len(token), tail.index(token)) for token in self.added_tokens if token in tail]
+        ends = [
+            (tail.index(token) + len(token), tail.index(token))
+            for token in self.added_tokens
+            if token in tail
+        ]
         end = min(ends, key=lambda found: (found[1], -found[0]))[0] if ends else len(tail.rstrip())
         return TurnShape(lead if lead.isspace() else "", tail, tail[:end], bool(ends))
 
-    def turn(self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None, begun: str = "") -> Turn:
+    def turn(
+        self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None, begun: str = ""
+    ) -> Turn:
         """Return the last message, which is the assistant's, as the model writes it.
 
         The turn is what the template adds to the chat before it. begun: the part of its content that the
@@ -181,7 +205,9 @@ class ChatTemplate:
     def _without(self, key: str, messages: list[dict[str, Any]], where: str, tools) -> str | None:
         last = {name: value for name, value in messages[-1].items() if name != key}
         try:
-            return self.render([*messages[:-1], {**last, "content": last["content"] or ""}], where, tools, generation=False)
+            return self.render(
+                [*messages[:-1], {**last, "content": last["content"] or ""}], where, tools, generation=False
+            )
         except UserError:
             return None  # it is read, at least
 
@@ -271,7 +297,9 @@ def _arguments(given: Any, kind: type) -> Any:
     except (TypeError, ValueError):
         value = None
     if not isinstance(value, dict):
-        raise UserError(f"the arguments of a tool call are {shown(given)}; they must be an object, or its JSON text")
+        raise UserError(
+            f"the arguments of a tool call are {shown(given)}; they must be an object, or its JSON text"
+        )
     return value
 
 

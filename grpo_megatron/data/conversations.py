@@ -27,7 +27,9 @@ class Conversations:
         What a response already has of that, such as the end token that the engine stopped at, is not repeated. Empty where all of it is
         padding: then the prompt's last token is scored.
         """
-        have = next((n for n in range(len(self._ending), 0, -1) if np.array_equal(response[-n:], self._ending[:n])), 0)
+        have = next(
+            (n for n in range(len(self._ending), 0, -1) if np.array_equal(response[-n:], self._ending[:n])), 0
+        )
         whole = np.concatenate([response, self._ending[have:]]).astype(np.int32)
         counts = np.flatnonzero(whole != self.pad) if self.pad is not None else np.arange(len(whole))
         return whole[: counts[-1] + 1] if len(counts) else whole[:0]

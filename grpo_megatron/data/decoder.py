@@ -51,7 +51,10 @@ def _adds_nothing(tokenizer) -> bool:
     kind = type(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return False
-    if kind.decode is not PreTrainedTokenizerFast.decode or kind._decode is not PreTrainedTokenizerFast._decode:
+    if (
+        kind.decode is not PreTrainedTokenizerFast.decode
+        or kind._decode is not PreTrainedTokenizerFast._decode
+    ):
         return False
     ids = [*tokenizer.encode(_UNCLEAN), *tokenizer.all_special_ids]
     return tokenizer.decode(ids) == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)

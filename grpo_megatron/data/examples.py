@@ -56,7 +56,10 @@ class ExampleMaker:
         """Raises UserError, naming the record, for one that is damaged or incomplete."""
         data = self.config.data
         record, where = self.records[number], self.records.where(number)
-        given, tools = record_prompt(self.records, record, data, where), record_tools(self.records, record, data, where)
+        given, tools = (
+            record_prompt(self.records, record, data, where),
+            record_tools(self.records, record, data, where),
+        )
         text, prompt = self.tokenizer.prompt(given, where, tools)
         asked = Asked(text, self.tokenizer.messages(given, where), tools)
         answer = self.records.meant(required(record, data.response_key, where))
@@ -74,7 +77,11 @@ class ExampleMaker:
     def fits(self, number: int) -> bool:
         """Make a sample and return whether it is short enough. Raises UserError if it is not, unless data.overlong_prompts=skip."""
         sample, data = self(number), self.config.data
-        problem = too_long(len(sample.prompt_ids), len(sample.response_ids), data, self.config.rollout.max_response_length)
+        problem = too_long(
+            len(sample.prompt_ids), len(sample.response_ids), data, self.config.rollout.max_response_length
+        )
         if problem and data.overlong_prompts != OverlongPrompts.skip:
-            raise UserError(f"{self.records.where(number)} {problem}; raise these, or set data.overlong_prompts=skip")
+            raise UserError(
+                f"{self.records.where(number)} {problem}; raise these, or set data.overlong_prompts=skip"
+            )
         return problem is None

@@ -83,7 +83,9 @@ class JsonRecords(FileRecords):
             if not done:
                 block *= 2  # a string longer than the buffer; doubling keeps the work linear
             base, buffer = base + done, buffer[done:]
-        raise UserError(f"{self.source}: record {number}: the file ends within the array; it may have been cut off")
+        raise UserError(
+            f"{self.source}: record {number}: the file ends within the array; it may have been cut off"
+        )
 
     def _is_blank(self, start: int, end: int) -> bool:
         return end - start < _BLOCK and not os.pread(self._file.fileno(), end - start, start).strip()

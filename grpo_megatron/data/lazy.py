@@ -15,7 +15,12 @@ class Made(Sequence[T]):
     contents: digests of the sources that the items are made from, by name.
     """
 
-    def __init__(self, numbers: Sequence[int], make: Callable[[int], T], contents: Mapping[str, str] = MappingProxyType({})):
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        make: Callable[[int], T],
+        contents: Mapping[str, str] = MappingProxyType({}),
+    ):
         self._numbers, self._make, self.contents = numbers, make, contents
 
     def __len__(self) -> int:

@@ -7,7 +7,11 @@ from grpo_megatron.config.schema import DataConfig, OverlongPrompts
 
 def within_limit(prompt: np.ndarray, data: DataConfig) -> np.ndarray:
     """Return a prompt's last data.max_prompt_length tokens under data.overlong_prompts=truncate_left, else all of it."""
-    return prompt[-data.max_prompt_length :] if data.overlong_prompts == OverlongPrompts.truncate_left else prompt
+    return (
+        prompt[-data.max_prompt_length :]
+        if data.overlong_prompts == OverlongPrompts.truncate_left
+        else prompt
+    )
 
 
 def too_long(prompt: int, response: int, data: DataConfig, longest: int) -> str | None:

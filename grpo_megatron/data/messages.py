@@ -26,7 +26,9 @@ def chat_messages(prompt: Any, where: str, name: str = "prompt") -> list[dict[st
         )
     if not prompt:
         raise UserError(f"{where}: the {name} is empty, a list without messages")
-    return [_message(message, f"{where}: message {number} of the {name}") for number, message in enumerate(prompt)]
+    return [
+        _message(message, f"{where}: message {number} of the {name}") for number, message in enumerate(prompt)
+    ]
 
 
 def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
@@ -48,7 +50,9 @@ def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
 def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
     calls = _json_value(given) if isinstance(given, str) else given
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise UserError(f"{where} has the tool_calls {shown(given)}; they must be a list of objects with name and arguments")
+        raise UserError(
+            f"{where} has the tool_calls {shown(given)}; they must be a list of objects with name and arguments"
+        )
     calls = [_without_nulls(call) for call in calls]
     for call in calls:
         if isinstance(call.get("function"), dict):
@@ -66,7 +70,11 @@ def _content(message: dict[str, Any], where: str) -> str | None:
     if content is None and message["role"] == "assistant" and written_beside_content(message):
         return None
     if not isinstance(content, list):
-        raise UserError(f"{where} has no content" if content is None else f"{where} has the content {shown(content)}, not text")
+        raise UserError(
+            f"{where} has no content"
+            if content is None
+            else f"{where} has the content {shown(content)}, not text"
+        )
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else part
         if kind != "text" or not isinstance(part.get("text"), str):
@@ -100,7 +108,11 @@ def chat_in_text(text: str, where: str) -> list[dict[str, Any]] | None:
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and "role" in item for item in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict) and "role" in item for item in value)
+    )
 
 
 def _json_value(text: str) -> Any:

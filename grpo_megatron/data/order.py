@@ -17,7 +17,9 @@ class EpochOrder:
     takes them from a sequence of such items.
     """
 
-    def __init__(self, size: int, seed: int, shuffle: bool, contents: Mapping[str, str] = MappingProxyType({})):
+    def __init__(
+        self, size: int, seed: int, shuffle: bool, contents: Mapping[str, str] = MappingProxyType({})
+    ):
         self.size, self.seed, self.shuffle, self.contents = size, seed, shuffle, dict(contents)
         self.epoch, self.position = 0, 0
         self._order = self._make_order()
@@ -91,7 +93,13 @@ class PromptSource:
     run goes on with other weights, that is of what is handed out since then.
     """
 
-    def __init__(self, sources: Sequence[Sequence[Prompt]], seed: int, shuffle: bool, weights: list[float] | None = None):
+    def __init__(
+        self,
+        sources: Sequence[Sequence[Prompt]],
+        seed: int,
+        shuffle: bool,
+        weights: list[float] | None = None,
+    ):
         self._sources = sources if weights else [Chain(sources)]
         self._shares = [weight / sum(weights) for weight in weights] if weights else [1.0]
         self._orders = [EpochOrder.of(source, seed + i, shuffle) for i, source in enumerate(self._sources)]
@@ -101,7 +109,10 @@ class PromptSource:
         self._lent: list[tuple[int, int, int]] = []
 
     def next(self, count: int) -> list[Prompt]:
-        return [self._prompt(*(self._returned.pop(0) if self._returned else self._next_place())) for _ in range(count)]
+        return [
+            self._prompt(*(self._returned.pop(0) if self._returned else self._next_place()))
+            for _ in range(count)
+        ]
 
     def settle(self, unused: list[Prompt]) -> None:
         """Of the prompts handed out since the last call, these were not used: they come first in what is handed out next."""
@@ -141,7 +152,9 @@ class PromptSource:
         Return a note on what could not be compared, or an empty text.
         """
         if len(state["orders"]) != len(self._orders):
-            raise UserError(f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}; {ANOTHER_RUN}")
+            raise UserError(
+                f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}; {ANOTHER_RUN}"
+            )
         notes = [order.must_fit(saved) for order, saved in zip(self._orders, state["orders"], strict=True)]
         return next(filter(None, notes), "")
 

@@ -46,7 +46,9 @@ class PairMaker:
         prompt_ids, said = self._said(record, key, where)
         response = self.conversations.finished(tokenizer.encode(said))
         if not (said and len(tokenizer.encode(said)) and len(response)):
-            raise UserError(f"{where}: the tokenizer makes no token of the response in field {key!r}, {shown(said)}")
+            raise UserError(
+                f"{where}: the tokenizer makes no token of the response in field {key!r}, {shown(said)}"
+            )
         return Sample(
             group_id=self.first + number,
             trajectory_id=self.first + number,
@@ -65,7 +67,9 @@ class PairMaker:
         if isinstance(value, str):
             value = chat_in_text(value, where) or value
         if isinstance(value, str):
-            return tokenizer.prompt(record_prompt(self.records, record, self.config, where), where, tools)[1], value
+            return tokenizer.prompt(record_prompt(self.records, record, self.config, where), where, tools)[
+                1
+            ], value
         messages = chat_messages(value, f"{where}: field {key!r}")
         if messages[-1]["role"] != "assistant":
             raise UserError(
@@ -77,7 +81,9 @@ class PairMaker:
             return prompt_ids, last["content"]
         return prompt_ids, tokenizer.template.turn([*earlier, last], where, tools).text
 
-    def _conversation(self, messages: list[dict[str, Any]], record: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    def _conversation(
+        self, messages: list[dict[str, Any]], record: dict[str, Any], where: str
+    ) -> list[dict[str, Any]]:
         """Return the whole conversation.
 
         messages: all of it, or, if they begin with the assistant, the rest behind the record's prompt.
@@ -103,7 +109,9 @@ def _parts(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
 def _margin(record: dict[str, Any], key: str, where: str) -> float:
     value = required(record, key, where)
     if type(value) not in (int, float) or not 0 <= value < np.inf:
-        raise UserError(f"{where}: field {key!r} must be a finite number that is at least 0, is {shown(value)}")
+        raise UserError(
+            f"{where}: field {key!r} must be a finite number that is at least 0, is {shown(value)}"
+        )
     return float(value)
 
 
@@ -125,14 +133,18 @@ def load_pairs(
             pair = make(number)
             if problem := make.problem(pair):
                 if data.overlong_prompts != OverlongPrompts.skip:
-                    raise UserError(f"{records.where(number)} {problem}; raise these, or set data.overlong_prompts=skip")
+                    raise UserError(
+                        f"{records.where(number)} {problem}; raise these, or set data.overlong_prompts=skip"
+                    )
                 counts["too long"] += 1
             elif all(np.array_equal(*both) for both in zip(*map(_parts, pair), strict=True)):
                 counts["with two responses that are alike"] += 1
             else:
                 kept.append(number)
         if not kept:
-            raise UserError(f"{source}: no pair is left, all {len(records)} are too long or have two responses that are alike")
+            raise UserError(
+                f"{source}: no pair is left, all {len(records)} are too long or have two responses that are alike"
+            )
         parts.append(Made(kept, make, {source: records.digest()}))
         first += len(records)
     return Chain(parts), counts

@@ -79,8 +79,12 @@ class PromptMaker:
         given = record_prompt(self.records, record, config, where)
         tools = record_tools(self.records, record, config, where)
         text, ids = self.tokenizer.prompt(given, where, tools)
-        answer = reference_answer(required(record, config.answer_key, where), f"{where}: field {config.answer_key!r}")
-        fields = {key: value for key, value in record.items() if key not in (config.prompt_key, config.answer_key)}
+        answer = reference_answer(
+            required(record, config.answer_key, where), f"{where}: field {config.answer_key!r}"
+        )
+        fields = {
+            key: value for key, value in record.items() if key not in (config.prompt_key, config.answer_key)
+        }
         messages = self.tokenizer.messages(given, where)
         return Prompt(self.first_uid + number, ids, text, answer, fields, self.name, messages, tools)
 
@@ -135,5 +139,7 @@ def load_prompts(
             check(prompt, records.where(number))
         kept.append(number)
     if not kept:
-        raise UserError(f"{source}: no prompt is left, all {counts['skipped']} are longer than data.max_prompt_length")
+        raise UserError(
+            f"{source}: no prompt is left, all {counts['skipped']} are longer than data.max_prompt_length"
+        )
     return Made(kept, make, {source: records.digest()}), counts

@@ -24,7 +24,9 @@ def open_records(source: str) -> Records:
     if source.startswith(HUB_PREFIX):
         records: Records = HubRecords(source)
     elif Path(source).is_dir():
-        raise UserError(f"{source} is a folder, not a file; name the files in it, or hf:{source} to load it as an HF dataset")
+        raise UserError(
+            f"{source} is a folder, not a file; name the files in it, or hf:{source} to load it as an HF dataset"
+        )
     elif not Path(source).is_file():
         raise UserError(f"{source} does not exist (a file, or hf:NAME[:CONFIG[:SPLIT]] for an HF dataset)")
     elif suffix in (".jsonl", ".json"):
@@ -34,7 +36,9 @@ def open_records(source: str) -> Records:
     elif suffix in _COMPRESSED:
         raise UserError(f"{source} is compressed, so records cannot be read from its middle; unpack it first")
     else:
-        raise UserError(f"{source}: data must be .jsonl, .json, .parquet or hf:NAME, not {suffix or 'without a suffix'}")
+        raise UserError(
+            f"{source}: data must be .jsonl, .json, .parquet or hf:NAME, not {suffix or 'without a suffix'}"
+        )
     if not len(records):
         raise UserError(f"{source} has no records")
     return records

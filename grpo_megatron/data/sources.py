@@ -9,7 +9,9 @@ from grpo_megatron.data.prompts import RecordCheck, as_list, load_prompts
 from grpo_megatron.data.tokenizer import PromptTokenizer
 
 
-def training_prompts(config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None) -> PromptSource:
+def training_prompts(
+    config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None
+) -> PromptSource:
     sources, uid = [], 0
     for source in as_list(config.data.train):
         prompts, counts = load_prompts(source, tokenizer, config.data, uid, check)
@@ -20,7 +22,9 @@ def training_prompts(config: Config, tokenizer: PromptTokenizer, check: RecordCh
     return PromptSource(sources, config.run.seed, config.data.shuffle, config.data.train_weights)
 
 
-def held_out_prompts(config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None) -> dict[str, list[Prompt]]:
+def held_out_prompts(
+    config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None
+) -> dict[str, list[Prompt]]:
     """{name of the data set: its prompts}; a name that occurs twice gets a number, and so does `average`, which is that of all.
 
     These are held in memory: an evaluation samples them all at once.
@@ -29,7 +33,10 @@ def held_out_prompts(config: Config, tokenizer: PromptTokenizer, check: RecordCh
     for source in as_list(config.data.eval):
         prompts, counts = load_prompts(source, tokenizer, config.data, check=check)
         if any(counts.values()):
-            print(f"{source}: {counts['skipped']} skipped and {counts['truncated']} truncated for their length", flush=True)
+            print(
+                f"{source}: {counts['skipped']} skipped and {counts['truncated']} truncated for their length",
+                flush=True,
+            )
         loaded.append((prompts[0].source, list(prompts)))
     datasets: dict[str, list[Prompt]] = {}
     own = {name for name, _ in loaded}

@@ -78,5 +78,7 @@ class FileRecords(Records):
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         if self._now() != self._stamp:
-            raise UserError(f"{self.source} has been changed since it was opened; write a new file in place of changing it")
+            raise UserError(
+                f"{self.source} has been changed since it was opened; write a new file in place of changing it"
+            )
         return super().__getitem__(number)

@@ -78,7 +78,9 @@ class PromptTokenizer:
         text = f"{prompt}{self._suffix}"
         return text, self._some(self._encode_with_beginning(text), text, where)
 
-    def chat_prompt(self, messages: list[dict[str, Any]], where: str, tools: Tools = None) -> tuple[str, np.ndarray]:
+    def chat_prompt(
+        self, messages: list[dict[str, Any]], where: str, tools: Tools = None
+    ) -> tuple[str, np.ndarray]:
         """Return text and int32 ids of a prompt of messages, see `prompt`. messages: as the method `messages` returns them."""
         text = self._needed_template().prompt(messages, where, tools)
         if not text.strip():
@@ -118,7 +120,9 @@ class PromptTokenizer:
     def _with_suffix(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
         asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
         if not asked:
-            raise UserError(f"{where}: the prompt has no message of the user, to which data.prompt_suffix could be appended")
+            raise UserError(
+                f"{where}: the prompt has no message of the user, to which data.prompt_suffix could be appended"
+            )
         last = messages[asked[-1]]
         messages[asked[-1]] = {**last, "content": f"{last['content']}{self._suffix}"}
         return messages
@@ -176,7 +180,9 @@ class PromptTokenizer:
 
     def encode_behind(self, before: str, text: str) -> np.ndarray:
         """Return int32 ids of a text that stands behind another one."""
-        return np.array(self._behind(before, text) if self._depends_on_text_before else self._ids(text), dtype=np.int32)
+        return np.array(
+            self._behind(before, text) if self._depends_on_text_before else self._ids(text), dtype=np.int32
+        )
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -218,7 +224,11 @@ class PromptTokenizer:
             raise UserError(
                 f"{where}: token id {shown(wrong[0])} of the prompt is not among the model's 0 to {self.vocab_size - 1}"
             )
-        for key, value in (("system_prompt", self._system), ("prompt_suffix", self._suffix or None), ("tools_key", tools)):
+        for key, value in (
+            ("system_prompt", self._system),
+            ("prompt_suffix", self._suffix or None),
+            ("tools_key", tools),
+        ):
             if value is not None:
                 raise UserError(f"{where}: the prompt is token ids, to which data.{key} cannot be applied")
         array = np.array(ids, dtype=np.int32)
@@ -232,7 +242,9 @@ class PromptTokenizer:
         except UserError:
             return  # it is said with the first record, for which the template may not fail
         if with_it == without:
-            raise UserError("data.system_prompt has no effect: the chat template leaves out messages of the role system")
+            raise UserError(
+                "data.system_prompt has no effect: the chat template leaves out messages of the role system"
+            )
 
     def _ends_of_template(self) -> tuple[int, ...]:
         """Return the token that ends turns in the template, if any; not always the tokenizer's end token."""
@@ -270,10 +282,14 @@ def load_tokenizer(model_path: str):
         tokenizer = AutoTokenizer.from_pretrained(model_path)
     except Exception as error:  # the library raises many kinds; all of them mean this
         reason = (str(error).strip().splitlines() or [""])[0]
-        raise UserError(f"{model_path}: the tokenizer cannot be loaded ({type(error).__name__}: {reason})") from error
+        raise UserError(
+            f"{model_path}: the tokenizer cannot be loaded ({type(error).__name__}: {reason})"
+        ) from error
     # In a folder without tokenizer files the library makes an empty tokenizer of the model's type.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise UserError(f"{model_path} has no tokenizer (tokenizer.json, or another tokenizer file); copy the model's into it")
+        raise UserError(
+            f"{model_path} has no tokenizer (tokenizer.json, or another tokenizer file); copy the model's into it"
+        )
     return tokenizer
 
 
@@ -296,10 +312,16 @@ def _vocab_size(model_path: str, tokenizer) -> int:
     return size
 
 
-def _template(model_path: str, tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]]) -> ChatTemplate | None:
+def _template(
+    model_path: str, tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]]
+) -> ChatTemplate | None:
     """Return the template that data.chat_template names; None for `none`. Raises as _read_template does."""
     text = _read_template(model_path, tokenizer, data)
-    return None if data.chat_template == NO_TEMPLATE else ChatTemplate(tokenizer, text, data.chat_template_args, tools)
+    return (
+        None
+        if data.chat_template == NO_TEMPLATE
+        else ChatTemplate(tokenizer, text, data.chat_template_args, tools)
+    )
 
 
 def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
@@ -310,9 +332,14 @@ def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
     name = data.chat_template
     ours = sorted(set(_OURS) & set(data.chat_template_args))
     if ours:
-        raise UserError(f"data.chat_template_args: {', '.join(ours)} cannot be set; only what the template itself reads can")
+        raise UserError(
+            f"data.chat_template_args: {', '.join(ours)} cannot be set; only what the template itself reads can"
+        )
     if name == NO_TEMPLATE:
-        for key, value in (("system_prompt", data.system_prompt), ("chat_template_args", data.chat_template_args or None)):
+        for key, value in (
+            ("system_prompt", data.system_prompt),
+            ("chat_template_args", data.chat_template_args or None),
+        ):
             if value is not None:
                 raise UserError(f"data.{key} needs a chat template, but data.chat_template=none")
         return None

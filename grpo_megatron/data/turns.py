@@ -22,7 +22,9 @@ class Asked:
     tools: Tools
 
 
-def written(tokenizer: PromptTokenizer, asked: Asked, response: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+def written(
+    tokenizer: PromptTokenizer, asked: Asked, response: Any, where: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Return (int32 ids [R], bool mask [R]) of everything behind the prompt.
 
     The mask is true for tokens that the model writes.
@@ -31,7 +33,11 @@ def written(tokenizer: PromptTokenizer, asked: Asked, response: Any, where: str)
     template renders. The first and the last message are the assistant's. The tokens are those of an episode
     with rollout.history=append. where: the record and its field, for the message of a UserError.
     """
-    parts = [(ids, by_model) for ids, by_model in _parts(tokenizer, asked, _messages(response, where), where) if len(ids)]
+    parts = [
+        (ids, by_model)
+        for ids, by_model in _parts(tokenizer, asked, _messages(response, where), where)
+        if len(ids)
+    ]
     mask = np.concatenate([np.full(len(ids), by_model, dtype=np.bool_) for ids, by_model in parts])
     return np.concatenate([ids for ids, _ in parts]), mask
 
@@ -52,7 +58,9 @@ def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
     return messages
 
 
-def _parts(tokenizer: PromptTokenizer, asked: Asked, response: str | list[dict[str, Any]], where: str) -> Iterator:
+def _parts(
+    tokenizer: PromptTokenizer, asked: Asked, response: str | list[dict[str, Any]], where: str
+) -> Iterator:
     if isinstance(response, str):
         yield _turn(tokenizer, _text_turn(tokenizer, asked, response), where)
     elif asked.messages is None:
@@ -66,7 +74,9 @@ def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
     template, closing, is_closed = tokenizer.template, "", False
     if template:
         closing, is_closed = template.shape.closing, template.shape.is_closed
-    if asked.messages is not None and not (asked.messages[-1]["role"] == "assistant" and asked.messages[-1]["content"]):
+    if asked.messages is not None and not (
+        asked.messages[-1]["role"] == "assistant" and asked.messages[-1]["content"]
+    ):
         text = template.text_behind(asked.text, text)
     end = closing if is_closed else tokenizer.tokenizer.eos_token
     if end and text.rstrip().endswith(end):  # some data sets have it in their texts
@@ -79,7 +89,9 @@ def _turn(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarra
     return np.concatenate([text, tokenizer.closing(turn.closing, turn.is_closed, where)]), True
 
 
-def _plain_parts(tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str) -> Iterator:
+def _plain_parts(
+    tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str
+) -> Iterator:
     """Yield the parts behind a prompt that is no chat: contents verbatim, as in such an episode."""
     before = asked.text
     for message in response:
@@ -95,7 +107,9 @@ def _plain_parts(tokenizer: PromptTokenizer, asked: Asked, response: list[dict[s
         before = text
 
 
-def _chat_parts(tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str) -> Iterator:
+def _chat_parts(
+    tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str
+) -> Iterator:
     """Yield each turn of the assistant, and what the template puts between two of them."""
     template, chat, begun = tokenizer.template, list(asked.messages), ""
     if chat[-1]["role"] == "assistant":
@@ -115,7 +129,9 @@ def _chat_parts(tokenizer: PromptTokenizer, asked: Asked, response: list[dict[st
         earlier = turn
 
 
-def _between(tokenizer: PromptTokenizer, earlier: Turn, turn: Turn, messages: list[dict[str, Any]], tools: Tools) -> np.ndarray:
+def _between(
+    tokenizer: PromptTokenizer, earlier: Turn, turn: Turn, messages: list[dict[str, Any]], tools: Tools
+) -> np.ndarray:
     """Return int32 ids that stand between two turns of the assistant."""
     behind = f"{earlier.before}{earlier.text}{earlier.closing}"
     if turn.before.startswith(behind):

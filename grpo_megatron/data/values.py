@@ -62,7 +62,9 @@ def _text(text: str) -> str:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError(f"has half of a surrogate pair ({text[error.start]!r}), which is not a character") from error
+            raise ValueError(
+                f"has half of a surrogate pair ({text[error.start]!r}), which is not a character"
+            ) from error
     return text
 
 
@@ -89,9 +91,13 @@ def required(record: dict[str, Any], key: str, where: str) -> Any:
     """What lookup finds. Raises UserError, naming the record's own keys, if it is missing or null."""
     value = lookup(record, key)
     if value is None:
-        has = ", ".join(map(shown, list(record)[:_KEYS_SHOWN])) + (", ..." if len(record) > _KEYS_SHOWN else "")
+        has = ", ".join(map(shown, list(record)[:_KEYS_SHOWN])) + (
+            ", ..." if len(record) > _KEYS_SHOWN else ""
+        )
         fault = "null" if key in record else "missing"
-        raise UserError(f"{where}: field {key!r} is {fault}; the record has {has} (see data.prompt_key and its siblings)")
+        raise UserError(
+            f"{where}: field {key!r} is {fault}; the record has {has} (see data.prompt_key and its siblings)"
+        )
     return value
 
 

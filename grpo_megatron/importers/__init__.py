@@ -8,4 +8,14 @@ from grpo_megatron.importers.verl import VERL
 
 SYSTEMS: dict[str, System] = {"verl": VERL, "rlinf": RLINF}
 
-__all__ = ["RLINF", "SYSTEMS", "VERL", "Import", "Settings", "System", "import_settings", "read_settings", "to_yaml"]
+__all__ = [
+    "RLINF",
+    "SYSTEMS",
+    "VERL",
+    "Import",
+    "Settings",
+    "System",
+    "import_settings",
+    "read_settings",
+    "to_yaml",
+]

@@ -6,7 +6,16 @@ from typing import Any
 from grpo_megatron.config.keys import default_of, nested_yaml
 from grpo_megatron.config.load import known_keys
 from grpo_megatron.errors import UserError
-from grpo_megatron.importers.mapping import UNSET, CannotCarry, Entry, Finding, NotKnown, Source, System, plain
+from grpo_megatron.importers.mapping import (
+    UNSET,
+    CannotCarry,
+    Entry,
+    Finding,
+    NotKnown,
+    Source,
+    System,
+    plain,
+)
 from grpo_megatron.importers.sources import Settings
 from grpo_megatron.importers.typed import takes_text, typed
 
@@ -40,7 +49,9 @@ class Import:
     @property
     def changes_training(self) -> list[str]:
         """What a person must accept; first what no key of ours could settle."""
-        return [finding.text for finding in sorted(self.findings, key=lambda finding: bool(finding.settled_by))]
+        return [
+            finding.text for finding in sorted(self.findings, key=lambda finding: bool(finding.settled_by))
+        ]
 
     @property
     def needs_acceptance(self) -> bool:
@@ -93,14 +104,24 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
     for _, key, value, entry in sorted(known, key=lambda item: item[0]):
         _carry(key, value, entry, source, result, settings.undecided.get(key))
     result.findings += [
-        finding for finding in system.findings(source, settings) if not result.given.keys() & set(finding.settled_by)
+        finding
+        for finding in system.findings(source, settings)
+        if not result.given.keys() & set(finding.settled_by)
     ]
     told = {
         line.partition("=")[0]
-        for lines in (result.origins.values(), result.changes_training, result.changed, result.not_carried, result.absorbed)
+        for lines in (
+            result.origins.values(),
+            result.changes_training,
+            result.changed,
+            result.not_carried,
+            result.absorbed,
+        )
         for line in lines
     }
-    result.absorbed += [f"{key}={value}: another key decides" for _, key, value, _ in known if key not in told]
+    result.absorbed += [
+        f"{key}={value}: another key decides" for _, key, value, _ in known if key not in told
+    ]
     result.values |= result.given
     result.origins |= dict.fromkeys(result.given, "given by hand")
     result.values = {key: result.values[key] for key in known_keys() if key in result.values}
@@ -175,7 +196,9 @@ def _carry_default(entry: Entry, source: Source, result: Import) -> None:
     try:
         carried = _converted(entry.theirs, entry.default, entry, source)
     except CannotCarry as reason:
-        _leave(f"{entry.theirs} (not set; {result.system}'s default is {entry.default}): {reason}", entry, result)
+        _leave(
+            f"{entry.theirs} (not set; {result.system}'s default is {entry.default}): {reason}", entry, result
+        )
         return
     for name, ours in carried.items():
         if ours != default_of(known_keys()[name]):
@@ -185,4 +208,7 @@ def _carry_default(entry: Entry, source: Source, result: Import) -> None:
 
 def to_yaml(result: Import) -> str:
     """Our YAML, each value with its origin as a comment."""
-    return nested_yaml(result.values, {key: " ".join(origin.split()) for key, origin in result.origins.items()}) + "\n"
+    return (
+        nested_yaml(result.values, {key: " ".join(origin.split()) for key, origin in result.origins.items()})
+        + "\n"
+    )

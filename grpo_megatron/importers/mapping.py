@@ -56,7 +56,11 @@ class Source:
 
     def below(self, section: str) -> dict[str, Any]:
         """The values that are set in a section, by the rest of their keys."""
-        return {key.removeprefix(f"{section}."): self[key] for key in self._values if key.startswith(f"{section}.")}
+        return {
+            key.removeprefix(f"{section}."): self[key]
+            for key in self._values
+            if key.startswith(f"{section}.")
+        }
 
     def number(self, key: str) -> float | int:
         value = self[key]
@@ -124,14 +128,18 @@ class System:
         for entry in self.entries:
             if entry.theirs == key:
                 return entry
-        return next((entry for entry in self.entries if entry.is_pattern and fnmatchcase(key, entry.theirs)), None)
+        return next(
+            (entry for entry in self.entries if entry.is_pattern and fnmatchcase(key, entry.theirs)), None
+        )
 
     def table(self) -> str:
         """The mapping as a Markdown table, which the documentation holds word for word."""
         lines = [f"| {self.name} | here | what to know |", "|---|---|---|"]
         for entry in self.entries:
             ours = ", ".join(f"`{key}`" for key in entry.ours) or "-"
-            note = "; ".join(part for part in (f"unit: {entry.unit}" if entry.unit else "", entry.note) if part)
+            note = "; ".join(
+                part for part in (f"unit: {entry.unit}" if entry.unit else "", entry.note) if part
+            )
             lines.append(f"| `{entry.theirs}` | {ours} | {note.replace('|', chr(92) + '|')} |")
         return "\n".join(lines)
 
@@ -142,7 +150,12 @@ def same(theirs: str, ours: str, note: str = "", default: Any = UNSET, unit: str
 
 
 def becomes(
-    theirs: str, ours: str | tuple[str, ...], convert: Convert, note: str = "", default: Any = UNSET, unit: str = ""
+    theirs: str,
+    ours: str | tuple[str, ...],
+    convert: Convert,
+    note: str = "",
+    default: Any = UNSET,
+    unit: str = "",
 ) -> Entry:
     """A value that has to be translated."""
     return Entry(theirs, (ours,) if isinstance(ours, str) else ours, note, convert, default, unit)
@@ -204,7 +217,11 @@ def room_for(longest: Callable[[Source], int]) -> Convert:
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         tokens = longest(source)
-        return {"train.max_tokens_per_micro_batch": tokens} if tokens > TrainConfig().max_tokens_per_micro_batch else {}
+        return (
+            {"train.max_tokens_per_micro_batch": tokens}
+            if tokens > TrainConfig().max_tokens_per_micro_batch
+            else {}
+        )
 
     return convert
 

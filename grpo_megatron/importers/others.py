@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 # What only files of systems that can be imported have.
 _IMPORTED = re.compile(
-    r"actor_rollout_ref\.|^actor_rollout_ref:|\bverl\.(trainer|recipe|experimental)\b|\brlinf\b|^runner:", re.M
+    r"actor_rollout_ref\.|^actor_rollout_ref:|\bverl\.(trainer|recipe|experimental)\b|\brlinf\b|^runner:",
+    re.M,
 )
 _ENOUGH = 2  # marks, each of which may stand in another system's file by chance
 
@@ -37,8 +38,17 @@ OTHERS = (
         "slime",
         (
             r"^[^#\n]*\btrain(_async)?\.py\b",
-            *_flags("rollout-batch-size", "n-samples-per-prompt", "num-rollout", "hf-checkpoint", "ref-load", "rm-type"),
-            *_flags("advantage-estimator", "rollout-max-response-len", "actor-num-gpus-per-node", "sglang-[a-z-]+"),
+            *_flags(
+                "rollout-batch-size",
+                "n-samples-per-prompt",
+                "num-rollout",
+                "hf-checkpoint",
+                "ref-load",
+                "rm-type",
+            ),
+            *_flags(
+                "advantage-estimator", "rollout-max-response-len", "actor-num-gpus-per-node", "sglang-[a-z-]+"
+            ),
             *_flags("custom-rm-path", "prompt-data", "rollout-function-path"),
         ),
     ),
@@ -47,12 +57,21 @@ OTHERS = (
         (
             r"\bopenrlhf[./]cli\b",
             *_flags(
-                r"vllm[._]num_engines", r"actor[._]num_gpus_per_node", r"ref[._]num_gpus_per_node", r"ds\.zero_stage|zero_stage"
+                r"vllm[._]num_engines",
+                r"actor[._]num_gpus_per_node",
+                r"ref[._]num_gpus_per_node",
+                r"ds\.zero_stage|zero_stage",
             ),
             *_flags(
-                r"rollout[._]batch_size", r"rollout\.n_samples_per_prompt|n_samples_per_prompt", r"ckpt\.output_dir|ckpt_path"
+                r"rollout[._]batch_size",
+                r"rollout\.n_samples_per_prompt|n_samples_per_prompt",
+                r"ckpt\.output_dir|ckpt_path",
             ),
-            *_flags(r"algo\.[\w.]+|init_kl_coef", r"data\.prompt_dataset|prompt_data", r"actor\.model_name_or_path|pretrain"),
+            *_flags(
+                r"algo\.[\w.]+|init_kl_coef",
+                r"data\.prompt_dataset|prompt_data",
+                r"actor\.model_name_or_path|pretrain",
+            ),
         ),
     ),
     Other(
@@ -60,15 +79,27 @@ OTHERS = (
         (
             r"\btrl (grpo|rloo|sft|dpo|kto|reward|vllm-serve)\b|\btrl/(scripts|examples|experimental)/",
             *_either("model_name_or_path|per_device_train_batch_size|gradient_accumulation_steps"),
-            *_either("num_generations", "max_completion_length", "use_vllm|vllm_mode", "reward_funcs", "dataset_name"),
+            *_either(
+                "num_generations",
+                "max_completion_length",
+                "use_vllm|vllm_mode",
+                "reward_funcs",
+                "dataset_name",
+            ),
             *_either("num_iterations", "scale_rewards"),
         ),
     ),
     Other(
         "prime-rl",
         (
-            *(rf"^\[\[?{table}[\].]" for table in ("orchestrator", "trainer", "inference", "deployment", "renderer", "ckpt")),
-            *(rf"^\[{table}\]" for table in (r"model\.(ac|lora|vlm)", "optim", "wandb", "weight_broadcast", "data")),
+            *(
+                rf"^\[\[?{table}[\].]"
+                for table in ("orchestrator", "trainer", "inference", "deployment", "renderer", "ckpt")
+            ),
+            *(
+                rf"^\[{table}\]"
+                for table in (r"model\.(ac|lora|vlm)", "optim", "wandb", "weight_broadcast", "data")
+            ),
             r"^\[\[(env|eval\.env)\]\]",
             r"\buv run (rl|trainer|orchestrator|inference|sft) @",
             r"^(max_steps|seq_len|async_level|max_async_level|rollouts_per_example|group_size) *= *\d",

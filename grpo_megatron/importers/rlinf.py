@@ -61,11 +61,19 @@ def _model_of_the_actor(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _engine_experts(value: Any, source: Source) -> dict[str, Any]:
-    return {"rollout.engine.expert_parallel": source.count("rollout.tensor_parallel_size")} if truth(value) else {}
+    return (
+        {"rollout.engine.expert_parallel": source.count("rollout.tensor_parallel_size")}
+        if truth(value)
+        else {}
+    )
 
 
 def _checkpointing(value: Any, source: Source) -> dict[str, Any]:
-    return {"megatron.recompute": "full"} if truth(value) and f"{MODEL}.recompute_granularity" not in source else {}
+    return (
+        {"megatron.recompute": "full"}
+        if truth(value) and f"{MODEL}.recompute_granularity" not in source
+        else {}
+    )
 
 
 def _wsd(ours: str) -> Convert:
@@ -86,7 +94,9 @@ def _resume(value: Any, source: Source) -> dict[str, Any]:
 def _global_batch(value: Any, source: Source) -> int:
     group = source.number("algorithm.group_size")
     if int(value) % group:
-        raise CannotCarry(f"is no multiple of algorithm.group_size={group}, and a mini-batch holds whole groups here")
+        raise CannotCarry(
+            f"is no multiple of algorithm.group_size={group}, and a mini-batch holds whole groups here"
+        )
     return int(value) // group
 
 
@@ -133,14 +143,21 @@ RUN = (
     becomes("runner.max_tokens_per_mbs", "train.max_tokens_per_micro_batch", _dynamic_tokens),
     *trains(
         becomes("runner.max_steps", "run.total_steps", total_steps, "-1 there: by max_epochs"),
-        becomes("runner.max_epochs", "run.total_steps", epochs("runner.max_steps"), "read unless max_steps is set"),
+        becomes(
+            "runner.max_epochs", "run.total_steps", epochs("runner.max_steps"), "read unless max_steps is set"
+        ),
         becomes("runner.resume_dir", "run.resume", _resume, "only null"),
     ),
     becomes("runner.val_check_interval", "eval.every", every("eval.every"), "-1 (never) is 0 here"),
     becomes("runner.save_interval", "checkpoint.every", every("checkpoint.every"), "-1 (never) is 0 here"),
     becomes("runner.experiment_name", "run.name", run_name, "a slash becomes a dash"),
     becomes("runner.task_type", (), elsewhere, "only reasoning tasks are imported"),
-    becomes("runner.logger.project_name", "monitor.wandb_project", run_name, "read only with monitor.listeners=[wandb]"),
+    becomes(
+        "runner.logger.project_name",
+        "monitor.wandb_project",
+        run_name,
+        "read only with monitor.listeners=[wandb]",
+    ),
     dropped(
         "runner.logger.*",
         "metrics go to TensorBoard and metrics.jsonl, and with monitor.listeners=[wandb] to Weights & Biases",
@@ -180,10 +197,15 @@ RUN = (
     same("rollout.tensor_parallel_size", "rollout.engine.tensor_parallel"),
     same("rollout.max_running_requests", "rollout.engine.max_running_requests"),
     becomes(
-        "rollout.rollout_backend", (), only(("sglang",), "the engine is always SGLang here"), "any engine there is SGLang here"
+        "rollout.rollout_backend",
+        (),
+        only(("sglang",), "the engine is always SGLang here"),
+        "any engine there is SGLang here",
     ),
     becomes(
-        "rollout.recompute_logprobs", "train.old_logprobs", lambda value, source: "recompute" if truth(value) else "rollout"
+        "rollout.recompute_logprobs",
+        "train.old_logprobs",
+        lambda value, source: "recompute" if truth(value) else "rollout",
     ),
     becomes(
         "rollout.model.precision",
@@ -191,9 +213,17 @@ RUN = (
         choice({"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "32": "float32"}, _NO_FP16),
     ),
     same("rollout.vllm.enable_prefix_caching", "rollout.engine.prefix_cache"),
-    becomes("rollout.pipeline_parallel_size", (), only((1, None), "an engine has no pipeline stages here"), "only 1"),
     becomes(
-        "rollout.sglang.enable_ep_moe", "rollout.engine.expert_parallel", _engine_experts, "true: as many parts as TP ranks"
+        "rollout.pipeline_parallel_size",
+        (),
+        only((1, None), "an engine has no pipeline stages here"),
+        "only 1",
+    ),
+    becomes(
+        "rollout.sglang.enable_ep_moe",
+        "rollout.engine.expert_parallel",
+        _engine_experts,
+        "true: as many parts as TP ranks",
     ),
     dropped("rollout.seed", "one seed for all: run.seed"),
     dropped("rollout.return_logprobs", "the engine's log-probs are always recorded here"),
@@ -201,7 +231,8 @@ RUN = (
     dropped("rollout.*", "no counterpart among the options of the engine"),
     dropped("reward.*", "belongs to RLinf's own rewards: see reward.function and reward.args"),
     dropped(
-        "cluster.*", "set megatron.data_parallel and rollout.engine.num_engines for the GPUs you have, and cluster.placement"
+        "cluster.*",
+        "set megatron.data_parallel and rollout.engine.num_engines for the GPUs you have, and cluster.placement",
     ),
     dropped("critic.*", "GRPO has no critic"),
     dropped("inference.*", "the trainer's own ranks compute log-probs"),
@@ -232,12 +263,19 @@ ACTOR = (
     same(f"{MODEL}.recompute_modules", "megatron.recompute_modules"),
     same(f"{MODEL}.expert_tensor_parallel_size", "megatron.expert_tensor_parallel"),
     becomes(
-        f"{MODEL}.virtual_pipeline_model_parallel_size", "megatron.virtual_pipeline", unless_null("megatron.virtual_pipeline")
+        f"{MODEL}.virtual_pipeline_model_parallel_size",
+        "megatron.virtual_pipeline",
+        unless_null("megatron.virtual_pipeline"),
     ),
     *trains(
         same(f"{MODEL}.moe_aux_loss_coeff", "moe.aux_loss_coeff"),
         same(f"{MODEL}.moe_z_loss_coeff", "moe.z_loss_coeff"),
-        becomes(f"{MODEL}.model_path", "model.path", _model_of_the_actor, "only that of the rollout, if both are set"),
+        becomes(
+            f"{MODEL}.model_path",
+            "model.path",
+            _model_of_the_actor,
+            "only that of the rollout, if both are set",
+        ),
     ),
     dropped(f"{MODEL}.*", "no counterpart: the layers are Megatron's as the model's config.json has them"),
     becomes("actor.fsdp_config.gradient_checkpointing", "megatron.recompute", _checkpointing, "true: full"),
@@ -282,12 +320,25 @@ ACTOR = (
     becomes("actor.optim.bf16", (), elsewhere, "read with actor.model.precision"),
     *trains(
         becomes("actor.optim.fp16", "megatron.precision", only((False, None), _NO_FP16), "only false"),
-        becomes("actor.optim.optimizer", (), only(("adam", "adamw", None), "the optimizer is AdamW here"), "only adam"),
+        becomes(
+            "actor.optim.optimizer",
+            (),
+            only(("adam", "adamw", None), "the optimizer is AdamW here"),
+            "only adam",
+        ),
         becomes("actor.optim.min_lr", "optimizer.lr_min", _unless_constant("optimizer.lr_min")),
         dropped("actor.optim.*", "no counterpart in the optimizer section"),
         becomes("actor.lr_sched.lr_warmup_init", (), only((0, None), "a warm-up begins at 0 here"), "only 0"),
-        becomes("actor.lr_sched.lr_wsd_decay_iters", "optimizer.wsd_decay_steps", _wsd("optimizer.wsd_decay_steps")),
-        becomes("actor.lr_sched.lr_wsd_decay_style", "optimizer.wsd_decay_style", _wsd("optimizer.wsd_decay_style")),
+        becomes(
+            "actor.lr_sched.lr_wsd_decay_iters",
+            "optimizer.wsd_decay_steps",
+            _wsd("optimizer.wsd_decay_steps"),
+        ),
+        becomes(
+            "actor.lr_sched.lr_wsd_decay_style",
+            "optimizer.wsd_decay_style",
+            _wsd("optimizer.wsd_decay_style"),
+        ),
         same("actor.lr_sched.lr_warmup_iters", "optimizer.lr_warmup_steps"),
         becomes("actor.lr_sched.lr_warmup_fraction", "optimizer.lr_warmup_steps", _warmup_fraction, "only 0"),
         becomes(
@@ -295,7 +346,11 @@ ACTOR = (
             "optimizer.lr_schedule",
             choice({"constant": "constant", "cosine": "cosine", "linear": "linear", "WSD": "wsd"}),
         ),
-        becomes("actor.lr_sched.lr_decay_iters", "optimizer.lr_decay_steps", _unless_constant("optimizer.lr_decay_steps")),
+        becomes(
+            "actor.lr_sched.lr_decay_iters",
+            "optimizer.lr_decay_steps",
+            _unless_constant("optimizer.lr_decay_steps"),
+        ),
         becomes("actor.lr_sched.min_lr", "optimizer.lr_min", _unless_constant("optimizer.lr_min")),
     ),
     dropped("actor.lr_sched.max_lr", "the peak is optimizer.lr"),
@@ -318,9 +373,7 @@ def _refusal(source: Source, settings: Settings) -> str | None:
     task = settings.values.get("runner.task_type")
     if task in (None, "reasoning", "math"):
         return None
-    return (
-        f"runner.task_type={task}: only RLinf's reasoning tasks are imported, runs that train a language model on text with RL"
-    )
+    return f"runner.task_type={task}: only RLinf's reasoning tasks are imported, runs that train a language model on text with RL"
 
 
 def _findings(source: Source, settings: Settings) -> list[Finding]:
@@ -337,11 +390,17 @@ def _findings(source: Source, settings: Settings) -> list[Finding]:
             name = ", ".join(f"{part}={value}" for part, value in base.items())
         # Those of a training engine say how, not what; a file names itself as _self_.
         if not re.match(r"override hydra/|_self_|.*(hybrid_engines|training_backend)/", name):
-            found.append(Finding(f"defaults: {name}: a base configuration that was not read; put its settings into the file"))
+            found.append(
+                Finding(
+                    f"defaults: {name}: a base configuration that was not read; put its settings into the file"
+                )
+            )
     if "reward.reward_type" not in settings.values:
         found.append(Finding("reward: none is named; give reward.function", ("reward.function",)))
     if not {"runner.max_epochs", "runner.max_steps"} & settings.values.keys():
-        found.append(Finding("run.total_steps: how long the run is, is not said; give it", ("run.total_steps",)))
+        found.append(
+            Finding("run.total_steps: how long the run is, is not said; give it", ("run.total_steps",))
+        )
     return found
 
 

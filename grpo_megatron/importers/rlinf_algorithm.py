@@ -47,7 +47,11 @@ def _clip(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _kl_in_loss(value: Any, source: Source) -> dict[str, Any]:
-    return {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": value} if value else {"algorithm.use_kl_loss": False}
+    return (
+        {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": value}
+        if value
+        else {"algorithm.use_kl_loss": False}
+    )
 
 
 def _kl_in_reward(value: Any, source: Source) -> dict[str, Any]:
@@ -55,7 +59,9 @@ def _kl_in_reward(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _kl_type(value: Any, source: Source) -> dict[str, Any]:
-    return {"algorithm.kl_loss_type": value} | ({"algorithm.kl_penalty": value} if source["algorithm.reinpp_kl_beta"] else {})
+    return {"algorithm.kl_loss_type": value} | (
+        {"algorithm.kl_penalty": value} if source["algorithm.reinpp_kl_beta"] else {}
+    )
 
 
 def _entropy(value: Any, source: Source) -> float:
@@ -64,7 +70,9 @@ def _entropy(value: Any, source: Source) -> float:
 
 def _token_scale(value: Any, source: Source) -> dict[str, Any]:
     if truth(value) and source["algorithm.loss_agg_func"] != "token-mean":
-        raise CannotCarry("a weight of micro-batches by their tokens; only with token-mean is that a mean over the whole step")
+        raise CannotCarry(
+            "a weight of micro-batches by their tokens; only with token-mean is that a mean over the whole step"
+        )
     return {}
 
 
@@ -84,7 +92,10 @@ def _mini_batch(value: Any, source: Source) -> int:
 def _correction(value: Any, source: Source) -> dict[str, Any]:
     if not truth(value):
         return {}
-    return {"mismatch.correction": "tis", "mismatch.ratio_high": source.number("algorithm.importance_sampling_clip")}
+    return {
+        "mismatch.correction": "tis",
+        "mismatch.ratio_high": source.number("algorithm.importance_sampling_clip"),
+    }
 
 
 def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
@@ -108,7 +119,9 @@ def _off_is(neutral: Any) -> Convert:
 
     def convert(value: Any, source: Source) -> Any:
         if value is not None and value != neutral:
-            raise CannotCarry(f"{value}: log-probs would be of another distribution than the one sampled from")
+            raise CannotCarry(
+                f"{value}: log-probs would be of another distribution than the one sampled from"
+            )
         return neutral
 
     return convert
@@ -120,7 +133,9 @@ def _top_k(value: Any, source: Source) -> int:
 
 def _scale(value: Any, source: Source) -> dict[str, Any]:
     if value not in (None, 1) and source["algorithm.adv_type"] not in ("grpo", "math_grpo"):
-        raise CannotCarry("only where advantages are divided by the group's standard deviation does a scale change nothing")
+        raise CannotCarry(
+            "only where advantages are divided by the group's standard deviation does a scale change nothing"
+        )
     return {}
 
 
@@ -140,7 +155,13 @@ ALGORITHM = trains(
         choice(LOSSES, "no such policy loss here (no critic)"),
         "actor, grpo, ppo: clip of the token's ratio; gspo: of the sequence's",
     ),
-    becomes("algorithm.loss_agg_func", "algorithm.loss_agg_mode", choice(AGGREGATION), _DENOMINATOR, default="token-mean"),
+    becomes(
+        "algorithm.loss_agg_func",
+        "algorithm.loss_agg_mode",
+        choice(AGGREGATION),
+        _DENOMINATOR,
+        default="token-mean",
+    ),
     same("algorithm.group_size", "rollout.n"),
     becomes(
         "algorithm.kl_beta",
@@ -150,7 +171,10 @@ ALGORITHM = trains(
         default=0.0,
     ),
     becomes(
-        "algorithm.reinpp_kl_beta", ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"), _kl_in_reward, default=0.0
+        "algorithm.reinpp_kl_beta",
+        ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"),
+        _kl_in_reward,
+        default=0.0,
     ),
     becomes(
         "algorithm.kl_penalty_type",
@@ -160,9 +184,17 @@ ALGORITHM = trains(
         "loss, so that k1 has the other sign and k3 is another function: see above",
     ),
     same("algorithm.kl_penalty", "algorithm.kl_loss_type", "the older name of kl_penalty_type"),
-    becomes("algorithm.ratio_clip_eps", ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"), _clip, default=0.2),
     becomes(
-        "algorithm.clip_ratio_low", "algorithm.clip_ratio_low", unless_null("algorithm.clip_ratio_low"), "null: ratio_clip_eps"
+        "algorithm.ratio_clip_eps",
+        ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
+        _clip,
+        default=0.2,
+    ),
+    becomes(
+        "algorithm.clip_ratio_low",
+        "algorithm.clip_ratio_low",
+        unless_null("algorithm.clip_ratio_low"),
+        "null: ratio_clip_eps",
     ),
     becomes(
         "algorithm.clip_ratio_high",
@@ -226,7 +258,12 @@ ALGORITHM = trains(
         _mini_batch,
         unit="mini-batches per step -> prompts per mini-batch",
     ),
-    becomes("algorithm.shuffle_rollout", (), only((False,), "the order within a step is that of the batch here"), "only false"),
+    becomes(
+        "algorithm.shuffle_rollout",
+        (),
+        only((False,), "the order within a step is that of the batch here"),
+        "only false",
+    ),
     same("algorithm.sampling_params.temperature", "rollout.temperature", default=1.0),
     becomes("algorithm.sampling_params.top_p", "rollout.top_p", _off_is(1), "only 1: see rollout.top_k"),
     becomes(
@@ -245,9 +282,17 @@ ALGORITHM = trains(
     same("algorithm.sampling_params.stop_token_ids", "rollout.stop_token_ids"),
     becomes("algorithm.sampling_params.use_greedy", (), _greedy, "only false"),
     becomes("algorithm.sampling_params.do_sample", (), _sampled, "only true"),
-    becomes("algorithm.sampling_params.repetition_penalty", (), only((1, 1.0), "would be another distribution"), "only 1"),
     becomes(
-        "algorithm.sampling_params.min_new_tokens", (), only((None, 0, 1), "no lower limit of a response here"), "only 0 and 1"
+        "algorithm.sampling_params.repetition_penalty",
+        (),
+        only((1, 1.0), "would be another distribution"),
+        "only 1",
+    ),
+    becomes(
+        "algorithm.sampling_params.min_new_tokens",
+        (),
+        only((None, 0, 1), "no lower limit of a response here"),
+        "only 0 and 1",
     ),
 )
 
@@ -272,7 +317,10 @@ MEMORY = (
 
 PENALTIES = trains(
     dropped("algorithm.len_reward_penalty", "another form of length penalty: see reward.overlong_buffer"),
-    dropped("algorithm.safe_length", "see reward.overlong_buffer.length: that many tokens before rollout.max_response_length"),
+    dropped(
+        "algorithm.safe_length",
+        "see reward.overlong_buffer.length: that many tokens before rollout.max_response_length",
+    ),
     dropped("algorithm.*_length", "see reward.overlong_buffer"),
     dropped(
         "algorithm.max_resample",
@@ -281,7 +329,10 @@ PENALTIES = trains(
     becomes(
         "algorithm.max_num_gen_batches",
         "rollout.dynamic_sampling.max_batches",
-        only((1, None), "give rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop"),
+        only(
+            (1, None),
+            "give rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
+        ),
         "only 1",
     ),
     *(
@@ -292,12 +343,29 @@ PENALTIES = trains(
         becomes(f"algorithm.{name}", (), _of_the_critic, "read only with a critic")
         for name in ("gamma", "gae_lambda", "value_cliprange", "critic_warmup_steps")
     ),
-    becomes("algorithm.clip_log_ratio_min", (), only((-20, None), "the log-ratio is limited to 20 here"), "only -20"),
-    becomes("algorithm.clip_log_ratio_max", (), only((20, None), "the log-ratio is limited to 20 here"), "only 20"),
+    becomes(
+        "algorithm.clip_log_ratio_min",
+        (),
+        only((-20, None), "the log-ratio is limited to 20 here"),
+        "only -20",
+    ),
+    becomes(
+        "algorithm.clip_log_ratio_max", (), only((20, None), "the log-ratio is limited to 20 here"), "only 20"
+    ),
     dropped("algorithm.*", "no such part of the algorithm here"),
-    dropped("agentloop.*", "tools and turns are a Python class of yours here: write one and set rollout.environment"),
-    dropped("tools.*", "tools are functions here: set rollout.environment=tools, and name yours in rollout.tools"),
-    becomes("reward.use_reward_model", "reward.function", only((False,), "a reward function may call a model"), "only false"),
+    dropped(
+        "agentloop.*",
+        "tools and turns are a Python class of yours here: write one and set rollout.environment",
+    ),
+    dropped(
+        "tools.*", "tools are functions here: set rollout.environment=tools, and name yours in rollout.tools"
+    ),
+    becomes(
+        "reward.use_reward_model",
+        "reward.function",
+        only((False,), "a reward function may call a model"),
+        "only false",
+    ),
     becomes(
         "reward.reward_type",
         "reward.function",
@@ -305,7 +373,10 @@ PENALTIES = trains(
         "math: math (right is 1 and wrong 0 here, reward_scale and minus reward_scale there); others: a function of yours",
     ),
     becomes(
-        "reward.reward_scale", (), _scale, "changes nothing with algorithm.norm_adv_by_std_in_grpo, which adv_type grpo has"
+        "reward.reward_scale",
+        (),
+        _scale,
+        "changes nothing with algorithm.norm_adv_by_std_in_grpo, which adv_type grpo has",
     ),
     becomes(
         "data.apply_chat_template",
@@ -314,6 +385,16 @@ PENALTIES = trains(
         "false: none",
     ),
     dropped("data.image_keys", "only text is trained here"),
-    becomes(f"{MODEL}.is_lora", "megatron.lora.rank", only((False, None), _ADAPTER), "true: give megatron.lora.* by hand"),
-    becomes("actor.model.lora_rank", "megatron.lora.rank", only((0, None), _ADAPTER), "other than 0: give it by hand"),
+    becomes(
+        f"{MODEL}.is_lora",
+        "megatron.lora.rank",
+        only((False, None), _ADAPTER),
+        "true: give megatron.lora.* by hand",
+    ),
+    becomes(
+        "actor.model.lora_rank",
+        "megatron.lora.rank",
+        only((0, None), _ADAPTER),
+        "other than 0: give it by hand",
+    ),
 )

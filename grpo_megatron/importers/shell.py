@@ -111,7 +111,11 @@ class _Run:
             case syntax.AndOr():
                 return self._and_or(node)
             case syntax.Not():
-                opposite = {_Status.true: _Status.false, _Status.false: _Status.true, _Status.ran: _Status.undecided}
+                opposite = {
+                    _Status.true: _Status.false,
+                    _Status.false: _Status.true,
+                    _Status.ran: _Status.undecided,
+                }
                 status = self._node(node.node)
                 return opposite.get(status, status)
             case syntax.If():
@@ -177,7 +181,12 @@ class _Run:
 
     def _loop(self, node: syntax.Loop) -> None:
         items = [field for item in node.items for field in self._variables.fields(item)]
-        if node.name and items and not any(PLACEHOLDER.search(item) for item in items) and len(items) <= _MOST_TURNS:
+        if (
+            node.name
+            and items
+            and not any(PLACEHOLDER.search(item) for item in items)
+            and len(items) <= _MOST_TURNS
+        ):
             for item in items:
                 self._variables.values[node.name] = item
                 self.block(node.body)
@@ -260,14 +269,18 @@ class _Run:
             count = int(arguments[0]) if arguments and arguments[0].isdigit() else 1
             self._variables.arguments = self._variables.arguments[count:]
         elif name in ("source", "."):
-            self.script.notes.append(f"{self._variables.shown(' '.join(held))}: another script, which was not read")
+            self.script.notes.append(
+                f"{self._variables.shown(' '.join(held))}: another script, which was not read"
+            )
         elif name in self._functions:
             self._call(name, arguments)
         elif (inner := self._inner_script(held, node)) is not None:
             self._nested(inner)
         elif is_setting(name, self._variables):
             shown = self._variables.shown(" ".join(held))
-            self.script.lost.append(f"line {node.line}: settings that reach no command, as after a missing backslash: {shown}")
+            self.script.lost.append(
+                f"line {node.line}: settings that reach no command, as after a missing backslash: {shown}"
+            )
         elif name not in _TALKS and any(is_setting(word, self._variables) for word in held):
             self._launch(held, node.line)
         return _Status.ran

@@ -136,7 +136,9 @@ class _Word:
                 at = end + 1
             elif text.startswith("$'", at) and not quoted:
                 end = end_of_ansi(text, at)
-                self._add(re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[0]), text[at + 2 : end - 1]))
+                self._add(
+                    re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[0]), text[at + 2 : end - 1])
+                )
                 at = end
             elif char == '"':
                 # Within a default such as "${A:-"x"}", the inner quotes only disappear.
@@ -215,8 +217,16 @@ def parameter(variables: Variables, body: str, quoted: bool) -> Value:
     """What ${body} is; a placeholder if the script does not say."""
     unknown = variables.hold(f"${body}" if _PLAIN.fullmatch(body) else f"$<{body}>")
     if body.startswith("#") and len(body) > 1:
-        value = _selected(variables, *_PARAMETER.match(body[1:]).groups()[:3]) if _PARAMETER.match(body[1:]) else None
-        return unknown if value is None or (isinstance(value, str) and PLACEHOLDER.search(value)) else str(len(value))
+        value = (
+            _selected(variables, *_PARAMETER.match(body[1:]).groups()[:3])
+            if _PARAMETER.match(body[1:])
+            else None
+        )
+        return (
+            unknown
+            if value is None or (isinstance(value, str) and PLACEHOLDER.search(value))
+            else str(len(value))
+        )
     match = _PARAMETER.match(body)
     if match is None:
         return unknown
@@ -252,7 +262,9 @@ def _selected(variables: Variables, indirect: str, name: str, index: str | None)
     return value[number]
 
 
-def _alternative(variables: Variables, name: str, value: Value | None, match: re.Match, plain: str, quoted: bool) -> Value:
+def _alternative(
+    variables: Variables, name: str, value: Value | None, match: re.Match, plain: str, quoted: bool
+) -> Value:
     """${A:-word} and its kin. What is not set in the script counts as not set, as when it is started by itself."""
     colon, kind, word = match.groups()
     word = word if quoted else home_written_out(word)
@@ -286,7 +298,9 @@ def _changed(variables: Variables, value: Value, operation: str) -> Value | None
         expression = _regular(variables.string(pattern.replace("\\/", "/")))
         expression = {"#": rf"\A(?:{expression})", "%": rf"(?:{expression})\Z"}.get(kind, expression)
         text = variables.string(new or "")
-        return re.sub(expression, lambda match: text, value, count=0 if kind == "/" else 1) if pattern else value
+        return (
+            re.sub(expression, lambda match: text, value, count=0 if kind == "/" else 1) if pattern else value
+        )
     if cut := re.match(r":([^:]*)(?::(.*))?\Z", operation, re.DOTALL):
         start, length = variables.number(cut[1]), variables.number(cut[2]) if cut[2] else None
         if start is None or (cut[2] and length is None):

@@ -14,7 +14,9 @@ def is_setting(word: str, variables: Variables) -> bool:
     return _SETTING.match(perhaps.word if perhaps else word) is not None
 
 
-def merged(ends: list[dict[str, Value]], condition: str, variables: Variables) -> tuple[dict[str, Value], dict[str, str]]:
+def merged(
+    ends: list[dict[str, Value]], condition: str, variables: Variables
+) -> tuple[dict[str, Value], dict[str, str]]:
     """Merge the variables that each branch ends with.
 
     Returns the variables, and for each `$NAME` that stays open its possible values and the condition. Of arrays, and of
@@ -30,11 +32,17 @@ def merged(ends: list[dict[str, Value]], condition: str, variables: Variables) -
             found[name] = values[0]
         elif any(isinstance(value, list) for value in values):
             found[name] = _merged_words([_words(value) for value in values], condition, variables)
-        elif all(is_setting(word, variables) for value in values for word in (value or "").split()) and any(values):
-            found[name] = " ".join(_merged_words([(value or "").split() for value in values], condition, variables))
+        elif all(is_setting(word, variables) for value in values for word in (value or "").split()) and any(
+            values
+        ):
+            found[name] = " ".join(
+                _merged_words([(value or "").split() for value in values], condition, variables)
+            )
         else:
             found[name] = variables.hold(f"${name}")
-            shown = dict.fromkeys("not set" if value is None else variables.shown(value) or "empty" for value in values)
+            shown = dict.fromkeys(
+                "not set" if value is None else variables.shown(value) or "empty" for value in values
+            )
             reasons[f"${name}"] = f"{' or '.join(shown)}, depending on {condition}"
     return found, reasons
 
@@ -49,6 +57,8 @@ def _merged_words(ends: list[list[str]], condition: str, variables: Variables) -
         words: list[str] = []
         for tag, *span in difflib.SequenceMatcher(None, kept, other, autojunk=False).get_opcodes():
             here, there = kept[span[0] : span[1]], other[span[2] : span[3]]
-            words += here if tag == "equal" else [variables.hold_perhaps(word, condition) for word in here + there]
+            words += (
+                here if tag == "equal" else [variables.hold_perhaps(word, condition) for word in here + there]
+            )
         kept = words
     return kept

@@ -83,7 +83,9 @@ def parse(text: str) -> list[Node]:
     except RecursionError as error:
         raise ShellSyntaxError("brackets or blocks are nested too deeply") from error
     if parser.ahead() is not None:
-        raise ShellSyntaxError(f"line {parser.ahead().line}: {parser.ahead().text.strip()!r} is not expected here")
+        raise ShellSyntaxError(
+            f"line {parser.ahead().line}: {parser.ahead().text.strip()!r} is not expected here"
+        )
     return body
 
 

@@ -62,7 +62,9 @@ def read_settings(
         tree = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
         if is_yaml:
-            raise UserError(f"this is no valid YAML: {' '.join(str(error).split()) or 'nested too deeply'}") from error
+            raise UserError(
+                f"this is no valid YAML: {' '.join(str(error).split()) or 'nested too deeply'}"
+            ) from error
         tree = None
     if isinstance(tree, dict) and (is_yaml or any(isinstance(value, dict) for value in tree.values())):
         return _read_tree(tree)
@@ -166,7 +168,9 @@ def _settings(launch: Launch) -> list[str]:
     return [
         word
         for word in launch.words
-        if (_ARGUMENT.match(word) and not word.startswith("-")) or _UNKNOWN_WORD.match(word) or _REMOVAL.match(word)
+        if (_ARGUMENT.match(word) and not word.startswith("-"))
+        or _UNKNOWN_WORD.match(word)
+        or _REMOVAL.match(word)
     ]
 
 
@@ -181,13 +185,17 @@ def _chosen(launches: list[Launch], number: int | None) -> Launch:
             f"{place} in line {launch.line} ({_program(launch) or launch.words[0]}, {len(_settings(launch))} settings)"
             for place, launch in enumerate(launches, start=1)
         )
-        raise UserError(f"the script launches {len(launches)} different runs; choose one with --launch NUMBER: {listed}")
+        raise UserError(
+            f"the script launches {len(launches)} different runs; choose one with --launch NUMBER: {listed}"
+        )
     return launches[0]
 
 
 def _program(launch: Launch) -> str | None:
     """Return what is run: the module after the last -m before the settings, or a .py or .sh file."""
-    first = next((place for place, word in enumerate(launch.words) if _ARGUMENT.match(word)), len(launch.words))
+    first = next(
+        (place for place, word in enumerate(launch.words) if _ARGUMENT.match(word)), len(launch.words)
+    )
     words = launch.words[:first]
     modules = [after for word, after in pairwise(words) if word == "-m"]
     files = [word for word in words if word.endswith((".py", ".sh"))]
@@ -234,7 +242,9 @@ class _Arguments:
             return
         listed = " or ".join(values if len(values) > 1 else [*values, "not set"])
         self._settings.values[key] = f"$<{as_words(listed)}>"
-        self._settings.undecided[key] = f"depends on {', '.join(dict.fromkeys(condition for _, condition in found))}"
+        self._settings.undecided[key] = (
+            f"depends on {', '.join(dict.fromkeys(condition for _, condition in found))}"
+        )
 
     def _read_other(self, word: str, perhaps: Perhaps | None) -> None:
         unread, condition = self._settings.unread, f", depending on {perhaps.condition}" if perhaps else ""

@@ -24,7 +24,9 @@ from grpo_megatron.importers.verl_optimizer import OPTIMIZER
 from grpo_megatron.importers.verl_rollout import ENGINE
 from grpo_megatron.importers.verl_trainer import ACTOR, ROLLOUT, TRAINER
 
-ESTIMATORS = {name: name for name in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg")} | {
+ESTIMATORS = {
+    name: name for name in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg")
+} | {
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
 }
@@ -38,7 +40,10 @@ LOSS_MODES = {
     "cispo": {"algorithm.surrogate": "cispo", "algorithm.ratio_level": "token"},
     "gpg": {"algorithm.surrogate": "reinforce", "algorithm.ratio_level": "token"},
 }
-AGGREGATION = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")}
+AGGREGATION = {
+    name: name
+    for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+}
 
 
 def _clip(value: Any, source: Source) -> dict[str, Any]:
@@ -76,7 +81,11 @@ def _discounting(estimators: tuple[str, ...], why: str):
 
 
 def _filter_groups(value: Any, source: Source) -> dict[str, Any]:
-    return {"algorithm.filters": ["nonzero_variance"], "rollout.dynamic_sampling.enabled": True} if truth(value) else {}
+    return (
+        {"algorithm.filters": ["nonzero_variance"], "rollout.dynamic_sampling.enabled": True}
+        if truth(value)
+        else {}
+    )
 
 
 def _group_metric(value: Any, source: Source) -> dict[str, Any]:
@@ -114,7 +123,9 @@ def _aggregation(value: Any, source: Source) -> Any:
     if _loss_mode(source) != "gspo" or ours == "seq-mean-token-mean":
         return ours
     if truth(source[f"{ACTOR}.use_kl_loss"]) or source.number(f"{ACTOR}.entropy_coeff"):
-        raise CannotCarry("verl's gspo takes seq-mean-token-mean and this one for KL and entropy; here one serves all three")
+        raise CannotCarry(
+            "verl's gspo takes seq-mean-token-mean and this one for KL and entropy; here one serves all three"
+        )
     return {}
 
 
@@ -128,9 +139,7 @@ def _scale_factor(value: Any, source: Source) -> dict[str, Any]:
     return {}
 
 
-_PER_GPU = (
-    "this limit on padded rectangles becomes a limit on packed tokens; what a micro-batch holds does not change the loss here"
-)
+_PER_GPU = "this limit on padded rectangles becomes a limit on packed tokens; what a micro-batch holds does not change the loss here"
 
 ALGORITHM = (
     becomes(
@@ -154,7 +163,10 @@ ALGORITHM = (
         "only 1 where the estimator reads it (gae, reinforce_plus_plus, remax)",
     ),
     becomes(
-        "algorithm.lam", (), _discounting(("gae",), "there is no critic here"), "only 1 where the estimator reads it (gae)"
+        "algorithm.lam",
+        (),
+        _discounting(("gae",), "there is no critic here"),
+        "only 1 where the estimator reads it (gae)",
     ),
     becomes(
         "algorithm.filter_groups.enable",
@@ -181,7 +193,10 @@ ALGORITHM = (
         "how many groups are in flight is rollout.dynamic_sampling.over_sampling here",
     ),
     becomes(
-        "algorithm.use_pf_ppo", (), only((False, None), "samples are never drawn again by their weight here"), "only false"
+        "algorithm.use_pf_ppo",
+        (),
+        only((False, None), "samples are never drawn again by their weight here"),
+        "only false",
     ),
     becomes("algorithm.pf_ppo.*", (), elsewhere, "belongs to algorithm.use_pf_ppo"),
     *ROLLOUT_CORRECTION,
@@ -230,7 +245,10 @@ LOSS = (
     ),
     same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coeff", default=0),
     becomes(
-        f"{ACTOR}.policy_loss.*", (), _of_other_losses, "belongs to losses that are not here (clip_cov, kl_cov, dro, sapo)"
+        f"{ACTOR}.policy_loss.*",
+        (),
+        _of_other_losses,
+        "belongs to losses that are not here (clip_cov, kl_cov, dro, sapo)",
     ),
     becomes(f"{ACTOR}.tau_pos", (), _of_other_losses, "belongs to a loss that is not here (sapo)"),
     becomes(f"{ACTOR}.tau_neg", (), _of_other_losses, "belongs to a loss that is not here (sapo)"),
@@ -281,10 +299,16 @@ BATCH = (
         "one partition into micro-batches serves every pass over a step (train.max_tokens_per_micro_batch)",
     ),
     dropped(
-        "*max_token_len*", "one partition into micro-batches serves every pass over a step (train.max_tokens_per_micro_batch)"
+        "*max_token_len*",
+        "one partition into micro-batches serves every pass over a step (train.max_tokens_per_micro_batch)",
     ),
     dropped("*log_prob_use_dynamic_bsz", "micro-batches are always packed by tokens here"),
-    becomes(f"{ACTOR}.shuffle", (), only((False,), "the order within a step is that of the batch here"), "only false"),
+    becomes(
+        f"{ACTOR}.shuffle",
+        (),
+        only((False,), "the order within a step is that of the batch here"),
+        "only false",
+    ),
 )
 
 VERL = System(

@@ -12,7 +12,9 @@ CORRECTION = "algorithm.rollout_correction"
 # With bounds of our ratio (versions of 2025), with bounds of its inverse, with an upper bound of a KL.
 DIRECT = {"token": "token_ratio", "sequence": "seq_ratio", "geometric": "seq_geometric_ratio"}
 INVERSE = {"token_k1": "token_ratio", "seq_sum_k1": "seq_ratio", "seq_mean_k1": "seq_geometric_ratio"}
-KL = tuple(f"{level}_{measure}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for measure in ("k2", "k3"))
+KL = tuple(
+    f"{level}_{measure}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for measure in ("k2", "k3")
+)
 _BOUNDS = ("mismatch.ratio_low", "mismatch.ratio_high")
 
 
@@ -44,8 +46,12 @@ def _rollout_is(value: Any, source: Source) -> dict[str, Any]:
     if value not in ("token", "sequence"):
         raise CannotCarry("there is no such weight here; token and sequence are tis and seq_tis")
     if bypasses(source) and source[f"{CORRECTION}.loss_type"] != "reinforce":
-        raise CannotCarry("verl does not apply it in bypass_mode with loss_type=ppo_clip, whose ratio is to the engine already")
-    lower, upper = _thresholds(f"{CORRECTION}.rollout_is_threshold", source[f"{CORRECTION}.rollout_is_threshold"])
+        raise CannotCarry(
+            "verl does not apply it in bypass_mode with loss_type=ppo_clip, whose ratio is to the engine already"
+        )
+    lower, upper = _thresholds(
+        f"{CORRECTION}.rollout_is_threshold", source[f"{CORRECTION}.rollout_is_threshold"]
+    )
     if lower is None:
         return {"mismatch.correction": "tis" if value == "token" else "seq_tis", "mismatch.ratio_high": upper}
     if source[f"{CORRECTION}.rollout_rs"] is not None and not bypasses(source):

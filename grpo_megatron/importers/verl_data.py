@@ -31,7 +31,9 @@ def _train_files(value: Any, source: Source) -> dict[str, Any]:
 def _truncation(value: Any, source: Source) -> str:
     if truth(source["data.filter_overlong_prompts"]):
         return "skip"
-    return choice({"error": "error", "left": "truncate_left"}, "prompts are only shortened from the left here")(value, source)
+    return choice(
+        {"error": "error", "left": "truncate_left"}, "prompts are only shortened from the left here"
+    )(value, source)
 
 
 def _filter(value: Any, source: Source) -> dict[str, Any]:
@@ -49,7 +51,11 @@ def _overlong_end(buffer: str) -> Convert:
     """Return the conversion of the length at which the buffer ends. Here it is always the longest response's."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
-        if value is not None and truth(source[f"{buffer}.enable"]) and value != source["data.max_response_length"]:
+        if (
+            value is not None
+            and truth(source[f"{buffer}.enable"])
+            and value != source["data.max_response_length"]
+        ):
             raise CannotCarry("reward.overlong_buffer ends at rollout.max_response_length")
         return {}
 
@@ -58,7 +64,9 @@ def _overlong_end(buffer: str) -> Convert:
 
 def _drawn(value: Any, source: Source) -> dict[str, Any]:
     if value not in (None, source["data.train_batch_size"]):
-        raise CannotCarry("give rollout.dynamic_sampling.over_sampling, or data.train_batch_size if no groups are filtered")
+        raise CannotCarry(
+            "give rollout.dynamic_sampling.over_sampling, or data.train_batch_size if no groups are filtered"
+        )
     return {}
 
 
@@ -80,19 +88,40 @@ DATA = (
         same("data.prompt_key", "data.prompt_key", default="prompt"),
         same("data.max_prompt_length", "data.max_prompt_length", default=512),
         same("data.max_response_length", "rollout.max_response_length", default=512),
-        becomes("data.truncation", "data.overlong_prompts", _truncation, "left: truncate_left", default="error"),
-        becomes("data.filter_overlong_prompts", "data.overlong_prompts", _filter, "true: skip", default=False),
+        becomes(
+            "data.truncation", "data.overlong_prompts", _truncation, "left: truncate_left", default="error"
+        ),
+        becomes(
+            "data.filter_overlong_prompts", "data.overlong_prompts", _filter, "true: skip", default=False
+        ),
         becomes("data.shuffle", "data.shuffle", flag, default=True),
         dropped("data.image_key", "only text is trained on here"),
         dropped("data.video_key", "only text is trained on here"),
-        dropped("data.sampler.*", "prompts come in a new order every epoch, or in that of the file (data.shuffle)"),
-        dropped("data.custom_cls.*", "records are read as they are: write them to a file in the form you want"),
+        dropped(
+            "data.sampler.*", "prompts come in a new order every epoch, or in that of the file (data.shuffle)"
+        ),
+        dropped(
+            "data.custom_cls.*", "records are read as they are: write them to a file in the form you want"
+        ),
         dropped("data.datagen.*", "records are read as they are: write them to a file in the form you want"),
         becomes("data.apply_chat_template_kwargs.*", "data.chat_template_args", _template_arguments),
-        becomes("data.tool_config_path", (), only((None,), "tools belong to an environment: rollout.environment"), "only null"),
-        becomes("data.max_samples", (), only((-1, None), "all records are used: write those you want to a file"), "only -1"),
         becomes(
-            "data.train_max_samples", (), only((-1, None), "all records are used: write those you want to a file"), "only -1"
+            "data.tool_config_path",
+            (),
+            only((None,), "tools belong to an environment: rollout.environment"),
+            "only null",
+        ),
+        becomes(
+            "data.max_samples",
+            (),
+            only((-1, None), "all records are used: write those you want to a file"),
+            "only -1",
+        ),
+        becomes(
+            "data.train_max_samples",
+            (),
+            only((-1, None), "all records are used: write those you want to a file"),
+            "only -1",
         ),
     ),
     *trains(
@@ -103,9 +132,19 @@ DATA = (
             "only that of data.train_batch_size; how many prompts are drawn for filtered groups follows from over_sampling",
         ),
         becomes("data.tokenizer", (), only((None,), "the tokenizer is that of model.path"), "only null"),
-        becomes("data.function_tool_path", (), only((None,), "tools are functions here: rollout.tools"), "only null"),
+        becomes(
+            "data.function_tool_path",
+            (),
+            only((None,), "tools are functions here: rollout.tools"),
+            "only null",
+        ),
     ),
-    becomes("data.val_max_samples", (), only((-1, None), "all records are used: write those you want to a file"), "only -1"),
+    becomes(
+        "data.val_max_samples",
+        (),
+        only((-1, None), "all records are used: write those you want to a file"),
+        "only -1",
+    ),
     same("data.val_files", "data.eval"),
     becomes("data.seed", "run.seed", unless_null("run.seed")),
     dropped("data.reward_fn_key", "one reward function for all records here"),
@@ -119,9 +158,19 @@ _SANDBOX = "programs run in a sandbox on the node here: reward.function=code"
 def _reward_entries(old: bool) -> tuple[Entry, ...]:
     """Return the keys of the reward. old: as they were called until the end of 2025, under other sections."""
     manager, function, sandbox, kwargs = (
-        ("reward_model.reward_manager", "custom_reward_function", "sandbox_fusion", "reward_model.reward_kwargs")
+        (
+            "reward_model.reward_manager",
+            "custom_reward_function",
+            "sandbox_fusion",
+            "reward_model.reward_kwargs",
+        )
         if old
-        else ("reward.reward_manager.name", "reward.custom_reward_function", "reward.sandbox_fusion", "reward.reward_kwargs")
+        else (
+            "reward.reward_manager.name",
+            "reward.custom_reward_function",
+            "reward.sandbox_fusion",
+            "reward.reward_kwargs",
+        )
     )
     model, buffer = "reward_model" if old else "reward.reward_model", f"{kwargs}.overlong_buffer_cfg"
     return (
@@ -135,7 +184,10 @@ def _reward_entries(old: bool) -> tuple[Entry, ...]:
             becomes(
                 f"{model}.enable",
                 ("reward.function", "reward.model.path"),
-                only((False, None), "give reward.function=model with reward.model.path, or a function that asks a server"),
+                only(
+                    (False, None),
+                    "give reward.function=model with reward.model.path, or a function that asks a server",
+                ),
                 "only false",
             ),
             becomes(f"{function}.path", "reward.function", only((None,), _BY_HAND), "a function of yours"),
@@ -145,7 +197,13 @@ def _reward_entries(old: bool) -> tuple[Entry, ...]:
                 only((None,), _SANDBOX),
                 "only null",
             ),
-            becomes(f"{buffer}.enable", (), elsewhere, "read with overlong_buffer_cfg.len", default=UNSET if old else False),
+            becomes(
+                f"{buffer}.enable",
+                (),
+                elsewhere,
+                "read with overlong_buffer_cfg.len",
+                default=UNSET if old else False,
+            ),
             becomes(f"{buffer}.len", "reward.overlong_buffer.length", _overlong_length(buffer)),
             same(f"{buffer}.penalty_factor", "reward.overlong_buffer.penalty"),
             becomes(f"{kwargs}.max_resp_len", (), _overlong_end(buffer), "only data.max_response_length"),
@@ -154,7 +212,8 @@ def _reward_entries(old: bool) -> tuple[Entry, ...]:
         dropped(f"{sandbox}.*", f"belongs to {sandbox}.url; see reward.code.limits"),
         dropped(f"{buffer}.log", "the mean reward is logged with the punishment in it"),
         dropped(
-            f"{model.removesuffix('.reward_model')}.num_workers", "see reward.workers, which counts processes on each node"
+            f"{model.removesuffix('.reward_model')}.num_workers",
+            "see reward.workers, which counts processes on each node",
         ),
         *trains(dropped(f"{function}.*", _BY_HAND), dropped(f"{kwargs}.*", _BY_HAND)),
     )
@@ -164,7 +223,12 @@ REWARD = (
     *_reward_entries(old=False),
     *_reward_entries(old=True),
     *trains(
-        becomes("reward.reward_manager.source", "reward.function", only(("register", None), _BY_HAND), "only register"),
+        becomes(
+            "reward.reward_manager.source",
+            "reward.function",
+            only(("register", None), _BY_HAND),
+            "only register",
+        ),
         becomes("reward.reward_manager.module.path", "reward.function", only((None,), _BY_HAND), "only null"),
         becomes("reward_model.sandbox_fusion.url", "reward.function", only((None,), _SANDBOX), "only null"),
         dropped("reward_model.reward_loop*", _BY_HAND),

@@ -36,7 +36,9 @@ def findings(source: Source, settings: Settings) -> list[Finding]:
         )
     if settings.program and not settings.program.endswith(("main_ppo", "main_ppo.py")):
         found.append(
-            Finding(f"{settings.program}: another program than verl's main_ppo; what it does besides is not known here")
+            Finding(
+                f"{settings.program}: another program than verl's main_ppo; what it does besides is not known here"
+            )
         )
     name = settings.base.get("name", "").removesuffix(".yaml")
     if (

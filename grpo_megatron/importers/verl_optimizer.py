@@ -30,7 +30,9 @@ def _warmup_ratio(value: Any, source: Source) -> dict[str, Any]:
         return {}
     steps = source["trainer.total_training_steps"] or source[f"{ACTOR}.optim.total_training_steps"]
     if not isinstance(steps, int) or steps <= 0:
-        raise CannotCarry("the number of steps is not known here: set optimizer.lr_warmup_steps to this share of it")
+        raise CannotCarry(
+            "the number of steps is not known here: set optimizer.lr_warmup_steps to this share of it"
+        )
     return {"optimizer.lr_warmup_steps": int(value * steps)}
 
 
@@ -45,7 +47,9 @@ def _schedule_unless_null(value: Any, source: Source) -> Any:
 
 
 def _schedule(source: Source) -> str:
-    set_by = (source[f"{ACTOR}.optim.{name}"] for name in ("warmup_style", "lr_scheduler_type", "lr_decay_style"))
+    set_by = (
+        source[f"{ACTOR}.optim.{name}"] for name in ("warmup_style", "lr_scheduler_type", "lr_decay_style")
+    )
     return SCHEDULES.get(str(next(filter(None, set_by), None)), "constant")
 
 
@@ -53,7 +57,11 @@ def _wsd(ours: str, names: dict[str, str] | None = None) -> Convert:
     """Return the conversion of a key that only the schedule WSD has. names: values with another name here."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
-        return {ours: (names or {}).get(value, value)} if value is not None and _schedule(source) == "wsd" else {}
+        return (
+            {ours: (names or {}).get(value, value)}
+            if value is not None and _schedule(source) == "wsd"
+            else {}
+        )
 
     return convert
 
@@ -78,19 +86,27 @@ OPTIMIZER = (
             unit="share of all steps -> optimizer steps",
             default=0.0,
         ),
-        becomes(f"{ACTOR}.optim.lr_decay_style", "optimizer.lr_schedule", choice(SCHEDULES), default="constant"),
+        becomes(
+            f"{ACTOR}.optim.lr_decay_style", "optimizer.lr_schedule", choice(SCHEDULES), default="constant"
+        ),
         *(
             becomes(f"{ACTOR}.optim.{name}", "optimizer.lr_schedule", _schedule_unless_null)
             for name in ("lr_scheduler_type", "warmup_style")
         ),
-        becomes(f"{ACTOR}.optim.lr_decay_steps", "optimizer.lr_decay_steps", unless_null("optimizer.lr_decay_steps")),
+        becomes(
+            f"{ACTOR}.optim.lr_decay_steps",
+            "optimizer.lr_decay_steps",
+            unless_null("optimizer.lr_decay_steps"),
+        ),
         same(f"{ACTOR}.optim.min_lr", "optimizer.lr_min", default=0.0),
         same(f"{ACTOR}.optim.weight_decay", "optimizer.weight_decay", default=0.01),
         becomes(f"{ACTOR}.optim.betas", ("optimizer.beta1", "optimizer.beta2"), _betas, default=[0.9, 0.999]),
         same(f"{ACTOR}.optim.clip_grad", "optimizer.clip_grad", default=1.0),
         same(f"{ACTOR}.grad_clip", "optimizer.clip_grad"),
     ),
-    becomes(f"{ACTOR}.optim.total_training_steps", (), elsewhere, "read with lr_warmup_steps_ratio", default=-1),
+    becomes(
+        f"{ACTOR}.optim.total_training_steps", (), elsewhere, "read with lr_warmup_steps_ratio", default=-1
+    ),
     becomes(
         f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload",
         "optimizer.offload",
@@ -106,7 +122,11 @@ OPTIMIZER = (
             only((True, None), "weight decay is decoupled here"),
             "only true",
         ),
-        becomes(f"{ACTOR}.optim.lr_wsd_decay_steps", "optimizer.wsd_decay_steps", _wsd("optimizer.wsd_decay_steps")),
+        becomes(
+            f"{ACTOR}.optim.lr_wsd_decay_steps",
+            "optimizer.wsd_decay_steps",
+            _wsd("optimizer.wsd_decay_steps"),
+        ),
         becomes(
             f"{ACTOR}.optim.lr_wsd_decay_style",
             "optimizer.wsd_decay_style",
@@ -114,11 +134,15 @@ OPTIMIZER = (
         ),
         becomes(f"{ACTOR}.optim.lr_min", "optimizer.lr_min", _unless_constant),
         *(
-            becomes(f"{ACTOR}.optim.{name}", "optimizer.lr_min", _min_ratio, unit="share of the peak rate -> rate")
+            becomes(
+                f"{ACTOR}.optim.{name}", "optimizer.lr_min", _min_ratio, unit="share of the peak rate -> rate"
+            )
             for name in ("min_lr_ratio", "min_lr_factor")
         ),
         *(
-            becomes(f"{ACTOR}.optim.{name}", ours, only(values, why), f"only {', '.join(map(str, values[:1]))}")
+            becomes(
+                f"{ACTOR}.optim.{name}", ours, only(values, why), f"only {', '.join(map(str, values[:1]))}"
+            )
             for name, ours, values, why in (
                 ("name", (), ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),
                 ("optimizer", (), ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),
@@ -128,23 +152,34 @@ OPTIMIZER = (
                 ("lr_decay_ratio", (), (1, None), "give optimizer.lr_decay_steps"),
                 ("num_cycles", (), (0.5, None), "a cosine schedule has half a period here"),
                 ("weight_decay_incr_style", (), ("constant", None), "weight decay is constant here"),
-                ("use_checkpoint_opt_param_scheduler", (), (False, None), "the schedule is the configuration's here"),
+                (
+                    "use_checkpoint_opt_param_scheduler",
+                    (),
+                    (False, None),
+                    "the schedule is the configuration's here",
+                ),
                 ("main_grads_dtype", (), ("fp32", None), "gradients are accumulated in float32 here"),
                 ("exp_avg_dtype", (), ("fp32", None), "moments are float32 here"),
                 ("exp_avg_sq_dtype", (), ("fp32", None), "moments are float32 here"),
             )
         ),
     ),
-    dropped(f"{ACTOR}.optim.zero_indexed_step", "step k of a warm-up of n runs at k/n of the rate here, from 1"),
+    dropped(
+        f"{ACTOR}.optim.zero_indexed_step", "step k of a warm-up of n runs at k/n of the rate here, from 1"
+    ),
     dropped(f"{ACTOR}.optim.use_precision_aware_optimizer", "moments and main weights are float32 here"),
     dropped(f"{ACTOR}.optim.use_layer_wise_*", "belongs to an optimizer that is not here (muon)"),
     dropped(f"{ACTOR}.optim.muon_*", "belongs to an optimizer that is not here (muon)"),
-    dropped(f"{ACTOR}.optim.override_optimizer_config.*offload*", "see optimizer.offload, which moves all of it"),
     dropped(
-        f"{ACTOR}.optim.override_optimizer_config.use_precision_aware_optimizer", "moments and main weights are float32 here"
+        f"{ACTOR}.optim.override_optimizer_config.*offload*", "see optimizer.offload, which moves all of it"
     ),
     dropped(
-        f"{ACTOR}.optim.override_optimizer_config.overlap_*", "no counterpart: copies of offloaded states are not configured"
+        f"{ACTOR}.optim.override_optimizer_config.use_precision_aware_optimizer",
+        "moments and main weights are float32 here",
+    ),
+    dropped(
+        f"{ACTOR}.optim.override_optimizer_config.overlap_*",
+        "no counterpart: copies of offloaded states are not configured",
     ),
     *trains(dropped(f"{ACTOR}.optim.*", "no counterpart in the optimizer section")),
 )

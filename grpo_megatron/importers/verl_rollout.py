@@ -42,11 +42,17 @@ def _turns(value: Any, source: Source) -> dict[str, Any]:
     switch = f"{ROLLOUT}.multi_turn.enable"
     if value in (None, False) or (switch in source and not truth(source[switch])):
         return {}
-    raise CannotCarry("several turns and tools are a Python class of yours here: write one and set rollout.environment")
+    raise CannotCarry(
+        "several turns and tools are a Python class of yours here: write one and set rollout.environment"
+    )
 
 
 def _max_turns(value: Any, source: Source) -> dict[str, Any]:
-    return {"rollout.max_turns": value} if value is not None and truth(source[f"{ROLLOUT}.multi_turn.enable"]) else {}
+    return (
+        {"rollout.max_turns": value}
+        if value is not None and truth(source[f"{ROLLOUT}.multi_turn.enable"])
+        else {}
+    )
 
 
 def _same_as(length: str) -> Convert:
@@ -54,7 +60,9 @@ def _same_as(length: str) -> Convert:
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         if value is not None and value != source.number(length):
-            raise CannotCarry(f"{length}={source.number(length)} is another limit, and one holds for both here")
+            raise CannotCarry(
+                f"{length}={source.number(length)} is another limit, and one holds for both here"
+            )
         return {}
 
     return convert
@@ -62,7 +70,9 @@ def _same_as(length: str) -> Convert:
 
 def _experts(value: Any, source: Source) -> int:
     if source.count(f"{ROLLOUT}.tensor_model_parallel_size") % int(value):
-        raise CannotCarry("an engine has TP ranks here, and TP * DP there: give tensor_parallel and expert_parallel by hand")
+        raise CannotCarry(
+            "an engine has TP ranks here, and TP * DP there: give tensor_parallel and expert_parallel by hand"
+        )
     return value
 
 
@@ -87,35 +97,61 @@ ENGINE = (
         becomes(
             f"{ROLLOUT}.top_k",
             "rollout.top_k",
-            lambda value, source: _off_is(-1, "log-probs would be of another distribution than the one sampled from")(
-                value if value is not None and 0 < value < 500_000 else -1, source
-            ),
+            lambda value, source: _off_is(
+                -1, "log-probs would be of another distribution than the one sampled from"
+            )(value if value is not None and 0 < value < 500_000 else -1, source),
             "only -1 (off), as are 0 and numbers above any vocabulary",
             default=-1,
         ),
-        becomes(f"{ROLLOUT}.do_sample", (), only((True,), "training samples are never greedy here"), "only true"),
         becomes(
-            f"{ROLLOUT}.ignore_eos", (), only((False, None), "a response ends at the model's end token here"), "only false"
+            f"{ROLLOUT}.do_sample", (), only((True,), "training samples are never greedy here"), "only true"
         ),
-        becomes(f"{ROLLOUT}.repetition_penalty", (), only((1, None), "would be another distribution"), "only 1"),
-        becomes(f"{ROLLOUT}.over_sample_rate", (), only((0, None), "every sample of a step is waited for here"), "only 0"),
+        becomes(
+            f"{ROLLOUT}.ignore_eos",
+            (),
+            only((False, None), "a response ends at the model's end token here"),
+            "only false",
+        ),
+        becomes(
+            f"{ROLLOUT}.repetition_penalty", (), only((1, None), "would be another distribution"), "only 1"
+        ),
+        becomes(
+            f"{ROLLOUT}.over_sample_rate",
+            (),
+            only((0, None), "every sample of a step is waited for here"),
+            "only 0",
+        ),
         becomes(
             f"{ROLLOUT}.quantization",
             "rollout.engine.quantization",
             choice({"None": "none", "fp8": "fp8"}, "the engine's weights are those that are trained, or fp8"),
             "null: none; fp8: in blocks of 128 x 128, in both",
         ),
-        becomes(f"{ROLLOUT}.quantization_config_file", (), only((None,), "see rollout.engine.quantization"), "only null"),
-        becomes(f"{ROLLOUT}.prompt_length", "data.max_prompt_length", _same_as("data.max_prompt_length"), "only that of data"),
+        becomes(
+            f"{ROLLOUT}.quantization_config_file",
+            (),
+            only((None,), "see rollout.engine.quantization"),
+            "only null",
+        ),
+        becomes(
+            f"{ROLLOUT}.prompt_length",
+            "data.max_prompt_length",
+            _same_as("data.max_prompt_length"),
+            "only that of data",
+        ),
         becomes(
             f"{ROLLOUT}.response_length",
             "rollout.max_response_length",
             _same_as("data.max_response_length"),
             "only that of data",
         ),
-        becomes(f"{ROLLOUT}.multi_turn.enable", "rollout.environment", _turns, "only false; else a class of yours"),
+        becomes(
+            f"{ROLLOUT}.multi_turn.enable", "rollout.environment", _turns, "only false; else a class of yours"
+        ),
         becomes(f"{ROLLOUT}.multi_turn.tool_config_path", "rollout.environment", _turns, "a class of yours"),
-        becomes(f"{ROLLOUT}.multi_turn.interaction_config_path", "rollout.environment", _turns, "a class of yours"),
+        becomes(
+            f"{ROLLOUT}.multi_turn.interaction_config_path", "rollout.environment", _turns, "a class of yours"
+        ),
         becomes(
             f"{ROLLOUT}.agent.default_agent_loop",
             "rollout.environment",
@@ -125,18 +161,35 @@ ENGINE = (
         becomes(f"{ROLLOUT}.agent.agent_loop_config_path", "rollout.environment", _turns, "a class of yours"),
         *(
             becomes(
-                key, "moe.routing_replay", _replay, "disabled: off, R2: old_policy, R3: engine; one of the three is set there"
+                key,
+                "moe.routing_replay",
+                _replay,
+                "disabled: off, R2: old_policy, R3: engine; one of the three is set there",
             )
             for key in REPLAY_MODES
         ),
     ),
     *(
-        dropped(key.replace(".mode", ".*"), "routing is replayed within a step, never from a file: moe.routing_replay")
+        dropped(
+            key.replace(".mode", ".*"),
+            "routing is replayed within a step, never from a file: moe.routing_replay",
+        )
         for key in REPLAY_MODES
     ),
-    dropped(f"{ROLLOUT}.enable_rollout_routing_replay", "follows from moe.routing_replay=engine (router_replay.mode=R3)"),
-    becomes(f"{ROLLOUT}.multi_turn.max_assistant_turns", "rollout.max_turns", _max_turns, "read only with multi_turn.enable"),
-    dropped(f"{ROLLOUT}.multi_turn.*", "what a turn is, an environment says: rollout.environment, rollout.max_turns"),
+    dropped(
+        f"{ROLLOUT}.enable_rollout_routing_replay",
+        "follows from moe.routing_replay=engine (router_replay.mode=R3)",
+    ),
+    becomes(
+        f"{ROLLOUT}.multi_turn.max_assistant_turns",
+        "rollout.max_turns",
+        _max_turns,
+        "read only with multi_turn.enable",
+    ),
+    dropped(
+        f"{ROLLOUT}.multi_turn.*",
+        "what a turn is, an environment says: rollout.environment, rollout.max_turns",
+    ),
     dropped(f"{ROLLOUT}.calculate_log_probs", "the engine's log-probs are always recorded here"),
     same(f"{ROLLOUT}.enable_prefix_caching", "rollout.engine.prefix_cache"),
     same(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.engine.tensor_parallel", default=2),
@@ -149,7 +202,12 @@ ENGINE = (
         lambda value, source: "dummy" if str(value).startswith("dummy") else "auto",
         "dummy, dummy_megatron, …: dummy; all others: auto",
     ),
-    becomes(f"{ROLLOUT}.name", (), only(("sglang",), "the engine is always SGLang here"), "any engine there is SGLang here"),
+    becomes(
+        f"{ROLLOUT}.name",
+        (),
+        only(("sglang",), "the engine is always SGLang here"),
+        "any engine there is SGLang here",
+    ),
     becomes(
         f"{ROLLOUT}.expert_parallel_size",
         "rollout.engine.expert_parallel",
@@ -158,18 +216,36 @@ ENGINE = (
     ),
     becomes(
         f"{ROLLOUT}.data_parallel_size",
-        ("rollout.engine.tensor_parallel", "rollout.engine.data_parallel_attention", "rollout.engine.num_engines"),
-        only((1, None), "an engine of TP * DP ranks there: give tensor_parallel as their product, and the number of engines"),
+        (
+            "rollout.engine.tensor_parallel",
+            "rollout.engine.data_parallel_attention",
+            "rollout.engine.num_engines",
+        ),
+        only(
+            (1, None),
+            "an engine of TP * DP ranks there: give tensor_parallel as their product, and the number of engines",
+        ),
         "only 1",
     ),
-    becomes(f"{ROLLOUT}.pipeline_model_parallel_size", (), only((1, None), "an engine has no pipeline stages here"), "only 1"),
+    becomes(
+        f"{ROLLOUT}.pipeline_model_parallel_size",
+        (),
+        only((1, None), "an engine has no pipeline stages here"),
+        "only 1",
+    ),
     becomes(
         f"{ROLLOUT}.nnodes",
         ("cluster.placement", "rollout.engine.num_engines"),
-        only((0, None), "engines on nodes of their own: give cluster.placement=separate and how many engines there are"),
+        only(
+            (0, None),
+            "engines on nodes of their own: give cluster.placement=separate and how many engines there are",
+        ),
         "only 0",
     ),
-    dropped(f"{ROLLOUT}.n_gpus_per_node", "belongs to rollout.nnodes; see cluster.placement and rollout.engine.num_engines"),
+    dropped(
+        f"{ROLLOUT}.n_gpus_per_node",
+        "belongs to rollout.nnodes; see cluster.placement and rollout.engine.num_engines",
+    ),
     becomes(
         f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
         "weight_sync.bucket_bytes",
@@ -193,15 +269,24 @@ ENGINE = (
         lambda value, source: not truth(value),
         "true: false",
     ),
-    dropped(f"{ROLLOUT}.engine_kwargs.*", "an option of the engine that has no counterpart in rollout.engine"),
+    dropped(
+        f"{ROLLOUT}.engine_kwargs.*", "an option of the engine that has no counterpart in rollout.engine"
+    ),
     dropped(f"{ROLLOUT}.agent.num_workers", "see reward.workers, which counts processes on each node"),
     dropped(f"{ROLLOUT}.trace.*", "see rollout.record, monitor.samples_every and eval.save_samples"),
     dropped(f"{ROLLOUT}.prometheus.*", "see monitor.listeners=[prometheus], which has the run's scalars"),
     dropped(f"{ROLLOUT}.seed", "one seed for all: run.seed"),
     same(f"{ROLLOUT}.val_kwargs.n", "eval.n", default=1),
-    becomes(f"{ROLLOUT}.val_kwargs.top_k", (), only((-1, 0, None), "an evaluation has no top-k here"), "only -1 and 0"),
+    becomes(
+        f"{ROLLOUT}.val_kwargs.top_k",
+        (),
+        only((-1, 0, None), "an evaluation has no top-k here"),
+        "only -1 and 0",
+    ),
     same(f"{ROLLOUT}.val_kwargs.top_p", "eval.top_p", default=1.0),
-    becomes(f"{ROLLOUT}.val_kwargs.temperature", "eval.temperature", elsewhere, "read with do_sample", default=0),
+    becomes(
+        f"{ROLLOUT}.val_kwargs.temperature", "eval.temperature", elsewhere, "read with do_sample", default=0
+    ),
     becomes(
         f"{ROLLOUT}.val_kwargs.do_sample",
         ("eval.temperature", "eval.n", "eval.greedy"),

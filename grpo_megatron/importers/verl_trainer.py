@@ -29,11 +29,16 @@ OVERRIDE = f"{MEGATRON}.override_transformer_config"
 
 def _gpus(value: Any, source: Source) -> dict[str, Any]:
     gpus = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node")
-    sizes = [source.count(f"{MEGATRON}.{kind}_parallel_size") for kind in ("tensor_model", "pipeline_model", "context")]
+    sizes = [
+        source.count(f"{MEGATRON}.{kind}_parallel_size")
+        for kind in ("tensor_model", "pipeline_model", "context")
+    ]
     share = sizes[0] * sizes[1] * sizes[2]
     engine = source.count(f"{ROLLOUT}.tensor_model_parallel_size")
     if gpus % share or gpus % engine:
-        raise CannotCarry(f"{gpus} GPUs are no multiple of TP * PP * CP = {share} and of the engine's TP = {engine}")
+        raise CannotCarry(
+            f"{gpus} GPUs are no multiple of TP * PP * CP = {share} and of the engine's TP = {engine}"
+        )
     return {
         "megatron.data_parallel": gpus // share,
         "rollout.engine.num_engines": gpus // engine,
@@ -58,13 +63,18 @@ def _checkpointing(value: Any, source: Source) -> dict[str, Any]:
 def _fp8(value: Any, source: Source) -> dict[str, Any]:
     if value is None:
         return {}
-    return {"megatron.precision": "fp8", "megatron.fp8.format": choice({"e4m3": "e4m3", "hybrid": "hybrid"})(value, source)}
+    return {
+        "megatron.precision": "fp8",
+        "megatron.fp8.format": choice({"e4m3": "e4m3", "hybrid": "hybrid"})(value, source),
+    }
 
 
 def _resume(value: Any, source: Source) -> dict[str, Any]:
     if value is None:
         return {}
-    raise CannotCarry("their checkpoints are not ours: convert the model, or start from its HF form (model.path)")
+    raise CannotCarry(
+        "their checkpoints are not ours: convert the model, or start from its HF form (model.path)"
+    )
 
 
 # Keys of the actor that change how it computes, not what.
@@ -113,16 +123,37 @@ TRAINER = (
         becomes("trainer.resume_from_path", "run.resume", _resume),
         becomes(f"{MODEL}.lora_rank", "megatron.lora.rank", only((0, None), _ADAPTER), _BY_HAND),
         becomes(f"{MODEL}.lora.rank", "megatron.lora.rank", only((0, None), _ADAPTER), _BY_HAND),
-        becomes(f"{MODEL}.lora_adapter_path", (), only((None,), f"no run begins with an adapter; {_ADAPTER}"), "only null"),
-        becomes(f"{MODEL}.mtp.enable_train", (), only((False,), "no loss on several tokens ahead"), "only false"),
-        dropped(f"{MODEL}.override_config.*", "the model is what its config.json says: change it there"),
-        becomes(f"{MODEL}.external_lib", (), only((None,), "the model is what its config.json says"), "only null"),
         becomes(
-            f"{MODEL}.custom_chat_template", (), only((None,), "the template is the tokenizer's: change it there"), "only null"
+            f"{MODEL}.lora_adapter_path",
+            (),
+            only((None,), f"no run begins with an adapter; {_ADAPTER}"),
+            "only null",
         ),
-        becomes(f"{MODEL}.tokenizer_path", (), only((None,), "the tokenizer is that of model.path"), "only null"),
-        becomes("actor_rollout_ref.*.qat.enable", (), only((False,), "weights are not quantized in training"), "only false"),
-        becomes(f"{ACTOR}.freeze_vision_tower", (), only((False,), "only text is trained here"), "only false"),
+        becomes(
+            f"{MODEL}.mtp.enable_train", (), only((False,), "no loss on several tokens ahead"), "only false"
+        ),
+        dropped(f"{MODEL}.override_config.*", "the model is what its config.json says: change it there"),
+        becomes(
+            f"{MODEL}.external_lib", (), only((None,), "the model is what its config.json says"), "only null"
+        ),
+        becomes(
+            f"{MODEL}.custom_chat_template",
+            (),
+            only((None,), "the template is the tokenizer's: change it there"),
+            "only null",
+        ),
+        becomes(
+            f"{MODEL}.tokenizer_path", (), only((None,), "the tokenizer is that of model.path"), "only null"
+        ),
+        becomes(
+            "actor_rollout_ref.*.qat.enable",
+            (),
+            only((False,), "weights are not quantized in training"),
+            "only false",
+        ),
+        becomes(
+            f"{ACTOR}.freeze_vision_tower", (), only((False,), "only text is trained here"), "only false"
+        ),
         same(
             f"{OVERRIDE}.moe_aux_loss_coeff",
             "moe.aux_loss_coeff",
@@ -136,22 +167,48 @@ TRAINER = (
     dropped(f"{MODEL}.target_modules", "belongs to an adapter; see lora_rank"),
     dropped(f"{MODEL}.exclude_modules", "belongs to an adapter; see lora_rank"),
     becomes("trainer.experiment_name", "run.name", run_name, "a slash becomes a dash"),
-    becomes("trainer.save_freq", "checkpoint.every", every("checkpoint.every"), "-1 (never) is 0 here", default=-1),
+    becomes(
+        "trainer.save_freq", "checkpoint.every", every("checkpoint.every"), "-1 (never) is 0 here", default=-1
+    ),
     becomes("trainer.test_freq", "eval.every", every("eval.every"), "-1 (never) is 0 here", default=-1),
     becomes("trainer.critic_warmup", (), only((0,), "there is no critic here"), "only 0"),
     dropped("trainer.resume_mode", "run.resume is auto, none, or the checkpoint to continue from"),
     dropped(
-        "trainer.logger", "metrics go to TensorBoard and metrics.jsonl, and with monitor.listeners=[wandb] to Weights & Biases"
+        "trainer.logger",
+        "metrics go to TensorBoard and metrics.jsonl, and with monitor.listeners=[wandb] to Weights & Biases",
     ),
-    becomes("trainer.project_name", "monitor.wandb_project", run_name, "read only with monitor.listeners=[wandb]"),
-    becomes("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", unless_null("checkpoint.keep"), "null: 2 are kept here"),
+    becomes(
+        "trainer.project_name", "monitor.wandb_project", run_name, "read only with monitor.listeners=[wandb]"
+    ),
+    becomes(
+        "trainer.max_actor_ckpt_to_keep",
+        "checkpoint.keep",
+        unless_null("checkpoint.keep"),
+        "null: 2 are kept here",
+    ),
     *trains(
-        becomes("trainer.val_only", (), only((False, None), "nothing is trained then: use grpo-megatron eval"), "only false"),
-        becomes("trainer.v1.trainer_mode", (), only(("sync", None), "rollout and training take turns here"), "only sync"),
-        dropped("trainer.v1.sampler.custom_sampler.*", "prompts come in a new order every epoch, or in that of the file"),
+        becomes(
+            "trainer.val_only",
+            (),
+            only((False, None), "nothing is trained then: use grpo-megatron eval"),
+            "only false",
+        ),
+        becomes(
+            "trainer.v1.trainer_mode",
+            (),
+            only(("sync", None), "rollout and training take turns here"),
+            "only sync",
+        ),
+        dropped(
+            "trainer.v1.sampler.custom_sampler.*",
+            "prompts come in a new order every epoch, or in that of the file",
+        ),
     ),
     dropped("trainer.v1.*", "belongs to trainer.v1.trainer_mode"),
-    dropped("trainer.val_before_train", "with data.eval, an evaluation comes before the first step and after the last"),
+    dropped(
+        "trainer.val_before_train",
+        "with data.eval, an evaluation comes before the first step and after the last",
+    ),
     dropped("trainer.log_val_generations", "see eval.save_samples"),
     dropped("trainer.validation_data_dir", "see eval.save_samples, which writes to the run's folder"),
     dropped("trainer.rollout_data_dir", "see rollout.record"),
@@ -173,18 +230,39 @@ TRAINER = (
         "megatron.expert_tensor_parallel",
         unless_null("megatron.expert_tensor_parallel"),
     ),
-    becomes(f"{MEGATRON}.sequence_parallel", "megatron.sequence_parallel", _sequence_parallel, "needs TP > 1", default=True),
+    becomes(
+        f"{MEGATRON}.sequence_parallel",
+        "megatron.sequence_parallel",
+        _sequence_parallel,
+        "needs TP > 1",
+        default=True,
+    ),
     becomes(f"{MEGATRON}.use_distributed_optimizer", "megatron.distributed_optimizer", flag, default=True),
     becomes(f"{MEGATRON}.param_offload", "megatron.sleep", flag, "weights, gradients and optimizer together"),
     becomes(f"{MEGATRON}.optimizer_offload", "optimizer.offload", flag),
     becomes("actor_rollout_ref.ref.megatron.param_offload", "ref.offload", flag),
     becomes(f"{OVERRIDE}.recompute_granularity", "megatron.recompute", _recompute),
     same(f"{OVERRIDE}.recompute_modules", "megatron.recompute_modules"),
-    becomes("actor_rollout_ref.model.enable_gradient_checkpointing", "megatron.recompute", _checkpointing, "true: full"),
-    becomes(f"{MEGATRON}.dtype", "megatron.precision", choice({"bfloat16": "bf16", "float32": "fp32"}), default="bfloat16"),
+    becomes(
+        "actor_rollout_ref.model.enable_gradient_checkpointing",
+        "megatron.recompute",
+        _checkpointing,
+        "true: full",
+    ),
+    becomes(
+        f"{MEGATRON}.dtype",
+        "megatron.precision",
+        choice({"bfloat16": "bf16", "float32": "fp32"}),
+        default="bfloat16",
+    ),
     dropped(f"{MEGATRON}.grad_offload", "follows from param_offload: megatron.sleep takes gradients along"),
     *(
-        becomes(f"{MEGATRON}.override_ddp_config.{name}", "megatron.overlap", flag, "one switch for both of them here")
+        becomes(
+            f"{MEGATRON}.override_ddp_config.{name}",
+            "megatron.overlap",
+            flag,
+            "one switch for both of them here",
+        )
         for name in ("overlap_grad_reduce", "overlap_param_gather")
     ),
     *trains(
@@ -209,7 +287,12 @@ TRAINER = (
     ),
     dropped(f"{MEGATRON}.seed", "one seed for all: run.seed"),
     dropped(f"{MEGATRON}.*", "no counterpart: the layers are Megatron's as the model's config.json has them"),
-    becomes(f"{ACTOR}.fsdp_config.param_offload", "megatron.sleep", flag, "weights, gradients and optimizer together"),
+    becomes(
+        f"{ACTOR}.fsdp_config.param_offload",
+        "megatron.sleep",
+        flag,
+        "weights, gradients and optimizer together",
+    ),
     becomes(f"{ACTOR}.fsdp_config.optimizer_offload", "optimizer.offload", flag),
     becomes("actor_rollout_ref.ref.fsdp_config.param_offload", "ref.offload", flag),
     *trains(
@@ -220,9 +303,14 @@ TRAINER = (
             "only bfloat16",
         ),
     ),
-    becomes(f"{ACTOR}.veomni.param_offload", "megatron.sleep", flag, "weights, gradients and optimizer together"),
+    becomes(
+        f"{ACTOR}.veomni.param_offload", "megatron.sleep", flag, "weights, gradients and optimizer together"
+    ),
     becomes(f"{ACTOR}.veomni.optimizer_offload", "optimizer.offload", flag),
-    dropped(f"{ACTOR}.veomni.expert_parallel_size", "the trainer is Megatron: give megatron.expert_parallel by hand"),
+    dropped(
+        f"{ACTOR}.veomni.expert_parallel_size",
+        "the trainer is Megatron: give megatron.expert_parallel by hand",
+    ),
     *(
         dropped(f"{ACTOR}.{engine}.*", "the trainer is Megatron: see the megatron section")
         for engine in ("fsdp_config", "veomni", "torchtitan")
@@ -233,15 +321,24 @@ TRAINER = (
     ),
     becomes(f"{ACTOR}.checkpoint.async_save", "checkpoint.async_save", flag),
     dropped(
-        f"{ACTOR}.checkpoint.*_contents", "a checkpoint holds all of it; checkpoint.export_hf writes the model in HF's form"
+        f"{ACTOR}.checkpoint.*_contents",
+        "a checkpoint holds all of it; checkpoint.export_hf writes the model in HF's form",
     ),
     dropped(f"{ACTOR}.rollout_n", "it is rollout.n"),
     dropped(f"{ACTOR}.data_loader_seed", "one seed for all: run.seed"),
     dropped(f"{ACTOR}.calculate_entropy", "the entropy is always measured here"),
-    becomes(f"{ACTOR}.calculate_sum_pi_squared", (), only((False, None), "no estimator here reads it"), "only false"),
+    becomes(
+        f"{ACTOR}.calculate_sum_pi_squared",
+        (),
+        only((False, None), "no estimator here reads it"),
+        "only false",
+    ),
     *(dropped(f"{ACTOR}.{name}", "changes how the trainer computes, not what") for name in _HOW),
     *trains(dropped(f"{ACTOR}.*", "no counterpart, and it may decide what is trained")),
-    dropped("actor_rollout_ref.ref.*", "the reference has the policy's layout and ranks: see ref.path and ref.offload"),
+    dropped(
+        "actor_rollout_ref.ref.*",
+        "the reference has the policy's layout and ranks: see ref.path and ref.offload",
+    ),
     dropped(f"{MODEL}.trust_remote_code", "code from a checkpoint is never run here"),
     dropped(f"{MODEL}.mtp.*", "belongs to mtp.enable_train"),
     dropped("actor_rollout_ref.*", "no counterpart"),

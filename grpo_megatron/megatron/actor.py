@@ -11,7 +11,11 @@ from functools import partial
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.transformer.module import Float16Module
 
 from grpo_megatron.algorithm.losses import TokenLoss
@@ -22,7 +26,12 @@ from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.config.schema import RoutingReplay
 from grpo_megatron.megatron import checkpoint_files, export, lora, sharded_state
 from grpo_megatron.megatron.checkpoint_files import Writer
-from grpo_megatron.megatron.forward_backward import forward_backward, forward_logprobs, forward_probe, forward_scores
+from grpo_megatron.megatron.forward_backward import (
+    forward_backward,
+    forward_logprobs,
+    forward_probe,
+    forward_scores,
+)
 from grpo_megatron.megatron.memory import Bytes, Parking, TrainingMemory, return_to_system
 from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, choose_routing
 from grpo_megatron.megatron.model import build_model, output_weight, uses_transformer_engine
@@ -60,7 +69,11 @@ class Actor:
         """heart: of this process; it is told of micro-batches and parts of steps. None: nobody listens."""
         self.spec, self._heart = spec, heart or Heart()
         self.rank = rank_info()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         self.arch = read_architecture(spec.model_path, reward_model=spec.scalar_head)
         self.model_spec = model_spec = spec.model_spec(
             uses_transformer_engine(spec.transformer_impl, spec.precision, spec.emulate_kernels)
@@ -76,13 +89,17 @@ class Actor:
         if self.adapters:
             lora.attach(self.chunks, self.adapters, spec.seed)
         layout = spec.layout(self.rank.cp_rank)
-        self.mini_batches = MiniBatchStore(layout, self.device, own_attention=not model_spec.transformer_engine)
+        self.mini_batches = MiniBatchStore(
+            layout, self.device, own_attention=not model_spec.transformer_engine
+        )
         self.head = make_head(self.chunks, self.arch, spec)
         # Values are read before DDP and optimizer take the parameters into their buffers.
         self.reference, same_model = None, spec.reference_path in (None, spec.model_path)
         if spec.with_reference:
             self._load(spec.reference_path or spec.model_path)
-            self.reference = ReferenceWeights(self.chunks, on_host=spec.reference_offload, same_model=same_model)
+            self.reference = ReferenceWeights(
+                self.chunks, on_host=spec.reference_offload, same_model=same_model
+            )
         if not spec.with_reference or not same_model:
             self._load(spec.model_path)
         self._set_up_training()
@@ -104,7 +121,9 @@ class Actor:
             overlap_grad_reduce=spec.overlap,
             overlap_param_gather=self._gathers_in_forward,
         )
-        modules = [Float16Module(config, chunk) if dtype == torch.bfloat16 else chunk for chunk in self.chunks]
+        modules = [
+            Float16Module(config, chunk) if dtype == torch.bfloat16 else chunk for chunk in self.chunks
+        ]
         self.ddp = [
             # Buckets pay off in the chunk whose backward runs last only.
             DistributedDataParallel(config, ddp_config, module, disable_bucketing=i > 0)
@@ -123,7 +142,9 @@ class Actor:
 
     def _require_policy(self) -> None:
         if self._reference_passes is not None:
-            raise RuntimeError("the reference's weights are in the policy's place: end_reference must come first")
+            raise RuntimeError(
+                "the reference's weights are in the policy's place: end_reference must come first"
+            )
 
     @contextmanager
     def _settled_weights(self):
@@ -211,7 +232,11 @@ class Actor:
         passes.close()
 
     def logprobs(
-        self, micro_batches: MicroBatches, reference: bool = False, key: Key | None = None, keep_hidden: bool = False
+        self,
+        micro_batches: MicroBatches,
+        reference: bool = False,
+        key: Key | None = None,
+        keep_hidden: bool = False,
     ) -> np.ndarray | None:
         """Log-prob of every target, float32 [T] in the order of the micro-batches. Collective.
 
@@ -223,7 +248,11 @@ class Actor:
             raise RuntimeError("a pass of the reference needs begin_reference first")
         prepared = self.mini_batches.get(key, micro_batches)
         routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
-        keep = partial(self.mini_batches.keep_hidden, on_device=self.spec.reference_hidden_bytes) if keep_hidden else None
+        keep = (
+            partial(self.mini_batches.keep_hidden, on_device=self.spec.reference_hidden_bytes)
+            if keep_hidden
+            else None
+        )
         with nullcontext() if reference else self._settled_weights():
             parts = forward_logprobs(self.ddp, prepared, self.head, routing, keep)
         return torch.cat(parts).cpu().numpy() if self.rank.reports else None
@@ -232,10 +261,16 @@ class Actor:
         """The reward model's score of every sequence, float32 [S] in their order. Collective; None as in `logprobs`."""
         prepared = self.mini_batches.get(None, micro_batches)
         with self._settled_weights():
-            parts = self.reward_model(prepared) if self.reward_model else forward_scores(self.ddp, prepared, self.head)
+            parts = (
+                self.reward_model(prepared)
+                if self.reward_model
+                else forward_scores(self.ddp, prepared, self.head)
+            )
         return torch.cat(parts).cpu().numpy() if self.rank.reports else None
 
-    def probe(self, micro_batches: MicroBatches, temperature: float, rounding: torch.dtype | None) -> np.ndarray | None:
+    def probe(
+        self, micro_batches: MicroBatches, temperature: float, rounding: torch.dtype | None
+    ) -> np.ndarray | None:
         """Log-prob and entropy of every target, float32 [2, T], under changed conditions. Collective; None as in `logprobs`.
 
         temperature: in place of the configured one. rounding: with the rounding errors of this dtype added in every
@@ -243,7 +278,9 @@ class Actor:
         """
         prepared = self.mini_batches.get(None, micro_batches)
         # No routing was recorded for these; with the engine's, samples of the engine bring it.
-        from_engine = self.spec.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
+        from_engine = (
+            self.spec.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
+        )
         routing = self._route(prepared, micro_batches, recording=True) if from_engine else Routing.own
         with self._settled_weights(), rounding_noise(self.chunks, rounding) if rounding else nullcontext():
             parts = forward_probe(self.ddp, prepared, replace(self.head, temperature=temperature), routing)
@@ -259,13 +296,22 @@ class Actor:
         with self._settled_weights():
             for chunk in self.chunks:
                 for parameter in chunk.parameters():
-                    chosen = factor if share == 1.0 else torch.where(torch.rand_like(parameter) < share, factor, 1.0)
+                    chosen = (
+                        factor
+                        if share == 1.0
+                        else torch.where(torch.rand_like(parameter) < share, factor, 1.0)
+                    )
                     parameter.mul_(chosen)
 
     def broken_weights(self) -> list[str]:
         """Names of this rank's parameters that are not finite throughout. Collective."""
         with self._settled_weights():
-            return [name for chunk in self.chunks for name, each in chunk.named_parameters() if not each.isfinite().all()]
+            return [
+                name
+                for chunk in self.chunks
+                for name, each in chunk.named_parameters()
+                if not each.isfinite().all()
+            ]
 
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
         """See `choose_routing`."""
@@ -341,7 +387,9 @@ class Actor:
         if self._sender is None or self._sender.setup != order.setup:
             if self._sender is not None:
                 self._sender.close()
-            self._sender = Sender(order.setup, self.rank.rank, self.device, self.model_spec.transformer_engine)
+            self._sender = Sender(
+                order.setup, self.rank.rank, self.device, self.model_spec.transformer_engine
+            )
         with self._settled_weights(), torch.no_grad():
             return self._sender.send(order, lora.MergedWeights(self.chunks), self._heart.tick)
 
@@ -373,7 +421,9 @@ class Actor:
         if self._writer:
             raise RuntimeError("the last checkpoint has not been finished")
         with self._settled_weights(), self._optimizer_at_hand():
-            self._writer = sharded_state.save(folder, [ddp.module for ddp in self.ddp], self.optimizer, self.reference)
+            self._writer = sharded_state.save(
+                folder, [ddp.module for ddp in self.ddp], self.optimizer, self.reference
+            )
             if self.spec.optimizer.offload:
                 self._until_saved()
 

@@ -79,12 +79,18 @@ class PackedSequences(PackedSeqParams):
     short: bool = False
     _kept: dict = field(default_factory=dict, repr=False)
 
-    def rotation(self, frequencies: torch.Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotation(
+        self, frequencies: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin times the factor, for `rotate`, both [t, 1, d]. Kept: the arguments must be the same in every layer."""
         if dtype not in self._kept:
-            angle = self.position_ids.to(frequencies.dtype)[:, None] * frequencies.to(self.position_ids.device)
+            angle = self.position_ids.to(frequencies.dtype)[:, None] * frequencies.to(
+                self.position_ids.device
+            )
             cos, sin = angle.cos() * factor, angle.sin() * factor
-            self._kept[dtype] = tuple(torch.cat(halves, dim=-1)[:, None].to(dtype) for halves in ((cos, cos), (-sin, sin)))
+            self._kept[dtype] = tuple(
+                torch.cat(halves, dim=-1)[:, None].to(dtype) for halves in ((cos, cos), (-sin, sin))
+            )
         return self._kept[dtype]
 
     def mask(self, batch: AttentionBatch, dtype: torch.dtype) -> torch.Tensor:
@@ -233,7 +239,16 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.rope_frequencies = rope_frequencies
 
-    def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ):
         packed = packed_seq_params
         if self.rope_frequencies is not None:
             rotation = packed.rotation(self.rope_frequencies, query.dtype)
@@ -300,7 +315,8 @@ class _ShortAttention(torch.autograd.Function):
         grad_key = grad_scores.transpose(1, 2) @ query
         shapes = (ctx.shape, key_shape, value_shape)
         grads = (
-            _heads_of_rows(x.to(dtype), shape) for x, shape in zip((grad_query, grad_key, grad_value), shapes, strict=True)
+            _heads_of_rows(x.to(dtype), shape)
+            for x, shape in zip((grad_query, grad_key, grad_value), shapes, strict=True)
         )
         return *grads, None, None
 
@@ -314,7 +330,9 @@ def _heads_of_rows(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Undoes `_rows_of_heads`; shape: [n, length, heads, any] before it."""
     n, length, heads, _ = shape
     kv_heads, d = len(x) // n, x.shape[-1]
-    return x.view(n, kv_heads, heads // kv_heads, length, d).permute(0, 3, 1, 2, 4).reshape(n, length, heads, d)
+    return (
+        x.view(n, kv_heads, heads // kv_heads, length, d).permute(0, 3, 1, 2, 4).reshape(n, length, heads, d)
+    )
 
 
 def _take(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

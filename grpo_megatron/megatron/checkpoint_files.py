@@ -78,7 +78,9 @@ class Writer:
         self._error: str | None = None
         self._seconds = self._waited = 0.0
         self._weights_read, self._all_read = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(weights, states, objects), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(weights, states, objects), name="checkpoint", daemon=True
+        )
         self._thread.start()
         self._waited = time.perf_counter() - self._begun
 
@@ -111,7 +113,15 @@ class Writer:
             memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
             at, length = append_tensor(file, torch.frombuffer(memory, dtype=host.dtype).view(host.shape))
             self._written.append(
-                _Written(piece.name, at, length, piece.shape, piece.data.dtype, piece.offset, tuple(piece.data.shape))
+                _Written(
+                    piece.name,
+                    at,
+                    length,
+                    piece.shape,
+                    piece.data.dtype,
+                    piece.offset,
+                    tuple(piece.data.shape),
+                )
             )
 
     def wait_until_read(self, weights_only: bool = False) -> None:
@@ -153,7 +163,9 @@ class Writer:
     def _finish_folder(self, files: dict[str, list[_Written]]) -> None:
         folder = Path(self._folder)
         common = io.BytesIO()
-        torch.save(self._common, common)  # in memory first: of a full disk its own writer says "unexpected pos"
+        torch.save(
+            self._common, common
+        )  # in memory first: of a full disk its own writer says "unexpected pos"
         (folder / _COMMON).write_bytes(common.getvalue())
         sync_to_disk(folder / _COMMON)
         written = [_COMMON, *write_metadata(folder, *_contents(files))]
@@ -172,7 +184,9 @@ def _contents(files: dict[str, list[_Written]]) -> tuple[dict[str, Stored], dict
             if item.shape is None:
                 objects[item.name] = (file, item.at, item.length)
             else:
-                parts[item.name].append((item, StoredChunk(item.offset, item.size, file, item.at, item.length)))
+                parts[item.name].append(
+                    (item, StoredChunk(item.offset, item.size, file, item.at, item.length))
+                )
     tensors = {}
     for name, pairs in parts.items():
         first = pairs[0][0]
@@ -209,7 +223,9 @@ def verify(folder: str, files: dict[str, FileRecord]) -> None:
     must_be_sound(itertools.chain.from_iterable(found))
 
 
-def read(folder: str, pieces: list[Rectangle], objects: list[str], optional: Sequence[str] = ()) -> dict[str, io.BytesIO]:
+def read(
+    folder: str, pieces: list[Rectangle], objects: list[str], optional: Sequence[str] = ()
+) -> dict[str, io.BytesIO]:
     """Fill the pieces in place, whatever layout wrote them; returns the objects of these names, and of those `optional` that there are.
 
     Raises UserError where the checkpoint lacks one, has another shape, or is damaged.
@@ -233,7 +249,9 @@ def read(folder: str, pieces: list[Rectangle], objects: list[str], optional: Seq
             for part in parts:
                 part.data.zero_()
         elif tuple(saved.size) != parts[0].shape:
-            raise UserError(f"{folder}: {name} has shape {tuple(saved.size)}, this model's is {parts[0].shape}; {ANOTHER_RUN}")
+            raise UserError(
+                f"{folder}: {name} has shape {tuple(saved.size)}, this model's is {parts[0].shape}; {ANOTHER_RUN}"
+            )
         wanted = [ChunkStorageMetadata(torch.Size(part.offset), part.data.shape) for part in parts]
         items += create_read_items_for_chunk_list(name, saved, wanted)
     targets = _Targets(by_name)

@@ -143,8 +143,15 @@ class CudaToCpu(ast.NodeTransformer):
         func = node.func
         if isinstance(func, ast.Attribute) and func.attr == "cuda" and not _is_name(func.value, "torch"):
             return self.visit(func.value)  # x.cuda(...) -> x
-        is_device = isinstance(func, ast.Attribute) and func.attr == "device" and _is_name(func.value, "torch")
-        if is_device and node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value == "cuda":
+        is_device = (
+            isinstance(func, ast.Attribute) and func.attr == "device" and _is_name(func.value, "torch")
+        )
+        if (
+            is_device
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+            and node.args[0].value == "cuda"
+        ):
             node.args = [ast.copy_location(ast.Constant("cpu"), node)]  # the index goes too
         return self.generic_visit(node)
 

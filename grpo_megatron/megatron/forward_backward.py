@@ -20,7 +20,9 @@ from grpo_megatron.megatron.score_head import ScoreHead
 from grpo_megatron.metrics import Metrics
 
 
-def _run(chunks: list, micro_batches: list[MicroBatch], loss_func, forward_only: bool, routing: Routing) -> list:
+def _run(
+    chunks: list, micro_batches: list[MicroBatch], loss_func, forward_only: bool, routing: Routing
+) -> list:
     """Megatron's schedule over the micro-batches; what loss_func stored, on the last stage.
 
     chunks: the (wrapped) model chunks of this stage.
@@ -38,7 +40,11 @@ def _run(chunks: list, micro_batches: list[MicroBatch], loss_func, forward_only:
                 tp_rank = mpu.get_tensor_model_parallel_rank()
                 padding = micro_batch.pack.layout.tensor_parallel_share(padding[0], tp_rank)[None]
         hidden = model(
-            micro_batch.tokens, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed, padding_mask=padding
+            micro_batch.tokens,
+            micro_batch.position_ids,
+            None,
+            packed_seq_params=micro_batch.packed,
+            padding_mask=padding,
         )
         if routing == Routing.record and chunk.config.num_moe_experts:
             micro_batch.routing = (micro_batch.routing or {}) | recorded_routing(chunk)

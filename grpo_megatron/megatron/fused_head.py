@@ -44,14 +44,22 @@ class Tiling:
         if chunk_vocab is None and chunk_tokens > 0:
             chunk_vocab = max(1, tile_bytes // (4 * min(chunk_tokens, max(1, tokens))))
         if chunk_tokens < 1 or chunk_vocab < 1:
-            raise ValueError(f"chunk_tokens and chunk_vocab must be at least 1, are {chunk_tokens} and {chunk_vocab}")
+            raise ValueError(
+                f"chunk_tokens and chunk_vocab must be at least 1, are {chunk_tokens} and {chunk_vocab}"
+            )
         return cls(start, words, tokens, min(chunk_tokens, tokens), min(chunk_vocab, words))
 
     def word_blocks(self) -> list[slice]:
-        return [slice(i, min(i + self.chunk_vocab, self.words)) for i in range(0, self.words, self.chunk_vocab or 1)]
+        return [
+            slice(i, min(i + self.chunk_vocab, self.words))
+            for i in range(0, self.words, self.chunk_vocab or 1)
+        ]
 
     def token_blocks(self) -> list[slice]:
-        return [slice(i, min(i + self.chunk_tokens, self.tokens)) for i in range(0, self.tokens, self.chunk_tokens or 1)]
+        return [
+            slice(i, min(i + self.chunk_tokens, self.tokens))
+            for i in range(0, self.tokens, self.chunk_tokens or 1)
+        ]
 
     def scratch(self, like: torch.Tensor, dtype: torch.dtype) -> "_Scratch":
         return _Scratch(torch.empty(self.chunk_tokens * self.chunk_vocab, dtype=dtype, device=like.device))
@@ -79,7 +87,9 @@ class _Projection:
     exact: logits are float32 sums that are not rounded to the weight's dtype in between.
     """
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float, tiling: Tiling, exact: bool):
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float, tiling: Tiling, exact: bool
+    ):
         self.hidden, self.weight, self.temperature, self.exact = hidden, weight, temperature, exact
         self.logits = tiling.scratch(hidden, torch.float32)
         self.low = None
@@ -94,7 +104,9 @@ class _Projection:
         if self.low is None:
             return torch.addmm(logits, hidden, weight.t(), beta=0, alpha=1.0 / self.temperature, out=logits)
         if self.exact and hidden.is_cuda:
-            return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=logits).mul_(1.0 / self.temperature)
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=logits).mul_(
+                1.0 / self.temperature
+            )
         if self.exact:  # a CPU has no such product; products of bf16 numbers are exact in float32
             factors = hidden.float(), weight.float().t()
             return torch.addmm(logits, *factors, beta=0, alpha=1.0 / self.temperature, out=logits)
@@ -115,7 +127,9 @@ class _Sums:
 
     def __init__(self, tokens: int, with_reference: bool, device: torch.device):
         self.with_reference = with_reference
-        self.maximum = torch.full((2 if with_reference else 1, tokens), _NEVER, dtype=torch.float32, device=device)
+        self.maximum = torch.full(
+            (2 if with_reference else 1, tokens), _NEVER, dtype=torch.float32, device=device
+        )
         # norm, linear, z of the target, and with a reference ref_norm, cross: one tensor, one collective.
         self.sums = torch.zeros(5 if with_reference else 3, tokens, dtype=torch.float32, device=device)
 
@@ -185,7 +199,9 @@ class FusedHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an output the loss does not use costs nothing backward
         with_reference = ref_hidden is not None
         policy = _Projection(hidden, weight, temperature, tiling, task.exact)
-        reference = _Projection(ref_hidden, ref_weight, temperature, tiling, task.exact) if with_reference else None
+        reference = (
+            _Projection(ref_hidden, ref_weight, temperature, tiling, task.exact) if with_reference else None
+        )
         scratch = tiling.scratch(hidden, torch.float32)
         state = _Sums(tiling.tokens, with_reference, hidden.device)
         for words in tiling.word_blocks():
@@ -234,7 +250,13 @@ class FusedHead(torch.autograd.Function):
                 if grad_hidden is not None:
                     _add_product(grad_hidden[tokens], grad, weight[words])
                 if grad_weight is not None:
-                    grad_weight.add(words, grad, hidden[tokens], first=tokens.start == 0, last=tokens.stop == tiling.tokens)
+                    grad_weight.add(
+                        words,
+                        grad,
+                        hidden[tokens],
+                        first=tokens.start == 0,
+                        last=tokens.stop == tiling.tokens,
+                    )
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.result(),
@@ -257,7 +279,9 @@ class _Coefficients:
     target: torch.Tensor | None
 
     @classmethod
-    def of(cls, grad_logp, grad_entropy, grad_kl, log_norm, log_ref_norm, entropy, kl, temperature) -> "_Coefficients":
+    def of(
+        cls, grad_logp, grad_entropy, grad_kl, log_norm, log_ref_norm, entropy, kl, temperature
+    ) -> "_Coefficients":
         constant = torch.zeros_like(log_norm)
         linear = ref = target = None
         scale = torch.exp(-log_norm) / temperature
@@ -303,9 +327,13 @@ class _WeightGradient:
                 self.out.zero_()
         self.block = None
         if self.out.dtype != torch.float32:
-            self.block = torch.empty(tiling.chunk_vocab, weight.shape[1], dtype=torch.float32, device=weight.device)
+            self.block = torch.empty(
+                tiling.chunk_vocab, weight.shape[1], dtype=torch.float32, device=weight.device
+            )
 
-    def add(self, words: slice, grad_logits: torch.Tensor, hidden: torch.Tensor, first: bool, last: bool) -> None:
+    def add(
+        self, words: slice, grad_logits: torch.Tensor, hidden: torch.Tensor, first: bool, last: bool
+    ) -> None:
         """Of a tile; first, last: whether it is that of its words. Tiles of the same words follow each other."""
         out = self.out[words]
         sums = out if self.block is None else self.block[: len(out)]

@@ -23,7 +23,9 @@ class Changes:
     mend: dict[str, list[Callable]] = field(default_factory=dict)
 
     def rewriter(self, module: str) -> type[ast.NodeTransformer] | None:
-        return next((rewriter for start, rewriter in self.rewriters.items() if module.startswith(start)), None)
+        return next(
+            (rewriter for start, rewriter in self.rewriters.items() if module.startswith(start)), None
+        )
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
@@ -62,13 +65,17 @@ class LatentAttention(MegatronModule):
         self.tp_group = pg_collection.tp
         self.latent, heads = arch.latent, arch.num_heads
         self.rope_frequencies, self.rope_factor = arch.rope_frequencies(), arch.rope_factor
-        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        self.recomputes_core = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
         rotated = self.latent.rotated_dim
 
         def column_parallel(columns: int, rows: int):
             plain = {"gather_output": False, "bias": False, "skip_bias_add": False, "is_expert": False}
             method = config.init_method
-            return submodules.column_parallel(columns, rows, config=config, init_method=method, tp_group=self.tp_group, **plain)
+            return submodules.column_parallel(
+                columns, rows, config=config, init_method=method, tp_group=self.tp_group, **plain
+            )
 
         if self.latent.query_rank is None:
             self.linear_q_proj = column_parallel(arch.hidden_size, heads * arch.head_dim)
@@ -80,7 +87,9 @@ class LatentAttention(MegatronModule):
             self.q_layernorm = RMSNorm(config, self.latent.query_rank, eps=LATENT_NORM_EPS)
             self.linear_q_up_proj = column_parallel(self.latent.query_rank, heads * arch.head_dim)
         self.kv_layernorm = RMSNorm(config, self.latent.kv_rank, eps=LATENT_NORM_EPS)
-        self.linear_kv_up_proj = column_parallel(self.latent.kv_rank, heads * (self.latent.plain_dim + self.latent.value_dim))
+        self.linear_kv_up_proj = column_parallel(
+            self.latent.kv_rank, heads * (self.latent.plain_dim + self.latent.value_dim)
+        )
         self.core_attention = submodules.core(
             config=config,
             layer_number=layer_number,
@@ -110,7 +119,12 @@ class LatentAttention(MegatronModule):
         def attend(query, key, value):
             # Megatron's recomputation hands over tensors only.
             return self.core_attention(
-                query, key, value, attention_mask, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed_seq_params
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=AttnMaskType.causal,
+                packed_seq_params=packed_seq_params,
             )
 
         if self.recomputes_core and self.training:

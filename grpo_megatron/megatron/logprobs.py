@@ -88,7 +88,9 @@ def token_logprobs(
         hidden, target = hidden.index_select(0, positions), target.index_select(0, positions)
         ref_hidden = None if ref_hidden is None else ref_hidden.index_select(0, positions)
     tiling = Tiling.of(weight, len(target), vocab_size, tp_group, chunk_tokens, chunk_vocab)
-    task = HeadTask(target, float(temperature), vocab_size, tiling, tp_group, accumulate_into_main_grad, exact_logits)
+    task = HeadTask(
+        target, float(temperature), vocab_size, tiling, tp_group, accumulate_into_main_grad, exact_logits
+    )
     return HeadOutput(*FusedHead.apply(hidden, weight, ref_hidden, ref_weight, task))
 
 
@@ -111,5 +113,7 @@ def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
 def _all_tokens(hidden, sequence_parallel: bool, group):
     """[t, h] on every TP rank; backward sums the ranks' gradients (each has those of its words)."""
     if sequence_parallel:
-        return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        return tensor_parallel.gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=group
+        )
     return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)

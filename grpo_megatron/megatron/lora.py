@@ -46,11 +46,15 @@ class _Adapted:
         product = self.lora_b.float() @ self.lora_a.float()
         return product.mul_(self.alpha / self.rank).add_(self.weight).to(self.weight.dtype)
 
-    def _sharded(self, state: dict, name: str, axis: int, prefix: str, offsets: tuple, metadata: dict) -> None:
+    def _sharded(
+        self, state: dict, name: str, axis: int, prefix: str, offsets: tuple, metadata: dict
+    ) -> None:
         """In `state`, where Megatron has the matrix as a whole one, the shard that it is."""
         key, groups = f"{prefix}{name}", {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         tensor = getattr(self, name)
-        state[key] = make_tp_sharded_tensor_for_checkpoint(tensor, key, axis, prepend_offsets=offsets, **groups)
+        state[key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor, key, axis, prepend_offsets=offsets, **groups
+        )
 
 
 class AdaptedColumns(tp.ColumnParallelLinear, _Adapted):
@@ -65,7 +69,9 @@ class AdaptedColumns(tp.ColumnParallelLinear, _Adapted):
         low = F.linear(input_, self.lora_a)
         # Backward, each rank has the part of the gradient that comes through its own rows of B.
         if self.sequence_parallel:
-            low = tp.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
+            low = tp.gather_from_sequence_parallel_region(
+                low, tensor_parallel_output_grad=True, group=self.tp_group
+            )
         else:
             low = tp.copy_to_tensor_model_parallel_region(low, group=self.tp_group)
         return self._with_adapter(output, low), bias
@@ -168,7 +174,12 @@ class MergedWeights(Mapping):
 
 def description(chunks) -> dict | None:
     """What must be alike for a checkpoint to be continued; None without adapters."""
-    found = {name.rsplit(".")[-1]: module for c in chunks for name, module in c.named_modules() if isinstance(module, _Adapted)}
+    found = {
+        name.rsplit(".")[-1]: module
+        for c in chunks
+        for name, module in c.named_modules()
+        if isinstance(module, _Adapted)
+    }
     any_of_them = next(iter(found.values()), None)
     return any_of_them and {"rank": any_of_them.rank, "alpha": any_of_them.alpha, "layers": sorted(found)}
 
@@ -184,4 +195,8 @@ def check_checkpoint(folder: str, saved: dict | None, chunks) -> None:
 
 
 def _in_words(of: dict | None) -> str:
-    return f"adapters of rank {of['rank']} and alpha {of['alpha']} on {', '.join(of['layers'])}" if of else "no adapters"
+    return (
+        f"adapters of rank {of['rank']} and alpha {of['alpha']} on {', '.join(of['layers'])}"
+        if of
+        else "no adapters"
+    )

@@ -59,7 +59,11 @@ class TrainingMemory:
             for state in part.optimizer.state.values():
                 tensors += [value for value in state.values() if torch.is_tensor(value)]
         weights = self.parameters()
-        return {address: storage for address, storage in unique_storages(tensors).items() if address not in weights}
+        return {
+            address: storage
+            for address, storage in unique_storages(tensors).items()
+            if address not in weights
+        }
 
     def _casts(self) -> Iterator[dict]:
         for ddp in self._ddp:
@@ -68,7 +72,9 @@ class TrainingMemory:
 
     def fp8_casts(self) -> dict[int, torch.UntypedStorage]:
         quantized = (cast for casts in self._casts() for cast in casts.values())
-        return unique_storages(part for cast in quantized for part in vars(cast).values() if torch.is_tensor(part))
+        return unique_storages(
+            part for cast in quantized for part in vars(cast).values() if torch.is_tensor(part)
+        )
 
     def drop_fp8_casts(self) -> None:
         """The next micro-batch makes them again."""
@@ -83,7 +89,9 @@ class TrainingMemory:
             "optimizer": self.optimizer(),
             "fp8_casts": self.fp8_casts(),
         }
-        return {name: sum(storage.nbytes() for storage in storages.values()) for name, storages in kinds.items()}
+        return {
+            name: sum(storage.nbytes() for storage in storages.values()) for name, storages in kinds.items()
+        }
 
 
 class Parking:
@@ -103,7 +111,9 @@ class Parking:
                 raise UserError(f"megatron.offload_folder={folder} {problem} (on {socket.gethostname()})")
             Path(folder).mkdir(parents=True, exist_ok=True)
         # Of each name: the file of its contents, if in files, and each storage with its bytes and its copy, if in memory.
-        self._parked: dict[str, tuple[BinaryIO | None, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]]] = {}
+        self._parked: dict[
+            str, tuple[BinaryIO | None, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]]
+        ] = {}
 
     def park(self, name: str, storages: dict[int, torch.UntypedStorage], keep: bool = True) -> None:
         """Empty the storages. keep: with their contents, else they come back as zeros."""

@@ -93,16 +93,22 @@ def set_pair_inputs(micro_batch: MicroBatch, batch: TrainBatch) -> None:
     device, ends = micro_batch.target.device, batch.cu_seqlens[1:] - 1
     weight = batch.weight[ends].reshape(-1, 2).sum(1)
     margin = batch.reward[0::2] - batch.reward[1::2]
-    micro_batch.inputs = PairInputs(*(on_device(torch.from_numpy(values), device) for values in (weight, margin)))
+    micro_batch.inputs = PairInputs(
+        *(on_device(torch.from_numpy(values), device) for values in (weight, margin))
+    )
 
 
 def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[bool, ...]) -> None:
     """The engine's routing (R3) for this rank's tokens; layers: which have experts."""
     given = batch.routing
     if given is None:
-        raise ValueError("moe.routing_replay=engine needs the engine's routing of every sample, but the samples carry none")
+        raise ValueError(
+            "moe.routing_replay=engine needs the engine's routing of every sample, but the samples carry none"
+        )
     if given.shape[1] != sum(layers):
-        raise ValueError(f"the samples carry routing for {given.shape[1]} layers, the model has {sum(layers)} with experts")
+        raise ValueError(
+            f"the samples carry routing for {given.shape[1]} layers, the model has {sum(layers)} with experts"
+        )
     # Padding needs experts too, different ones; what they compute is used by nobody.
     anything = np.arange(given.shape[2], dtype=given.dtype)
     local = on_device(micro_batch.pack.scatter(given, fill=anything), micro_batch.target.device).long()
@@ -135,10 +141,13 @@ class MiniBatchStore:
             self._kept[key] = self.get(None, batches)
         kept = self._kept[key]
         same = len(kept) == len(batches) and all(
-            np.array_equal(k.pack.lengths[k.pack.lengths > 0], b.lengths) for k, b in zip(kept, batches, strict=True)
+            np.array_equal(k.pack.lengths[k.pack.lengths > 0], b.lengths)
+            for k, b in zip(kept, batches, strict=True)
         )
         if not same:
-            raise ValueError(f"mini-batch {key} has another partition into micro-batches than in its first pass")
+            raise ValueError(
+                f"mini-batch {key} has another partition into micro-batches than in its first pass"
+            )
         return kept
 
     def keep_hidden(self, micro_batch: MicroBatch, hidden: torch.Tensor, on_device: int) -> None:
@@ -160,7 +169,11 @@ class MiniBatchStore:
 
 
 def choose_routing(
-    replay: RoutingReplay, moe: MoE | None, prepared: list[MicroBatch], micro_batches: list[TrainBatch], recording: bool
+    replay: RoutingReplay,
+    moe: MoE | None,
+    prepared: list[MicroBatch],
+    micro_batches: list[TrainBatch],
+    recording: bool,
 ) -> Routing:
     """Whose routing the policy follows in a pass; that of the engines is put into the micro-batches that lack it.
 
@@ -170,7 +183,9 @@ def choose_routing(
         return Routing.own
     if replay == RoutingReplay.old_policy:
         if not recording and any(kept.routing is None for kept in prepared):
-            raise ValueError("moe.routing_replay=old_policy: no routing was recorded, the old log-probs come first")
+            raise ValueError(
+                "moe.routing_replay=old_policy: no routing was recorded, the old log-probs come first"
+            )
         return Routing.record if recording else Routing.given
     for kept, batch in zip(prepared, micro_batches, strict=True):
         if kept.routing is None:

@@ -5,7 +5,10 @@ from functools import partial
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -27,7 +30,9 @@ from grpo_megatron.megatron.transformer_config import transformer_config
 from grpo_megatron.model.architecture import Architecture
 
 
-def uses_transformer_engine(impl: TransformerImpl, precision: Precision, emulate_kernels: bool = False) -> bool:
+def uses_transformer_engine(
+    impl: TransformerImpl, precision: Precision, emulate_kernels: bool = False
+) -> bool:
     """Whether layers are TransformerEngine's here; `auto` takes it where it can run, but not in fp32.
 
     It has no fused attention for fp32, and its products then round their operands to TF32.
@@ -37,14 +42,18 @@ def uses_transformer_engine(impl: TransformerImpl, precision: Precision, emulate
     """
     here = Capabilities.of_this_machine().emulating(emulate_kernels)
     if precision == Precision.fp8 and here.fp8_problem:
-        raise UserError(f"megatron.precision=fp8 is not possible on the machine of this rank: {here.fp8_problem}; use bf16")
+        raise UserError(
+            f"megatron.precision=fp8 is not possible on the machine of this rank: {here.fp8_problem}; use bf16"
+        )
     if impl == TransformerImpl.transformer_engine and here.transformer_engine_problem:
         raise UserError(
             "megatron.transformer_impl=transformer_engine is not possible on the machine of this rank: "
             f"{here.transformer_engine_problem}; use local or auto"
         )
     if impl == TransformerImpl.transformer_engine and precision == Precision.fp32:
-        raise UserError("megatron.precision=fp32 needs the local layers: megatron.transformer_impl=local or auto")
+        raise UserError(
+            "megatron.precision=fp32 needs the local layers: megatron.transformer_impl=local or auto"
+        )
     if impl == TransformerImpl.auto:
         return precision != Precision.fp32 and here.transformer_engine_problem is None
     return impl == TransformerImpl.transformer_engine
@@ -85,14 +94,18 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, 
             attention.k_layernorm = RMSNorm
         # The activation belongs to a dense layer's MLP, or to those of each expert and of the shared ones.
         mlp = layer.mlp.submodules
-        for with_activation in (mlp.experts.submodules, mlp.shared_experts.submodules) if num_experts else (mlp,):
+        for with_activation in (
+            (mlp.experts.submodules, mlp.shared_experts.submodules) if num_experts else (mlp,)
+        ):
             with_activation.activation_func = SwiGLU
         if spec.lora.rank:
             _add_adapters(attention, None if num_experts else mlp, spec.lora)
     if arch.latent is not None:
         layer_spec.submodules.self_attention = _latent_attention(arch, spec.transformer_engine)
     if num_experts:
-        layer_spec.submodules.mlp.submodules.router = partial(Router, correction_bias=arch.moe.correction_bias)
+        layer_spec.submodules.mlp.submodules.router = partial(
+            Router, correction_bias=arch.moe.correction_bias
+        )
     return layer_spec
 
 
@@ -100,7 +113,9 @@ def _latent_attention(arch: Architecture, transformer_engine: bool) -> ModuleSpe
     if transformer_engine:
         from megatron.core.extensions import transformer_engine as te
 
-        parts = LatentAttentionParts(te.TEColumnParallelLinear, te.TERowParallelLinear, te.TEDotProductAttention)
+        parts = LatentAttentionParts(
+            te.TEColumnParallelLinear, te.TERowParallelLinear, te.TEDotProductAttention
+        )
     else:
         parts = LatentAttentionParts(ColumnParallelLinear, RowParallelLinear, PackedAttention)
     return ModuleSpec(module=LatentAttention, params={"arch": arch}, submodules=parts)
@@ -113,7 +128,9 @@ def _block_spec(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     has_experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    specs = [_layer_spec(arch, config, spec, arch.moe.num_experts if has_experts[i] else None) for i in layers]
+    specs = [
+        _layer_spec(arch, config, spec, arch.moe.num_experts if has_experts[i] else None) for i in layers
+    ]
     if spec.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 

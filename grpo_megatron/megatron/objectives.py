@@ -45,7 +45,9 @@ class Head:
         found = self._values(hidden, micro_batch.target, micro_batch.trained, reference)
         return HeadOutput(*(value if value is None else _spread(value, micro_batch) for value in found))
 
-    def _values(self, hidden: torch.Tensor, target: torch.Tensor, positions: torch.Tensor | None, reference) -> HeadOutput:
+    def _values(
+        self, hidden: torch.Tensor, target: torch.Tensor, positions: torch.Tensor | None, reference
+    ) -> HeadOutput:
         weight = self.weight()
         return token_logprobs(
             hidden[0],  # [1, t, h]: packs are one row
@@ -112,6 +114,9 @@ def _of_pairs(head: ScoreHead, loss: PreferenceLoss) -> Objective:
         pair_loss, metrics = loss(head(hidden, micro_batch), micro_batch.inputs)
         total = (micro_batch.inputs.weight * pair_loss).sum()
         metrics["actor/loss"] = Sum(total.detach().clone())  # as above
-        return total, metrics if mpu.get_context_parallel_rank() == 0 else {}  # the others would count the pairs again
+        return (
+            total,
+            metrics if mpu.get_context_parallel_rank() == 0 else {},
+        )  # the others would count the pairs again
 
     return objective

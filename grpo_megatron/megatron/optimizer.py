@@ -43,7 +43,9 @@ def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
     """
     decays = config.lr_schedule != LrSchedule.constant
     if decays and config.lr_decay_steps is None:
-        raise ValueError(f"optimizer.lr_schedule={config.lr_schedule.value} without a number of lr_decay_steps")
+        raise ValueError(
+            f"optimizer.lr_schedule={config.lr_schedule.value} without a number of lr_decay_steps"
+        )
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -74,7 +76,9 @@ def continue_schedule(scheduler: OptimizerParamScheduler, config: OptimizerConfi
     optimizer.lr would be ignored on resume without a word.
     """
     for group in scheduler.optimizer.param_groups:
-        group.update(max_lr=config.lr, min_lr=config.lr_min, betas=(config.beta1, config.beta2), eps=config.eps)
+        group.update(
+            max_lr=config.lr, min_lr=config.lr_min, betas=(config.beta1, config.beta2), eps=config.eps
+        )
         group.update(start_wd=config.weight_decay, end_wd=config.weight_decay)
     # load_state_dict adds the saved steps to those already made.
     scheduler.num_steps = 0
@@ -92,7 +96,9 @@ def _weight_decay_overrides(
     """Who has no weight decay: by Megatron's rule all biases and 1-d parameters (norms), and embeddings as configured."""
     overrides = get_standard_config_overrides(megatron_config)
     if not config.decay_embeddings:
-        embeddings = ParamKey(with_name_predicate=ParamWithNamePredicate("token_embeddings", _is_token_embedding))
+        embeddings = ParamKey(
+            with_name_predicate=ParamWithNamePredicate("token_embeddings", _is_token_embedding)
+        )
         overrides[embeddings] = ParamGroupOverride(wd_mult=0.0)
     return overrides
 
@@ -160,7 +166,9 @@ class Optimizer:
         # What remains of Megatron's own step(), which would prepare and measure a second time.
         for optimizer in self.parts():
             if optimizer.config.clip_grad > 0 and optimizer.get_parameters():
-                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, grad_norm)
+                clip_grad_by_total_norm_fp32(
+                    optimizer.get_parameters(), optimizer.config.clip_grad, grad_norm
+                )
         self.inner.step_with_ready_grads()
         self.scheduler.step(1)
         return StepOutcome(grad_norm, lr, dropped=False)

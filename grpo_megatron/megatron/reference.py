@@ -34,7 +34,9 @@ class ReferenceWeights:
         self._parameters = list(held.values())
         sizes = [padded_to(parameter.nbytes, _ALIGNMENT) for parameter in self._parameters]
         device = self._parameters[0].device
-        memory = host_memory(sum(sizes)) if on_host else torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        memory = (
+            host_memory(sum(sizes)) if on_host else torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        )
         parts = zip(memory.split(sizes), self._parameters, strict=True)
         self._others = [part[: parameter.nbytes] for part, parameter in parts]
         self.is_initial = True  # the model's first weights, which no checkpoint need hold

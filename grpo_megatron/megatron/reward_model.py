@@ -34,7 +34,10 @@ class RewardModel:
             lora=LoraConfig(),
         )
         with_engine = uses_transformer_engine(spec.transformer_impl, precision, spec.emulate_kernels)
-        arch, model_spec = read_architecture(spec.reward_model, reward_model=True), spec.model_spec(with_engine)
+        arch, model_spec = (
+            read_architecture(spec.reward_model, reward_model=True),
+            spec.model_spec(with_engine),
+        )
         chunks = build_model(arch, model_spec)
         load_reward_model(chunks, spec.reward_model, weight_map(arch, with_engine), spec.seed)
         for chunk in chunks:

@@ -21,7 +21,9 @@ def rounding_noise(chunks: list[torch.nn.Module], dtype: torch.dtype, seed: int 
         if tensor.device not in generators:
             generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
         # In float64, where 1 + u is not rounded itself.
-        u = torch.rand(tensor.shape, generator=generators[tensor.device], device=tensor.device, dtype=torch.float64)
+        u = torch.rand(
+            tensor.shape, generator=generators[tensor.device], device=tensor.device, dtype=torch.float64
+        )
         return (tensor.double() * (1 + (2 * u - 1) * half)).to(tensor.dtype)
 
     def add(module, inputs, output):

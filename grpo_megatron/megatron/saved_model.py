@@ -63,9 +63,13 @@ def _part(tensor, parameter: torch.Tensor, pieces: list[Piece]) -> SavedPart:
     if view.stride() != parameter.stride():
         raise RuntimeError(f"{tensor.key}: Megatron saves another view of the parameter than a rectangle")
     first = np.unravel_index(view.storage_offset() - parameter.storage_offset(), parameter.shape)
-    found = [within for piece in pieces if (within := clipped(piece, tuple(map(int, first)), tuple(view.shape)))]
+    found = [
+        within for piece in pieces if (within := clipped(piece, tuple(map(int, first)), tuple(view.shape)))
+    ]
     at = tuple(tensor.global_offset)
     shape = (1,) * lead + tuple(view.shape)
     placed = tuple(replace(piece, at=(*at[:lead], *np.add(at[lead:], piece.at).tolist())) for piece in found)
     dtype = None if tensor.dtype == _PARAMETERS else tensor.dtype
-    return SavedPart(tensor.key, tuple(tensor.global_shape), dtype, at, shape, placed, tensor.allow_shape_mismatch)
+    return SavedPart(
+        tensor.key, tuple(tensor.global_shape), dtype, at, shape, placed, tensor.allow_shape_mismatch
+    )

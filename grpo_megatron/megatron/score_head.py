@@ -26,7 +26,9 @@ class ScoreOutput(MegatronModule):
     def __init__(self, config):
         super().__init__(config)
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.Parameter(
+            torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=device)
+        )
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         return input_, None
@@ -70,8 +72,13 @@ class ScoreHead:
         """
         pack = micro_batch.pack
         rows, sequences = pack.last_tokens(mpu.get_tensor_model_parallel_rank())
-        own = on_device(torch.from_numpy(rows), hidden.device), on_device(torch.from_numpy(sequences), hidden.device)
-        last = hidden.new_zeros(pack.num_sequences, hidden.shape[-1]).index_copy(0, own[1], hidden[0].index_select(0, own[0]))
+        own = (
+            on_device(torch.from_numpy(rows), hidden.device),
+            on_device(torch.from_numpy(sequences), hidden.device),
+        )
+        last = hidden.new_zeros(pack.num_sequences, hidden.shape[-1]).index_copy(
+            0, own[1], hidden[0].index_select(0, own[0])
+        )
         if self.sequence_parallel:
             # Every TP rank then has the same last states and the same gradient of w, which needs no sum over TP.
             last = tensor_parallel.reduce_from_tensor_model_parallel_region(last)

@@ -33,7 +33,12 @@ def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
         own_objects[random_states.name()] = _serialised(random_states.take())
         _fill_optimizer_state(optimizer)
         states = optimizer_pieces(shards, optimizer, writing=True)
-        steps = [group["step"] for part in optimizer.parts() for group in part.optimizer.param_groups if "step" in group]
+        steps = [
+            group["step"]
+            for part in optimizer.parts()
+            for group in part.optimizer.param_groups
+            if "step" in group
+        ]
         common = {
             "optimizer_steps": int(max(steps)),
             "scheduler": optimizer.scheduler.state_dict(),
@@ -54,7 +59,9 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
     if optimizer is not None:
         common = read_common(folder)
         if "optimizer_steps" not in common:
-            raise UserError(f"{folder} has weights alone, or is of an earlier version: a run cannot continue from it")
+            raise UserError(
+                f"{folder} has weights alone, or is of an earlier version: a run cannot continue from it"
+            )
         lora.check_checkpoint(folder, common.get("lora"), chunks)
         _fill_optimizer_state(optimizer)
         pieces += optimizer_pieces(shards, optimizer, writing=False)
@@ -62,7 +69,9 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
             pieces += weight_pieces(shards, False, _REFERENCE, reference.held_value)
             reference.is_initial = False
     random_name = random_states.name()
-    found = read(folder, pieces, [item.unique_key for own in objects for item in own.values()], optional=[random_name])
+    found = read(
+        folder, pieces, [item.unique_key for own in objects for item in own.values()], optional=[random_name]
+    )
     for chunk, own in zip(chunks, objects, strict=True):
         extra = {name: _deserialised(found[item.unique_key]) for name, item in own.items()}
         chunk.load_state_dict(extra, strict=False)

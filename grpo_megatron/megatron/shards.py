@@ -49,12 +49,17 @@ class _Shard(NamedTuple):
     def start(self) -> int:
         """Where in the flat parameter it begins, in elements."""
         part, whole = self.place.data, self.parameter
-        if not part.is_contiguous() or part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        if (
+            not part.is_contiguous()
+            or part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        ):
             raise RuntimeError(f"{self.place.key}: its shard is no contiguous part of the parameter")
         return part.storage_offset() - whole.storage_offset()
 
 
-def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def rectangles(
+    start: int, stop: int, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offset, size) of the fewest rectangles that hold elements start to stop of a tensor in row-major order, in that order."""
     if start >= stop:
         return
@@ -104,11 +109,17 @@ def _own_shares(shards: list[_Shard]) -> dict[int, range]:
     """{id of a parameter: the elements of it that this rank writes}; replicas divide what all of them hold evenly."""
     shares = {}
     for expert in (False, True):
-        group = mpu.get_expert_data_parallel_group() if expert else mpu.get_data_parallel_group(with_context_parallel=True)
+        group = (
+            mpu.get_expert_data_parallel_group()
+            if expert
+            else mpu.get_data_parallel_group(with_context_parallel=True)
+        )
         # Megatron numbers copies by (pipeline stage, TP rank, replica). A copy on another stage or TP rank writes nothing.
         mine = [shard for shard in shards if shard.expert == expert and not any(shard.place.replica_id[:-1])]
         if any(shard.place.replica_id[-1] != group.rank() for shard in mine):
-            raise RuntimeError("Megatron numbers the replicas of a parameter otherwise than by their data-parallel group")
+            raise RuntimeError(
+                "Megatron numbers the replicas of a parameter otherwise than by their data-parallel group"
+            )
         parameters = {id(shard.parameter): shard.parameter for shard in mine}
         total = sum(parameter.numel() for parameter in parameters.values())
         first, end = (total * (group.rank() + i) // group.size() for i in (0, 1))
@@ -119,14 +130,18 @@ def _own_shares(shards: list[_Shard]) -> dict[int, range]:
     return shares
 
 
-def _pieces(prefix: str, shard: _Shard, values: torch.Tensor, first: int, wanted: range) -> Iterator[Rectangle]:
+def _pieces(
+    prefix: str, shard: _Shard, values: torch.Tensor, first: int, wanted: range
+) -> Iterator[Rectangle]:
     """Of the elements `wanted` of the shard's parameter. values: flat, those from element `first` on."""
     place, begin = shard.place, shard.start
     start, stop = max(wanted.start, begin), min(wanted.stop, begin + place.data.numel())
     ahead, axes = place.prepend_axis_num, len(place.global_shape)
     for low in range(start, stop, _MOST_ELEMENTS):
         at = low - first
-        for offset, size in rectangles(low - begin, min(low + _MOST_ELEMENTS, stop) - begin, place.local_shape):
+        for offset, size in rectangles(
+            low - begin, min(low + _MOST_ELEMENTS, stop) - begin, place.local_shape
+        ):
             count = math.prod(size)
             yield Rectangle(
                 name=prefix + place.key,
@@ -148,7 +163,11 @@ def weight_pieces(
 
     values_of: a parameter -> another set of its values, contiguous, in place of its own; None: not held. prefix: of their names.
     """
-    shares = _own_shares(shards) if writing else {id(shard.parameter): range(shard.parameter.numel()) for shard in shards}
+    shares = (
+        _own_shares(shards)
+        if writing
+        else {id(shard.parameter): range(shard.parameter.numel()) for shard in shards}
+    )
     pieces = []
     for shard in shards:
         values = values_of(shard.parameter) if id(shard.parameter) in shares else None
@@ -159,7 +178,11 @@ def weight_pieces(
 
 def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rectangle]:
     """The same of the optimizer's states: Adam's moments, and the fp32 master weights where weights are not fp32."""
-    shares = _own_shares(shards) if writing else {id(shard.parameter): range(shard.parameter.numel()) for shard in shards}
+    shares = (
+        _own_shares(shards)
+        if writing
+        else {id(shard.parameter): range(shard.parameter.numel()) for shard in shards}
+    )
     pieces = []
     for shard in shards:
         found = _optimizer_state(optimizer, shard.parameter)
@@ -172,7 +195,9 @@ def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rec
     return pieces
 
 
-def _optimizer_state(optimizer, parameter: torch.Tensor) -> tuple[int, range | None, dict[str, torch.Tensor]] | None:
+def _optimizer_state(
+    optimizer, parameter: torch.Tensor
+) -> tuple[int, range | None, dict[str, torch.Tensor]] | None:
     """(element of the parameter that the flat states begin at, the elements no other replica has a state of, {name: state}).
 
     None where this rank has none of it; a range of None where every replica has all.

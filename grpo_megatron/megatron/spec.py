@@ -8,7 +8,14 @@ from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.config.fp8 import FP8Config, FP8Recipe
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.reward import MODEL, functions_of
-from grpo_megatron.config.schema import Config, MoEConfig, OptimizerConfig, Precision, Recompute, TransformerImpl
+from grpo_megatron.config.schema import (
+    Config,
+    MoEConfig,
+    OptimizerConfig,
+    Precision,
+    Recompute,
+    TransformerImpl,
+)
 from grpo_megatron.metrics import Metrics
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 

@@ -10,7 +10,9 @@ from grpo_megatron.metrics import Mean, Metrics, merge
 from grpo_megatron.model.architecture import MoE
 
 
-def router_metrics(chunks: list, experts: MoE, config: MoEConfig, tokens: int, device: torch.device) -> Metrics:
+def router_metrics(
+    chunks: list, experts: MoE, config: MoEConfig, tokens: int, device: torch.device
+) -> Metrics:
     """Mean over tokens and layers of the routers' own losses in this replica; tokens: of its pass. Collective."""
     names = ("load_balancing_loss", "z_loss")
     sums = take_loss_sums(chunks)
@@ -44,5 +46,7 @@ def beyond_limits(limits: dict[str, float], metrics: Metrics) -> tuple[str, ...]
     dist.all_gather_object(parts, {name: metrics[name] for name in limits if name in metrics})
     found = {name: metric.result() for name, metric in merge(parts).items()}
     return tuple(
-        f"{name}={value:.4g} is more than {limits[name]}" for name, value in found.items() if not value <= limits[name]
+        f"{name}={value:.4g} is more than {limits[name]}"
+        for name, value in found.items()
+        if not value <= limits[name]
     )

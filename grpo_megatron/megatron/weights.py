@@ -23,12 +23,16 @@ _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Parameter]:
     """Parameters of this rank's model chunks under their global names; adapters: those of LoRA instead."""
-    return _under_global_names(chunks, lambda chunk: ((n, p) for n, p in chunk.named_parameters() if is_adapter(n) == adapters))
+    return _under_global_names(
+        chunks, lambda chunk: ((n, p) for n, p in chunk.named_parameters() if is_adapter(n) == adapters)
+    )
 
 
 def local_weights(chunks) -> dict[str, torch.Tensor]:
     """All that an HF checkpoint holds: the parameters, and the routers' correction biases, which are buffers."""
-    biases = _under_global_names(chunks, lambda chunk: ((n, b) for n, b in chunk.named_buffers() if is_correction_bias(n)))
+    biases = _under_global_names(
+        chunks, lambda chunk: ((n, b) for n, b in chunk.named_buffers() if is_correction_bias(n))
+    )
     return local_parameters(chunks) | biases
 
 
@@ -77,7 +81,9 @@ def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
 
 
 @torch.no_grad()
-def load_hf(chunks, checkpoint: HFCheckpoint, entries: dict[str, Entry], left_out: Container[str] = ()) -> None:
+def load_hf(
+    chunks, checkpoint: HFCheckpoint, entries: dict[str, Entry], left_out: Container[str] = ()
+) -> None:
     """Fill this rank's parameters with their slices of the HF tensors, casting to the parameters' dtype.
 
     left_out: parameters that the checkpoint does not have.
@@ -112,7 +118,10 @@ def _split_over(entry: Entry):
 
 
 def iterate_hf(
-    chunks, entries: dict[str, Entry], dtype: torch.dtype | None = None, values: Mapping[str, torch.Tensor] | None = None
+    chunks,
+    entries: dict[str, Entry],
+    dtype: torch.dtype | None = None,
+    values: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, full tensor) of this rank's parameters, each on one rank of all; dtype: of all but float32 buffers.
 
@@ -126,7 +135,9 @@ def iterate_hf(
     rank = rank_info()
     values = local_weights(chunks) if values is None else values
     for entry in sorted((_entry_of(entries, name) for name in values), key=lambda entry: bool(entry.expert)):
-        if not entry.exported or not (rank.in_first_expert_replica if entry.expert else rank.in_first_replica):
+        if not entry.exported or not (
+            rank.in_first_expert_replica if entry.expert else rank.in_first_replica
+        ):
             continue
         group, own = _split_over(entry), values[entry.megatron].detach()
         shards = [own]

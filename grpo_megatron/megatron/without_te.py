@@ -13,11 +13,16 @@ class TorchAdam(torch.optim.Optimizer):
     ``state[p]["exp_avg"]`` and ``["exp_avg_sq"]``.
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **unknown):
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **unknown
+    ):
         if unknown:
             raise TypeError(f"TorchAdam does not know {sorted(unknown)}")
         self.adam_w_mode = adam_w_mode
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True})
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True},
+        )
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -26,7 +26,9 @@ class Shared(Plain):
     """Several HF tensors that are all the same one in Megatron: A of layers that are fused."""
 
     def pieces(self, hf, shapes, axis, parts, rank):
-        return [piece for name in hf for piece in super(Shared, self).pieces((name,), shapes, axis, parts, rank)]
+        return [
+            piece for name in hf for piece in super(Shared, self).pieces((name,), shapes, axis, parts, rank)
+        ]
 
 
 def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, Entry]:
@@ -49,7 +51,9 @@ def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, E
 def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
     """Each target that is in none of the model's layers, or in layers that cannot have an adapter, as one sentence."""
     if arch.latent is not None:
-        return ["megatron.lora.rank: this model's attention is over latents (MLA), which cannot have adapters"]
+        return [
+            "megatron.lora.rank: this model's attention is over latents (MLA), which cannot have adapters"
+        ]
     entries = weight_map(arch).values()
     there = {target: [e for e in entries if _is_target(e, [target])] for target in config.targets}
     found = []
@@ -61,7 +65,9 @@ def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
                 f"megatron.lora.targets: {target} is a layer of experts in this model, and experts cannot have adapters"
             )
         elif any(_layer(entry) not in _ADAPTABLE for entry in layers):
-            found.append(f"megatron.lora.targets: {target} of this model is {layers[0].megatron}, which cannot have an adapter")
+            found.append(
+                f"megatron.lora.targets: {target} of this model is {layers[0].megatron}, which cannot have an adapter"
+            )
     return found
 
 

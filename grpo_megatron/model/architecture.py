@@ -44,7 +44,10 @@ class Yarn:
         def channel(turns: float) -> float:
             return d * math.log(self.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        low, high = max(math.floor(channel(self.beta_fast)), 0), min(math.ceil(channel(self.beta_slow)), d - 1)
+        low, high = (
+            max(math.floor(channel(self.beta_fast)), 0),
+            min(math.ceil(channel(self.beta_slow)), d - 1),
+        )
         ramp = (torch.arange(d // 2, dtype=torch.float32) - low) / (high - low or 0.001)
         ramp = ramp.clamp(0.0, 1.0)
         return ramp * frequencies / self.factor + (1 - ramp) * frequencies

@@ -35,7 +35,12 @@ def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry
 
 def elements(entry: Entry) -> Entry:
     """Of the elements float8_e4m3fn. On the trainer's rank they lie as `stacked_by_tensor` says."""
-    return replace(entry, megatron=elements_name(entry.megatron), kind=_ByTensor(entry.kind), engine_dtype=torch.float8_e4m3fn)
+    return replace(
+        entry,
+        megatron=elements_name(entry.megatron),
+        kind=_ByTensor(entry.kind),
+        engine_dtype=torch.float8_e4m3fn,
+    )
 
 
 def scales(entry: Entry) -> Entry:
@@ -112,11 +117,17 @@ class _Scales(Plain):
         return [self._scaled(p) for p in self.kind.pieces(hf, self._of_elements(shapes), axis, parts, rank)]
 
     def engine_shape(self, shapes, axis, parts):
-        return _in_blocks(self.kind.engine_shape(self._of_elements(shapes), axis, parts), "the engine's shard")
+        return _in_blocks(
+            self.kind.engine_shape(self._of_elements(shapes), axis, parts), "the engine's shard"
+        )
 
     def engine_pieces(self, hf, shapes, axis, parts, rank):
-        return [self._scaled(p) for p in self.kind.engine_pieces(hf, self._of_elements(shapes), axis, parts, rank)]
+        return [
+            self._scaled(p) for p in self.kind.engine_pieces(hf, self._of_elements(shapes), axis, parts, rank)
+        ]
 
     @staticmethod
     def _scaled(piece: Piece) -> Piece:
-        return Piece(piece.hf, *(_in_blocks(sizes, piece.hf) for sizes in (piece.start, piece.shape, piece.at)))
+        return Piece(
+            piece.hf, *(_in_blocks(sizes, piece.hf) for sizes in (piece.start, piece.shape, piece.at))
+        )

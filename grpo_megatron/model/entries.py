@@ -69,7 +69,9 @@ class Plain:
     def shape(self, shapes: tuple[Shape, ...], axis: int | None, parts: int) -> Shape:
         return _divided(shapes[0], axis, parts)
 
-    def pieces(self, hf: tuple[str, ...], shapes: tuple[Shape, ...], axis: int | None, parts: int, rank: int) -> list[Piece]:
+    def pieces(
+        self, hf: tuple[str, ...], shapes: tuple[Shape, ...], axis: int | None, parts: int, rank: int
+    ) -> list[Piece]:
         return [_part(hf[0], shapes[0], axis, parts, rank)]
 
     def engine_shape(self, shapes: tuple[Shape, ...], axis: int | None, parts: int) -> Shape:
@@ -118,7 +120,11 @@ class QKV(Plain):
         return _divided((sum(rows for rows, *_ in shapes), *shapes[0][1:]), 0, parts)
 
     def pieces(self, hf, shapes, axis, parts, rank):
-        grouped = [_part(hf[i], shapes[i], 0, self.num_kv_heads, group) for group in range(self.num_kv_heads) for i in range(3)]
+        grouped = [
+            _part(hf[i], shapes[i], 0, self.num_kv_heads, group)
+            for group in range(self.num_kv_heads)
+            for i in range(3)
+        ]
         rows = self.shape(shapes, axis, parts)[0]
         return crop(stacked(grouped), rank * rows, rows)
 
@@ -233,7 +239,9 @@ class Entry:
 
 def hf_shapes(entries: dict[str, Entry]) -> dict[str, Shape]:
     """{HF tensor: its full shape} of all that a weight map reads."""
-    return {name: shape for entry in entries.values() for name, shape in zip(entry.hf, entry.shapes, strict=True)}
+    return {
+        name: shape for entry in entries.values() for name, shape in zip(entry.hf, entry.shapes, strict=True)
+    }
 
 
 def engine_shapes(entries: Iterable[Entry], layout: EngineLayout) -> dict[str, Shape]:

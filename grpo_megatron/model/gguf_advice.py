@@ -18,5 +18,9 @@ def gguf_advice(path: str | Path) -> str | None:
         return None  # the caller's own message says what is wrong with the path
     if not files:
         return None
-    what = "is a GGUF file" if files[0] == root else f"holds GGUF files only ({', '.join(file.name for file in files[:5])})"
+    what = (
+        "is a GGUF file"
+        if files[0] == root
+        else f"holds GGUF files only ({', '.join(file.name for file in files[:5])})"
+    )
     return f"{what}; convert it to an HF checkpoint by `python tools/convert_gguf_to_hf.py {files[0]} OUT_DIR`, and name OUT_DIR instead"

@@ -48,7 +48,11 @@ def crop(pieces: Iterable[Piece], first: int, rows: int) -> list[Piece]:
         low, high = max(piece.at[0], first), min(piece.at[0] + piece.shape[0], first + rows)
         if low < high:
             start = (piece.start[0] + low - piece.at[0], *piece.start[1:])
-            kept.append(replace(piece, start=start, shape=(high - low, *piece.shape[1:]), at=(low - first, *piece.at[1:])))
+            kept.append(
+                replace(
+                    piece, start=start, shape=(high - low, *piece.shape[1:]), at=(low - first, *piece.at[1:])
+                )
+            )
     return kept
 
 
@@ -83,7 +87,9 @@ def moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]:
 
 def _common(source: Piece, target: Piece) -> Move | None:
     start, shape = [], []
-    for first, size, other_first, other_size in zip(source.start, source.shape, target.start, target.shape, strict=True):
+    for first, size, other_first, other_size in zip(
+        source.start, source.shape, target.start, target.shape, strict=True
+    ):
         low, high = max(first, other_first), min(first + size, other_first + other_size)
         if low >= high:
             return None

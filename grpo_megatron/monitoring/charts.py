@@ -42,10 +42,16 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Tokens masked for their mismatch, share", ("mismatch/masked",)),
         Chart("Staleness of tokens, weight versions", ("staleness/.*",)),
         Chart("Gradient norm", ("actor/grad_norm",)),
-        Chart("Optimizer steps, taken and dropped", ("actor/(dropped_steps|steps_beyond_limit|optimizer_steps)",)),
+        Chart(
+            "Optimizer steps, taken and dropped",
+            ("actor/(dropped_steps|steps_beyond_limit|optimizer_steps)",),
+        ),
         Chart("Rewards that failed", ("reward/failed",)),
         Chart("Groups without a signal, share", ("reward/(zero_variance|filtered)_groups",)),
-        Chart("Groups that were scored, and that were aborted because the batch was full", ("rollout/.*_groups",)),
+        Chart(
+            "Groups that were scored, and that were aborted because the batch was full",
+            ("rollout/.*_groups",),
+        ),
         Chart("Losses of the routers", ("moe/.*",)),
         Chart("Weights of engine and trainer after a sync", ("sync/probe.*",)),
     ),

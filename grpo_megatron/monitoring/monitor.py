@@ -72,7 +72,12 @@ class Monitor:
         self._step_started = (time.time(), time.perf_counter())
 
     def finish_step(
-        self, step: int, scalars: dict[str, float], batches: Sequence[TrainBatch], groups: Sequence[Group] = (), epochs: int = 1
+        self,
+        step: int,
+        scalars: dict[str, float],
+        batches: Sequence[TrainBatch],
+        groups: Sequence[Group] = (),
+        epochs: int = 1,
     ) -> dict[str, float]:
         """Add times, throughput and memory to a step's scalars, and tell them all; returns them.
 
@@ -118,7 +123,9 @@ class Monitor:
         with self._clock:
             self._tell("scalars", step, scalars)
             self.status.note(evaluation=scalars, evaluation_step=step)
-            results = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in scalars.items())
+            results = ", ".join(
+                f"{name.removeprefix('eval/')} {value:.3f}" for name, value in scalars.items()
+            )
             say(f"evaluation after {step} steps: {results}")
             self._flush()
 
@@ -166,14 +173,18 @@ class Monitor:
             name = type(told).__name__
             if name not in self._failed:
                 self._failed.add(name)
-                say(f"{name} misses some of what this run shows: {type(error).__name__}: {error}; the run goes on")
+                say(
+                    f"{name} misses some of what this run shows: {type(error).__name__}: {error}; the run goes on"
+                )
 
 
 def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | str]:
     """The values that are not the default, of types that TensorBoard takes."""
     known = known_keys()
     changed = {key: value for key, value in values.items() if value != default_of(known[key])}
-    return {key: value if type(value) in (bool, int, float, str) else str(value) for key, value in changed.items()}
+    return {
+        key: value if type(value) in (bool, int, float, str) else str(value) for key, value in changed.items()
+    }
 
 
 class _Clock:

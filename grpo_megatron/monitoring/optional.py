@@ -55,7 +55,9 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
             try:
                 within(_CLOSE_SECONDS, listener.close)
             except Exception as error:
-                say(f"{type(listener).__name__} may miss the end of this run: {type(error).__name__}: {error}")
+                say(
+                    f"{type(listener).__name__} may miss the end of this run: {type(error).__name__}: {error}"
+                )
 
 
 class Prometheus:
@@ -70,10 +72,14 @@ class Prometheus:
 
         monitor, self._run = config.monitor, config.run.name
         registry = CollectorRegistry()
-        self._scalars = Gauge("grpo_megatron_scalar", "newest value of a scalar", ["run", "name"], registry=registry)
+        self._scalars = Gauge(
+            "grpo_megatron_scalar", "newest value of a scalar", ["run", "name"], registry=registry
+        )
         self._step = Gauge("grpo_megatron_step", "newest step", ["run"], registry=registry)
         try:
-            self._server, self._thread = start_http_server(monitor.prometheus_port, monitor.prometheus_address, registry)
+            self._server, self._thread = start_http_server(
+                monitor.prometheus_port, monitor.prometheus_address, registry
+            )
         except OSError as error:
             raise UserError(
                 f"Prometheus cannot be answered at monitor.prometheus_address={monitor.prometheus_address}, "
@@ -118,7 +124,9 @@ class WeightsAndBiases:
                 dir=directory,
                 config=asdict(config),
             )
-        except Exception as error:  # of its own, of its server, of its helper process: it names no common class
+        except (
+            Exception
+        ) as error:  # of its own, of its server, of its helper process: it names no common class
             raise UserError(f"Weights & Biases (monitor.listeners) cannot start: {error}") from error
         # Their own step may only grow; a resumed run takes some back.
         self._run.define_metric("step")

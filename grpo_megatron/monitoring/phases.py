@@ -14,7 +14,11 @@ class Phases:
     total: of the whole run. current: since the last `take`.
     """
 
-    def __init__(self, begun: Callable[[str], None] = lambda name: None, ended: Ended = lambda name, start, seconds: None):
+    def __init__(
+        self,
+        begun: Callable[[str], None] = lambda name: None,
+        ended: Ended = lambda name, start, seconds: None,
+    ):
         """begun, ended: are told of every phase; begun also when one goes on because a phase within it has ended."""
         self.total: dict[str, float] = {}
         self.current: dict[str, float] = {}

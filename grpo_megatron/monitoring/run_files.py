@@ -20,7 +20,9 @@ class RunFiles:
         """resumed: the step a resumed run continues after; texts of later ones go, as run.folder has it for metrics.jsonl."""
         texts = Path(directory, TEXTS)
         if texts.exists():
-            replace_text(texts, "".join(json_text(row) + "\n" for row in read_texts(texts) if row["step"] <= resumed))
+            replace_text(
+                texts, "".join(json_text(row) + "\n" for row in read_texts(texts) if row["step"] <= resumed)
+            )
         self._path, self._texts = Path(directory, METRICS), RowFile(texts)
         self._path.touch()
         self._metrics: RowFile | None = None

@@ -16,7 +16,9 @@ def group_text(group: Group, characters: int) -> str:
     trajectories = group.trajectories
     for number, sequences in enumerate(trajectories, start=1):
         sample, tokens = sequences[0], sum(sample.num_written for sample in sequences)
-        components = "".join(f", {name} {value:.4g}" for name, value in sorted(sample.reward_components.items()))
+        components = "".join(
+            f", {name} {value:.4g}" for name, value in sorted(sample.reward_components.items())
+        )
         parts += [
             f"=== response {number} of {len(trajectories)}: reward {sample.reward:.4g}{components}; "
             f"{tokens} tokens, {sample.finish_reason}",
@@ -42,7 +44,9 @@ def distributions(groups: Sequence[Group], batches: Sequence[TrainBatch]) -> dic
     """Rewards and response lengths of all samples, and the advantages of all trained tokens; what is empty is left out."""
     lengths = [sum(s.num_written for s in sequences) for group in groups for sequences in group.trajectories]
     found = {
-        "reward/samples": np.array([reward for group in groups for reward in group.rewards], dtype=np.float64),
+        "reward/samples": np.array(
+            [reward for group in groups for reward in group.rewards], dtype=np.float64
+        ),
         "response/lengths": np.array(lengths),
     }
     if groups:

@@ -122,12 +122,22 @@ class StatusFile:
                 aside.write_text(text, encoding="utf-8", errors="backslashreplace")
                 aside.replace(self._path)
             except OSError:
-                self._changed = True  # a full disk may have room again; what matters more says that it is full
+                self._changed = (
+                    True  # a full disk may have room again; what matters more says that it is full
+                )
         self._seconds += time.perf_counter() - start
 
 
 # What a status has at least, and of which type. pid_started is a start_mark; of earlier versions it is a time.
-_NEEDED = {"state": str, "written": float, "started": float, "host": str, "pid": int, "pid_started": str | float, "step": int}
+_NEEDED = {
+    "state": str,
+    "written": float,
+    "started": float,
+    "host": str,
+    "pid": int,
+    "pid_started": str | float,
+    "step": int,
+}
 _NEEDED |= {"run": str, "total_steps": int, "phase": str, "phase_since": float, "restarts": int}
 
 

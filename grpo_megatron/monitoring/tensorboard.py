@@ -34,7 +34,8 @@ class TensorBoard:
         self._writer.add_custom_scalars(tensorboard_layout())
         # SummaryWriter.add_hparams would write them as a run of its own below this one.
         for summary in hparams(
-            self._hyperparameters, {"reward/mean": 0.0, "eval/greedy": 0.0, "throughput/tokens_per_second": 0.0}
+            self._hyperparameters,
+            {"reward/mean": 0.0, "eval/greedy": 0.0, "throughput/tokens_per_second": 0.0},
         ):
             self._writer.file_writer.add_summary(summary)
 
@@ -56,7 +57,9 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         # One event for all: the thread that writes takes few at a time, and add_scalar would wait for it.
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        summary = Summary(
+            value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
         with self._writing(step):
             self._writer.file_writer.add_summary(summary, step)
 

@@ -39,7 +39,11 @@ class Rarely:
     def __call__(self, text: str) -> None:
         self._count += 1
         if self._count & (self._count - 1) == 0:
-            say(text if self._count == 1 else f"{text} (the {self._count}th time; those between are not shown)")
+            say(
+                text
+                if self._count == 1
+                else f"{text} (the {self._count}th time; those between are not shown)"
+            )
 
 
 class Terminal:
@@ -95,7 +99,11 @@ class Terminal:
             for n, v in scalars.items()
             if n.startswith("time/") and n not in _NO_PHASES and v >= 0.005
         ]
-        parts.append(f"{scalars['time/step']:.2f} s (" + " ".join(f"{name} {value:.2f}" for name, value in phases) + ")")
+        parts.append(
+            f"{scalars['time/step']:.2f} s ("
+            + " ".join(f"{name} {value:.2f}" for name, value in phases)
+            + ")"
+        )
         if self.eta is not None:
             parts.append(f"ETA {tqdm.format_interval(self.eta)}")
         say(" | ".join(parts))

@@ -34,7 +34,9 @@ class Throughput:
         """GPUs of the run; on machines without, ranks and engine ranks."""
         return max(self.ranks, self.engine_devices) if self.shared else self.ranks + self.engine_devices
 
-    def scalars(self, batches: Sequence[TrainBatch], epochs: int, seconds: float, phases: dict[str, float]) -> dict[str, float]:
+    def scalars(
+        self, batches: Sequence[TrainBatch], epochs: int, seconds: float, phases: dict[str, float]
+    ) -> dict[str, float]:
         """Of a step that took `seconds`, of which `phases` has those of each phase; it trained `epochs` times on the batches."""
         tokens = sum(batch.num_tokens for batch in batches)
         found = {
@@ -42,7 +44,11 @@ class Throughput:
             "throughput/tokens_per_second_per_device": tokens / seconds / self.devices,
         }
         if self.peak and phases.get("train"):
-            flops = _FORWARD_PASSES * epochs * sum(float(np.sum(self.cost.flops(batch.lengths))) for batch in batches)
+            flops = (
+                _FORWARD_PASSES
+                * epochs
+                * sum(float(np.sum(self.cost.flops(batch.lengths))) for batch in batches)
+            )
             found["throughput/mfu_train"] = flops / (phases["train"] * self.ranks * self.peak)
             found["throughput/mfu_step"] = flops / (seconds * self.devices * self.peak)
         roles = {"trainer": _OF_TRAINER} | ({"engines": _OF_ENGINES} if self.engine_devices else {})

@@ -50,7 +50,9 @@ class Timeline:
     def _add(self, process: str, name: str, start: float, seconds: float, line: int) -> None:
         times = {"ts": round(start * 1e6, 1), "dur": round(seconds * 1e6, 1)}
         with self._adding:
-            self._waiting.append((process, {"name": name, "ph": "X", **times, "tid": line, "args": {"step": self.step}}))
+            self._waiting.append(
+                (process, {"name": name, "ph": "X", **times, "tid": line, "args": {"step": self.step}})
+            )
 
     def flush(self) -> None:
         """Write what has been added. Raises OSError where it cannot be; then it is lost."""

@@ -17,7 +17,9 @@ from grpo_megatron.planner.states import itemsize
 _TILE_BYTES, _TILE_WORDS = 128 << 20, 8192
 
 
-def layer_activations(arch: Architecture, megatron: MegatronConfig, has_experts: bool, recomputed: frozenset[str]) -> float:
+def layer_activations(
+    arch: Architecture, megatron: MegatronConfig, has_experts: bool, recomputed: frozenset[str]
+) -> float:
     """Bytes for each token of a rank's micro-batch that one layer keeps for its backward pass.
 
     recomputed: the parts whose inputs alone are kept, of mlp, moe, moe_act and layernorm; core_attn keeps nothing in any case. Of a
@@ -27,26 +29,36 @@ def layer_activations(arch: Architecture, megatron: MegatronConfig, has_experts:
     sizes = ParallelSizes.from_config(megatron)
     share = 1 / sizes.tp if sizes.sequence_parallel else 1
     # What the two norms take, and what they give.
-    elements = (2 if "layernorm" in recomputed else 4) * arch.hidden_size * share + _attention_elements(arch, sizes)
+    elements = (2 if "layernorm" in recomputed else 4) * arch.hidden_size * share + _attention_elements(
+        arch, sizes
+    )
     if not has_experts:
         elements += 0 if "mlp" in recomputed else 3 * arch.ffn_hidden_size / sizes.tp
     elif "moe" not in recomputed:
         moe = arch.moe
         # A token's copy for each of its experts: in, gate and up, activated, out. The router is in float32.
         copy = 2 * arch.hidden_size + (2 if "moe_act" in recomputed else 3) * moe.ffn_hidden_size / sizes.etp
-        elements += share * (moe.top_k * sizes.etp * copy + 2 * moe.num_experts) + 3 * moe.shared_ffn_hidden_size / sizes.tp
+        elements += (
+            share * (moe.top_k * sizes.etp * copy + 2 * moe.num_experts)
+            + 3 * moe.shared_ffn_hidden_size / sizes.tp
+        )
     return elements * itemsize(megatron)
 
 
 def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
     """Queries, keys and values, once more before their norms, and what attention gives."""
     if arch.latent is None:
-        queries, keys = arch.num_heads * arch.head_dim / sizes.tp, max(1, arch.num_kv_heads / sizes.tp) * arch.head_dim
+        queries, keys = (
+            arch.num_heads * arch.head_dim / sizes.tp,
+            max(1, arch.num_kv_heads / sizes.tp) * arch.head_dim,
+        )
         return 2 * queries + 2 * keys + (queries + keys if arch.qk_norm else 0)
     latent = arch.latent
     # Every rank has all of the latents, before and after their norms.
     latents = 2 * (latent.kv_rank + (latent.query_rank or 0)) + latent.rotated_dim
-    return latents + arch.num_heads / sizes.tp * (2 * (latent.plain_dim + latent.rotated_dim) + 2 * latent.value_dim)
+    return latents + arch.num_heads / sizes.tp * (
+        2 * (latent.plain_dim + latent.rotated_dim) + 2 * latent.value_dim
+    )
 
 
 def recomputed_modules(megatron: MegatronConfig) -> frozenset[str]:
@@ -57,7 +69,11 @@ def recomputed_modules(megatron: MegatronConfig) -> frozenset[str]:
 def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: bool) -> float:
     """As `layer_activations`, with what megatron.recompute leaves of it; of a layer that is recomputed whole, its input."""
     if megatron.recompute == Recompute.full:
-        return itemsize(megatron) * arch.hidden_size / (megatron.tensor_parallel if megatron.sequence_parallel else 1)
+        return (
+            itemsize(megatron)
+            * arch.hidden_size
+            / (megatron.tensor_parallel if megatron.sequence_parallel else 1)
+        )
     return layer_activations(arch, megatron, has_experts, recomputed_modules(megatron))
 
 
@@ -72,7 +88,11 @@ def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
     if sizes.vpp > 1:
         micro_batches = (2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1) / sizes.vpp
     dense, experts = layers_of(arch, sizes)[stage]
-    per_token = sum(count * kept_by_layer(arch, megatron, kind) for count, kind in ((dense, False), (experts, True)) if count)
+    per_token = sum(
+        count * kept_by_layer(arch, megatron, kind)
+        for count, kind in ((dense, False), (experts, True))
+        if count
+    )
     return int(config.train.max_tokens_per_micro_batch * micro_batches * per_token)
 
 
@@ -108,7 +128,9 @@ def reference_hidden(arch: Architecture, config: Config) -> ReferenceHidden:
         return ReferenceHidden(0, 0)
     megatron = config.megatron
     tokens = (
-        config.data.train_batch_size * config.rollout.n * (config.data.max_prompt_length + config.rollout.max_response_length)
+        config.data.train_batch_size
+        * config.rollout.n
+        * (config.data.max_prompt_length + config.rollout.max_response_length)
     )
     parts = megatron.data_parallel * megatron.context_parallel
     parts *= megatron.tensor_parallel if megatron.sequence_parallel else 1
@@ -126,7 +148,11 @@ def head_bytes(arch: Architecture, config: Config) -> int:
     tiles = 3 * _TILE_BYTES if size == 4 else 5 * _TILE_BYTES // 2
     block = 4 * _TILE_WORDS * arch.hidden_size  # product of a tile with the input, for the weight's gradient
     tp = config.megatron.tensor_parallel
-    weight = size * arch.padded_vocab_size(tp) // tp * arch.hidden_size if has_exact_kl(config) and config.ref.offload else 0
+    weight = (
+        size * arch.padded_vocab_size(tp) // tp * arch.hidden_size
+        if has_exact_kl(config) and config.ref.offload
+        else 0
+    )
     inputs = tokens * arch.hidden_size * (2 * size if has_exact_kl(config) else size)  # of the reference too
     return tiles + block + inputs + 4 * tokens * arch.hidden_size + weight
 

@@ -7,7 +7,13 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.planner.memory import most_engine_fraction
 from grpo_megatron.planner.plan import Plan, plan
-from grpo_megatron.planner.search import broken_in_any_layout, broken_rules, least_changes, search, with_values
+from grpo_megatron.planner.search import (
+    broken_in_any_layout,
+    broken_rules,
+    least_changes,
+    search,
+    with_values,
+)
 from grpo_megatron.planner.text import changes_text, cluster_text
 from grpo_megatron.planner.time import Lengths
 

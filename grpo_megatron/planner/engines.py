@@ -43,7 +43,11 @@ def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tu
 
 def fp32_head_bytes(arch: Architecture, config: Config) -> int:
     """Return the bytes of the float32 output layer that a rank makes in a step; 0 without model.fp32_head."""
-    return 4 * arch.vocab_size * arch.hidden_size // config.rollout.engine.tensor_parallel if config.model.fp32_head else 0
+    return (
+        4 * arch.vocab_size * arch.hidden_size // config.rollout.engine.tensor_parallel
+        if config.model.fp32_head
+        else 0
+    )
 
 
 def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:

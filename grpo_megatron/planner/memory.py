@@ -11,7 +11,12 @@ from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.planner.activations import head_bytes, kept_activations, reference_hidden, working_activations
+from grpo_megatron.planner.activations import (
+    head_bytes,
+    kept_activations,
+    reference_hidden,
+    working_activations,
+)
 from grpo_megatron.planner.engines import engine_weight_bytes, fp32_head_bytes, kv_tokens
 from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import TrainingState, training_states
@@ -78,7 +83,10 @@ class Memory:
     @property
     def tightest(self) -> Moment:
         """The fullest but for generation, which is as full as rollout.engine.mem_fraction makes it."""
-        return max((moment for moment in self.moments if moment.name != "generation"), key=lambda moment: moment.total)
+        return max(
+            (moment for moment in self.moments if moment.name != "generation"),
+            key=lambda moment: moment.total,
+        )
 
 
 def memory(config: Config, arch: Architecture) -> Memory:
@@ -234,7 +242,9 @@ class _Account:
         # On a node that ranks share with engines there are fewer ranks than GPUs, and those of the last stage alone have hidden states.
         ranks = {HIDDEN: world // len(self.states)}
         return {
-            what: min(per_node, ranks.get(what, world)) * sizes.get(what, parameters) for what, waits in found.items() if waits
+            what: min(per_node, ranks.get(what, world)) * sizes.get(what, parameters)
+            for what, waits in found.items()
+            if waits
         }
 
 
@@ -242,7 +252,15 @@ def num_communicators(config: Config) -> int:
     """Process groups of several ranks that a rank of the trainer is in, as Megatron makes them."""
     sizes = ParallelSizes.from_config(config.megatron)
     replicas = sizes.tp * sizes.cp * sizes.dp // (sizes.ep * sizes.etp)
-    groups = [sizes.world_size, sizes.tp, sizes.pp, sizes.dp, sizes.cp, sizes.tp * sizes.pp, sizes.tp * sizes.cp]
+    groups = [
+        sizes.world_size,
+        sizes.tp,
+        sizes.pp,
+        sizes.dp,
+        sizes.cp,
+        sizes.tp * sizes.pp,
+        sizes.tp * sizes.cp,
+    ]
     groups += [sizes.pp] * 2  # the first stage with the last, for the embedding and for positions
     groups += [sizes.dp * sizes.cp] if sizes.cp > 1 else []
     groups += [sizes.ep, sizes.etp, sizes.ep * sizes.etp, replicas] if sizes.ep * sizes.etp > 1 else []

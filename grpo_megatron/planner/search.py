@@ -33,7 +33,10 @@ def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5)
     Layouts are tried by the time that they would take with nothing recomputed and nothing offloaded, which is the least that they can
     take, until no further one can be quicker than those that were found.
     """
-    bounds = [(_step_seconds(each, arch, lengths), number, each) for number, each in enumerate(_candidates(config, arch))]
+    bounds = [
+        (_step_seconds(each, arch, lengths), number, each)
+        for number, each in enumerate(_candidates(config, arch))
+    ]
     found: dict[tuple, Plan] = {}
     for bound, _, candidate in sorted(bounds):
         if len(found) >= count and bound >= sorted(each.times.step for each in found.values())[count - 1]:
@@ -79,13 +82,19 @@ def with_values(config: Config, section: str, **values) -> Config:
 
 def broken_rules(config: Config, arch: Architecture) -> list[str]:
     """One sentence for each."""
-    return list(dict.fromkeys(violations(config) + architecture_violations(config, arch) + reward_model_violations(config)))
+    return list(
+        dict.fromkeys(
+            violations(config) + architecture_violations(config, arch) + reward_model_violations(config)
+        )
+    )
 
 
 def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
     """Those that would be broken with one rank and one engine, too."""
     one = {"num_engines": 1, "tensor_parallel": 1, "expert_parallel": 1, "data_parallel_attention": 1}
-    alone = with_values(with_values(config, "rollout.engine", **one), "cluster", placement=Placement.colocated)
+    alone = with_values(
+        with_values(config, "rollout.engine", **one), "cluster", placement=Placement.colocated
+    )
     return broken_rules(_with_layout(alone, ParallelSizes()), arch)
 
 
@@ -118,7 +127,12 @@ def _candidates(config: Config, arch: Architecture) -> Iterator[Config]:
             based = with_values(based, "cluster", placement=placement)
             if architecture_violations(with_values(based, "megatron", **_ONE_RANK), arch):
                 continue
-            if kv_tokens(arch, based.rollout.engine, int(engine.mem_fraction * GPUS[config.cluster.gpu].memory)) < longest:
+            if (
+                kv_tokens(
+                    arch, based.rollout.engine, int(engine.mem_fraction * GPUS[config.cluster.gpu].memory)
+                )
+                < longest
+            ):
                 continue
             for layout in layouts:
                 yield _with_layout(based, layout)
@@ -232,10 +246,16 @@ def _changes(config: Config, arch: Architecture) -> Iterator[list[tuple[str, dic
     yield [("rollout.engine", {"mem_fraction": fraction}) for fraction in fractions if fraction != now]
     if not config.optimizer.offload:
         yield [("optimizer", {"offload": True})]
-    least = -(-(config.data.max_prompt_length + config.rollout.max_response_length) // megatron.context_parallel)
+    least = -(
+        -(config.data.max_prompt_length + config.rollout.max_response_length) // megatron.context_parallel
+    )
     if least < train.max_tokens_per_micro_batch:
         yield [("train", {"max_tokens_per_micro_batch": least})]
     order = [Recompute.none, Recompute.selective, Recompute.full]
-    more = [each for each in _recomputations(arch) if order.index(each["recompute"]) > order.index(megatron.recompute)]
+    more = [
+        each
+        for each in _recomputations(arch)
+        if order.index(each["recompute"]) > order.index(megatron.recompute)
+    ]
     if more:
         yield [("megatron", values) for values in more]

@@ -43,7 +43,9 @@ def training_states(arch: Architecture, megatron: MegatronConfig) -> list[Traini
     found = []
     for dense, experts in stage_elements(arch, sizes):
         elements, owned = dense + experts, dense // replicas + experts // expert_replicas
-        found.append(TrainingState(size * elements, 4 * elements, per_element * owned, 2 * elements if fp8 else 0))
+        found.append(
+            TrainingState(size * elements, 4 * elements, per_element * owned, 2 * elements if fp8 else 0)
+        )
     return found
 
 
@@ -52,7 +54,9 @@ def stage_elements(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int,
     """Parameters of a rank of each pipeline stage: (of experts none, of its experts)."""
     dense, experts = [0] * sizes.pp, [0] * sizes.pp
     stage_of_layer = [
-        chunk % sizes.pp for chunk, layers in enumerate(sizes.chunk_layers(arch.num_layers)) for _ in range(layers)
+        chunk % sizes.pp
+        for chunk, layers in enumerate(sizes.chunk_layers(arch.num_layers))
+        for _ in range(layers)
     ]
     for (place, of_expert), elements in _elements(arch, sizes.tp, sizes.etp, sizes.pp == 1).items():
         stage = {"first": 0, "last": sizes.pp - 1}[place] if isinstance(place, str) else stage_of_layer[place]

@@ -6,7 +6,9 @@ from grpo_megatron.planner.memory import Memory
 from grpo_megatron.planner.plan import Plan, gb
 from grpo_megatron.planner.time import Lengths
 
-MODEL_OF_TIME = "Times are those of a model (docs/planner.md), which has not been compared with this program on a GPU."
+MODEL_OF_TIME = (
+    "Times are those of a model (docs/planner.md), which has not been compared with this program on a GPU."
+)
 
 
 def trainer_text(config: Config) -> str:
@@ -61,7 +63,10 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = []
     for row in [head, *rows]:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -72,7 +77,8 @@ def plan_text(found: Plan, lengths: Lengths) -> str:
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
     idle = gpus - found.times.gpus
     lines = [
-        f"{config.model.path} on {cluster_text(config)}" + (f"; {idle} of {gpus} GPUs are idle" if idle else ""),
+        f"{config.model.path} on {cluster_text(config)}"
+        + (f"; {idle} of {gpus} GPUs are idle" if idle else ""),
         f"trainer: {trainer_text(config)}, {config.megatron.precision.value}, recomputation: {recomputation_text(config)}",
         f"engines: {engines_text(config)}",
         "",
@@ -93,7 +99,9 @@ def memory_text(found: Memory) -> str:
     ]
     rows.append(["total", *(gb(moment.total) for moment in found.moments)])
     head = ["GB of the fullest GPU", *(moment.name for moment in found.moments)]
-    return _table(head, rows) + f"\nof which {gb(found.usable)} of {gb(found.capacity)} GB may be planned with"
+    return (
+        _table(head, rows) + f"\nof which {gb(found.usable)} of {gb(found.capacity)} GB may be planned with"
+    )
 
 
 def capacity_lines(found: Plan, lengths: Lengths) -> list[str]:
@@ -101,7 +109,9 @@ def capacity_lines(found: Plan, lengths: Lengths) -> list[str]:
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     lines = []
     if memory.rank_asleep:
-        lines.append(f"asleep: a rank still holds {gb(memory.rank_asleep)} GB, an engine {gb(memory.engine_asleep)} GB")
+        lines.append(
+            f"asleep: a rank still holds {gb(memory.rank_asleep)} GB, an engine {gb(memory.engine_asleep)} GB"
+        )
     lines.append(f"host memory of a node: {_sum_text(memory.host)}")
     if memory.files:
         lines.append(f"in files of megatron.offload_folder, of a node: {_sum_text(memory.files)}")
@@ -119,7 +129,9 @@ def _sum_text(sizes: dict[str, int]) -> str:
 
 def times_text(found: Plan, lengths: Lengths) -> str:
     taken = found.times
-    rows = [[phase, f"{seconds:.1f}", f"{seconds / taken.step:.0%}"] for phase, seconds in taken.seconds.items()]
+    rows = [
+        [phase, f"{seconds:.1f}", f"{seconds / taken.step:.0%}"] for phase, seconds in taken.seconds.items()
+    ]
     rows.append(["step", f"{taken.step:.1f}", ""])
     return "\n".join(
         [

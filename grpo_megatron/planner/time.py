@@ -23,7 +23,12 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.activations import layers_of, recomputed_modules
-from grpo_megatron.planner.engines import engine_expert_bytes, engine_weight_bytes, fp32_head_bytes, kv_bytes_per_token
+from grpo_megatron.planner.engines import (
+    engine_expert_bytes,
+    engine_weight_bytes,
+    fp32_head_bytes,
+    kv_bytes_per_token,
+)
 from grpo_megatron.planner.memory import takes_turns
 from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import TrainingState, itemsize, stage_elements, training_states
@@ -94,7 +99,9 @@ def num_gpus(config: Config) -> int:
     return max(ranks, engines) if config.cluster.placement == Placement.colocated else ranks + engines
 
 
-def times(config: Config, arch: Architecture, states: list[TrainingState], kv_tokens: int, lengths: Lengths) -> Times:
+def times(
+    config: Config, arch: Architecture, states: list[TrainingState], kv_tokens: int, lengths: Lengths
+) -> Times:
     """Without the weight sync. states: as planner.states gives them. kv_tokens: of an engine's cache, above 0."""
     passes = _Passes(config, arch, lengths)
     seconds = {"generation": generation_seconds(config, arch, kv_tokens, lengths)}
@@ -153,7 +160,10 @@ def _decode_step(config: Config, arch: Architecture, batch: float, context: floa
     cache = batch / engine.data_parallel_attention * context * kv_bytes_per_token(arch, engine)
     flops = batch * (arch.cost_model.per_token + arch.cost_model.per_pair * context)
     head = 2 * fp32_head_bytes(arch, config)  # written, and read by the product
-    step = max((weights + cache + head) / (BANDWIDTH * speed.memory), flops / engine.tensor_parallel / _engine_rate(config))
+    step = max(
+        (weights + cache + head) / (BANDWIDTH * speed.memory),
+        flops / engine.tensor_parallel / _engine_rate(config),
+    )
     layer = LAYER_SECONDS
     if engine.tensor_parallel > 1:
         # Two all-reduces of hidden states, each of which sends and receives them about twice.
@@ -185,7 +195,13 @@ class _Flops:
             experts = 2.0 * with_experts * arch.hidden_size * (moe.num_experts + 3 * ffn)
         head = 2.0 * arch.hidden_size * arch.num_outputs
         attention = float(cost.flops([length])[0]) - cost.per_token * length
-        return cls((cost.per_token - mlp - experts - head) * length, mlp * length, experts * length, head * length, attention)
+        return cls(
+            (cost.per_token - mlp - experts - head) * length,
+            mlp * length,
+            experts * length,
+            head * length,
+            attention,
+        )
 
     @property
     def total(self) -> float:
@@ -207,7 +223,9 @@ class _Passes:
         """Of one pass over all samples of a step. training: forward and backward, in optimizer steps, else a log-prob pass."""
         config, sizes = self.config, self.sizes
         prompts = config.train.ppo_mini_batch_size if training else config.data.train_batch_size
-        tokens = prompts * config.rollout.n * self.lengths.sequence / (sizes.dp * sizes.cp)  # of a rank, in an optimizer step
+        tokens = (
+            prompts * config.rollout.n * self.lengths.sequence / (sizes.dp * sizes.cp)
+        )  # of a rank, in an optimizer step
         micro_batches = max(1, ceil(tokens / config.train.max_tokens_per_micro_batch))
         bubble = (sizes.pp - 1) / (sizes.vpp * micro_batches)
         computed, times_sent = self._forward(), 1
@@ -235,7 +253,9 @@ class _Passes:
         config = self.config
         steps = config.train.ppo_epochs * config.data.train_batch_size // config.train.ppo_mini_batch_size
         state = max(states, key=lambda state: state.optimizer)
-        moved = 2 * state.optimizer + state.optimizer // 2  # moments and masters there and back; gradients and parameters
+        moved = (
+            2 * state.optimizer + state.optimizer // 2
+        )  # moments and masters there and back; gradients and parameters
         updating = moved / (BANDWIDTH * self.speed.memory)
         if config.optimizer.offload:
             updating += 2 * state.optimizer / (LINKS * self.speed.host)
@@ -256,7 +276,9 @@ class _Passes:
     def _forward(self) -> float:
         """Seconds of a forward pass of all samples, spread over all ranks."""
         flops, rate = self.flops, self._rate()
-        dense = (flops.projections + flops.mlp) / (PRODUCTS * rate) + flops.head / (PRODUCTS * self.speed.bf16)
+        dense = (flops.projections + flops.mlp) / (PRODUCTS * rate) + flops.head / (
+            PRODUCTS * self.speed.bf16
+        )
         rest = flops.experts / (EXPERT_PRODUCTS * rate) + flops.attention / (ATTENTION * self.speed.bf16)
         return self.samples * (dense + rest) / self.sizes.world_size
 

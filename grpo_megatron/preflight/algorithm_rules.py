@@ -19,20 +19,28 @@ _PER_SEQUENCE = ("group-sum", "seq-mean-token-mean")
 
 
 @ALGORITHM.rule(
-    "The estimator is a registered one, or a function that can be imported.", "algorithm.adv_estimator", commands=_TRAIN
+    "The estimator is a registered one, or a function that can be imported.",
+    "algorithm.adv_estimator",
+    commands=_TRAIN,
 )
 def estimator_is_known(config: Config) -> Iterator[str]:
     yield from advantage_estimator.problems(config.algorithm.adv_estimator)
 
 
 @ALGORITHM.rule(
-    "The surrogate is a registered one, or a function that can be imported.", "algorithm.surrogate", commands=_TRAIN
+    "The surrogate is a registered one, or a function that can be imported.",
+    "algorithm.surrogate",
+    commands=_TRAIN,
 )
 def surrogate_is_known(config: Config) -> Iterator[str]:
     yield from surrogate.problems(config.algorithm.surrogate)
 
 
-@ALGORITHM.rule("Each filter is a registered one, or a function that can be imported.", "algorithm.filters", commands=_TRAIN)
+@ALGORITHM.rule(
+    "Each filter is a registered one, or a function that can be imported.",
+    "algorithm.filters",
+    commands=_TRAIN,
+)
 def filters_are_known(config: Config) -> Iterator[str]:
     for name in config.algorithm.filters:
         yield from group_filter.problems(name)
@@ -89,7 +97,10 @@ def reinforce_has_no_ratio(config: Config) -> Iterator[str]:
 
 
 @ALGORITHM.rule(
-    "Dual clip is a part of the clipped policy loss.", "algorithm.clip_ratio_c", "algorithm.surrogate", commands=_TRAIN
+    "Dual clip is a part of the clipped policy loss.",
+    "algorithm.clip_ratio_c",
+    "algorithm.surrogate",
+    commands=_TRAIN,
 )
 def dual_clip_has_its_loss(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
@@ -128,7 +139,9 @@ def entropy_floor_has_a_bonus(config: Config) -> Iterator[str]:
 )
 def unbiased_kl_has_its_estimator(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.kl_loss_unbiased and (not algorithm.use_kl_loss or algorithm.kl_loss_type not in UNBIASED_TYPES):
+    if algorithm.kl_loss_unbiased and (
+        not algorithm.use_kl_loss or algorithm.kl_loss_type not in UNBIASED_TYPES
+    ):
         yield (
             f"algorithm.kl_loss_unbiased needs algorithm.use_kl_loss and algorithm.kl_loss_type of {', '.join(UNBIASED_TYPES)}, "
             f"which is {algorithm.kl_loss_type}"

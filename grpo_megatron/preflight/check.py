@@ -44,7 +44,10 @@ class Report:
         lines += [f"not checked: {what}" for what in self.not_checked]
         if self.violations:
             count = len(self.violations)
-            lines += [f"{count} violation{'s' if count > 1 else ''}:", *(f"  - {rule}" for rule in self.violations)]
+            lines += [
+                f"{count} violation{'s' if count > 1 else ''}:",
+                *(f"  - {rule}" for rule in self.violations),
+            ]
         else:
             lines.append("no violations")
         return "\n".join(lines)
@@ -62,15 +65,21 @@ def check(path: str | None, overrides: list[str], command: str = "train") -> Rep
     report.checked.append("schema")
     missing = missing_keys(config, command)
     if missing:
-        report.violations.append(f"no value for {', '.join(missing)}; set it in the YAML file or as key=value")
+        report.violations.append(
+            f"no value for {', '.join(missing)}; set it in the YAML file or as key=value"
+        )
     report.violations += violations(config, command)
     report.checked.append("rules across keys")
     if known_capabilities(config).gpus is None:
-        report.not_checked.append("what the cluster can do: set cluster.gpu, cluster.nodes and cluster.gpus_per_node")
+        report.not_checked.append(
+            "what the cluster can do: set cluster.gpu, cluster.nodes and cluster.gpus_per_node"
+        )
     model_is_here = _check_model(config, command, report)
     _check_data(config, command, model_is_here, report)
     _check_paths(config, command, report)
-    report.violations = list(dict.fromkeys(report.violations))  # a rule that is asked with and without the model
+    report.violations = list(
+        dict.fromkeys(report.violations)
+    )  # a rule that is asked with and without the model
     return report
 
 
@@ -116,7 +125,9 @@ def _check_model(config: Config, command: str, report: Report) -> bool:
     if path in (None, "", MISSING):
         return False
     if is_absent(path):
-        report.not_checked.append(f"model.path: {path} is not a folder here (layout, lengths, weights, tokenizer)")
+        report.not_checked.append(
+            f"model.path: {path} is not a folder here (layout, lengths, weights, tokenizer)"
+        )
         return False
     from grpo_megatron.model.families import read_architecture
     from grpo_megatron.preflight.model import model_violations
@@ -145,7 +156,9 @@ def _check_reward_model(config: Config, report: Report) -> Config:
 
     what, policy = f"tokenizer of reward.model.path {path}", config.model.path
     if policy in (None, "", MISSING) or is_absent(policy):
-        report.not_checked.append(f"{what}: it is compared with that of model.path, which is not a folder here")
+        report.not_checked.append(
+            f"{what}: it is compared with that of model.path, which is not a folder here"
+        )
     else:
         report.attempt(what, partial(conversations_of, path, policy, config.data))
     return config
@@ -159,14 +172,21 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
     tokenizers: list[PromptTokenizer] = []
     if model_is_here:
         tools = list if command == "reward-model" else partial(offered_tools, config.rollout, config.reward)
-        report.attempt("tokenizer", lambda: tokenizers.append(PromptTokenizer(config.model.path, data, tools())))
+        report.attempt(
+            "tokenizer", lambda: tokenizers.append(PromptTokenizer(config.model.path, data, tools()))
+        )
     trained = command not in ENGINE_COMMANDS or (command == "train" and not config.rollout.replay)
     named = [("data.train", data.train)] if trained else []
     if command != "sft":
         named.append(("data.eval", data.eval))
     # A value that is neither a name nor a list of names breaks a rule, which says what it must be.
-    sources = [(key, source) for key, value in named if isinstance(value, (str, list)) for source in as_list(value)]
-    of_command = {"sft": [data.prompt_key, data.response_key], "reward-model": [data.chosen_key, data.rejected_key]}
+    sources = [
+        (key, source) for key, value in named if isinstance(value, (str, list)) for source in as_list(value)
+    ]
+    of_command = {
+        "sft": [data.prompt_key, data.response_key],
+        "reward-model": [data.chosen_key, data.rejected_key],
+    }
     fields = of_command.get(command, [data.prompt_key, data.answer_key])
     for key, source in sources:
         if not isinstance(source, str):
@@ -176,7 +196,9 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
             report.not_checked.append(f"{key}: {source} is read from a hub")
         elif is_absent(folder if is_hub else source):
             report.not_checked.append(f"{key}: {source} is not a {'folder' if is_hub else 'file'} here")
-        elif not is_hub and not os.path.isdir(source) and file_problem(source):  # of folders, open_records says more
+        elif (
+            not is_hub and not os.path.isdir(source) and file_problem(source)
+        ):  # of folders, open_records says more
             report.violations.append(f"{key}: {source} {file_problem(source)}")
         elif not tokenizers:
             report.attempt(f"fields of {key} {source}", partial(read_records, source, fields))
@@ -233,7 +255,9 @@ def _check_paths(config: Config, command: str, report: Report) -> None:
         report.attempt(f"rollout.replay {replay}", partial(Replay, replay))
 
 
-def _can_write(key: str, path: str, must_be_right: Callable[[], None], config: Config, report: Report) -> bool:
+def _can_write(
+    key: str, path: str, must_be_right: Callable[[], None], config: Config, report: Report
+) -> bool:
     """Check a path to write to; return whether it is right.
 
     On the machines of a cluster it may be another one's.

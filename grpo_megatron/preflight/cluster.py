@@ -20,7 +20,9 @@ def check_cluster(config: Config, command: str) -> None:
     found = found.emulating(config.megatron.emulate_kernels)
     broken = contradictions(config, found) + CLUSTER.violations(config, found, command=command)
     if broken:
-        raise UserError("the cluster does not allow this configuration:\n" + "\n".join(f"  - {rule}" for rule in broken))
+        raise UserError(
+            "the cluster does not allow this configuration:\n" + "\n".join(f"  - {rule}" for rule in broken)
+        )
 
 
 def contradictions(config: Config, found: Capabilities) -> list[str]:
@@ -29,10 +31,14 @@ def contradictions(config: Config, found: Capabilities) -> list[str]:
     said = Capabilities.of_facts(cluster.gpu, cluster.nodes, cluster.gpus_per_node)
     wrong = []
     if said.gpus is not None and said.gpus != found.gpus:
-        wrong.append(f"cluster.gpu={cluster.gpu}, but {found.where} there are {'GPUs' if found.gpus else 'none'}")
+        wrong.append(
+            f"cluster.gpu={cluster.gpu}, but {found.where} there are {'GPUs' if found.gpus else 'none'}"
+        )
     elif said.gpu and found.gpu and said.gpu.compute_capability != found.gpu.compute_capability:
         major, minor = found.gpu.compute_capability
-        wrong.append(f"cluster.gpu={cluster.gpu}, but the GPUs {found.where} have compute capability {major}.{minor}")
+        wrong.append(
+            f"cluster.gpu={cluster.gpu}, but the GPUs {found.where} have compute capability {major}.{minor}"
+        )
     # More than was said does no harm.
     for name in ("nodes", "gpus_per_node"):
         fact, have = getattr(said, name), getattr(found, name)

@@ -16,7 +16,12 @@ from grpo_megatron.preflight.rule import ENGINE_COMMANDS, TRAINING_COMMANDS, Rul
 CLUSTER = RuleBook()
 
 _FACTS = ("cluster.gpu", "cluster.nodes", "cluster.gpus_per_node")
-_ENGINES = ("rollout.engine.num_engines", "rollout.engine.tensor_parallel", "rollout.replay", "cluster.placement")
+_ENGINES = (
+    "rollout.engine.num_engines",
+    "rollout.engine.tensor_parallel",
+    "rollout.replay",
+    "cluster.placement",
+)
 _RANKS = (
     "megatron.tensor_parallel",
     "megatron.pipeline_parallel",
@@ -28,7 +33,12 @@ _RANKS = (
 def runs_here(config: Config) -> bool:
     """Return whether the run is for this machine, as far as the configuration says."""
     cluster = config.cluster
-    return (cluster.ray_address, cluster.gpu, cluster.nodes, cluster.gpus_per_node) == (None, None, None, None)
+    return (cluster.ray_address, cluster.gpu, cluster.nodes, cluster.gpus_per_node) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def known_capabilities(config: Config) -> Capabilities:
@@ -45,20 +55,28 @@ def gpus_per_node_means_something(config: Config, capabilities: Capabilities) ->
         yield f"cluster.gpus_per_node={config.cluster.gpus_per_node} means nothing with cluster.gpu=none"
 
 
-@CLUSTER.rule("FP8 training needs TransformerEngine and a GPU with FP8 matrix products.", "megatron.precision", "cluster.gpu")
+@CLUSTER.rule(
+    "FP8 training needs TransformerEngine and a GPU with FP8 matrix products.",
+    "megatron.precision",
+    "cluster.gpu",
+)
 def fp8_can_run(config: Config, capabilities: Capabilities) -> Iterator[str]:
     if config.megatron.precision == Precision.fp8 and capabilities.fp8_problem:
         yield f"megatron.precision=fp8 is not possible {capabilities.where}: {capabilities.fp8_problem}; use bf16"
 
 
-@CLUSTER.rule("TransformerEngine's layers need TransformerEngine and GPUs.", "megatron.transformer_impl", "cluster.gpu")
+@CLUSTER.rule(
+    "TransformerEngine's layers need TransformerEngine and GPUs.", "megatron.transformer_impl", "cluster.gpu"
+)
 def transformer_engine_can_run(config: Config, capabilities: Capabilities) -> Iterator[str]:
     problem = capabilities.transformer_engine_problem
     if config.megatron.transformer_impl == TransformerImpl.transformer_engine and problem:
         yield f"megatron.transformer_impl=transformer_engine is not possible {capabilities.where}: {problem}; use local or auto"
 
 
-@CLUSTER.rule("Kernels are emulated where there is no GPU that has them.", "megatron.emulate_kernels", "cluster.gpu")
+@CLUSTER.rule(
+    "Kernels are emulated where there is no GPU that has them.", "megatron.emulate_kernels", "cluster.gpu"
+)
 def emulation_is_possible(config: Config, capabilities: Capabilities) -> Iterator[str]:
     if config.megatron.emulate_kernels and capabilities.transformer_engine_problem:
         yield f"megatron.emulate_kernels=true is not possible {capabilities.where}: {capabilities.transformer_engine_problem}"
@@ -89,8 +107,12 @@ def experts_activations_have_their_layers(config: Config, capabilities: Capabili
     megatron = config.megatron
     if megatron.recompute != Recompute.selective or "moe_act" not in megatron.recompute_modules:
         return
-    impossible = megatron.precision == Precision.fp32 or megatron.lora.rank or capabilities.transformer_engine_problem
-    if megatron.transformer_impl == TransformerImpl.local or (megatron.transformer_impl == TransformerImpl.auto and impossible):
+    impossible = (
+        megatron.precision == Precision.fp32 or megatron.lora.rank or capabilities.transformer_engine_problem
+    )
+    if megatron.transformer_impl == TransformerImpl.local or (
+        megatron.transformer_impl == TransformerImpl.auto and impossible
+    ):
         yield (
             "megatron.recompute_modules=[moe_act] needs the TransformerEngine layers, and these are the local ones "
             f"(megatron.transformer_impl={megatron.transformer_impl.value}); recompute moe instead"
@@ -132,7 +154,11 @@ def ranks_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
     commands=("eval",),
 )
 def engines_alone_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
-    engines, tp, have = config.rollout.engine.num_engines, config.rollout.engine.tensor_parallel, capabilities.num_gpus
+    engines, tp, have = (
+        config.rollout.engine.num_engines,
+        config.rollout.engine.tensor_parallel,
+        capabilities.num_gpus,
+    )
     per_node = capabilities.gpus_per_node or tp
     if tp > per_node and tp % per_node:
         yield (
@@ -147,7 +173,9 @@ def engines_alone_fit(config: Config, capabilities: Capabilities) -> Iterator[st
 
 
 @CLUSTER.rule(
-    "The ranks of a tensor-parallel group are on one node, since they exchange activations in every layer.", *_RANKS, *_FACTS
+    "The ranks of a tensor-parallel group are on one node, since they exchange activations in every layer.",
+    *_RANKS,
+    *_FACTS,
 )
 def tensor_parallel_is_within_a_node(config: Config, capabilities: Capabilities) -> Iterator[str]:
     tp, per_node = config.megatron.tensor_parallel, capabilities.gpus_per_node
@@ -155,7 +183,9 @@ def tensor_parallel_is_within_a_node(config: Config, capabilities: Capabilities)
         yield f"megatron.tensor_parallel={tp} groups would cross nodes: {capabilities.where} each has {per_node} GPUs"
 
 
-@CLUSTER.rule("An engine is on one node, or on several whole ones.", *_ENGINES, *_RANKS, *_FACTS, commands=("train",))
+@CLUSTER.rule(
+    "An engine is on one node, or on several whole ones.", *_ENGINES, *_RANKS, *_FACTS, commands=("train",)
+)
 def engines_fit_nodes(config: Config, capabilities: Capabilities) -> Iterator[str]:
     per_node, colocated = capabilities.gpus_per_node, config.cluster.placement == Placement.colocated
     if per_node and not config.rollout.replay:
@@ -185,7 +215,10 @@ def full_tensors_stay_on_a_node(config: Config, capabilities: Capabilities) -> I
 
 
 @CLUSTER.rule(
-    "Keys and values are kept in FP8 on GPUs only.", "rollout.engine.kv_cache_dtype", "cluster.gpu", commands=ENGINE_COMMANDS
+    "Keys and values are kept in FP8 on GPUs only.",
+    "rollout.engine.kv_cache_dtype",
+    "cluster.gpu",
+    commands=ENGINE_COMMANDS,
 )
 def kv_cache_in_fp8_has_gpus(config: Config, capabilities: Capabilities) -> Iterator[str]:
     dtype = config.rollout.engine.kv_cache_dtype

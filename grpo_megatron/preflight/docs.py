@@ -27,7 +27,9 @@ def markdown() -> str:
         if dataclasses.is_dataclass(field.type):
             parts.append(f"## {section}\n\n{_sentence(field.metadata['help'])}\n")
             parts.append("| key | meaning | type | default |\n|---|---|---|---|")
-            parts += [_row(key) for key in known if key.rpartition(".")[0] == section and not _is_section(key)]
+            parts += [
+                _row(key) for key in known if key.rpartition(".")[0] == section and not _is_section(key)
+            ]
             parts.append("")
     return "\n".join(parts).rstrip("\n")
 

@@ -28,7 +28,9 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
             "where it is in FP8 no longer; set it to none"
         )
         return
-    yield from cut_matrices(arch, ParallelSizes.from_config(config.megatron), EngineLayout.from_config(config.rollout.engine))
+    yield from cut_matrices(
+        arch, ParallelSizes.from_config(config.megatron), EngineLayout.from_config(config.rollout.engine)
+    )
 
 
 def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
@@ -42,14 +44,18 @@ def _cut(entry: Entry, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[s
     """Of the trainer's ranks and the engines', the first that has a part of a block."""
     parts, engine_parts = sizes.etp if entry.expert else sizes.tp, entry.engine_parts(layout)
     key = f"megatron.{'expert_' if entry.expert else ''}tensor_parallel={parts}"
-    engine_key = f"rollout.engine.tensor_parallel={layout.tp}" + (f" / expert_parallel={layout.ep}" if entry.expert else "")
+    engine_key = f"rollout.engine.tensor_parallel={layout.tp}" + (
+        f" / expert_parallel={layout.ep}" if entry.expert else ""
+    )
     ours = [stacked_by_tensor(entry.megatron_pieces(parts, rank)) for rank in range(parts)]
     theirs = [entry.engine_pieces(layout, rank) for rank in range(layout.tp)]
     for where, several, ranks in ((key, parts > 1, ours), (engine_key, engine_parts > 1, theirs)):
         found = [(rank, piece) for rank, pieces in enumerate(ranks) for piece in cut_blocks(pieces)]
         if found:
             rank, piece = found[0]
-            spans = " x ".join(f"[{first}, {first + size})" for first, size in zip(piece.start, piece.shape, strict=True))
+            spans = " x ".join(
+                f"[{first}, {first + size})" for first, size in zip(piece.start, piece.shape, strict=True)
+            )
             yield (
                 f"{_KEY}: with {where} rank {rank} has {spans} of {piece.hf}, which cuts blocks of "
                 f"{BLOCK} x {BLOCK}; {'divide it over fewer ranks, or ' if several else ''}set it to none"

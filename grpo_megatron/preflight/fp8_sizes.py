@@ -29,10 +29,16 @@ def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> It
         parts = sizes.etp if entry.expert else sizes.tp
         # The side that is not divided is that of the activations that ranks gather, or whose gradients they do.
         sides = enumerate(entry.megatron_shape(parts))
-        wrong = [size for axis, size in sides if size % (multiple if axis == entry.axis or entry.expert else of_gathered)]
+        wrong = [
+            size
+            for axis, size in sides
+            if size % (multiple if axis == entry.axis or entry.expert else of_gathered)
+        ]
         if wrong:
             kinds.setdefault(kind(name), wrong[0])
-    layout = f"megatron.tensor_parallel={sizes.tp}" + (f", expert_tensor_parallel={sizes.etp}" if arch.moe else "")
+    layout = f"megatron.tensor_parallel={sizes.tp}" + (
+        f", expert_tensor_parallel={sizes.etp}" if arch.moe else ""
+    )
     for name, size in kinds.items():
         needed = multiple if size % multiple else of_gathered
         yield (
@@ -44,7 +50,9 @@ def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> It
 def kind(name: str) -> str:
     """Of a parameter, without the numbers of layer and expert."""
     return ".".join(
-        part for part in name.removeprefix("decoder.layers.").removesuffix(".weight").split(".") if not part.isdigit()
+        part
+        for part in name.removeprefix("decoder.layers.").removesuffix(".weight").split(".")
+        if not part.isdigit()
     )
 
 

@@ -14,7 +14,9 @@ from grpo_megatron.preflight.rule import Rule
 from grpo_megatron.preflight.rules import all_rules
 from grpo_megatron.rollout.environments import environment
 
-_REGISTRIES = {registry.key: registry for registry in (advantage_estimator, surrogate, group_filter, environment)}
+_REGISTRIES = {
+    registry.key: registry for registry in (advantage_estimator, surrogate, group_filter, environment)
+}
 
 
 def rules_about(key: str) -> list[Rule]:
@@ -34,7 +36,9 @@ def interacting_keys(key: str) -> list[str]:
     known = known_keys()
     found = {name for rule in rules_about(key) for name in rule.keys} | set(named_in_help(key))
     found |= {other for other in known if key in named_in_help(other)}
-    return [name for name in known if name in found - {key} and not dataclasses.is_dataclass(known[name].type)]
+    return [
+        name for name in known if name in found - {key} and not dataclasses.is_dataclass(known[name].type)
+    ]
 
 
 def choices(key: str) -> list[str]:

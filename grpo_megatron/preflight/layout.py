@@ -28,20 +28,29 @@ def layout_violations_of_model(
     return SIZES_OF_MODEL.violations(sizes, arch, out_of_limits=out_of_limits)
 
 
-@SIZES.rule("Sequence parallelism splits activations over the tensor-parallel ranks, so there must be several.", _SP, _TP)
+@SIZES.rule(
+    "Sequence parallelism splits activations over the tensor-parallel ranks, so there must be several.",
+    _SP,
+    _TP,
+)
 def sequence_parallel_has_ranks(sizes: ParallelSizes) -> Iterator[str]:
     if sizes.sequence_parallel and sizes.tp == 1:
         yield "megatron.sequence_parallel=true needs megatron.tensor_parallel > 1"
 
 
-@SIZES.rule("Several model chunks per stage interleave a pipeline, so there must be several stages.", _VPP, _PP)
+@SIZES.rule(
+    "Several model chunks per stage interleave a pipeline, so there must be several stages.", _VPP, _PP
+)
 def virtual_pipeline_has_stages(sizes: ParallelSizes) -> Iterator[str]:
     if sizes.vpp > 1 and sizes.pp == 1:
         yield f"megatron.virtual_pipeline={sizes.vpp} needs megatron.pipeline_parallel > 1"
 
 
 @SIZES.rule(
-    "An uneven split names the layers of every model chunk, of which there are stages times chunks.", _LAYERS, _PP, _VPP
+    "An uneven split names the layers of every model chunk, of which there are stages times chunks.",
+    _LAYERS,
+    _PP,
+    _VPP,
 )
 def pipeline_layers_are_complete(sizes: ParallelSizes) -> Iterator[str]:
     if sizes.pipeline_layers and len(sizes.pipeline_layers) != sizes.num_chunks:
@@ -74,13 +83,17 @@ def heads_divide(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
         yield f"megatron.tensor_parallel={sizes.tp} does not divide the model's {arch.num_heads} attention heads"
 
 
-@SIZES_OF_MODEL.rule("KV heads are divided over the tensor-parallel ranks, or each is on equally many of them.", _TP)
+@SIZES_OF_MODEL.rule(
+    "KV heads are divided over the tensor-parallel ranks, or each is on equally many of them.", _TP
+)
 def kv_heads_divide(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.num_kv_heads % sizes.tp and sizes.tp % arch.num_kv_heads:
         yield f"megatron.tensor_parallel={sizes.tp} and the model's {arch.num_kv_heads} KV heads: one must divide the other"
 
 
-@SIZES_OF_MODEL.rule("The rows of Q, K and V together are divided evenly over the tensor-parallel ranks.", _TP)
+@SIZES_OF_MODEL.rule(
+    "The rows of Q, K and V together are divided evenly over the tensor-parallel ranks.", _TP
+)
 def qkv_rows_divide(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     rows = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
     if rows % sizes.tp:
@@ -98,13 +111,17 @@ def intermediate_size_divides(sizes: ParallelSizes, arch: Architecture) -> Itera
         )
 
 
-@SIZES_OF_MODEL.rule("With sequence parallelism, the hidden size is divided evenly over the tensor-parallel ranks.", _TP, _SP)
+@SIZES_OF_MODEL.rule(
+    "With sequence parallelism, the hidden size is divided evenly over the tensor-parallel ranks.", _TP, _SP
+)
 def hidden_size_divides(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if sizes.sequence_parallel and arch.hidden_size % sizes.tp:
         yield f"megatron.tensor_parallel={sizes.tp} does not divide the model's hidden size {arch.hidden_size}"
 
 
-@SIZES_OF_MODEL.rule("The model chunks together hold all layers: equally many, or as listed.", _LAYERS, _PP, _VPP)
+@SIZES_OF_MODEL.rule(
+    "The model chunks together hold all layers: equally many, or as listed.", _LAYERS, _PP, _VPP
+)
 def chunks_hold_all_layers(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if sizes.pipeline_layers:
         if sum(sizes.pipeline_layers) != arch.num_layers:
@@ -119,7 +136,9 @@ def chunks_hold_all_layers(sizes: ParallelSizes, arch: Architecture) -> Iterator
         yield f"{chunks} does not divide the model's {arch.num_layers} layers; megatron.pipeline_layers can name an uneven split"
 
 
-@SIZES_OF_MODEL.rule("Expert parallelism, and expert-tensor parallelism, are for models with experts.", _EP, _ETP)
+@SIZES_OF_MODEL.rule(
+    "Expert parallelism, and expert-tensor parallelism, are for models with experts.", _EP, _ETP
+)
 def there_are_experts(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.moe is None:
         for key, ranks in ((_EP, sizes.ep), (_ETP, sizes.etp)):
@@ -133,7 +152,9 @@ def expert_parallel_divides(sizes: ParallelSizes, arch: Architecture) -> Iterato
         yield f"megatron.expert_parallel={sizes.ep} does not divide the model's {arch.moe.num_experts} experts"
 
 
-@SIZES_OF_MODEL.rule("The experts' intermediate size is divided evenly over the expert-tensor-parallel ranks.", _ETP)
+@SIZES_OF_MODEL.rule(
+    "The experts' intermediate size is divided evenly over the expert-tensor-parallel ranks.", _ETP
+)
 def experts_size_divides(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.moe is not None and arch.moe.ffn_hidden_size % sizes.etp:
         yield (
@@ -141,7 +162,9 @@ def experts_size_divides(sizes: ParallelSizes, arch: Architecture) -> Iterator[s
         )
 
 
-@SIZES_OF_MODEL.rule("A model with experts needs sequence parallelism wherever it has tensor parallelism.", _TP, _SP)
+@SIZES_OF_MODEL.rule(
+    "A model with experts needs sequence parallelism wherever it has tensor parallelism.", _TP, _SP
+)
 def experts_with_tp_need_sp(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.moe is not None and sizes.tp > 1 and not sizes.sequence_parallel:
         yield "a model with experts and megatron.tensor_parallel > 1 needs megatron.sequence_parallel=true"

@@ -31,7 +31,9 @@ def fused_targets_go_together(config: Config) -> Iterator[str]:
             )
 
 
-@LORA.rule("Adapters are beside Megatron's local layers.", _RANK, "megatron.transformer_impl", "megatron.precision")
+@LORA.rule(
+    "Adapters are beside Megatron's local layers.", _RANK, "megatron.transformer_impl", "megatron.precision"
+)
 def adapters_have_local_layers(config: Config) -> Iterator[str]:
     megatron = config.megatron
     if not megatron.lora.rank:

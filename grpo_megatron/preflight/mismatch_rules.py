@@ -3,7 +3,12 @@
 from collections.abc import Iterator
 
 from grpo_megatron.algorithm.correction import MASKING, OF_SEQUENCES, REJECTION_BOUNDS
-from grpo_megatron.config.algorithm import MismatchAction, MismatchConfig, MismatchCorrection, MismatchRejection
+from grpo_megatron.config.algorithm import (
+    MismatchAction,
+    MismatchConfig,
+    MismatchCorrection,
+    MismatchRejection,
+)
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.preflight.rule import RuleBook
 
@@ -22,7 +27,9 @@ _TRAIN = ("train",)
 )
 def mismatch_is_weighted_once(config: Config) -> Iterator[str]:
     correction = config.mismatch.correction
-    to_the_engine = config.train.old_logprobs == OldLogprobs.rollout and config.algorithm.surrogate != "reinforce"
+    to_the_engine = (
+        config.train.old_logprobs == OldLogprobs.rollout and config.algorithm.surrogate != "reinforce"
+    )
     if to_the_engine and correction != MismatchCorrection.none:
         yield (
             f"mismatch.correction={correction.value} with train.old_logprobs=rollout would count the ratio to the engine "
@@ -39,7 +46,10 @@ def mismatch_is_weighted_once(config: Config) -> Iterator[str]:
 )
 def bounds_have_a_correction(config: Config) -> Iterator[str]:
     mismatch = config.mismatch
-    if mismatch.correction == MismatchCorrection.none and (mismatch.ratio_low, mismatch.ratio_high) != (None, None):
+    if mismatch.correction == MismatchCorrection.none and (mismatch.ratio_low, mismatch.ratio_high) != (
+        None,
+        None,
+    ):
         yield "mismatch.ratio_low and ratio_high are bounds of mismatch.correction, which is none"
 
 
@@ -52,7 +62,10 @@ def bounds_have_a_correction(config: Config) -> Iterator[str]:
 )
 def bounds_have_a_rejection(config: Config) -> Iterator[str]:
     mismatch = config.mismatch
-    if mismatch.rejection == MismatchRejection.none and (mismatch.rejection_low, mismatch.rejection_high) != (None, None):
+    if mismatch.rejection == MismatchRejection.none and (mismatch.rejection_low, mismatch.rejection_high) != (
+        None,
+        None,
+    ):
         yield "mismatch.rejection_low and rejection_high are bounds of mismatch.rejection, which is none"
 
 
@@ -79,13 +92,21 @@ def _in_order(config: Config, name: str) -> Iterator[str]:
         yield f"mismatch.{name}_low={low} is more than mismatch.{name}_high={high}"
 
 
-@MISMATCH.rule("The lower bound is not above the upper one.", "mismatch.ratio_low", "mismatch.ratio_high", commands=_TRAIN)
+@MISMATCH.rule(
+    "The lower bound is not above the upper one.",
+    "mismatch.ratio_low",
+    "mismatch.ratio_high",
+    commands=_TRAIN,
+)
 def bounds_are_in_order(config: Config) -> Iterator[str]:
     yield from _in_order(config, "ratio")
 
 
 @MISMATCH.rule(
-    "The lower bound is not above the upper one.", "mismatch.rejection_low", "mismatch.rejection_high", commands=_TRAIN
+    "The lower bound is not above the upper one.",
+    "mismatch.rejection_low",
+    "mismatch.rejection_high",
+    commands=_TRAIN,
 )
 def rejection_bounds_are_in_order(config: Config) -> Iterator[str]:
     yield from _in_order(config, "rejection")
@@ -143,10 +164,12 @@ def sequence_sum_has_one_factor(config: Config) -> Iterator[str]:
     if algorithm.ratio_level != "sequence_sum":
         return
     of_tokens = {
-        f"mismatch.correction={mismatch.correction.value}": mismatch.correction not in (MismatchCorrection.none, *OF_SEQUENCES),
+        f"mismatch.correction={mismatch.correction.value}": mismatch.correction
+        not in (MismatchCorrection.none, *OF_SEQUENCES),
         f"mismatch.rejection={mismatch.rejection.value}": mismatch.rejection.value.startswith("token_"),
         "mismatch.action=mask": mismatch.action == MismatchAction.mask,
-        "algorithm.adv_estimator=reinforce_plus_plus with use_kl_in_reward": algorithm.adv_estimator == "reinforce_plus_plus"
+        "algorithm.adv_estimator=reinforce_plus_plus with use_kl_in_reward": algorithm.adv_estimator
+        == "reinforce_plus_plus"
         and algorithm.use_kl_in_reward,
     }
     for what, said in of_tokens.items():

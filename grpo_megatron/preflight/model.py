@@ -29,7 +29,10 @@ def check_model(config: Config, command: str = "train") -> Architecture:
     arch = read_architecture(config.model.path)
     found = model_violations(config, arch, command)
     if found:
-        raise UserError(f"{config.model.path} does not fit the configuration:\n" + "\n".join(f"  - {rule}" for rule in found))
+        raise UserError(
+            f"{config.model.path} does not fit the configuration:\n"
+            + "\n".join(f"  - {rule}" for rule in found)
+        )
     return arch
 
 
@@ -64,7 +67,9 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
     except UserError as error:
         return [f"reward.model.path: {error}"]
     if not arch.scalar_head:
-        return [f"reward.model.path: {path} is a language model; a reward model of it is made by `grpo-megatron reward-model`"]
+        return [
+            f"reward.model.path: {path} is a language model; a reward model of it is made by `grpo-megatron reward-model`"
+        ]
     sizes = replace(ParallelSizes.from_config(config.megatron), pipeline_layers=None)
     unfit = layout_violations_of_model(sizes, arch, frozenset(out_of_limits(config)))
     found = [f"reward.model.path={path} cannot be divided as megatron.* says: {rule}" for rule in unfit]
@@ -155,7 +160,11 @@ def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
 def _engine_layout(config: Config, arch: Architecture) -> list[str]:
     """Does the model fit an engine's parallel sizes; those that break rules of their own are left out."""
     path, engine = config.model.path, EngineLayout.from_config(config.rollout.engine)
-    if min(engine.tp, engine.ep, engine.attention_dp) < 1 or engine.tp % engine.ep or engine.tp % engine.attention_dp:
+    if (
+        min(engine.tp, engine.ep, engine.attention_dp) < 1
+        or engine.tp % engine.ep
+        or engine.tp % engine.attention_dp
+    ):
         return []
     found, ranks = [], f"rollout.engine.tensor_parallel={engine.tp}"
     if engine.attention_dp > 1:
@@ -168,9 +177,13 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
     if arch.num_heads % engine.attention_tp:
         found.append(f"{ranks} does not divide the {arch.num_heads} attention heads of {path}")
     if engine.ep > 1 and arch.moe is None:
-        found.append(f"rollout.engine.expert_parallel={engine.ep} needs a model with experts, {path} is dense")
+        found.append(
+            f"rollout.engine.expert_parallel={engine.ep} needs a model with experts, {path} is dense"
+        )
     elif arch.moe and arch.moe.num_experts % engine.ep:
-        found.append(f"rollout.engine.expert_parallel={engine.ep} does not divide the {arch.moe.num_experts} experts of {path}")
+        found.append(
+            f"rollout.engine.expert_parallel={engine.ep} does not divide the {arch.moe.num_experts} experts of {path}"
+        )
     elif arch.moe and arch.moe.ffn_hidden_size % engine.moe_tp:
         found.append(
             f"rollout.engine.tensor_parallel={engine.tp} / expert_parallel={engine.ep} does not divide the experts' intermediate size "
@@ -215,5 +228,7 @@ def _weights(path: str, arch: Architecture) -> list[str]:
         return [str(error)]
     least = arch.num_layers if arch.moe is None else sum(arch.moe.layers) * arch.moe.num_experts
     if least > len(checkpoint.names):  # before a map is made that may be far too large
-        return [f"{path}: config.json promises at least {least} tensors, the checkpoint has {len(checkpoint.names)}"]
+        return [
+            f"{path}: config.json promises at least {least} tensors, the checkpoint has {len(checkpoint.names)}"
+        ]
     return checkpoint.violations(weight_map(arch))

@@ -22,7 +22,10 @@ def fp8_has_its_layers(config: Config) -> Iterator[str]:
 @PRECISION.rule("fp32 is computed by the local layers.", _PRECISION, _LAYERS)
 def fp32_has_its_layers(config: Config) -> Iterator[str]:
     megatron = config.megatron
-    if megatron.precision == Precision.fp32 and megatron.transformer_impl == TransformerImpl.transformer_engine:
+    if (
+        megatron.precision == Precision.fp32
+        and megatron.transformer_impl == TransformerImpl.transformer_engine
+    ):
         yield (
             "megatron.precision=fp32 needs the local layers, but megatron.transformer_impl=transformer_engine: it has no fused "
             "attention for fp32, and rounds what its products multiply to TF32"
@@ -30,7 +33,11 @@ def fp32_has_its_layers(config: Config) -> Iterator[str]:
 
 
 @PRECISION.rule(
-    "Delayed scaling is for all layers.", _RECIPE, "megatron.fp8.bf16_first_layers", "megatron.fp8.bf16_last_layers", _PRECISION
+    "Delayed scaling is for all layers.",
+    _RECIPE,
+    "megatron.fp8.bf16_first_layers",
+    "megatron.fp8.bf16_last_layers",
+    _PRECISION,
 )
 def delayed_is_for_all_layers(config: Config) -> Iterator[str]:
     fp8 = config.megatron.fp8

@@ -19,7 +19,9 @@ _TRAIN = ("train",)
 _REWARDS = ("function", "args", "terms", "extract", "answer_from", "response_from")
 
 
-@REWARD.rule("The reference answer is looked for in at least one place.", "reward.answer_from", commands=COMMANDS)
+@REWARD.rule(
+    "The reference answer is looked for in at least one place.", "reward.answer_from", commands=COMMANDS
+)
 def answers_are_somewhere(config: Config) -> Iterator[str]:
     if not config.reward.answer_from:
         yield "reward.answer_from is empty; use whole to take the answer as it is"
@@ -88,7 +90,11 @@ def a_right_program_passes(config: Config) -> Iterator[str]:
 
 
 @REWARD.rule(
-    "Terms take the place of a single function.", "reward.terms", "reward.function", "reward.args", commands=ENGINE_COMMANDS
+    "Terms take the place of a single function.",
+    "reward.terms",
+    "reward.function",
+    "reward.args",
+    commands=ENGINE_COMMANDS,
 )
 def terms_or_one_function(config: Config) -> Iterator[str]:
     reward = config.reward
@@ -204,7 +210,9 @@ def dynamic_sampling_has_its_rewards(config: Config) -> Iterator[str]:
         )
 
 
-@REWARD.rule("What is recorded has its rewards.", "reward.function", "reward.terms", "rollout.record", commands=_TRAIN)
+@REWARD.rule(
+    "What is recorded has its rewards.", "reward.function", "reward.terms", "rollout.record", commands=_TRAIN
+)
 def recorded_samples_have_rewards(config: Config) -> Iterator[str]:
     if MODEL in functions_of(config.reward) and config.rollout.record:
         yield "rollout.record writes samples before the reward model scores them: set rollout.record=null"

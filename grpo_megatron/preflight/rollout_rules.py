@@ -22,7 +22,9 @@ def training_data_is_named(config: Config) -> Iterator[str]:
     yield from _named("data.train", config.data.train)
 
 
-@ROLLOUT.rule("Held-out prompts are given by a file, by hf:NAME, or by a list of these.", "data.eval", commands=COMMANDS)
+@ROLLOUT.rule(
+    "Held-out prompts are given by a file, by hf:NAME, or by a list of these.", "data.eval", commands=COMMANDS
+)
 def held_out_data_is_named(config: Config) -> Iterator[str]:
     yield from _named("data.eval", config.data.eval)
 
@@ -33,7 +35,9 @@ def _named(key: str, value: Any) -> Iterator[str]:
         yield f"{key} must be a file name, hf:NAME, or a list of them, is {value!r}"
 
 
-@ROLLOUT.rule("There is one weight for each training source, or none at all.", "data.train_weights", "data.train")
+@ROLLOUT.rule(
+    "There is one weight for each training source, or none at all.", "data.train_weights", "data.train"
+)
 def weights_match_the_sources(config: Config) -> Iterator[str]:
     weights, sources = config.data.train_weights, config.data.train
     if weights and (not isinstance(sources, list) or len(weights) != len(sources)):
@@ -54,7 +58,10 @@ def examples_have_no_weights(config: Config) -> Iterator[str]:
 
 
 @ROLLOUT.rule(
-    "Prompts come from a file, unless recorded samples take their place.", "data.train", "rollout.replay", commands=_TRAIN
+    "Prompts come from a file, unless recorded samples take their place.",
+    "data.train",
+    "rollout.replay",
+    commands=_TRAIN,
 )
 def there_are_prompts(config: Config) -> Iterator[str]:
     if not config.rollout.replay and not config.data.train:
@@ -87,21 +94,29 @@ def sampling_is_of_the_full_distribution(config: Config) -> Iterator[str]:
 
 
 @ROLLOUT.rule(
-    "A replayed run starts no engine that could answer held-out prompts.", "rollout.replay", "data.eval", commands=_TRAIN
+    "A replayed run starts no engine that could answer held-out prompts.",
+    "rollout.replay",
+    "data.eval",
+    commands=_TRAIN,
 )
 def replay_has_no_evaluation(config: Config) -> Iterator[str]:
     if config.rollout.replay and config.data.eval:
         yield "rollout.replay starts no engine, so there can be no evaluation: set data.eval=null"
 
 
-@ROLLOUT.rule("A run records samples or replays them, not both.", "rollout.record", "rollout.replay", commands=_TRAIN)
+@ROLLOUT.rule(
+    "A run records samples or replays them, not both.", "rollout.record", "rollout.replay", commands=_TRAIN
+)
 def replay_is_not_recorded(config: Config) -> Iterator[str]:
     if config.rollout.replay and config.rollout.record:
         yield "rollout.record and rollout.replay exclude each other"
 
 
 @ROLLOUT.rule(
-    "A number of turns is that of an environment.", "rollout.max_turns", "rollout.environment", commands=ENGINE_COMMANDS
+    "A number of turns is that of an environment.",
+    "rollout.max_turns",
+    "rollout.environment",
+    commands=ENGINE_COMMANDS,
 )
 def turns_have_an_environment(config: Config) -> Iterator[str]:
     rollout = config.rollout
@@ -138,7 +153,9 @@ def settings_have_their_environment(config: Config) -> Iterator[str]:
     settings = [field.name for field in fields(GymnasiumConfig)]
     changed = {
         "tools": rollout.tools != default.tools,
-        "gymnasium": any(getattr(rollout.gymnasium, name) != getattr(default.gymnasium, name) for name in settings),
+        "gymnasium": any(
+            getattr(rollout.gymnasium, name) != getattr(default.gymnasium, name) for name in settings
+        ),
     }
     for name in BUILT_IN:
         if rollout.environment != name and changed[name]:

@@ -32,14 +32,18 @@ class RuleBook:
     def __init__(self) -> None:
         self.rules: list[Rule] = []
 
-    def rule(self, says: str, *keys: str, commands: tuple[str, ...] = TRAINING_COMMANDS) -> Callable[[Callable], Callable]:
+    def rule(
+        self, says: str, *keys: str, commands: tuple[str, ...] = TRAINING_COMMANDS
+    ) -> Callable[[Callable], Callable]:
         def add(check: Callable[..., Iterator[str]]) -> Callable[..., Iterator[str]]:
             self.rules.append(Rule(check.__name__, keys, says, commands, check))
             return check
 
         return add
 
-    def violations(self, *subject, command: str | None = None, out_of_limits: frozenset[str] = frozenset()) -> list[str]:
+    def violations(
+        self, *subject, command: str | None = None, out_of_limits: frozenset[str] = frozenset()
+    ) -> list[str]:
         """One sentence for each violation, without the rules on keys that are out of their limits.
 
         command: without the rules that are not for it; None: all.

@@ -60,7 +60,11 @@ def violations(config: Config, command: str = "train", capabilities: Capabilitie
     found += ROLLOUT.violations(config, command=command, out_of_limits=keys)
     found += REWARD.violations(config, command=command, out_of_limits=keys)
     found += ENGINE.violations(config, command=command, out_of_limits=keys)
-    found += layout_violations(ParallelSizes.from_config(config.megatron), out_of_limits=keys) if command != "eval" else []
+    found += (
+        layout_violations(ParallelSizes.from_config(config.megatron), out_of_limits=keys)
+        if command != "eval"
+        else []
+    )
     known = capabilities or known_capabilities(config)
     found += CLUSTER.violations(config, known, command=command, out_of_limits=keys)
     found += WEIGHT_SYNC.violations(config, command=command, out_of_limits=keys)

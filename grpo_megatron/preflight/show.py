@@ -48,7 +48,11 @@ def explain(key: str) -> str:
     others = interacting_keys(key)
     if others:
         width = max(map(len, others))
-        lines += ["", "interacts with", *(f"  {other:<{width}}  {known[other].metadata['help']}" for other in others)]
+        lines += [
+            "",
+            "interacts with",
+            *(f"  {other:<{width}}  {known[other].metadata['help']}" for other in others),
+        ]
     rules = rules_about(key)
     if rules:
         lines += ["", "what must hold", *(f"  - {rule.says}{_of_commands(rule)}" for rule in rules)]
@@ -83,7 +87,9 @@ def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
     """{key: {"a": {"value", "origin"}, "b": ...}} of the keys whose resolved values differ."""
     left, right = resolve(a, []), resolve(b, [])
     return {
-        key: {"a": _entry(left, key), "b": _entry(right, key)} for key in left.values if left.values[key] != right.values[key]
+        key: {"a": _entry(left, key), "b": _entry(right, key)}
+        for key in left.values
+        if left.values[key] != right.values[key]
     }
 
 
@@ -105,6 +111,7 @@ def diff_text(a: str, b: str, as_json: bool) -> tuple[str, bool]:
         texts = [value_text(side["value"]) for side in sides.values()]
         width = max(map(len, texts))
         lines += [
-            f"  {name} {text:<{width}}  # {side['origin']}" for (name, side), text in zip(sides.items(), texts, strict=True)
+            f"  {name} {text:<{width}}  # {side['origin']}"
+            for (name, side), text in zip(sides.items(), texts, strict=True)
         ]
     return "\n".join(lines), True

@@ -15,7 +15,10 @@ _TRAIN = ("train",)
 
 
 @TRAINING.rule(
-    "Mini-batches share the prompts of a step evenly.", "train.ppo_mini_batch_size", "data.train_batch_size", commands=_TRAIN
+    "Mini-batches share the prompts of a step evenly.",
+    "train.ppo_mini_batch_size",
+    "data.train_batch_size",
+    commands=_TRAIN,
 )
 def mini_batch_divides(config: Config) -> Iterator[str]:
     batch, mini = config.data.train_batch_size, config.train.ppo_mini_batch_size
@@ -41,7 +44,12 @@ def current_logprobs_are_of_one_step(config: Config) -> Iterator[str]:
         )
 
 
-_SHARING = ("megatron.data_parallel", "megatron.pipeline_parallel", "megatron.virtual_pipeline", "train.packing")
+_SHARING = (
+    "megatron.data_parallel",
+    "megatron.pipeline_parallel",
+    "megatron.virtual_pipeline",
+    "train.packing",
+)
 
 
 @TRAINING.rule(
@@ -87,7 +95,10 @@ def pairs_can_be_shared(config: Config) -> Iterator[str]:
     commands=("reward-model",),
 )
 def longest_pair_fits(config: Config) -> Iterator[str]:
-    longest, cp = config.data.max_prompt_length + config.rollout.max_response_length, config.megatron.context_parallel
+    longest, cp = (
+        config.data.max_prompt_length + config.rollout.max_response_length,
+        config.megatron.context_parallel,
+    )
     limit = config.train.max_tokens_per_micro_batch
     if limit * cp < 2 * padded_to(longest, Layout(cp=cp).sequence_multiple):
         times = f" on each of megatron.context_parallel={cp} ranks" if cp > 1 else ""
@@ -103,7 +114,11 @@ def _sharing(config: Config, what: str, count: int) -> Iterator[str]:
     if count < step or (not packing and count % step):
         yield (
             f"{what} cannot be shared by megatron.data_parallel={sizes.dp} ranks"
-            + (f" in multiples of megatron.pipeline_parallel={sizes.pp} micro-batches" if step > sizes.dp else "")
+            + (
+                f" in multiples of megatron.pipeline_parallel={sizes.pp} micro-batches"
+                if step > sizes.dp
+                else ""
+            )
             + ("" if packing else " in equal numbers, which train.packing=false needs")
         )
 
@@ -117,7 +132,10 @@ def _sharing(config: Config, what: str, count: int) -> Iterator[str]:
     commands=_TRAIN,
 )
 def longest_sequence_fits(config: Config) -> Iterator[str]:
-    longest, cp = config.data.max_prompt_length + config.rollout.max_response_length, config.megatron.context_parallel
+    longest, cp = (
+        config.data.max_prompt_length + config.rollout.max_response_length,
+        config.megatron.context_parallel,
+    )
     limit, multiple = config.train.max_tokens_per_micro_batch, Layout(cp=cp).sequence_multiple
     if limit * cp < padded_to(longest, multiple):
         times = f" on each of megatron.context_parallel={cp} ranks" if cp > 1 else ""
@@ -134,7 +152,10 @@ def longest_sequence_fits(config: Config) -> Iterator[str]:
     commands=_TRAIN,
 )
 def old_routing_has_its_pass(config: Config) -> Iterator[str]:
-    if config.moe.routing_replay == RoutingReplay.old_policy and config.train.old_logprobs != OldLogprobs.recompute:
+    if (
+        config.moe.routing_replay == RoutingReplay.old_policy
+        and config.train.old_logprobs != OldLogprobs.recompute
+    ):
         yield (
             "moe.routing_replay=old_policy reuses the routing of the pass for the old log-probs: it needs "
             "train.old_logprobs=recompute"
@@ -148,7 +169,9 @@ def lr_falls(config: Config) -> Iterator[str]:
         yield f"optimizer.lr_min={optimizer.lr_min} is more than optimizer.lr={optimizer.lr}"
 
 
-@TRAINING.rule("The wsd schedule needs the length of its decay.", "optimizer.lr_schedule", "optimizer.wsd_decay_steps")
+@TRAINING.rule(
+    "The wsd schedule needs the length of its decay.", "optimizer.lr_schedule", "optimizer.wsd_decay_steps"
+)
 def wsd_has_a_decay(config: Config) -> Iterator[str]:
     if config.optimizer.lr_schedule == LrSchedule.wsd and config.optimizer.wsd_decay_steps is None:
         yield "optimizer.lr_schedule=wsd needs optimizer.wsd_decay_steps, the length of its decay"
@@ -186,7 +209,9 @@ def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
     optimizer = config.optimizer
     if optimizer.lr_schedule == LrSchedule.constant:
         return
-    whole = f"the {steps} steps of the schedule (optimizer.lr_decay_steps; null: all optimizer steps of the run)"
+    whole = (
+        f"the {steps} steps of the schedule (optimizer.lr_decay_steps; null: all optimizer steps of the run)"
+    )
     warmup, decay = optimizer.lr_warmup_steps, optimizer.wsd_decay_steps
     if warmup > steps:
         yield f"optimizer.lr_warmup_steps={warmup} is more than {whole}"

@@ -25,7 +25,10 @@ def page(run: RecordedRun, other: RecordedRun | None = None, changes: Changes | 
     """HTML about a run. other: a run whose curves are drawn beside, dashed; changes: what its configuration has otherwise, or why that
     is not known."""
     against = f" against {other.name}" if other else ""
-    parts = [f"<h1>{escape(run.name)}{escape(against)}</h1>", f"<p>{escape(str(run.folder))}, {run.steps} steps</p>"]
+    parts = [
+        f"<h1>{escape(run.name)}{escape(against)}</h1>",
+        f"<p>{escape(str(run.folder))}, {run.steps} steps</p>",
+    ]
     sections = [("Result", _results(run, other))]
     if other:
         sections.append((f"What differs from {other.name}", _changes(changes, run.name, other.name)))
@@ -35,14 +38,19 @@ def page(run: RecordedRun, other: RecordedRun | None = None, changes: Changes | 
         sections.append((section, f'<div class="charts">{"".join(drawn)}</div>'))
     sections += [
         ("Where the time goes", _phases(run)),
-        ("Tokens that engine and trainer disagree about most", _texts(run, lambda name: name == "mismatch/worst")),
+        (
+            "Tokens that engine and trainer disagree about most",
+            _texts(run, lambda name: name == "mismatch/worst"),
+        ),
         ("Samples", _texts(run, lambda name: name.startswith("samples/"))),
         ("Samples of evaluations", _first_and_last_texts(run, lambda name: name.startswith("eval/"))),
         ("Configuration", f"<pre>{escape(run.config)}</pre>" if run.config else _none()),
     ]
     links = [f'<a href="#s{number}">{escape(title)}</a>' for number, (title, _) in enumerate(sections)]
     parts.append(f"<nav>{' '.join(links)}</nav>")
-    parts += [f'<h2 id="s{number}">{escape(title)}</h2>{body}' for number, (title, body) in enumerate(sections)]
+    parts += [
+        f'<h2 id="s{number}">{escape(title)}</h2>{body}' for number, (title, body) in enumerate(sections)
+    ]
     title = escape(f"{run.name}{against}")
     head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}"><title>{title}</title>'
     return f"<!DOCTYPE html><html lang=en><head>{head}<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
@@ -57,7 +65,11 @@ def _chart(title: str, names: list[str], run: RecordedRun, other: RecordedRun | 
 
 def _results(run: RecordedRun, other: RecordedRun | None) -> str:
     """A table of what a run is for: evaluations and reward."""
-    names = [name for name in run.curves if name.startswith("eval/") or name in ("reward/mean", "sft/loss_per_token")]
+    names = [
+        name
+        for name in run.curves
+        if name.startswith("eval/") or name in ("reward/mean", "sft/loss_per_token")
+    ]
     if not names:
         return _none()
     head = ["", "first", "last"] + ([f"last of {other.name}"] if other else [])
@@ -81,12 +93,18 @@ def _changes(changes: Changes | str, name: str, other: str) -> str:
 
 def _phases(run: RecordedRun) -> str:
     """Mean seconds of a phase over all steps, and its share of the step."""
-    found = {name.removeprefix("time/"): curve for name, curve in run.curves.items() if name.startswith("time/")}
+    found = {
+        name.removeprefix("time/"): curve for name, curve in run.curves.items() if name.startswith("time/")
+    }
     if not run.curves.get("time/step"):
         return _none()
     steps = run.curves["time/step"]
     whole = sum(value for _, value in steps)
-    shares = {name: sum(value for _, value in curve) for name, curve in found.items() if f"time/{name}" not in _NO_PHASES}
+    shares = {
+        name: sum(value for _, value in curve)
+        for name, curve in found.items()
+        if f"time/{name}" not in _NO_PHASES
+    }
     longest = max(shares.values())
     rows = [
         (name, max(0.0, total) / longest, f"{total / len(steps):.3f} s a step, {100 * total / whole:.1f}%")
@@ -106,7 +124,9 @@ def _busy(run: RecordedRun) -> str:
     if not shares:
         return ""
     roles = list(next(iter(shares.values())))
-    rows = [[phase, *(f"{100 * (1 - found[role]):.1f}%" for role in roles)] for phase, found in shares.items()]
+    rows = [
+        [phase, *(f"{100 * (1 - found[role]):.1f}%" for role in roles)] for phase, found in shares.items()
+    ]
     return "<h3>Idle share of each phase</h3>" + _table(["phase", *(f"{role}, mean" for role in roles)], rows)
 
 
@@ -132,7 +152,9 @@ def _by_name(run: RecordedRun, wanted: Callable[[str], bool]) -> dict[str, list[
 
 
 def _shown(rows: list[dict[str, Any]]) -> str:
-    texts = [f"<h3>step {row['step']}: {escape(row['name'])}</h3><pre>{escape(row['text'])}</pre>" for row in rows]
+    texts = [
+        f"<h3>step {row['step']}: {escape(row['name'])}</h3><pre>{escape(row['text'])}</pre>" for row in rows
+    ]
     return "".join(texts) or _none()
 
 

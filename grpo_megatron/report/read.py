@@ -71,6 +71,8 @@ def _curves(path: Path) -> dict[str, Curve]:
             raise UserError(f"{path}:{number}: step must be the number of a step, is {shortened(repr(step))}")
         for name, value in row.items():
             if type(value) not in (int, float) and value is not None:
-                raise UserError(f"{path}:{number}: {shortened(name)} must be a number, is {shortened(repr(value))}")
+                raise UserError(
+                    f"{path}:{number}: {shortened(name)} must be a number, is {shortened(repr(value))}"
+                )
             found.setdefault(name, {})[step] = float(float_or_nan(value))
     return {name: sorted(points.items()) for name, points in found.items()}

@@ -80,7 +80,9 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
     secrets: values of environment variables, for those who shall run them. Raises UserError for a function that there is not, and
     for options that it does not have.
     """
-    found = [_resolve(Setup(config, term, secrets or {})) for term in terms_of(config) if term.function != MODEL]
+    found = [
+        _resolve(Setup(config, term, secrets or {})) for term in terms_of(config) if term.function != MODEL
+    ]
     # A worker waits for many async rewards at a time. If each of them were followed by one that computes, all of those would come at
     # once, and the last ones would find their time used up by the others.
     found.sort(key=lambda reward: (reward.of_group, reward.waits))
@@ -89,7 +91,9 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
         for name in getattr(reward.function, "needs", ()):
             if name not in computed:
                 before = ", ".join(computed) or "none"
-                raise UserError(f"{reward.term.key} reads the term {name!r}; reward.terms has these before it: {before}")
+                raise UserError(
+                    f"{reward.term.key} reads the term {name!r}; reward.terms has these before it: {before}"
+                )
         computed.append(reward.term.name)
     return found
 
@@ -121,7 +125,9 @@ def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
     for name in (name for reward in rewards for name in getattr(reward.function, "secrets", ())):
         value = os.environ.get(name, "").strip()
         if not value:
-            raise UserError(f"the environment variable {name}, which a reward of this run asks for, is not set")
+            raise UserError(
+                f"the environment variable {name}, which a reward of this run asks for, is not set"
+            )
         if not (value.isascii() and value.isprintable()):
             raise UserError(
                 f"the environment variable {name}, which a reward of this run asks for, has a line break or another character that is no "
@@ -142,7 +148,9 @@ def _resolve(setup: Setup) -> Reward:
     everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     wants = frozenset(option for option in _OPTIONAL if everything or option in parameters)
     if setup.term.args and not make and "args" not in wants:
-        raise UserError(f"{setup.term.key}: {name} has no parameter `args` that could take {', '.join(setup.term.args)}")
+        raise UserError(
+            f"{setup.term.key}: {name} has no parameter `args` that could take {', '.join(setup.term.args)}"
+        )
     return Reward(setup.term, function, of_group, wants)
 
 
@@ -157,11 +165,17 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
 def _check_call(term: Term, function: Callable, of_group: bool) -> None:
     """Raise UserError for a function that cannot be called as a reward is, with what to do about it."""
     if inspect.isclass(function):
-        raise UserError(f"{_named(term)} is a class, and a reward is a function: name an object of the class, or a function")
+        raise UserError(
+            f"{_named(term)} is a class, and a reward is a function: name an object of the class, or a function"
+        )
     known = _parameters(function)
-    named = [option for option in _OPTIONAL if option in known]  # what only `**others` takes is no part of any signature
+    named = [
+        option for option in _OPTIONAL if option in known
+    ]  # what only `**others` takes is no part of any signature
     responses = "responses" if of_group else "response"
-    problem = Call(keywords=("prompt", responses, "answer", "record", *named), may_be_async=True).problem(function)
+    problem = Call(keywords=("prompt", responses, "answer", "record", *named), may_be_async=True).problem(
+        function
+    )
     if problem is None:
         return
     advice = other_stacks.hint(function.__name__ if hasattr(function, "__name__") else "theirs", known)

@@ -45,7 +45,9 @@ def code(setup: Setup) -> Callable[..., dict[str, float]]:
                 if left <= 0:
                     timed_out = True
                     break
-                outcome = sandbox.run(test.program(f"{options.preamble}\n{program}" if options.preamble else program), left)
+                outcome = sandbox.run(
+                    test.program(f"{options.preamble}\n{program}" if options.preamble else program), left
+                )
                 timed_out = timed_out or outcome.ended in (Ended.time, Ended.cpu)
                 right = test.passed_by(outcome)
                 passed += right
@@ -93,7 +95,11 @@ class CallTest:
         try:
             found = as_json(outcome.result)
             # APPS has results in a list of one.
-            wrapped = isinstance(self.expected, list) and len(self.expected) == 1 and same_value(found, self.expected[0])
+            wrapped = (
+                isinstance(self.expected, list)
+                and len(self.expected) == 1
+                and same_value(found, self.expected[0])
+            )
             return wrapped or same_value(found, self.expected)
         except RecursionError:
             return False
@@ -137,7 +143,9 @@ def read_tests(answer: str | list[str], record: dict) -> list[Test]:
     tests = [StatementTest(f"{setup}\n{text}" if setup else text, function) for text in statements]
     for test in tests:
         try:
-            with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # there may be one for each record
+            with warnings.catch_warnings(
+                action="ignore", category=SyntaxWarning
+            ):  # there may be one for each record
                 tree = ast.parse(test.statements, "tests")
                 compile(tree, "tests", "exec")
         except SyntaxError as error:
@@ -164,8 +172,15 @@ def _parsed(answer: str) -> Any:
 
 def _pairs(tests: dict) -> list[Test]:
     inputs, outputs, function = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name")
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
-        raise ValueError(f"tests have as many inputs as outputs, and at least one; these have the keys {', '.join(tests)}")
+    if (
+        not isinstance(inputs, list)
+        or not isinstance(outputs, list)
+        or len(inputs) != len(outputs)
+        or not inputs
+    ):
+        raise ValueError(
+            f"tests have as many inputs as outputs, and at least one; these have the keys {', '.join(tests)}"
+        )
     pairs = zip(inputs, outputs, strict=True)
     if function is None:
         return [StreamTest(_lines(given), _lines(expected)) for given, expected in pairs]
@@ -187,7 +202,9 @@ def _arguments(given: Any) -> list:
 
 def same_output(found: str, expected: str) -> bool:
     """Equal word by word in each line; numbers with a point or an exponent up to 1e-6, relative or absolute."""
-    found_lines, expected_lines = ([line.split() for line in text.strip().splitlines()] for text in (found, expected))
+    found_lines, expected_lines = (
+        [line.split() for line in text.strip().splitlines()] for text in (found, expected)
+    )
     return len(found_lines) == len(expected_lines) and all(
         len(left) == len(right) and all(map(_same_word, left, right))
         for left, right in zip(found_lines, expected_lines, strict=True)

@@ -8,7 +8,15 @@ from typing import Any
 from grpo_megatron.config.limits import Text
 from grpo_megatron.config.options import option
 from grpo_megatron.config.reward import ANSWER_PLACES, RewardConfig
-from grpo_megatron.rewards.answers import LETTERS, answer_finder, answer_key, find_answer, find_letter, normalise_answer, whole
+from grpo_megatron.rewards.answers import (
+    LETTERS,
+    answer_finder,
+    answer_key,
+    find_answer,
+    find_letter,
+    normalise_answer,
+    whole,
+)
 from grpo_megatron.rewards.limits import time_limit
 from grpo_megatron.rewards.numerals import plain_numbers, with_exponents
 from grpo_megatron.rewards.terms import Setup
@@ -65,7 +73,9 @@ def choice(setup: Setup) -> Compare:
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
         has_place = bool(config.response_from)
         text = find_answer(response, config.response_from) if has_place else response
-        return float(text is not None and find_letter(text, letters, is_answer=has_place) in golds(answer, record))
+        return float(
+            text is not None and find_letter(text, letters, is_answer=has_place) in golds(answer, record)
+        )
 
     reward.check_record = golds
     return reward
@@ -102,7 +112,10 @@ def math(setup: Setup) -> Compare:
         # end a run, so one that takes too long to compare is simply not right.
         with time_limit(_COMPARE_SECONDS) as limit:
             answered = _parsed(response)
-            same = (verify(gold, answered, float_rounding=_decimals(gold), timeout_seconds=None) for gold in parsed)
+            same = (
+                verify(gold, answered, float_rounding=_decimals(gold), timeout_seconds=None)
+                for gold in parsed
+            )
             return float(any(same))
         return {"reward": 0.0, "timed_out": float(limit.reached)}
 
@@ -134,7 +147,11 @@ def _decimals(gold: list[Any]) -> int:
 
 def _with_own(setup: Setup, options: type) -> RewardConfig:
     """Return the section `reward` with the term's own options in place of its keys of the same name."""
-    own = {name: value for name, value in vars(setup.options(options)).items() if value is not None and name != "letters"}
+    own = {
+        name: value
+        for name, value in vars(setup.options(options)).items()
+        if value is not None and name != "letters"
+    }
     return replace(setup.config, **own)
 
 

@@ -97,13 +97,19 @@ class CosineLength:
     def make(cls, setup: Setup) -> "CosineLength":
         options = setup.options(_CosineLength)
         if options.right is None or options.longest is None:
-            raise UserError(f"{setup.term.key}: cosine_length needs right, the name of a term, and longest, in tokens")
+            raise UserError(
+                f"{setup.term.key}: cosine_length needs right, the name of a term, and longest, in tokens"
+            )
         return cls(options)
 
-    def __call__(self, prompt, response, answer, record, tokens: int, components: Mapping[str, float]) -> float:
+    def __call__(
+        self, prompt, response, answer, record, tokens: int, components: Mapping[str, float]
+    ) -> float:
         options = self._options
         if tokens >= options.longest:
             return options.exceeded
         right = components[options.right] >= options.right_from
-        short, long = (options.right_short, options.right_long) if right else (options.wrong_short, options.wrong_long)
+        short, long = (
+            (options.right_short, options.right_long) if right else (options.wrong_short, options.wrong_long)
+        )
         return long + (short - long) * (1 + math.cos(math.pi * tokens / options.longest)) / 2

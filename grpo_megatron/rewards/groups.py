@@ -16,7 +16,9 @@ TOKENS = "tokens"
 class _Rank:
     by: str = option(TOKENS, "the term whose values are ranked, or tokens for the length")
     largest_first: bool = option(False, "the largest value is the best one")
-    among: str | None = option(None, "a term; only responses with at least among_from of it are ranked, the others score 0")
+    among: str | None = option(
+        None, "a term; only responses with at least among_from of it are ranked, the others score 0"
+    )
     among_from: float = option(1.0, "see among")
 
 
@@ -32,10 +34,18 @@ class Rank:
         return cls(setup.options(_Rank))
 
     def __call__(
-        self, prompt, responses: Sequence[str], answer, record, tokens: Sequence[int], components: Sequence[Mapping[str, float]]
+        self,
+        prompt,
+        responses: Sequence[str],
+        answer,
+        record,
+        tokens: Sequence[int],
+        components: Sequence[Mapping[str, float]],
     ) -> list[float]:
         options = self._options
-        values = np.array(tokens if options.by == TOKENS else [found[options.by] for found in components], dtype=np.float64)
+        values = np.array(
+            tokens if options.by == TOKENS else [found[options.by] for found in components], dtype=np.float64
+        )
         if not options.largest_first:
             values = -values
         ranked = np.ones(len(values), bool)
@@ -70,7 +80,13 @@ class GroupLength:
         return cls(options)
 
     def __call__(
-        self, prompt, responses: Sequence[str], answer, record, tokens: Sequence[int], components: Sequence[Mapping[str, float]]
+        self,
+        prompt,
+        responses: Sequence[str],
+        answer,
+        record,
+        tokens: Sequence[int],
+        components: Sequence[Mapping[str, float]],
     ) -> list[float]:
         lengths = np.array(tokens, dtype=np.float64)
         spread = np.ptp(lengths)

@@ -55,7 +55,9 @@ def _failure(isolation: Isolation, values: tuple[float, ...], preamble: str) -> 
 
 def _why(outcome: Outcome, limits: SandboxLimits) -> str:
     if outcome.ended != Ended.itself:
-        keys = " or ".join(f"reward.code.limits.{name}={getattr(limits, name):g}" for name in _KEYS[outcome.ended])
+        keys = " or ".join(
+            f"reward.code.limits.{name}={getattr(limits, name):g}" for name in _KEYS[outcome.ended]
+        )
         return f"it needs more than {keys}"
     lines = outcome.stderr.strip().splitlines()
     if outcome.succeeded:

@@ -50,7 +50,9 @@ def _out_of_time(signum, frame):
         raise OutOfTime
 
 
-_NOT_IN_THE_BLOCK = {function.__code__ for function in (time_limit.__enter__, time_limit.__exit__, _out_of_time)}
+_NOT_IN_THE_BLOCK = {
+    function.__code__ for function in (time_limit.__enter__, time_limit.__exit__, _out_of_time)
+}
 
 
 class FreeMemory:

@@ -49,7 +49,9 @@ def plain_numbers(text: str) -> str:
         pieces.append(text[position:start])
         position = end
     text = plain_minus("".join(pieces) + text[position:])
-    return _SCIENTIFIC.sub(lambda found: found[0] if _AMBIGUOUS.fullmatch(found[0]) else digits(found[0]), text)
+    return _SCIENTIFIC.sub(
+        lambda found: found[0] if _AMBIGUOUS.fullmatch(found[0]) else digits(found[0]), text
+    )
 
 
 def plain_minus(text: str) -> str:

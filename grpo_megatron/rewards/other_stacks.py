@@ -20,7 +20,9 @@ _STACKS = (
         frozenset({"data_source", "solution_str", "ground_truth"}),
         "{f}(data_source=record.get('data_source'), solution_str=response, ground_truth=answer, extra_info=record.get('extra_info'))",
     ),
-    _Stack("verl", frozenset({"solution_str", "ground_truth"}), "{f}(solution_str=response, ground_truth=answer)"),
+    _Stack(
+        "verl", frozenset({"solution_str", "ground_truth"}), "{f}(solution_str=response, ground_truth=answer)"
+    ),
     _Stack(
         "AReaL",
         frozenset({"completions", "prompt_ids", "completion_ids"}),

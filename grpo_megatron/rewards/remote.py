@@ -27,11 +27,15 @@ _READ_AT_ONCE = 1 << 16
 @dataclass
 class _Http:
     url: str = option("", "of the server")
-    token_env: str | None = option(None, "environment variable of the driver, whose value is sent as bearer token")
+    token_env: str | None = option(
+        None, "environment variable of the driver, whose value is sent as bearer token"
+    )
     batch_size: int = option(64, "most responses in one request", above=0)
     attempts: int = option(3, "how often a request is sent at most", above=0)
     attempt_timeout: float = option(8.0, "longest time for one of them", "seconds", above=0)
-    backoff: float = option(0.5, "pause before the second one, twice as long before each further one", "seconds", at_least=0)
+    backoff: float = option(
+        0.5, "pause before the second one, twice as long before each further one", "seconds", at_least=0
+    )
 
 
 class RewardServerError(Exception):
@@ -68,7 +72,9 @@ class Http:
             raise UserError(f"{key} must be of the form http://HOST:PORT/PATH, is {shown!r}")
         return cls(options, setup.secrets.get(options.token_env) if options.token_env else None)
 
-    async def __call__(self, prompt: str, response: str, answer: str | list[str], record: dict) -> dict[str, float]:
+    async def __call__(
+        self, prompt: str, response: str, answer: str | list[str], record: dict
+    ) -> dict[str, float]:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         row = {"prompt": prompt, "response": response, "answer": answer, "record": record}
@@ -112,16 +118,22 @@ class Http:
             if problem is None:
                 rewards = answer.get("rewards") if isinstance(answer, dict) else None
                 if not isinstance(rewards, list) or len(rewards) != count:
-                    raise RewardServerError(f'{self._shown} answered no {{"rewards": [...]}} of {count} rewards')
+                    raise RewardServerError(
+                        f'{self._shown} answered no {{"rewards": [...]}} of {count} rewards'
+                    )
                 return rewards
-        raise RewardServerError(f"{self._shown} gave no rewards in {options.attempts} attempts; the last one: {problem}")
+        raise RewardServerError(
+            f"{self._shown} gave no rewards in {options.attempts} attempts; the last one: {problem}"
+        )
 
     async def _ask(self, body: dict[str, list]) -> tuple[Any, str | None]:
         """(what the server answered, None), or (None, why it may answer another time). Raises RewardServerError if it will not."""
         import aiohttp
 
         # What is compressed could be of any size, once it is not.
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
+        headers = {"Accept-Encoding": "identity"} | (
+            {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        )
         timeout = aiohttp.ClientTimeout(total=self._options.attempt_timeout)
         try:
             async with (
@@ -131,7 +143,9 @@ class Http:
                 if response.status in _BUSY:
                     return None, f"status {response.status}"
                 if response.status in _REDIRECTS:
-                    raise RewardServerError(self._redirected(response.status, response.headers.get("Location", "")))
+                    raise RewardServerError(
+                        self._redirected(response.status, response.headers.get("Location", ""))
+                    )
                 if response.status != 200:
                     raise RewardServerError(f"{self._shown} answered with status {response.status}")
                 encoding = response.headers.get("Content-Encoding", "identity")

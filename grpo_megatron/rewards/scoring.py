@@ -93,7 +93,12 @@ class Scorer:
     is_worn: earlier calls keep so much memory that later ones fail; another process is to take the place of this one.
     """
 
-    def __init__(self, config: RewardConfig, decode: Callable[[np.ndarray], str], secrets: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        config: RewardConfig,
+        decode: Callable[[np.ndarray], str],
+        secrets: Mapping[str, str] | None = None,
+    ):
         self._timeout, self._decode = config.timeout, decode
         rewards = resolve_rewards(config, secrets)
         self._of_responses = [reward for reward in rewards if not reward.of_group]
@@ -101,11 +106,15 @@ class Scorer:
         self._loop, self.is_worn = interruptible_loop(), False
         self._memory: FreeMemory | None = None  # from the first call on, when the process has its limits
 
-    def work(self, tasks: Sequence[RewardTask | GroupTask], seconds: float) -> list[Scored | GroupScored | Failed]:
+    def work(
+        self, tasks: Sequence[RewardTask | GroupTask], seconds: float
+    ) -> list[Scored | GroupScored | Failed]:
         """Of the first tasks: as many as could be begun within these seconds, but at least one, unless it is worn."""
         return self._loop.run_until_complete(self._score_all(tasks, time.monotonic() + seconds))
 
-    async def _score_all(self, tasks: Sequence[RewardTask | GroupTask], until: float) -> list[Scored | GroupScored | Failed]:
+    async def _score_all(
+        self, tasks: Sequence[RewardTask | GroupTask], until: float
+    ) -> list[Scored | GroupScored | Failed]:
         async def score(number: int, task: RewardTask | GroupTask) -> Scored | GroupScored | Failed | None:
             if self.is_worn or (number and time.monotonic() > until):
                 return None
@@ -144,7 +153,12 @@ class Scorer:
         until, where = time.monotonic() + self._timeout, f"the group of record {task.uid}"
         components = [dict(found) for found in task.components]
         values: dict[str, list[float]] = {}
-        given = {"prompt": task.prompt, "responses": task.responses, "answer": task.answer, "record": task.record}
+        given = {
+            "prompt": task.prompt,
+            "responses": task.responses,
+            "answer": task.answer,
+            "record": task.record,
+        }
         try:
             for reward in self._of_groups:
                 options = {"tokens": task.tokens, "components": components}
@@ -159,11 +173,15 @@ class Scorer:
             return failure.failed()
         return GroupScored(values)
 
-    async def _call(self, reward: Reward, until: float, where: str, given: dict[str, Any], options: dict[str, Any]) -> Any:
+    async def _call(
+        self, reward: Reward, until: float, where: str, given: dict[str, Any], options: dict[str, Any]
+    ) -> Any:
         options["args"] = dict(reward.term.args)
         failed = f"reward {reward.name} failed on {where}"
         try:
-            return await _limited(until, reward.function, given | {name: options[name] for name in reward.wants})
+            return await _limited(
+                until, reward.function, given | {name: options[name] for name in reward.wants}
+            )
         except _TooLong:
             raise _Failure(f"{failed}: took longer than reward.timeout={self._timeout} s") from None
         except (Exception, SystemExit) as error:

@@ -27,7 +27,10 @@ def shape_overlong(groups: list[Group], longest: int, config) -> list[Group]:
         for sequences in group.trajectories:
             length = max(sample.num_tokens for sample in sequences) - asked
             penalty = overlong_penalty(length, longest, config.length, config.penalty)
-            samples += [s.scored(s.reward + penalty, s.reward_components | {"overlong_penalty": penalty}) for s in sequences]
+            samples += [
+                s.scored(s.reward + penalty, s.reward_components | {"overlong_penalty": penalty})
+                for s in sequences
+            ]
         return replace(group, samples=tuple(samples))
 
     return [shaped(group) for group in groups]

@@ -61,12 +61,19 @@ def model_term(terms: Sequence[Term]) -> Term | None:
 def _term(name: str, entry: Any) -> Term:
     key = f"reward.terms.{name}"
     if not name.isidentifier() or name in _TAKEN:
-        raise UserError(f"{key}: a term's name is a word of letters, digits and _, and none of {', '.join(_TAKEN)}")
+        raise UserError(
+            f"{key}: a term's name is a word of letters, digits and _, and none of {', '.join(_TAKEN)}"
+        )
     if not isinstance(entry, dict) or not isinstance(entry.get("function"), str):
         raise UserError(f"{key} must say its function, such as {{function: math, weight: 1.0}}")
     own = {option: entry[option] for option in ("function", "weight") if option in entry}
     read = read_options(_Entry, own, key)
-    return Term(name, read.function, read.weight, {option: value for option, value in entry.items() if option not in own})
+    return Term(
+        name,
+        read.function,
+        read.weight,
+        {option: value for option, value in entry.items() if option not in own},
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,9 @@ def total(terms: Sequence[Term], components: Mapping[str, float]) -> float:
     return sum(term.weight * components[term.name] for term in terms)
 
 
-def read_options(cls: type[Options], values: Mapping[str, Any], key: str, besides: tuple[str, ...] = ()) -> Options:
+def read_options(
+    cls: type[Options], values: Mapping[str, Any], key: str, besides: tuple[str, ...] = ()
+) -> Options:
     """values as a dataclass of `config.options.option`. besides: what else stands beside them, for messages.
 
     Raises UserError for an unknown option, naming the nearest, a wrong type, and for a value out of its limits.
@@ -101,7 +110,11 @@ def read_options(cls: type[Options], values: Mapping[str, Any], key: str, beside
     for name in values:
         if name not in known:
             nearest = get_close_matches(str(name), [*known, *besides], 1, cutoff=0.6)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; there are {', '.join([*known, *besides])}"
+            hint = (
+                f"; did you mean {nearest[0]!r}?"
+                if nearest
+                else f"; there are {', '.join([*known, *besides])}"
+            )
             raise UserError(f"{key}: unknown option {str(name)[:80]!r}{hint}")
     try:
         read = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), dict(values)))

@@ -32,7 +32,9 @@ def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
     if "reward" not in value:
         raise NoReward("it must return a number, or a dict with 'reward'")
     reward = _number(value["reward"], "the reward", from_json)
-    return {"reward": reward} | read_components({name: value[name] for name in value if name != "reward"}, from_json)
+    return {"reward": reward} | read_components(
+        {name: value[name] for name in value if name != "reward"}, from_json
+    )
 
 
 def read_components(value: dict, from_json: bool = False) -> dict[str, float]:
@@ -41,7 +43,9 @@ def read_components(value: dict, from_json: bool = False) -> dict[str, float]:
         raise NoReward(f"it must return at most {MAX_COMPONENTS} numbers beside the reward, not {len(value)}")
     for name in value:
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME_LENGTH:
-            raise NoReward(f"the name of a number must be 1 to {MAX_NAME_LENGTH} printable characters, is {shown(name)}")
+            raise NoReward(
+                f"the name of a number must be 1 to {MAX_NAME_LENGTH} printable characters, is {shown(name)}"
+            )
     return {str(name): _number(number, shown(name), from_json) for name, number in value.items()}
 
 

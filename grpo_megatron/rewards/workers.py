@@ -44,7 +44,9 @@ class RewardWorkers:
         A failure costs what reward.on_failure says. Raises UserError for a reward that failed, or ProcessLost if its process died,
         where that is error.
         """
-        found = await self._ask(RewardTask(prompt.uid, prompt.text, sample.response_ids, prompt.answer, prompt.fields))
+        found = await self._ask(
+            RewardTask(prompt.uid, prompt.text, sample.response_ids, prompt.answer, prompt.fields)
+        )
         if isinstance(found, Failed):
             # The text is decoded here only where whoever should have sent it is gone.
             sample = replace(sample, response_text=found.text or self._decode(sample.response_ids))
@@ -72,7 +74,9 @@ class RewardWorkers:
             scored = iter(self._failed(left, found))
         else:
             values = ({name: own[i] for name, own in found.values.items()} for i in range(len(left)))
-            scored = (self._total(one, one.reward_components | own) for one, own in zip(left, values, strict=True))
+            scored = (
+                self._total(one, one.reward_components | own) for one, own in zip(left, values, strict=True)
+            )
         return tuple(sample if sample.reward_failed else next(scored) for sample in samples)
 
     async def _ask(self, task: RewardTask | GroupTask) -> Scored | GroupScored | Failed:

@@ -30,7 +30,9 @@ class Beam:
     total: float = 0.0
 
     def then(self, token: int, logprob: float, version: int) -> "Beam":
-        return Beam((*self.ids, token), (*self.logprobs, logprob), (*self.versions, version), self.total + logprob)
+        return Beam(
+            (*self.ids, token), (*self.logprobs, logprob), (*self.versions, version), self.total + logprob
+        )
 
 
 class BeamSearch:
@@ -50,7 +52,9 @@ class BeamSearch:
         found = [
             (beam.total + logprob, beam, token, logprob, answer.weight_spans[0].version)
             for beam, answer in zip(self.live, answers, strict=True)
-            for token, logprob in zip(answer.top_ids[0].tolist(), answer.top_logprobs[0].tolist(), strict=True)
+            for token, logprob in zip(
+                answer.top_ids[0].tolist(), answer.top_logprobs[0].tolist(), strict=True
+            )
         ]
         found.sort(key=lambda candidate: -candidate[0])
         length = len(self.live[0].ids) + 1
@@ -103,5 +107,7 @@ async def run_search(search: BeamSearch, ask: Ask) -> None:
     """Until it is done. All beams are asked about at once, so that they are one batch to the engine."""
     while not search.done:
         search.advance(
-            await asyncio.gather(*(ask(number, list(beam.ids), search.candidates) for number, beam in enumerate(search.live)))
+            await asyncio.gather(
+                *(ask(number, list(beam.ids), search.candidates) for number, beam in enumerate(search.live))
+            )
         )

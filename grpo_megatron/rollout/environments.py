@@ -106,7 +106,9 @@ def _check_methods(made: type, setting: str) -> None:
             continue
         problem = Call(("self", *arguments), may_be_async=True).problem(method)
         if problem:
-            raise UserError(f"{setting}: the environment's method {name} {problem} (docs/plugins.md shows one)")
+            raise UserError(
+                f"{setting}: the environment's method {name} {problem} (docs/plugins.md shows one)"
+            )
 
 
 def asks_reward_function(rollout: RolloutConfig, reward: RewardConfig) -> bool:
@@ -153,7 +155,14 @@ class Environments:
 class RemoteEnvironment:
     """An environment in another process. Its methods but `close` raise one of FAILURES for what goes wrong there."""
 
-    def __init__(self, pool: WorkerPool, number: int, prompt: Prompt, timeout: float, could_not_close: Callable[[str], None]):
+    def __init__(
+        self,
+        pool: WorkerPool,
+        number: int,
+        prompt: Prompt,
+        timeout: float,
+        could_not_close: Callable[[str], None],
+    ):
         self._pool, self._number, self._prompt = pool, number, prompt
         self._timeout, self._could_not_close = timeout, could_not_close
 
@@ -271,7 +280,8 @@ def _is_observation(value: Any) -> bool:
     if isinstance(value, str):
         return True
     return isinstance(value, list) and all(
-        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content")) for message in value
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in value
     )
 
 

@@ -43,7 +43,9 @@ class SingleTurn:
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         """Return the samples of a prompt that are not left out, with the rewards that need all of them."""
-        return tuple(sample for sample in await self._rewards.score_group(prompt, samples) if not sample.is_left_out)
+        return tuple(
+            sample for sample in await self._rewards.score_group(prompt, samples) if not sample.is_left_out
+        )
 
     def close(self) -> None:
         if self._rewards:
@@ -71,7 +73,12 @@ class MultiTurn:
 
         on_failure: what becomes of an episode whose environment fails. failure_value: its reward, with OnFailure.value.
         """
-        self._environments, self._tokenizer, self._max_turns, self._seed = environments, tokenizer, max_turns, seed
+        self._environments, self._tokenizer, self._max_turns, self._seed = (
+            environments,
+            tokenizer,
+            max_turns,
+            seed,
+        )
         self._history, self._rewards = HISTORIES[history], rewards
         self._on_failure, self._failure_value, self._say = on_failure, failure_value, Rarely()
 
@@ -106,7 +113,12 @@ class MultiTurn:
         )
 
     async def _play(
-        self, episode: Episode, trajectory: Trajectory, respond: Respond, world: RemoteEnvironment, history: History
+        self,
+        episode: Episode,
+        trajectory: Trajectory,
+        respond: Respond,
+        world: RemoteEnvironment,
+        history: History,
     ) -> tuple[Sample, ...]:
         asked = len(episode.prompt.ids)
         first = history.begin(await world.reset(self._initial_state(episode)))
@@ -124,7 +136,9 @@ class MultiTurn:
             for name, value in result.components.items():
                 components[name] = components.get(name, 0.0) + value
             finish_reason = self._end(trajectory, turn, result)
-            if finish_reason is None and not trajectory.read(history.go_on(trajectory.ids, text, result.observation)):
+            if finish_reason is None and not trajectory.read(
+                history.go_on(trajectory.ids, text, result.observation)
+            ):
                 finish_reason = "length"
         samples, failed, scored_text = trajectory.samples(finish_reason), False, None
         if self._rewards:
@@ -139,7 +153,9 @@ class MultiTurn:
             components |= answer.reward_components
         texts = [await world.text(sample.response_ids) for sample in samples]
         return tuple(
-            replace(sample, response_text=text, reward_failed=failed, scored_text=scored_text).scored(reward, components)
+            replace(sample, response_text=text, reward_failed=failed, scored_text=scored_text).scored(
+                reward, components
+            )
             for sample, text in zip(samples, texts, strict=True)
         )
 

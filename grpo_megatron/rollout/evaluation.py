@@ -60,7 +60,9 @@ class Evaluation:
         training = training_sampling(config.rollout)
         length = config.eval.max_response_length or training.max_response_length
         common = replace(training, max_response_length=length, same_states=True, beam=None)
-        self._sampled = replace(common, n=config.eval.n, temperature=config.eval.temperature, top_p=config.eval.top_p)
+        self._sampled = replace(
+            common, n=config.eval.n, temperature=config.eval.temperature, top_p=config.eval.top_p
+        )
         self._greedy = replace(common, n=1, temperature=0.0)
 
     def run(self, step: int) -> dict[str, float]:
@@ -80,7 +82,8 @@ class Evaluation:
             # Where samples are left out, a data set may have no prompt with as many as pass@k needs.
             metrics = dict.fromkeys(metric for values in scores.values() for metric in values)
             scores[AVERAGE] = {
-                metric: float(np.mean([values[metric] for values in scores.values() if metric in values])) for metric in metrics
+                metric: float(np.mean([values[metric] for values in scores.values() if metric in values]))
+                for metric in metrics
             }
         return scores
 
@@ -102,9 +105,13 @@ class Evaluation:
         drawn = {name: self._draw(name, prompts) for name, prompts in self.datasets.items()}
         if self._score is None:
             return drawn
-        scored = iter(self._score([group for both in drawn.values() for group in [*both.sampled, *both.greedy]]))
+        scored = iter(
+            self._score([group for both in drawn.values() for group in [*both.sampled, *both.greedy]])
+        )
         return {
-            name: _Drawn([next(scored) for _ in both.sampled], [next(scored) for _ in both.greedy], both.failed)
+            name: _Drawn(
+                [next(scored) for _ in both.sampled], [next(scored) for _ in both.greedy], both.failed
+            )
             for name, both in drawn.items()
         }
 
@@ -113,7 +120,9 @@ class Evaluation:
         every = self._manager.generate(prompts, self._sampled)
         greedy = self._manager.generate(prompts, self._greedy) if self._config.greedy else []
         failed = sum(group.failed for group in [*every, *greedy])
-        failed += sum(sequences[0].reward_failed for group in [*every, *greedy] for sequences in group.trajectories)
+        failed += sum(
+            sequences[0].reward_failed for group in [*every, *greedy] for sequences in group.trajectories
+        )
         sampled = [group for group in every if group.samples]
         if not sampled:
             raise UserError(
@@ -131,7 +140,9 @@ class Evaluation:
         return scores
 
     def _majority(self, group: Group) -> float:
-        return majority_reward([self._answer(sequences[-1]) for sequences in group.trajectories], group.rewards)
+        return majority_reward(
+            [self._answer(sequences[-1]) for sequences in group.trajectories], group.rewards
+        )
 
     def _answer(self, sample: Sample) -> str | None:
         if sample.reward_failed:  # its text may be what made it fail
@@ -151,7 +162,9 @@ class Evaluation:
         except OSError as error:
             if not self._said:
                 self._said = True
-                say(f"{path} could not be written ({error.strerror}); samples of evaluations are left out, the run goes on")
+                say(
+                    f"{path} could not be written ({error.strerror}); samples of evaluations are left out, the run goes on"
+                )
 
 
 def _mean_reward(groups: list[Group]) -> float:

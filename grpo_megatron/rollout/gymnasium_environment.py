@@ -27,16 +27,22 @@ class GymnasiumEnvironment:
         self._options, self._text = options, text
         missing = [name for name in options.record_args if name not in prompt.fields]
         if missing:
-            raise UserError(f"the record has no field {missing[0]}, which rollout.gymnasium.record_args names")
+            raise UserError(
+                f"the record has no field {missing[0]}, which rollout.gymnasium.record_args names"
+            )
         arguments = options.args | {name: prompt.fields[name] for name in options.record_args}
         self._task = gymnasium.make(options.id, disable_env_checker=True, **arguments)
         space = self._task.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
-            raise UserError(f"rollout.gymnasium.id={options.id} has the action space {space}; only Discrete ones are supported")
+            raise UserError(
+                f"rollout.gymnasium.id={options.id} has the action space {space}; only Discrete ones are supported"
+            )
         numbers = range(int(space.start), int(space.start + space.n))
         words = options.actions or [str(number) for number in numbers]
         if len(words) != len(numbers):
-            raise UserError(f"rollout.gymnasium.actions has {len(words)} words for the {len(numbers)} actions of {options.id}")
+            raise UserError(
+                f"rollout.gymnasium.actions has {len(words)} words for the {len(numbers)} actions of {options.id}"
+            )
         self._actions = dict(zip(words, numbers, strict=True))
         self._seen = ""
 
@@ -52,7 +58,9 @@ class GymnasiumEnvironment:
             done = self._options.invalid_action == InvalidAction.end
             return StepResult(again, self._options.invalid_reward, done, {"invalid_actions": 1})
         observation, reward, terminated, truncated, _ = self._task.step(action)
-        return StepResult(self._show(observation), float(reward), bool(terminated or truncated), {"invalid_actions": 0})
+        return StepResult(
+            self._show(observation), float(reward), bool(terminated or truncated), {"invalid_actions": 0}
+        )
 
     def close(self) -> None:
         self._task.close()
@@ -74,7 +82,9 @@ def gymnasium_environment(options: GymnasiumConfig) -> Callable[[Prompt], Gymnas
     try:
         import gymnasium
     except ImportError as error:
-        raise UserError("rollout.environment=gymnasium needs a package that is not installed: pip install gymnasium") from error
+        raise UserError(
+            "rollout.environment=gymnasium needs a package that is not installed: pip install gymnasium"
+        ) from error
     text = observation_text.get(options.text) if options.text else _plain
     setting = f"rollout.gymnasium.id={options.id}"
     module, _, name = options.id.rpartition(":")

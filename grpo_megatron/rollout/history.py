@@ -31,7 +31,9 @@ class AppendedHistory:
     def begin(self, observation: Observation) -> list[int]:
         messages, tools = self._prompt.messages, self._prompt.tools
         if observation and messages and not isinstance(observation, str):
-            return self._tokenizer.encode(self._tokenizer.chat(_joined(self._prompt, observation), tools=tools)).tolist()
+            return self._tokenizer.encode(
+                self._tokenizer.chat(_joined(self._prompt, observation), tools=tools)
+            ).tolist()
         return [*self._prompt.ids.tolist(), *self._encode(observation)]
 
     def go_on(self, ids: list[int], turn: str, observation: Observation) -> list[int]:
@@ -40,7 +42,11 @@ class AppendedHistory:
         return self._tokenizer.continued(ids, observation, self._prompt.tools)
 
     def _encode(self, observation: Observation) -> list[int]:
-        text = observation if isinstance(observation, str) else "".join(message["content"] for message in observation)
+        text = (
+            observation
+            if isinstance(observation, str)
+            else "".join(message["content"] for message in observation)
+        )
         return self._tokenizer.encode(text).tolist()
 
 
@@ -55,7 +61,9 @@ class TemplateHistory:
                 "not data.chat_template=none"
             )
         self._prompt, self._messages, self._tokenizer = prompt, prompt.messages, tokenizer
-        self._is_begun = prompt.messages[-1]["role"] == "assistant"  # the next turn goes on in the last message
+        self._is_begun = (
+            prompt.messages[-1]["role"] == "assistant"
+        )  # the next turn goes on in the last message
 
     def begin(self, observation: Observation) -> list[int]:
         self._messages = _joined(self._prompt, _as_messages(observation))
@@ -70,7 +78,9 @@ class TemplateHistory:
         return self._ids()
 
     def _ids(self) -> list[int]:
-        return self._tokenizer.encode(self._tokenizer.chat(self._messages, "an episode", self._prompt.tools)).tolist()
+        return self._tokenizer.encode(
+            self._tokenizer.chat(self._messages, "an episode", self._prompt.tools)
+        ).tolist()
 
 
 HISTORIES = {HistoryKind.append: AppendedHistory, HistoryKind.template: TemplateHistory}

@@ -88,10 +88,16 @@ class RolloutManager:
 
     async def _generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Group]:
         clients = self._engines.clients()
-        return await asyncio.gather(*(self._group(prompt, p, sampling, clients) for p, prompt in enumerate(prompts)))
+        return await asyncio.gather(
+            *(self._group(prompt, p, sampling, clients) for p, prompt in enumerate(prompts))
+        )
 
     def fill(
-        self, draw: Callable[[int], list[Prompt]], keep: Callable[[Group], bool], sampling: Sampling, goal: Goal
+        self,
+        draw: Callable[[int], list[Prompt]],
+        keep: Callable[[Group], bool],
+        sampling: Sampling,
+        goal: Goal,
     ) -> Filled:
         """Sample groups until `goal.groups` of them are kept, or `goal.most` prompts were asked; groups in the order of their prompts.
 
@@ -131,7 +137,9 @@ class RolloutManager:
         self._next_group += asked
         return filled
 
-    async def _group(self, prompt: Prompt, number: int, sampling: Sampling, clients: list[EngineClient]) -> Group:
+    async def _group(
+        self, prompt: Prompt, number: int, sampling: Sampling, clients: list[EngineClient]
+    ) -> Group:
         """number: of the group among those of this call."""
         # Samples of one group go to one engine, whose prefix cache then holds the prompt.
         client = clients[number % len(clients)]
@@ -139,7 +147,9 @@ class RolloutManager:
         parameters = sampling.parameters() | {"stop_token_ids": sorted(stops)}
 
         async def ask(member: int, ids: list[int], most: int, routed: int = 0, top: int = 0) -> Completion:
-            request = Request((number, member), ids, parameters | {"max_new_tokens": most}, routed=routed, top=top)
+            request = Request(
+                (number, member), ids, parameters | {"max_new_tokens": most}, routed=routed, top=top
+            )
             completion = await client.generate(request)
             self._check(completion, prompt)
             return completion
@@ -152,12 +162,16 @@ class RolloutManager:
             responds = [partial(_found, completion) for completion in search.completions(number)]
         else:
             responds = [partial(ask, member) for member in range(sampling.n)]
-        played = (self._play(prompt, (number, member), sampling, respond) for member, respond in enumerate(responds))
+        played = (
+            self._play(prompt, (number, member), sampling, respond) for member, respond in enumerate(responds)
+        )
         samples = await self._episodes.complete(prompt, tuple(chain(*await asyncio.gather(*played))))
         group = Group(self._next_group + number, prompt, samples)
         return replace(group, failed=sampling.n - len(group.trajectories))
 
-    async def _play(self, prompt: Prompt, key: tuple[int, int], sampling: Sampling, respond: Respond) -> tuple[Sample, ...]:
+    async def _play(
+        self, prompt: Prompt, key: tuple[int, int], sampling: Sampling, respond: Respond
+    ) -> tuple[Sample, ...]:
         group = self._next_group + key[0]
         episode = Episode(
             prompt=prompt,
@@ -170,7 +184,9 @@ class RolloutManager:
 
     def _check(self, completion: Completion, prompt: Prompt) -> None:
         if completion.finish_reason == "abort":
-            raise UserError(f"the engine aborted a request (prompt record {prompt.uid}); see the engine's log")
+            raise UserError(
+                f"the engine aborted a request (prompt record {prompt.uid}); see the engine's log"
+            )
         stale = {span.version for span in completion.weight_spans} - {self._engines.weight_version}
         if stale:
             raise StaleWeights(

@@ -49,9 +49,13 @@ class Recorder:
     def write(self, step: int, groups: list[Group]) -> None:
         """A step that cannot be written, such as to a full disk, is said and left out: training is worth more than its recording."""
         try:
-            self._file.append(json_text({"step": step, "groups": [_group_to_json(group) for group in groups]}) + "\n")
+            self._file.append(
+                json_text({"step": step, "groups": [_group_to_json(group) for group in groups]}) + "\n"
+            )
         except OSError as error:
-            say(f"step {step} is missing in the recording {self._file.path} ({error.strerror}); the run goes on")
+            say(
+                f"step {step} is missing in the recording {self._file.path} ({error.strerror}); the run goes on"
+            )
 
     def close(self) -> None:
         self._file.close()
@@ -68,7 +72,9 @@ class Replay:
         if file_problem(path):
             raise UserError(f"rollout.replay: {path} {file_problem(path)}")
         self._path = path
-        self._places: dict[int, tuple[int, int]] = {}  # step -> where its row begins, and its length, in bytes
+        self._places: dict[
+            int, tuple[int, int]
+        ] = {}  # step -> where its row begins, and its length, in bytes
         with open(path, "rb") as file:
             header = file.readline(_LONGEST)
             if not _is_header(header):
@@ -81,7 +87,9 @@ class Replay:
                 if step is None or not _END.search(row[-_LONGEST:]):
                     raise UserError(f"rollout.replay: {path}:{number} is damaged")
                 if step in self._places:
-                    raise UserError(f"rollout.replay: {path}:{number} is damaged (step {step} is there twice)")
+                    raise UserError(
+                        f"rollout.replay: {path}:{number} is damaged (step {step} is there twice)"
+                    )
                 self._places[step] = place, len(row)
                 place += len(row)
 
@@ -116,7 +124,9 @@ def must_be_free(path: str) -> None:
     with open(path, "rb") as file:
         found = file.read(len(_HEADER))
     if found != _HEADER.encode()[: len(found)]:
-        raise UserError(f"rollout.record: {path} is not a recording of this run; move it away, or choose another file")
+        raise UserError(
+            f"rollout.record: {path} is not a recording of this run; move it away, or choose another file"
+        )
 
 
 def _is_header(line: bytes) -> bool:
@@ -171,7 +181,9 @@ def _group_from_json(item: dict) -> Group:
     samples = []
     for values in item["samples"]:
         arrays = {
-            "prompt_ids": np.array(values["prompt_ids"], dtype=np.int32) if "prompt_ids" in values else prompt.ids,
+            "prompt_ids": np.array(values["prompt_ids"], dtype=np.int32)
+            if "prompt_ids" in values
+            else prompt.ids,
             "response_ids": np.array(values["response_ids"], dtype=np.int32),
             "loss_mask": np.array(values["loss_mask"], dtype=np.bool_),
             "rollout_logprobs": np.array(values["rollout_logprobs"], dtype=np.float32),

@@ -77,7 +77,9 @@ class EngineRollouts:
 
     def _is_too_small(self, group: Group) -> bool:
         """Return whether failures have left fewer samples of a group than the estimator compares."""
-        return group.failed > 0 and len(group.trajectories) < smallest_group(self._config.algorithm.adv_estimator)
+        return group.failed > 0 and len(group.trajectories) < smallest_group(
+            self._config.algorithm.adv_estimator
+        )
 
     def _fill(self, step: int, prompts: PromptSource, failed: list[Group]) -> Filled:
         """failed: takes the groups that are too small."""
@@ -90,7 +92,9 @@ class EngineRollouts:
                 return False
             return self._counts(group)
 
-        filled = self._manager.fill(prompts.next, keep, self._sampling, Goal(self._batch_size, options.over_sampling, most))
+        filled = self._manager.fill(
+            prompts.next, keep, self._sampling, Goal(self._batch_size, options.over_sampling, most)
+        )
         short = self._batch_size - len(filled.groups)
         if short and (options.shortage == Shortage.error or not filled.groups):
             because = f", and failed rewards left too few samples of {len(failed)}" if failed else ""

@@ -22,7 +22,9 @@ def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
 
     pass_reward: a trajectory is right if its reward is at least this.
     """
-    counts = [(len(group.rewards), sum(reward >= pass_reward for reward in group.rewards)) for group in groups]
+    counts = [
+        (len(group.rewards), sum(reward >= pass_reward for reward in group.rewards)) for group in groups
+    ]
     rates, k = {}, 2
     while k <= max(n for n, _ in counts):
         rates[f"pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in counts if n >= k]))
@@ -43,19 +45,24 @@ def majority_reward(answers: list[str | None], rewards: list[float]) -> float:
 def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float]:
     """Scalars of a step's trajectories: reward and its components, pass@k, lengths, how they ended."""
     trajectories = [sequences for group in groups for sequences in group.trajectories]
-    samples = [sequences[0] for sequences in trajectories]  # reward, components and end are the same in all of them
+    samples = [
+        sequences[0] for sequences in trajectories
+    ]  # reward, components and end are the same in all of them
     # Observations are in the response of one sequence and in the prompt of the next, as rollout.history has it.
     lengths = np.array([sum(sample.num_written for sample in sequences) for sequences in trajectories])
     rewards = np.array([sample.reward for sample in samples])
     scalars = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "reward/failed": sum(sample.reward_failed for sample in samples) + sum(group.failed for group in groups),
+        "reward/failed": sum(sample.reward_failed for sample in samples)
+        + sum(group.failed for group in groups),
         "reward/zero_variance_groups": np.mean([len(set(group.rewards)) == 1 for group in groups]),
         "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(),
         "response/truncated": np.mean([sample.finish_reason == "length" for sample in samples]),
-        "response/turns_mean": np.mean([sum(sample.turns for sample in sequences) for sequences in trajectories]),
+        "response/turns_mean": np.mean(
+            [sum(sample.turns for sample in sequences) for sequences in trajectories]
+        ),
         "response/sequences_mean": np.mean([len(sequences) for sequences in trajectories]),
         "response/out_of_turns": np.mean([sample.finish_reason == "max_turns" for sample in samples]),
     }
@@ -66,7 +73,9 @@ def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float
     return {name: float(value) for name, value in scalars.items()}
 
 
-def step_statistics(groups: list[Group], rollout: Rollout, pass_reward: float, version: int | None) -> dict[str, float]:
+def step_statistics(
+    groups: list[Group], rollout: Rollout, pass_reward: float, version: int | None
+) -> dict[str, float]:
     """All scalars of the groups that a step trains on. rollout: from which they are. version: see staleness."""
     scored = len(rollout.groups) + rollout.dropped
     scalars = group_statistics(groups, pass_reward)

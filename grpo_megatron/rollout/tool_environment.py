@@ -52,14 +52,20 @@ class ToolCalls:
 
     def step(self, response: str) -> StepResult:
         answers, failed, end = [], 0, time.monotonic() + self._seconds
-        for text in _CALL.findall(response.rpartition("</think>")[2]):  # a call that it only thinks of is none
+        for text in _CALL.findall(
+            response.rpartition("</think>")[2]
+        ):  # a call that it only thinks of is none
             try:
                 answer = self._run(text, end)
             except UserError:
                 raise  # of the machine's making: the model would learn from what has nothing to do with it
             except Exception as error:  # of the model's making; it may do better
                 failed += 1
-                answer = f"error: {error}" if isinstance(error, ValueError) else f"error: {type(error).__name__}: {error}"
+                answer = (
+                    f"error: {error}"
+                    if isinstance(error, ValueError)
+                    else f"error: {type(error).__name__}: {error}"
+                )
             answers.append({"role": "tool", "content": answer[:_LONGEST]})
         components = {"tool_calls": len(answers), "failed_tool_calls": failed}
         return StepResult(answers, done=not answers, components=components)
@@ -90,12 +96,16 @@ class ToolEnvironment:
         """Raises UserError for a name that is unknown, or what this machine cannot do."""
         # Of a turn. As much is left for a call that was begun at the end of it, and the rest for its sandbox to start and to end.
         self._seconds = 0.4 * reward.timeout
-        found = [_python(reward.code, self._seconds) if name == "python" else tool.get(name) for name in names]
+        found = [
+            _python(reward.code, self._seconds) if name == "python" else tool.get(name) for name in names
+        ]
         for name, function in zip(names, found, strict=True):
             _check_tool(f"rollout.tools={name}", function)
         self._tools = {function.__name__: function for function in found}
         if len(self._tools) != len(found):
-            raise UserError(f"rollout.tools={list(names)}: two functions have the same name, by which the model calls them")
+            raise UserError(
+                f"rollout.tools={list(names)}: two functions have the same name, by which the model calls them"
+            )
 
     @cached_property
     def tools(self) -> list[dict[str, Any]]:
@@ -105,7 +115,9 @@ class ToolEnvironment:
         try:
             return [get_json_schema(function) for function in self._tools.values()]
         except Exception as error:  # of the library's own kinds
-            raise UserError(f"rollout.tools: a tool needs type hints, and a docstring with its arguments: {error}") from error
+            raise UserError(
+                f"rollout.tools: a tool needs type hints, and a docstring with its arguments: {error}"
+            ) from error
 
     def __call__(self, prompt: Prompt) -> ToolCalls:
         return ToolCalls(self._tools, self._seconds, prompt)
@@ -114,7 +126,9 @@ class ToolEnvironment:
 def _check_tool(setting: str, function: Callable) -> None:
     """Raise UserError for a tool that the model could not call by its name, with named arguments."""
     if not hasattr(function, "__name__"):
-        raise UserError(f"{setting}: a tool is a function, by whose name the model calls it, not {shortened(repr(function))}")
+        raise UserError(
+            f"{setting}: a tool is a function, by whose name the model calls it, not {shortened(repr(function))}"
+        )
     try:
         arguments = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):

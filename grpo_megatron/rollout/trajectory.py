@@ -41,7 +41,9 @@ class _Sequence:
 
     def write(self, turn: Completion) -> None:
         start = len(self._mask)
-        self._spans += [replace(span, start=start + span.start, end=start + span.end) for span in turn.weight_spans]
+        self._spans += [
+            replace(span, start=start + span.start, end=start + span.end) for span in turn.weight_spans
+        ]
         self._extend(turn.response_ids.tolist(), True, turn.logprobs.tolist())
         if turn.routing is not None:
             self._routing.append(turn.routing)

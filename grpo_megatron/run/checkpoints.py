@@ -72,7 +72,13 @@ class Checkpoints:
         """say: shows a line. resumed: the step that the run continues after. about: what state.json has of the run at every step.
         clock: in seconds."""
         self.folder = Path(folder)
-        self._config, self._trainer, self._say, self._about, self._clock = config, trainer, say, about or {}, clock
+        self._config, self._trainer, self._say, self._about, self._clock = (
+            config,
+            trainer,
+            say,
+            about or {},
+            clock,
+        )
         self._writing: Path | None = None  # final name of the checkpoint that the ranks are writing
         self._last_step, self._last_begun = resumed, clock()
         self._trained = Rows(self.folder.parent / TRAINED, say)
@@ -157,7 +163,10 @@ class Checkpoints:
         files = {f"{ACTOR}/{name}": record for name, record in report.files.items()}
         write_manifest(whole, files | {STATE: record_of(whole / STATE)})
         sync_to_disk(whole)
-        for name in (METRICS, TRAINED):  # a run that continues from here after the loss of a node needs their rows
+        for name in (
+            METRICS,
+            TRAINED,
+        ):  # a run that continues from here after the loss of a node needs their rows
             if not is_absent(rows := self.folder.parent / name):
                 sync_to_disk(rows)
         whole.rename(final)
@@ -185,14 +194,20 @@ def discard(folder: Path, say: Callable[[str], None]) -> None:
     """
     try:
         if DELETED not in folder.suffixes:
-            names = (f"{folder.name}{DELETED}{number}" for number in ("", *(f".{n}" for n in range(1, 10**6))))
-            folder = folder.rename(next(folder.with_name(name) for name in names if not folder.with_name(name).exists()))
+            names = (
+                f"{folder.name}{DELETED}{number}" for number in ("", *(f".{n}" for n in range(1, 10**6)))
+            )
+            folder = folder.rename(
+                next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
+            )
     except OSError as error:
         say(f"{folder} could not be deleted: {error}")
         return
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
-        say(f"{folder} could not be deleted wholly, such as where somebody has a file of it open; the next start tries again")
+        say(
+            f"{folder} could not be deleted wholly, such as where somebody has a file of it open; the next start tries again"
+        )
 
 
 def folders(root: Path) -> list[Path]:

@@ -24,7 +24,10 @@ def run_folder(config: Config) -> Path:
 
 @contextmanager
 def open_run_folder(
-    config: Config, command: str, say: Callable[[str], None], must_fit: Callable[[dict], str] = lambda state: ""
+    config: Config,
+    command: str,
+    say: Callable[[str], None],
+    must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[tuple[str, Checkpoint | None]]:
     """Within this context the run owns its folder.
 
@@ -76,7 +79,11 @@ def beginning(config: Config, command: str, say: Callable[[str], None]) -> Check
     folder, resume = run_folder(config), config.run.resume
     if resume in ANEW:
         return None
-    checkpoint = newest_checkpoint(folder / CHECKPOINTS, command, say) if resume == AUTO else open_checkpoint(resume, command)
+    checkpoint = (
+        newest_checkpoint(folder / CHECKPOINTS, command, say)
+        if resume == AUTO
+        else open_checkpoint(resume, command)
+    )
     if checkpoint:
         for name in (METRICS, TRAINED):
             kept_rows(folder / name, checkpoint.step, lambda line: None)  # take_back says what goes

@@ -71,13 +71,15 @@ class Ownership:
                 record = _record(file)
                 if _may_live(record):
                     _refuse(folder, record, f"; if that run has ended, delete {path}")
-                self.note = (
-                    f"{folder}: this file system has no locks ({error.strerror}), so a second run is known by {_OWNER} alone"
-                )
+                self.note = f"{folder}: this file system has no locks ({error.strerror}), so a second run is known by {_OWNER} alone"
             else:
                 record = _record(file)
                 # Some file systems lock on each node for itself. On this one the kernel has just said that the owner is gone.
-                if record.get("host") != socket.gethostname() and _may_live(record) and self._goes_on(folder, record):
+                if (
+                    record.get("host") != socket.gethostname()
+                    and _may_live(record)
+                    and self._goes_on(folder, record)
+                ):
                     file.close()
                     _refuse(folder, record)
             # Whoever else was about to begin may have moved the folder aside before the lock was had.
@@ -113,7 +115,9 @@ class Ownership:
 
 def _refuse(folder: Path, record: dict[str, Any], advice: str = "") -> None:
     known = _named(record) or "it is just starting"
-    raise UserError(f"another run writes to {folder} ({known}): wait for its end, or choose another run.name{advice}")
+    raise UserError(
+        f"another run writes to {folder} ({known}): wait for its end, or choose another run.name{advice}"
+    )
 
 
 def _named(record: dict[str, Any]) -> str:

@@ -76,7 +76,9 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """
     path = folder / MANIFEST
     if is_absent(path):
-        raise DamagedCheckpoint(f"{folder} is not a whole checkpoint (it has no {MANIFEST}), or of a version that wrote none")
+        raise DamagedCheckpoint(
+            f"{folder} is not a whole checkpoint (it has no {MANIFEST}), or of a version that wrote none"
+        )
     with reading(path):
         raw = path.read_bytes()
     try:
@@ -93,7 +95,9 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         with reading(path):
             size = path.stat().st_size
         if size != record.size:
-            raise DamagedCheckpoint(f"{path} has {size} bytes, {record.size} were written; the checkpoint is damaged")
+            raise DamagedCheckpoint(
+                f"{path} has {size} bytes, {record.size} were written; the checkpoint is damaged"
+            )
     return files
 
 
@@ -109,7 +113,9 @@ def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]
             found.append(error)
             continue
         if not right:
-            found.append(DamagedCheckpoint(f"{folder / name} does not match its digest; the checkpoint is damaged"))
+            found.append(
+                DamagedCheckpoint(f"{folder / name} does not match its digest; the checkpoint is damaged")
+            )
     return found
 
 

@@ -15,7 +15,14 @@ from grpo_megatron.errors import ANOTHER_RUN, UserError, shortened
 from grpo_megatron.json_files import json_text, read_object
 from grpo_megatron.paths import folder_problem, is_absent, reading
 from grpo_megatron.run.checkpoints import ACTOR, STATE, folders, step_of
-from grpo_megatron.run.manifest import MANIFEST, DamagedCheckpoint, FileRecord, must_be_sound, problems, read_manifest
+from grpo_megatron.run.manifest import (
+    MANIFEST,
+    DamagedCheckpoint,
+    FileRecord,
+    must_be_sound,
+    problems,
+    read_manifest,
+)
 
 AUTO, ANEW = "auto", (None, "none")
 RESULT = "result.json"
@@ -63,9 +70,15 @@ def open_checkpoint(folder: str | Path, command: str) -> Checkpoint:
             f"run.resume={folder} is not a whole checkpoint (it needs {MANIFEST}), or one of an earlier version, which had none"
         )
     files = read_manifest(root)
-    actor = {name.removeprefix(f"{ACTOR}/"): record for name, record in files.items() if name.startswith(f"{ACTOR}/")}
+    actor = {
+        name.removeprefix(f"{ACTOR}/"): record
+        for name, record in files.items()
+        if name.startswith(f"{ACTOR}/")
+    }
     if not actor or STATE not in files:
-        raise UserError(f"run.resume={folder} is no checkpoint of a run: {MANIFEST} names no {STATE} or nothing in {ACTOR}/")
+        raise UserError(
+            f"run.resume={folder} is no checkpoint of a run: {MANIFEST} names no {STATE} or nothing in {ACTOR}/"
+        )
     must_be_sound(problems(root, files, [STATE]))
     return Checkpoint(str(folder), _read_state(root / STATE, command), actor)
 
@@ -79,7 +92,9 @@ def _read_state(path: Path, command: str) -> dict[str, Any]:
         )
     step = values["step"]
     if type(step) is not int or step < 0:
-        raise UserError(f"{path}: step must be the number of a step, is {shortened(repr(step))}; the checkpoint is damaged")
+        raise UserError(
+            f"{path}: step must be the number of a step, is {shortened(repr(step))}; the checkpoint is damaged"
+        )
     return values
 
 
@@ -149,7 +164,8 @@ def as_saved(config: Config) -> dict[str, Any]:
 def differences(checkpoint: Checkpoint, config: Config) -> list[str]:
     """One line for each key that is configured otherwise than the run was that wrote the checkpoint."""
     saved, now = (
-        {".".join(names): value for names, value in leaves(values)} for values in (checkpoint.state["config"], as_saved(config))
+        {".".join(names): value for names, value in leaves(values)}
+        for values in (checkpoint.state["config"], as_saved(config))
     )
     changed = [key for key in now if key != "run.resume" and key in saved and saved[key] != now[key]]
     return [f"{key} is {shortened(now[key])}, was {shortened(saved[key])} in {checkpoint}" for key in changed]

@@ -23,6 +23,8 @@ class Rows:
                 file.append("".join(self._waiting))
         except OSError as error:
             if len(self._waiting) == 1:
-                self._say(f"{self._path} could not be written ({error.strerror}); its rows wait until they can be")
+                self._say(
+                    f"{self._path} could not be written ({error.strerror}); its rows wait until they can be"
+                )
         else:
             self._waiting.clear()

@@ -22,7 +22,9 @@ def outlook(folder: str | None) -> str:
     except (OSError, RuntimeError) as error:  # the latter where there can be no more threads
         why = "does not answer" if isinstance(error, TimeoutError) else f"cannot be read ({error})"
         return f"{folder} {why}, so its newest checkpoint is not known; {_CONTINUES} from it"
-    return f"its newest checkpoint is {checkpoint}, {_CONTINUES}" if checkpoint else "it had no checkpoint yet"
+    return (
+        f"its newest checkpoint is {checkpoint}, {_CONTINUES}" if checkpoint else "it had no checkpoint yet"
+    )
 
 
 class Saver(Protocol):
@@ -58,7 +60,9 @@ class StopRequest:
             # Asked to stop is asked to stop: with the status of a failure a scheduler would not start the job again.
             saved, reason = ", which is not saved", f"\n{error}"
         reached = outlook(str(saver.folder.parent))
-        raise Stopped(f"stopped on request ({self.signal.name}) after step {self.step}{saved}; {reached}{reason}")
+        raise Stopped(
+            f"stopped on request ({self.signal.name}) after step {self.step}{saved}; {reached}{reason}"
+        )
 
     def must_not_be_made(self, folder: str) -> None:
         """Where a process was lost, which would be replaced: a scheduler may have ended it together with asking. Raises Stopped."""

@@ -9,7 +9,16 @@ from grpo_megatron.sandbox import landlock, libc, namespaces, system_calls
 # What keeps a program from files outside of its folder. The rest is the same with all of them.
 NAMESPACES, LANDLOCK, NOTHING = "namespaces", "landlock", "nothing"
 
-_SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+_SYSTEM_FOLDERS = (
+    "/usr",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/bin",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/alternatives",
+)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 _CAPABILITIES_VERSION = 0x20080522

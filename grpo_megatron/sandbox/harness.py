@@ -119,7 +119,9 @@ class Kept:
         return self._client.ask(self, name, [], {})
 
     def __bool__(self):
-        raise TypeError("the program returned an object of a class of its own, which is neither true nor false here")
+        raise TypeError(
+            "the program returned an object of a class of its own, which is neither true nor false here"
+        )
 
     __hash__ = None
 
@@ -139,7 +141,9 @@ class Client:
         function: the one under test, which may be called like that all the same.
         """
         found = self._receive()
-        return {name: value for name, value in found.items() if name == function or self._is_harmless(name, value)}
+        return {
+            name: value for name, value in found.items() if name == function or self._is_harmless(name, value)
+        }
 
     def _is_harmless(self, name: str, value: Any) -> bool:
         if not name.isidentifier() or name.startswith("_") or hasattr(builtins, name):
@@ -172,7 +176,9 @@ class Client:
             kind = getattr(builtins, content[0], None)
             # Tests would take an end of iteration for their own: all(map(right, cases)) is true then, and a loop over a map ends.
             is_error = (
-                isinstance(kind, type) and issubclass(kind, Exception) and kind not in (StopIteration, StopAsyncIteration)
+                isinstance(kind, type)
+                and issubclass(kind, Exception)
+                and kind not in (StopIteration, StopAsyncIteration)
             )
             raise kind(content[1]) if is_error else RuntimeError(": ".join(content))
         return None

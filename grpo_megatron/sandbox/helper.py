@@ -169,7 +169,10 @@ def _end(children: list[Child]) -> None:
 def _outcome(children: list[Child], ended: str | None, limits: dict, seconds: float) -> dict:
     verdict = children[0]
     most = limits["output_kib"] << 10
-    texts = {name: "".join(_text(child, name, most) for child in reversed(children)) for name in ("stdout", "stderr")}
+    texts = {
+        name: "".join(_text(child, name, most) for child in reversed(children))
+        for name in ("stdout", "stderr")
+    }
     if ended is None:
         ended = next(filter(None, (_reason_of_its_own(child, limits) for child in children)), "itself")
     result = _text(verdict, "result", most) if verdict.written.get("result") else None

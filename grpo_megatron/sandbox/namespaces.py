@@ -78,6 +78,8 @@ def _show(path: str, new_root: str, attributes: int) -> None:
 
 
 def _set_attributes(folder: str, attributes: int, flags: int) -> None:
-    values = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # struct mount_attr: set, clear, propagation, user namespace
+    values = (ctypes.c_uint64 * 4)(
+        attributes, 0, 0, 0
+    )  # struct mount_attr: set, clear, propagation, user namespace
     size = ctypes.sizeof(values)
     libc.system_call("mount_setattr", _MOUNT_SETATTR, _AT_FDCWD, folder, flags, ctypes.byref(values), size)

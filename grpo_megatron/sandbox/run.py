@@ -78,7 +78,9 @@ _START = (
     "import os, sys; os.nice(19); sys.path.append(sys.argv[1]); "
     "from grpo_megatron.sandbox.helper import main; main(sys.argv[1], sys.argv[2:])"
 )
-_ANSWER_SECONDS = 20.0  # beyond a program's own time; helpers do not wait behind other processes, but may be slow to start
+_ANSWER_SECONDS = (
+    20.0  # beyond a program's own time; helpers do not wait behind other processes, but may be slow to start
+)
 _LEAVE_SECONDS = 10.0
 
 
@@ -90,7 +92,10 @@ class Sandbox:
     """
 
     def __init__(
-        self, limits: SandboxLimits | None = None, isolation: Isolation = Isolation.full, containment: str | None = None
+        self,
+        limits: SandboxLimits | None = None,
+        isolation: Isolation = Isolation.full,
+        containment: str | None = None,
     ):
         """containment: of contain.py; None: the best that this machine has."""
         self._limits = asdict(limits or SandboxLimits())
@@ -133,7 +138,9 @@ class Sandbox:
             answer = self._receive(deadline)
             if kind == "served" and "problem" not in answer:
                 # Sent only now, so that the program is not forked from a process that has read them.
-                with tempfile.TemporaryDirectory(prefix="grpo-sandbox-", ignore_cleanup_errors=True) as other_folder:
+                with tempfile.TemporaryDirectory(
+                    prefix="grpo-sandbox-", ignore_cleanup_errors=True
+                ) as other_folder:
                     self._send("tests", program.tests, program, within, other_folder)
                     answer = self._receive(deadline)
         if "problem" in answer:
@@ -179,7 +186,8 @@ class Sandbox:
     def _lost(self) -> RuntimeError:
         status = self._helper.poll()
         return RuntimeError(
-            "the sandbox's helper " + ("does not answer" if status is None else f"has ended with status {status}")
+            "the sandbox's helper "
+            + ("does not answer" if status is None else f"has ended with status {status}")
         )
 
 
@@ -189,7 +197,11 @@ def _environment() -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     # The order of sets is the same each time, and so is the reward.
-    return kept | one_thread | {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/", "TMPDIR": ".", "PYTHONHASHSEED": "0"}
+    return (
+        kept
+        | one_thread
+        | {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/", "TMPDIR": ".", "PYTHONHASHSEED": "0"}
+    )
 
 
 def _outcome(answer: dict) -> Outcome:
@@ -197,10 +209,18 @@ def _outcome(answer: dict) -> Outcome:
     if result is not None:
         try:
             result, has_result = plain.loads(result.encode()), True
-        except Exception:  # such as OverflowError, for a float of 400 digits: the program has written there itself
+        except (
+            Exception
+        ):  # such as OverflowError, for a float of 400 digits: the program has written there itself
             result = None
     return Outcome(
-        Ended(answer["ended"]), answer["status"], answer["stdout"], answer["stderr"], answer["seconds"], has_result, result
+        Ended(answer["ended"]),
+        answer["status"],
+        answer["stdout"],
+        answer["stderr"],
+        answer["seconds"],
+        has_result,
+        result,
     )
 
 
@@ -234,7 +254,9 @@ def problem_with(containment: str) -> str | None:
     except (RuntimeError, OSError) as error:
         return str(error)
     if not outcome.succeeded:
-        return f"a program ended with status {outcome.status}, by {outcome.ended.value}: {outcome.stderr[-200:]}"
+        return (
+            f"a program ended with status {outcome.status}, by {outcome.ended.value}: {outcome.stderr[-200:]}"
+        )
     return f"programs could {' and '.join(outcome.stdout.splitlines())}" if outcome.stdout else None
 
 

@@ -251,7 +251,12 @@ def _loaded(argument: int) -> _Instruction:
 
 
 class _Line(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_ushort), ("if_true", ctypes.c_ubyte), ("if_false", ctypes.c_ubyte), ("value", ctypes.c_uint)]
+    _fields_ = [
+        ("code", ctypes.c_ushort),
+        ("if_true", ctypes.c_ubyte),
+        ("if_false", ctypes.c_ubyte),
+        ("value", ctypes.c_uint),
+    ]
 
 
 class _Filter(ctypes.Structure):
@@ -265,7 +270,10 @@ def forbid() -> None:
     """Install the filter, for good. It must have set no_new_privs. Raises OSError, also on another architecture."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"numbers of system calls are known for {' and '.join(_ARCHITECTURES)}, not for {machine}")
+        raise OSError(
+            errno.ENOSYS,
+            f"numbers of system calls are known for {' and '.join(_ARCHITECTURES)}, not for {machine}",
+        )
     lines = _filter(machine, os.getpid())
     program = _Filter(len(lines), (_Line * len(lines))(*lines))
     libc.call("prctl", _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0)

@@ -22,7 +22,10 @@ def run_python(
         outcome = sandbox.run(Program(source), within)
     parts = [_shortened(outcome.stdout.rstrip("\n"), longest)]
     if not outcome.succeeded:
-        parts += [_shortened("\n".join(outcome.stderr.rstrip().splitlines()[-_ERROR_LINES:]), longest), _why(outcome, limits)]
+        parts += [
+            _shortened("\n".join(outcome.stderr.rstrip().splitlines()[-_ERROR_LINES:]), longest),
+            _why(outcome, limits),
+        ]
     return "\n".join(filter(None, parts)) or "(no output)"
 
 

@@ -17,7 +17,11 @@ from grpo_megatron.weights import fp8_blocks
 def engine_dtype(config: EngineConfig, model_path: str) -> str:
     """What the engine computes in, as torch names it."""
     # SGLang's own "auto" turns float32 checkpoints into float16.
-    return str(read_architecture(model_path).dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    return (
+        str(read_architecture(model_path).dtype).removeprefix("torch.")
+        if config.dtype == "auto"
+        else config.dtype
+    )
 
 
 def engine_arguments(
@@ -57,7 +61,9 @@ def engine_arguments(
     }
     if config.quantization == Quantization.fp8:
         # As if the checkpoint were in FP8. What SGLang reads from it has no scales, and means nothing before the first weight sync.
-        arguments["json_model_override_args"] = json_text({"quantization_config": fp8_blocks.settings(["lm_head"])})
+        arguments["json_model_override_args"] = json_text(
+            {"quantization_config": fp8_blocks.settings(["lm_head"])}
+        )
     if routing:
         arguments["enable_return_routed_experts"] = True
     return arguments | (_on_gpu(arguments["dtype"]) if gpu else _on_cpu(config))
@@ -113,5 +119,7 @@ def engine_environment(config: EngineConfig, gpu: bool, threads: int = 1) -> dic
     }
     if config.tensor_parallel > 1:
         cores = os.cpu_count() or 1
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(config.tensor_parallel))
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(rank % cores) for rank in range(config.tensor_parallel)
+        )
     return env

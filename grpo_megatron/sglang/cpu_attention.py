@@ -54,7 +54,9 @@ class Block:
         return self._padding[heads]
 
 
-def make_blocks(req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor, prefix: torch.Tensor) -> list[Block]:
+def make_blocks(
+    req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor, prefix: torch.Tensor
+) -> list[Block]:
     """Partition a batch into blocks of sequences that are similar in all tokens and in new ones, all or none with a prefix.
 
     req_to_token int32 [requests, context]: the pool's slots of each request. requests, lengths, prefix int64 [B]: of the
@@ -75,7 +77,9 @@ def make_blocks(req_to_token: torch.Tensor, requests: torch.Tensor, lengths: tor
         chosen = {i for i in candidates if sizes[i][2] >= _BLOCK_RANGE * longest}
         pending = [i for i in pending if i not in chosen]
         members = torch.tensor(sorted(chosen))
-        blocks.append(_block(req_to_token, requests[members], lengths[members], prefix[members], starts[members]))
+        blocks.append(
+            _block(req_to_token, requests[members], lengths[members], prefix[members], starts[members])
+        )
     return blocks
 
 
@@ -89,7 +93,9 @@ def _block(req_to_token, requests, lengths, prefix, starts) -> Block:
     return Block(rows, real, slots, lengths, prefix)
 
 
-def decode_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
+def decode_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
+) -> torch.Tensor:
     """Attention of one new token per sequence: [n, heads, v_dim], float32.
 
     q [n, heads, d]; keys [slots, kv_heads, d] and values [slots, kv_heads, v_dim]: the pool. The query heads that share a
@@ -100,29 +106,43 @@ def decode_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
     index = block.head_slots(kv_heads)
 
     def gathered(pool: torch.Tensor) -> torch.Tensor:
-        return pool.view(-1, pool.shape[-1]).index_select(0, index).view(n * kv_heads, -1, pool.shape[-1]).float()
+        return (
+            pool.view(-1, pool.shape[-1])
+            .index_select(0, index)
+            .view(n * kv_heads, -1, pool.shape[-1])
+            .float()
+        )
 
     grouped = q.float().view(n * kv_heads, heads // kv_heads, d)
     scores = torch.baddbmm(block.padding(kv_heads), grouped, gathered(keys).transpose(1, 2), alpha=scale)
     return torch.bmm(scores.softmax(dim=-1), gathered(values)).view(n, heads, -1)
 
 
-def extend_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
+def extend_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
+) -> torch.Tensor:
     """Causal attention of the new tokens: [n, E, heads, v_dim]. q [n, E, heads, d]; keys, values as in `decode_attention`."""
     n, length = block.slots.shape
     flat = block.slots.flatten()
     # Gathered before the cast: the pool may be of a smaller dtype than the queries.
-    k, v = (pool.index_select(0, flat).view(n, length, *pool.shape[1:]).transpose(1, 2).to(q.dtype) for pool in (keys, values))
+    k, v = (
+        pool.index_select(0, flat).view(n, length, *pool.shape[1:]).transpose(1, 2).to(q.dtype)
+        for pool in (keys, values)
+    )
     q = q.transpose(1, 2)
     if not block.prefix.any():
         # Padding sits behind a sequence's real tokens, where the causal mask hides it.
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(
+            1, 2
+        )
     parts = []
     for start in range(0, q.shape[2], _MASKED_QUERIES):
         part = q[:, :, start : start + _MASKED_QUERIES]
         position = block.prefix[:, None] + torch.arange(start, start + part.shape[2])
         mask = torch.arange(length) <= position[:, :, None]
-        parts.append(scaled_dot_product_attention(part, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=True))
+        parts.append(
+            scaled_dot_product_attention(part, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=True)
+        )
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
@@ -137,7 +157,9 @@ class BatchedAttention(TorchNativeAttnBackend):
         lengths = forward_batch.seq_lens.long()
         decoding = forward_batch.forward_mode.is_decode()
         prefix = lengths - 1 if decoding else forward_batch.extend_prefix_lens.long()
-        self._blocks = make_blocks(self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices.long(), lengths, prefix)
+        self._blocks = make_blocks(
+            self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices.long(), lengths, prefix
+        )
 
     def _is_plain(self, layer) -> bool:
         windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
@@ -173,5 +195,7 @@ class BatchedAttention(TorchNativeAttnBackend):
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for block in self._blocks:
             rows = block.rows[:, 0]
-            out[rows] = decode_attention(q.index_select(0, rows), keys, values, block, layer.scaling).to(q.dtype)
+            out[rows] = decode_attention(q.index_select(0, rows), keys, values, block, layer.scaling).to(
+                q.dtype
+            )
         return out.flatten(1)

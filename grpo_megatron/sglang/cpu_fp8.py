@@ -79,7 +79,9 @@ def experts(
 def _is_plain(config: MoeRunnerConfig) -> bool:
     """Whether experts are SwiGLU alone, each weighted after its second product."""
     limits = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
-    other = config.apply_router_weight_on_input or config.no_combine or any(limit is not None for limit in limits)
+    other = (
+        config.apply_router_weight_on_input or config.no_combine or any(limit is not None for limit in limits)
+    )
     return config.activation == "silu" and config.is_gated and not other
 
 

@@ -99,4 +99,6 @@ def weights_region():
     """Tensors that are made within this context are weights, if this engine gives memory back."""
     from sglang.srt.runtime_context import get_exec
 
-    return TorchMemorySaverAdapter.create(enable=get_exec().features.enable_memory_saver).region(GPU_MEMORY_TYPE_WEIGHTS)
+    return TorchMemorySaverAdapter.create(enable=get_exec().features.enable_memory_saver).region(
+        GPU_MEMORY_TYPE_WEIGHTS
+    )

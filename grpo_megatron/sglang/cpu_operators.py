@@ -62,7 +62,12 @@ def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant
 def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
     """query, key [tokens, heads * head_size], rotated."""
     whole = self.is_neox_style and self.rotary_dim == self.head_size and not hasattr(self, "sin_cos_cache")
-    if query.dtype != torch.float32 or not whole or offsets is not None or fused_set_kv_buffer_arg is not None:
+    if (
+        query.dtype != torch.float32
+        or not whole
+        or offsets is not None
+        or fused_set_kv_buffer_arg is not None
+    ):
         return self.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
     of_positions = self.cos_sin_cache.index_select(0, positions.flatten()).to(query.dtype)
     cos, sin = of_positions.view(-1, 1, 2, self.head_size // 2).unbind(2)

@@ -59,7 +59,9 @@ def __getattr__(name: str):
             from sglang.srt.layers.attention.attention_registry import register_attention_backend
             from sglang.srt.mem_cache.pool_host import common
             from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-            from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+            from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+                AttnForwardMethod,
+            )
 
             from grpo_megatron.cluster import gloo
             from grpo_megatron.sglang import cpu_fp8, cpu_memory, cpu_operators
@@ -70,7 +72,9 @@ def __getattr__(name: str):
             register_attention_backend(ATTENTION_BACKEND)(BatchedAttention)
             # Latent attention of new tokens without a prefix would by default be computed from keys and values that are not in
             # the pool, where BatchedAttention looks for them.
-            AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda attention, batch: AttnForwardMethod.MLA)
+            AttentionBackendRegistry.register(
+                ATTENTION_BACKEND, lambda attention, batch: AttnForwardMethod.MLA
+            )
             cpu_operators.register(self.get_dispatch_key_name())
             cpu_fp8.register()
             common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_plain

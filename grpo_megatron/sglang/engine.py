@@ -174,7 +174,9 @@ class SGLangEngine:
     def _must_be_admitted(self) -> None:
         # A new process, such as one that took a dead engine's place, is not, and one whose update failed is no more.
         if not self._admitted:
-            raise RuntimeError(f"{self._process.name} may not serve: nobody has compared its weights with the trainer's")
+            raise RuntimeError(
+                f"{self._process.name} may not serve: nobody has compared its weights with the trainer's"
+            )
         self._memory.must_have(*Part)
 
     async def submit(self, batch: int, requests: list[Request]) -> None:
@@ -251,7 +253,9 @@ class SGLangEngine:
         for rank, answer in enumerate(answers):
             store.delete_key(answer_key(order, rank))
             if answer.error:
-                raise UserError(f"rank {rank} of {self._process.name} failed in the weight sync:\n{answer.error}")
+                raise UserError(
+                    f"rank {rank} of {self._process.name} failed in the weight sync:\n{answer.error}"
+                )
         return answers
 
     @_phase
@@ -348,5 +352,7 @@ def _top_tokens(places: list[list[tuple[float, int, str | None]]]) -> dict[str, 
     """As Completion has them. places: the likeliest tokens at each, the likeliest first."""
     return {
         "top_ids": np.array([[token for _, token, _ in place] for place in places], dtype=np.int32),
-        "top_logprobs": np.array([[logprob for logprob, _, _ in place] for place in places], dtype=np.float32),
+        "top_logprobs": np.array(
+            [[logprob for logprob, _, _ in place] for place in places], dtype=np.float32
+        ),
     }

@@ -44,7 +44,9 @@ class EngineMemory:
         """Give back all parts. Nothing may be running. Raises RuntimeError if one is released already."""
         self.must_have(*Part)
         await self._until_idle()
-        await self._waited_for("release_memory_occupation", self._control.release_memory([part.value for part in Part]))
+        await self._waited_for(
+            "release_memory_occupation", self._control.release_memory([part.value for part in Part])
+        )
         self._released = set(Part)
 
     async def _until_idle(self) -> None:

@@ -62,7 +62,8 @@ class EnginePool:
         self._log_dir, self._watch = log_dir, watch
         self.nodes = tuple(slot.node for slots in cluster.engine_slots for slot in slots)
         self.processes = [
-            Process(f"engine {number}", f"{log_dir}/engine{number}.log") for number in range(len(cluster.engine_nodes))
+            Process(f"engine {number}", f"{log_dir}/engine{number}.log")
+            for number in range(len(cluster.engine_nodes))
         ]
         self._engines: list = []
         # Of each engine, its nodes but the first.
@@ -73,7 +74,9 @@ class EnginePool:
         self._routed_layers = moe.layers if routing and moe else None
         for number, nodes in enumerate(cluster.engine_nodes):
             gpu = nodes[0][0].device is not None
-            arguments = engine_arguments(config.engine, model, seed + number, bool(config.stop), gpu, bool(self._routed_layers))
+            arguments = engine_arguments(
+                config.engine, model, seed + number, bool(config.stop), gpu, bool(self._routed_layers)
+            )
             arguments["enable_memory_saver"] = shared
             options = [
                 cluster.options(
@@ -97,8 +100,12 @@ class EnginePool:
                 arguments = arguments | node_arguments(0, len(options), addresses[number])
             others = {}
             for node, of_node in enumerate(options[1:], 1):
-                process = Process(f"node {node} of engine {number}", f"{self._log_dir}/engine{number}-node{node}.log")
-                others[process] = EngineNode.options(**of_node).remote(process, arguments | {"node_rank": node})
+                process = Process(
+                    f"node {node} of engine {number}", f"{self._log_dir}/engine{number}-node{node}.log"
+                )
+                others[process] = EngineNode.options(**of_node).remote(
+                    process, arguments | {"node_rank": node}
+                )
             # Many calls at a time: `poll` waits in the engine while requests and updates arrive.
             start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
             self._engines[number] = start(self.processes[number], arguments, self._routed_layers, others)
@@ -113,7 +120,13 @@ class EnginePool:
             if len(options) > 1 or arguments["enable_dp_attention"]:
                 asked[number] = _free_address.options(**options[0] | {"num_gpus": 0}).remote()
         try:
-            return dict(zip(asked, ray.get(list(asked.values()), timeout=self._config.engine.start_timeout), strict=True))
+            return dict(
+                zip(
+                    asked,
+                    ray.get(list(asked.values()), timeout=self._config.engine.start_timeout),
+                    strict=True,
+                )
+            )
         except ray.exceptions.GetTimeoutError as error:
             limit = f"rollout.engine.start_timeout={self._config.engine.start_timeout:.0f} s"
             raise ProcessLost(
@@ -174,7 +187,9 @@ class EnginePool:
 
     def sync_order(self, order: Order) -> list[ray.ObjectRef]:
         """Have every engine carry out an order within the session; one reference each, to the answers of its ranks."""
-        return [engine.sync_order.remote(order.to_engine(number)) for number, engine in enumerate(self._engines)]
+        return [
+            engine.sync_order.remote(order.to_engine(number)) for number, engine in enumerate(self._engines)
+        ]
 
     def end_update(self, version: int) -> None:
         """Close the session; what is sampled from now on carries `version`."""
@@ -198,21 +213,29 @@ class EnginePool:
         return max(self._on_all("occupied").values())
 
     def _on_all(self, method: str, *arguments) -> dict:
-        calls = {number: getattr(engine, method).remote(*arguments) for number, engine in enumerate(self._engines)}
+        calls = {
+            number: getattr(engine, method).remote(*arguments) for number, engine in enumerate(self._engines)
+        }
         return gather(calls, self.processes, method)
 
     def close(self) -> None:
         self._close(range(len(self._engines)))
 
     def _close(self, numbers: Iterable[int]) -> None:
-        actors = [actor for number in numbers for actor in (self._engines[number], *self._others[number].values())]
+        actors = [
+            actor for number in numbers for actor in (self._engines[number], *self._others[number].values())
+        ]
         for number in numbers:
             self._watch.remove(self._engines[number])
         if not actors:
             return
         # Asked first, so that SGLang ends its children; one that is dead already ended them.
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.wait([actor.shutdown.remote() for actor in actors], num_returns=len(actors), timeout=_SHUTDOWN_SECONDS)
+            ray.wait(
+                [actor.shutdown.remote() for actor in actors],
+                num_returns=len(actors),
+                timeout=_SHUTDOWN_SECONDS,
+            )
         for actor in actors:
             ray.kill(actor)
 

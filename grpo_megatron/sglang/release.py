@@ -32,7 +32,9 @@ class EngineControl:
 
         self._engine, self._manager, self._requests = engine, engine.tokenizer_manager, io_struct
 
-    async def sample(self, prompt_ids: list[int], sampling: dict[str, Any], routed: int | None, top: int) -> dict[str, Any]:
+    async def sample(
+        self, prompt_ids: list[int], sampling: dict[str, Any], routed: int | None, top: int
+    ) -> dict[str, Any]:
         """SGLang's answer. routed: it says which experts tokens went to, from this one on; None: it does not. top: how many of the
         likeliest tokens it names at each place.
 
@@ -41,7 +43,9 @@ class EngineControl:
         wanted = {} if routed is None else {"return_routed_experts": True, "routed_experts_start_len": routed}
         if top:
             wanted["top_logprobs_num"] = top
-        return await self._engine.async_generate(input_ids=prompt_ids, sampling_params=sampling, return_logprob=True, **wanted)
+        return await self._engine.async_generate(
+            input_ids=prompt_ids, sampling_params=sampling, return_logprob=True, **wanted
+        )
 
     async def score(self, sequences: list[list[int]]) -> list[list[tuple[float | None, int, str | None]]]:
         """(log-prob, id, text) of every token of each sequence, at temperature 1; the first one has no log-prob."""
@@ -96,7 +100,9 @@ class EngineControl:
         from sglang.srt.utils import MultiprocessingSerializer
 
         # One payload for each: the file handles inside can be taken once only.
-        return await self._load([MultiprocessingSerializer.serialize(tensors) for _ in range(num_ranks)], None)
+        return await self._load(
+            [MultiprocessingSerializer.serialize(tensors) for _ in range(num_ranks)], None
+        )
 
     async def call_loader(self, payload: bytes, num_ranks: int, loader: str) -> Accepted:
         """A function, by its name, on every rank. payload: of the named tensors that it gets, as pickle makes it."""
@@ -119,7 +125,9 @@ class EngineControl:
 
     async def release_memory(self, tags: list[str]) -> None:
         """See sglang.memory: the scheduler must be idle, and none of the parts released."""
-        await self._manager.release_memory_occupation(self._requests.ReleaseMemoryOccupationReqInput(tags=tags))
+        await self._manager.release_memory_occupation(
+            self._requests.ReleaseMemoryOccupationReqInput(tags=tags)
+        )
 
     async def resume_memory(self, tags: list[str]) -> None:
         """Only what is released."""
@@ -128,7 +136,9 @@ class EngineControl:
     async def tag(self, version: int) -> None:
         """What is sampled from now on carries this version. Has no answer: the tags of samples are checked."""
         if hasattr(self._manager, "update_weight_version"):
-            request = self._requests.UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+            request = self._requests.UpdateWeightVersionReqInput(
+                new_version=str(version), abort_all_requests=False
+            )
             await self._manager.update_weight_version(request)
         else:
             # Before 0.5.21 the tag is the tokenizer manager's alone, which sets it like this after an update.

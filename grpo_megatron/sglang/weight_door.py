@@ -54,9 +54,13 @@ def obey(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
 
 @torch.no_grad()
 def _carry_out(order: Order, me: EngineRank, model: torch.nn.Module) -> Answer:
-    parameters = {name: own.data for name, own in model.named_parameters() if name.rpartition(".")[2] not in KV_SCALES}
+    parameters = {
+        name: own.data for name, own in model.named_parameters() if name.rpartition(".")[2] not in KV_SCALES
+    }
     if order.task == Task.describe:
-        return Answer({}, {}, parameters={name: (tuple(value.shape), value.dtype) for name, value in parameters.items()})
+        return Answer(
+            {}, {}, parameters={name: (tuple(value.shape), value.dtype) for name, value in parameters.items()}
+        )
     answer = _receiver(order, me, model).receive(order, parameters)
     if order.task == Task.transfer:
         reset_kv_scales(model)

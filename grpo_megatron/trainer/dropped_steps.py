@@ -20,7 +20,9 @@ class DroppedSteps:
     def load_state_dict(self, state: dict) -> None:
         self._in_a_row = [tuple(pair) for pair in state["in_a_row"]]
 
-    def note(self, dropped: bool, grad_norm: float, loss: float, step: int | None, beyond: tuple[str, ...] = ()) -> None:
+    def note(
+        self, dropped: bool, grad_norm: float, loss: float, step: int | None, beyond: tuple[str, ...] = ()
+    ) -> None:
         """After every optimizer step; step: of the run, if known; beyond: see spec.TrainResult.
 
         Raises UserError at the optimizer.max_dropped_steps-th dropped one in a row.
@@ -33,7 +35,9 @@ class DroppedSteps:
         self._beyond = beyond or self._beyond
         if len(self._in_a_row) < self._config.max_dropped_steps:
             return
-        norms, losses = (", ".join(f"{value:.4g}" for value in values) for values in zip(*self._in_a_row, strict=True))
+        norms, losses = (
+            ", ".join(f"{value:.4g}" for value in values) for values in zip(*self._in_a_row, strict=True)
+        )
         reasons = []
         if not all(math.isfinite(norm) for norm, _ in self._in_a_row):
             reasons.append(

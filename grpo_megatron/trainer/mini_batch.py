@@ -65,5 +65,10 @@ def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step
     mini_of = group_of // config.train.ppo_mini_batch_size
     parts = [batch.select(np.flatnonzero(mini_of == number)) for number in range(mini_of[-1] + 1)]
     if config.train.old_logprobs == OldLogprobs.current and len(parts) * config.train.ppo_epochs > 1:
-        raise UserError(f"train.old_logprobs=current needs one optimizer step per batch; {len(groups)} prompts make several")
-    return [MiniBatch(part, partition(config, part.lengths, cost), (step, number)) for number, part in enumerate(parts)]
+        raise UserError(
+            f"train.old_logprobs=current needs one optimizer step per batch; {len(groups)} prompts make several"
+        )
+    return [
+        MiniBatch(part, partition(config, part.lengths, cost), (step, number))
+        for number, part in enumerate(parts)
+    ]

@@ -83,7 +83,10 @@ class PolicyTrainer:
         self._last_step: int | None = None  # of the run, in which an optimizer step changed the weights
         self.group = WorkerGroup(
             "trainer rank",
-            [cluster.options(slot, _environment(slot, cluster.rank_threads.get(slot.node, 1))) for slot in cluster.rank_slots],
+            [
+                cluster.options(slot, _environment(slot, cluster.rank_threads.get(slot.node, 1)))
+                for slot in cluster.rank_slots
+            ],
             log_dir,
             partial(start_actor, spec, seed, config.collective_timeout),
             timeout,
@@ -167,7 +170,9 @@ class PolicyTrainer:
         key: (step, number of the mini-batch), by which ranks reuse what they keep between passes.
         keep_hidden: the reference's hidden states stay on the ranks, for the exact KL.
         """
-        arguments = [(micro_batches, reference, key, keep_hidden) for micro_batches in self._split(batch, plan)]
+        arguments = [
+            (micro_batches, reference, key, keep_hidden) for micro_batches in self._split(batch, plan)
+        ]
         return self._checked(_in_order(batch, plan, self._call("logprobs", arguments)))
 
     def scores(self, batch: TrainBatch, plan: Schedule) -> np.ndarray:
@@ -178,7 +183,9 @@ class PolicyTrainer:
             out[plan.sequences(dp)] = part
         return self._checked(out)
 
-    def probe(self, batch: TrainBatch, plan: Schedule, temperature: float, rounding: torch.dtype | None = None) -> np.ndarray:
+    def probe(
+        self, batch: TrainBatch, plan: Schedule, temperature: float, rounding: torch.dtype | None = None
+    ) -> np.ndarray:
         """float32 [2, T]: log-prob of every target and entropy, see `Actor.probe`."""
         arguments = [(micro_batches, temperature, rounding) for micro_batches in self._split(batch, plan)]
         return self._checked(_in_order(batch, plan, self._call("probe", arguments)))
@@ -196,7 +203,9 @@ class PolicyTrainer:
         broken = [(process.name, name) for process, names in found.items() for name in names]
         if broken:
             since = (
-                "since they were loaded" if self._last_step is None else f"since the optimizer step of step {self._last_step}"
+                "since they were loaded"
+                if self._last_step is None
+                else f"since the optimizer step of step {self._last_step}"
             )
             raise UserError(
                 f"{len(broken)} parameters hold NaN or infinity {since}, such as {broken[0][1]} on {broken[0][0]}; continue from a "
@@ -222,7 +231,9 @@ class PolicyTrainer:
         parts = self._split(batch, plan)
         # Adam would move the weights without a gradient too.
         untrained = () if batch.weight.any() else ("no token has a weight in the loss",)
-        results = self._call("train_step", [(mb, loss, batch.num_tokens, current_is_old, key, bool(untrained)) for mb in parts])
+        results = self._call(
+            "train_step", [(mb, loss, batch.num_tokens, current_is_old, key, bool(untrained)) for mb in parts]
+        )
         metrics = merge([result.metrics for result in results])
         # A sum over micro-batches and ranks, but not over optimizer steps.
         metrics["actor/loss"] = Mean(metrics["actor/loss"].value, 1)

@@ -27,7 +27,13 @@ class ModelRewards:
     model's own chat template, and the text of the response. Behind the response stands what that template ends with.
     """
 
-    def __init__(self, config: Config, trainer: PolicyTrainer, conversations: Conversations, ranks_turn: Callable[[], None]):
+    def __init__(
+        self,
+        config: Config,
+        trainer: PolicyTrainer,
+        conversations: Conversations,
+        ranks_turn: Callable[[], None],
+    ):
         """conversations: as the reward model reads them. ranks_turn: called before the ranks are."""
         self._config, self._trainer, self._ranks_turn = config, trainer, ranks_turn
         path = config.reward.model.path
@@ -42,7 +48,10 @@ class ModelRewards:
         self._ranks_turn()
         read = [self._as_read(group.prompt, sample) for group in groups for sample in group.samples]
         scores = iter(self._scores(read).tolist())
-        return [replace(group, samples=tuple(self._scored(s, next(scores)) for s in group.samples)) for group in groups]
+        return [
+            replace(group, samples=tuple(self._scored(s, next(scores)) for s in group.samples))
+            for group in groups
+        ]
 
     def _as_read(self, prompt: Prompt, sample: Sample) -> Sample:
         """What the reward model reads: the last tokens of it, if it is longer than that model or a micro-batch can be."""
@@ -50,7 +59,9 @@ class ModelRewards:
         if not self._keeps_ids:
             where = f"record {prompt.uid}"
             if prompt.messages is None and self._config.data.chat_template != NO_TEMPLATE:
-                raise UserError(f"{where}: its prompt is token ids, which a reward model with another tokenizer cannot read")
+                raise UserError(
+                    f"{where}: its prompt is token ids, which a reward model with another tokenizer cannot read"
+                )
             tokenizer = self._conversations.tokenizer
             tools = prompt.tools if tokenizer.template and tokenizer.template.shows_tools else None
             _, prompt_ids = tokenizer.prompt(prompt.messages or prompt.text, where, tools)
@@ -69,7 +80,9 @@ class ModelRewards:
     def _scores(self, samples: list[Sample]) -> np.ndarray:
         """float32 [S]."""
         batch = TrainBatch.from_samples(enough(samples, self._config))
-        scores = self._trainer.scores(batch, partition(self._config, batch.lengths, self._cost))[: len(samples)]
+        scores = self._trainer.scores(batch, partition(self._config, batch.lengths, self._cost))[
+            : len(samples)
+        ]
         bad = np.count_nonzero(~np.isfinite(scores))
         if bad:
             raise UserError(

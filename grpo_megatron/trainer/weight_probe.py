@@ -17,7 +17,11 @@ from grpo_megatron.trainer.policy import PolicyTrainer
 _TOLERANCE = 20
 # Where either side multiplies in FP8, that rounding outweighs all of this: sound engines were at 0.2 to 0.7 times the yardstick.
 _FP8_TOLERANCE = 2
-TRAINER_DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp8: torch.float8_e4m3fn}
+TRAINER_DTYPES = {
+    Precision.fp32: torch.float32,
+    Precision.bf16: torch.bfloat16,
+    Precision.fp8: torch.float8_e4m3fn,
+}
 
 
 def tolerance(dtype: torch.dtype) -> int:
@@ -36,15 +40,21 @@ def served_dtype(config: Config) -> tuple[torch.dtype, str]:
 class WeightProbe:
     """Asked after a weight sync: first the trainer, then the engines, when they serve again."""
 
-    def __init__(self, trainer: PolicyTrainer, engines: EnginePool, sequences: list[np.ndarray], config: Config):
+    def __init__(
+        self, trainer: PolicyTrainer, engines: EnginePool, sequences: list[np.ndarray], config: Config
+    ):
         """sequences: token ids int [n] each, n > 1, at least one for each data-parallel replica."""
         self._trainer, self._engines = trainer, engines
         self._sequences = [sequence.tolist() for sequence in sequences]
-        self._batch = TrainBatch.from_samples([_as_sample(number, ids) for number, ids in enumerate(sequences)])
+        self._batch = TrainBatch.from_samples(
+            [_as_sample(number, ids) for number, ids in enumerate(sequences)]
+        )
         self._plan = partition(config, self._batch.lengths, trainer.cost_model)
         # The coarser of the two.
         self._dtype = max(
-            served_dtype(config)[0], TRAINER_DTYPES[config.megatron.precision], key=lambda dtype: torch.finfo(dtype).eps
+            served_dtype(config)[0],
+            TRAINER_DTYPES[config.megatron.precision],
+            key=lambda dtype: torch.finfo(dtype).eps,
         )
         self._tolerance = tolerance(self._dtype)
 
@@ -56,7 +66,8 @@ class WeightProbe:
         """Mean |difference of log-probs| and its limit. Raises RuntimeError for an engine that is beyond it."""
         expected, limit = self._expected, self._limit
         found = [
-            float(np.abs(np.concatenate(scores) - expected).mean()) for scores in self._engines.score_on_all(self._sequences)
+            float(np.abs(np.concatenate(scores) - expected).mean())
+            for scores in self._engines.score_on_all(self._sequences)
         ]
         worst = int(np.argmax(found))
         if not found[worst] <= limit:

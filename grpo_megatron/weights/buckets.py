@@ -29,7 +29,8 @@ class Bucket:
         """Named tensors that share memory with `data`, which may be read-only."""
         flat = torch.from_numpy(self.data)
         return [
-            (item.name, flat[item.start : item.end].view(getattr(torch, item.dtype)).view(item.shape)) for item in self.contents
+            (item.name, flat[item.start : item.end].view(getattr(torch, item.dtype)).view(item.shape))
+            for item in self.contents
         ]
 
 
@@ -64,7 +65,13 @@ def _fill(named_tensors: list[tuple[str, torch.Tensor]]) -> Bucket:
         parts += [torch.zeros(padding, dtype=torch.uint8), part]
         offset += padding
         contents.append(
-            PackedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, offset + part.numel())
+            PackedTensor(
+                name,
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape),
+                offset,
+                offset + part.numel(),
+            )
         )
         offset += part.numel()
     return Bucket(tuple(contents), torch.cat(parts).numpy())

@@ -72,9 +72,15 @@ class GGUFFile:
             raise UserError(f"{path} {problem}")
         try:
             reader = gguf.GGUFReader(path)
-            self._values = {key: field.contents() for key, field in reader.fields.items() if key != "tokenizer.ggml.merges"}
+            self._values = {
+                key: field.contents()
+                for key, field in reader.fields.items()
+                if key != "tokenizer.ggml.merges"
+            }
         except Exception as error:  # the library raises whatever the damage leads to
-            raise UserError(f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a GGUF file") from error
+            raise UserError(
+                f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a GGUF file"
+            ) from error
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         parts = self._values.get("split.count", 1)
         if parts > 1:
@@ -88,7 +94,9 @@ class GGUFFile:
                 f"{', '.join(_KINDS)}; use the model's HF checkpoint"
             )
         self._kind = _KINDS[self.architecture]
-        self._number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
+        self._number = next(
+            number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture
+        )
         self._unread = set(self._tensors)
 
     def value(self, key: str) -> Any:
@@ -98,20 +106,30 @@ class GGUFFile:
     def config(self) -> dict[str, Any]:
         """The contents of config.json. Raises UserError for what would change the forward pass and cannot be said there."""
         prefix = f"{self.architecture}."
-        own = {key.removeprefix(prefix): value for key, value in self._values.items() if key.startswith(prefix)}
+        own = {
+            key.removeprefix(prefix): value for key, value in self._values.items() if key.startswith(prefix)
+        }
         needed = _KEYS | (_EXPERT_KEYS if self._kind.experts else {})
         names = needed | _OPTIONAL_KEYS
         unknown = sorted(own.keys() - names.keys() - _ROPE_SCALING.keys() - set(_IMPLIED))
         if unknown:
-            raise UserError(f"{self.path}: what {prefix}{unknown[0]} means is not known here; use the model's HF checkpoint")
+            raise UserError(
+                f"{self.path}: what {prefix}{unknown[0]} means is not known here; use the model's HF checkpoint"
+            )
         if missing := sorted(needed.keys() - own.keys()):
             raise UserError(
                 f"{self.path}: its metadata lack {prefix}{missing[0]}; the file is damaged, or of another kind of model"
             )
         for key in names.keys() & own.keys():
             if not isinstance(own[key], int | float):
-                raise UserError(f"{self.path}: {prefix}{key} must be one number, is {shortened(repr(own[key]))}")
-        config = {"architectures": [self._kind.architecture], "model_type": self._kind.model_type, "rope_theta": 10000.0}
+                raise UserError(
+                    f"{self.path}: {prefix}{key} must be one number, is {shortened(repr(own[key]))}"
+                )
+        config = {
+            "architectures": [self._kind.architecture],
+            "model_type": self._kind.model_type,
+            "rope_theta": 10000.0,
+        }
         config |= {names[key]: _plain(value) for key, value in own.items() if key in names}
         config["vocab_size"] = self._shape("token_embd.weight")[0]
         config["tie_word_embeddings"] = "output.weight" not in self._tensors
@@ -130,7 +148,9 @@ class GGUFFile:
         head_dim = given or config["hidden_size"] // max(config["num_attention_heads"], 1)
         for key in ("rope.dimension_count", "attention.value_length"):
             if own.get(key, head_dim) != head_dim:
-                raise UserError(f"{self.path}: {key}={own[key]} other than the {head_dim} channels of a head is not supported")
+                raise UserError(
+                    f"{self.path}: {key}={own[key]} other than the {head_dim} channels of a head is not supported"
+                )
         return {"head_dim": head_dim}
 
     def _rope(self, config: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +171,9 @@ class GGUFFile:
         low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
         share = ((turns - low) / (high - low)).clamp(0, 1)
         if not torch.allclose(1 / ((1 - share) / factor + share), stored, rtol=1e-3):
-            raise UserError(f"{self.path}: {_ROPE_FREQUENCIES} is not Llama 3's scaling, which alone is supported")
+            raise UserError(
+                f"{self.path}: {_ROPE_FREQUENCIES} is not Llama 3's scaling, which alone is supported"
+            )
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
     def read(self, name: str, arch: Architecture) -> torch.Tensor:
@@ -162,7 +184,9 @@ class GGUFFile:
         values = self._values_of(stored)
         if expert:  # a file has those of a layer in one tensor
             if len(values) != arch.moe.num_experts:
-                raise UserError(f"{self.path}: {stored} is of {len(values)} experts, not {arch.moe.num_experts}")
+                raise UserError(
+                    f"{self.path}: {stored} is of {len(values)} experts, not {arch.moe.num_experts}"
+                )
             values = values[int(expert[1])]
         for projection, heads in ((".q_proj.", arch.num_heads), (".k_proj.", arch.num_kv_heads)):
             if self._kind.permuted and projection in name:
@@ -180,7 +204,9 @@ class GGUFFile:
         try:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
-            raise UserError(f"{self.path}: {name} has the type {tensor.tensor_type.name}, which cannot be read") from error
+            raise UserError(
+                f"{self.path}: {name} has the type {tensor.tensor_type.name}, which cannot be read"
+            ) from error
         return torch.from_numpy(np.array(values, dtype=np.float32)).view(shape)
 
     @property

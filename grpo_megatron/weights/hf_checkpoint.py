@@ -18,8 +18,23 @@ from grpo_megatron.paths import folder_problem, sync_to_disk
 from grpo_megatron.weights.file_bytes import fill
 from grpo_megatron.weights.safetensors_file import TYPES, save, starts
 from grpo_megatron.weights.saved_model import rows_within
-from grpo_megatron.weights.stored import FP8, SCALES, Stored, dequantised, read_stored, scales_box, scales_shape
-from grpo_megatron.weights.weight_files import INDEX, SINGLE, files_of_tensors, open_safetensors, some, weights_beside
+from grpo_megatron.weights.stored import (
+    FP8,
+    SCALES,
+    Stored,
+    dequantised,
+    read_stored,
+    scales_box,
+    scales_shape,
+)
+from grpo_megatron.weights.weight_files import (
+    INDEX,
+    SINGLE,
+    files_of_tensors,
+    open_safetensors,
+    some,
+    weights_beside,
+)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_BYTES = 64 * 2**20
@@ -98,12 +113,21 @@ class HFCheckpoint:
         found = []
         missing = [name for name in promised if name not in self._where]
         if missing:
-            hint = "; if the embedding is its output layer, set tie_word_embeddings: true there" if _HEAD in missing else ""
-            found.append(f"{self.folder}: tensor {some(missing)} is missing, which config.json promises{hint}")
+            hint = (
+                "; if the embedding is its output layer, set tie_word_embeddings: true there"
+                if _HEAD in missing
+                else ""
+            )
+            found.append(
+                f"{self.folder}: tensor {some(missing)} is missing, which config.json promises{hint}"
+            )
         unread = self.unread(entries)
         if unread:
             found.append(f"{self.folder}: config.json promises no tensor {some(unread)}")
-        if any(entry.hf == (_EMBEDDING,) and not entry.exported for entry in entries.values()) and self._has_other_head():
+        if (
+            any(entry.hf == (_EMBEDDING,) and not entry.exported for entry in entries.values())
+            and self._has_other_head()
+        ):
             found.append(
                 f"{self.folder}: {_HEAD} is not {_EMBEDDING}, although config.json says that they are tied; set "
                 f"tie_word_embeddings: false there to use both, or remove {_HEAD} to use {_EMBEDDING} for both"
@@ -114,7 +138,9 @@ class HFCheckpoint:
                 header = self._open(self._where[name]).get_slice(name)
                 if tuple(header.get_shape()) != shape:
                     wrong.append(f"{name} of shape {tuple(header.get_shape())}, config.json promises {shape}")
-                if header.get_dtype() not in _LOADABLE and not (header.get_dtype() == FP8 and self._stored.block):
+                if header.get_dtype() not in _LOADABLE and not (
+                    header.get_dtype() == FP8 and self._stored.block
+                ):
                     types.append(f"{name} of type {header.get_dtype()}")
                 elif header.get_dtype() == FP8 and (problem := self._scales_problem(name, shape)):
                     wrong.append(problem)
@@ -166,7 +192,9 @@ class HFCheckpoint:
         """(shape, dtype) of a tensor as `read` gives it. Raises UserError for a type that torch does not have."""
         described = self._slice(name)
         if described.get_dtype() not in _TORCH_TYPES:
-            raise UserError(f"{self.folder}: {name} has the type {described.get_dtype()}, which cannot be read")
+            raise UserError(
+                f"{self.folder}: {name} has the type {described.get_dtype()}, which cannot be read"
+            )
         dtype = torch.float32 if self._is_fp8(name) else _TORCH_TYPES[described.get_dtype()]
         return tuple(described.get_shape()), dtype
 
@@ -289,12 +317,18 @@ def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
         (folder / INDEX).write_text(json_text(index, indent=2), encoding="utf-8")
 
 
-def copy_companions(source: str, target: str, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
+def copy_companions(
+    source: str, target: str, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Copy config, generation config and tokenizer; config.json states what of the original is written, the new dtype, and `changes`."""
     root = Path(target)
     root.mkdir(parents=True, exist_ok=True)
     for path in Path(source).iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json"):
+        if (
+            path.is_file()
+            and path.suffix in (".json", ".jinja", ".model", ".txt")
+            and not path.name.endswith(".index.json")
+        ):
             shutil.copy2(path, root / path.name)
     config = json.loads((root / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)

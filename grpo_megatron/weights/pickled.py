@@ -9,7 +9,9 @@ _LEGACY_MEGATRON = "mp_rank_[0-9]*"
 def pickled_weights(folder: str | Path) -> str | None:
     """What pickled weights a folder holds and what to do about it, as the end of a sentence; None if it holds none."""
     root = Path(folder)
-    legacy = sorted(path for depth in ("", "*/") for path in root.glob(depth + _LEGACY_MEGATRON) if path.is_dir())
+    legacy = sorted(
+        path for depth in ("", "*/") for path in root.glob(depth + _LEGACY_MEGATRON) if path.is_dir()
+    )
     if legacy:
         return (
             f"holds {legacy[0].relative_to(root)}/, a checkpoint of Megatron-LM's legacy format, which is pickled and divided by ranks; "

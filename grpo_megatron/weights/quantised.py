@@ -46,7 +46,9 @@ def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
     block = settings.integers("weight_block_size")
     if method in ("fp8", None) and block:
         if len(block) != 2 or min(block) < 1:
-            raise UserError(f"quantization_config.weight_block_size must be two positive integers, is {block}")
+            raise UserError(
+                f"quantization_config.weight_block_size must be two positive integers, is {block}"
+            )
         return block[0], block[1]
     raise _refusal(_method(method or "an unnamed method", settings))
 

@@ -34,7 +34,11 @@ def starts(path: str | Path) -> dict[str, int]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         described = json.loads(file.read(length))
-    return {name: 8 + length + about["data_offsets"][0] for name, about in described.items() if name != "__metadata__"}
+    return {
+        name: 8 + length + about["data_offsets"][0]
+        for name, about in described.items()
+        if name != "__metadata__"
+    }
 
 
 class Header:

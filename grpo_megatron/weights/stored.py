@@ -54,13 +54,16 @@ def scales_box(start: Shape, shape: Shape, block: tuple[int, int]) -> tuple[Shap
     return first, tuple(end - begin for begin, end in zip(first, last, strict=True))
 
 
-def dequantised(values: torch.Tensor, scales: torch.Tensor, start: Shape, block: tuple[int, int]) -> torch.Tensor:
+def dequantised(
+    values: torch.Tensor, scales: torch.Tensor, start: Shape, block: tuple[int, int]
+) -> torch.Tensor:
     """float32 [r, c]: each element times the scale of its block.
 
     values: float8_e4m3fn [r, c], the rectangle of the whole tensor that begins at `start`. scales: float32, those of
     `scales_box`.
     """
     rows, columns = (
-        (at % part + torch.arange(size)) // part for at, size, part in zip(start, values.shape, block, strict=True)
+        (at % part + torch.arange(size)) // part
+        for at, size, part in zip(start, values.shape, block, strict=True)
     )
     return values.float().mul_(scales.float()[rows][:, columns])

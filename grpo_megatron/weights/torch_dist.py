@@ -79,12 +79,18 @@ def read_metadata(folder: str | Path) -> dict[str, Stored]:
     """{key: tensor} of a checkpoint, optimizer states included. Raises UserError for a damaged or incomplete one; every file that a
     chunk is in is known to be long enough."""
     root = Path(folder)
-    problem = folder_problem(root) or (file_problem(root / _METADATA) and f"has no {_METADATA}: the checkpoint is incomplete")
+    problem = folder_problem(root) or (
+        file_problem(root / _METADATA) and f"has no {_METADATA}: the checkpoint is incomplete"
+    )
     if problem:
         raise UserError(f"{root} {problem}")
-    backend = "torch_dist" if is_absent(root / _SETTINGS) else read_object(root / _SETTINGS).get("sharded_backend")
+    backend = (
+        "torch_dist" if is_absent(root / _SETTINGS) else read_object(root / _SETTINGS).get("sharded_backend")
+    )
     if backend != "torch_dist":
-        raise UserError(f"{root} is a checkpoint of the format {shortened(repr(backend))}; only torch_dist can be read")
+        raise UserError(
+            f"{root} is a checkpoint of the format {shortened(repr(backend))}; only torch_dist can be read"
+        )
     metadata = load_metadata(root)
     try:
         tensors = {
@@ -111,7 +117,9 @@ def load_metadata(folder: str | Path) -> Metadata:
 
 
 def _damaged(root: Path, error: Exception) -> UserError:
-    return UserError(f"{root / _METADATA} cannot be read ({shortened(error, 200)}); the checkpoint is damaged")
+    return UserError(
+        f"{root / _METADATA} cannot be read ({shortened(error, 200)}); the checkpoint is damaged"
+    )
 
 
 def _stored(key: str, value: TensorStorageMetadata, where: dict) -> Stored:
@@ -120,7 +128,11 @@ def _stored(key: str, value: TensorStorageMetadata, where: dict) -> Stored:
         info = where[MetadataIndex(key, chunk.offsets)]
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{key} is stored compressed")
-        chunks.append(StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length))
+        chunks.append(
+            StoredChunk(
+                tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length
+            )
+        )
     return Stored(value.properties.dtype, tuple(value.size), tuple(chunks))
 
 
@@ -147,7 +159,9 @@ class TorchDistReader:
             key: np.array([(c.at, np.add(c.at, c.shape)) for c in stored.chunks], dtype=np.int64)
             for key, stored in self.tensors.items()
         }
-        self._data: dict[tuple[str, int], int] = {}  # of a chunk, by file and offset: where its data begins in the file
+        self._data: dict[
+            tuple[str, int], int
+        ] = {}  # of a chunk, by file and offset: where its data begins in the file
         self._scratch = np.empty(0, np.uint8)
 
     def read(self, key: str, start: Shape, out: torch.Tensor) -> None:
@@ -167,14 +181,18 @@ class TorchDistReader:
             self._read_chunk(key, int(number), tuple((low - lows[number]).tolist()), part)
             filled += part.numel()
         if filled < out.numel():
-            raise UserError(f"{self.folder}: {key} is incomplete; no file holds all of {list(start)} to {end.tolist()}")
+            raise UserError(
+                f"{self.folder}: {key} is incomplete; no file holds all of {list(start)} to {end.tolist()}"
+            )
 
     def _read_chunk(self, key: str, number: int, at: Shape, out: torch.Tensor) -> None:
         """Fill `out` with chunk[at : at + out.shape]; straight from the file where it is one run of bytes on both sides."""
         stored, chunk = self.tensors[key], self.tensors[key].chunks[number]
         strides = [prod(chunk.shape[axis + 1 :]) for axis in range(out.ndim)]
         first = int(np.dot(at, strides))
-        count = int(np.dot(np.subtract(out.shape, 1), strides)) + 1  # from the rectangle's first element to its last
+        count = (
+            int(np.dot(np.subtract(out.shape, 1), strides)) + 1
+        )  # from the rectangle's first element to its last
         size = stored.dtype.itemsize
         offset = self._start_of_data(key, chunk) + first * size
         if out.dtype == stored.dtype and count == out.numel() and out.is_contiguous():
@@ -210,13 +228,21 @@ class TorchDistReader:
             section = _Section(file, chunk.offset, chunk.length)
             tensor = torch.load(section, map_location="meta", weights_only=True)
             if tensor.dtype != dtype or tuple(tensor.shape) != chunk.shape or not tensor.is_contiguous():
-                raise ValueError(f"{tensor.dtype} {list(tensor.shape)} in place of {dtype} {list(chunk.shape)}")
+                raise ValueError(
+                    f"{tensor.dtype} {list(tensor.shape)} in place of {dtype} {list(chunk.shape)}"
+                )
             with zipfile.ZipFile(section) as archive:
                 record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
-            if record.compress_type != zipfile.ZIP_STORED or record.file_size != tensor.nbytes or tensor.storage_offset():
+            if (
+                record.compress_type != zipfile.ZIP_STORED
+                or record.file_size != tensor.nbytes
+                or tensor.storage_offset()
+            ):
                 raise ValueError("its archive holds something else than the tensor's elements")
             file.seek(chunk.offset + record.header_offset)
-            header = file.read(30)  # a fixed part, whose last four bytes are the lengths of the name and of an extra field
+            header = file.read(
+                30
+            )  # a fixed part, whose last four bytes are the lengths of the name and of an extra field
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         return chunk.offset + record.header_offset + len(header) + lengths
 
@@ -266,7 +292,9 @@ def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
     """Write a tensor, which must be all of its storage, at the file's end; its (offset, length). Raises OSError."""
     offset, stream = file.tell(), _Remembering(file)
     checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # torch never compares them, and computes them at a third of a disk's speed
+    torch.serialization.set_crc32_options(
+        False
+    )  # torch never compares them, and computes them at a third of a disk's speed
     try:
         torch.save(tensor, stream)
     finally:
@@ -276,7 +304,9 @@ def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
     return offset, file.tell() - offset
 
 
-def write_metadata(folder: str | Path, tensors: dict[str, Stored], objects: dict[str, tuple[str, int, int]]) -> list[str]:
+def write_metadata(
+    folder: str | Path, tensors: dict[str, Stored], objects: dict[str, tuple[str, int, int]]
+) -> list[str]:
     """`.metadata` and `metadata.json`, which make the files of a folder a checkpoint; their names.
 
     objects: {key: (file, offset, length)}.
@@ -290,7 +320,10 @@ def write_metadata(folder: str | Path, tensors: dict[str, Stored], objects: dict
         for index, chunk in enumerate(stored.chunks):
             where[MetadataIndex(key, chunk.at, index)] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
     metadata = Metadata(
-        state, storage_data=where, storage_meta=StorageMeta(save_id=str(uuid.uuid4())), version=CURRENT_DCP_VERSION
+        state,
+        storage_data=where,
+        storage_meta=StorageMeta(save_id=str(uuid.uuid4())),
+        version=CURRENT_DCP_VERSION,
     )
     with open(root / _METADATA, "wb") as file:
         pickle.dump(metadata, file)

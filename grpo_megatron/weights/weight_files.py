@@ -49,7 +49,11 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
     promised = _read_index(folder / INDEX)
     missing = sorted({name for name in promised.values() if is_absent(folder / name)})
     if SINGLE not in promised.values() and not is_absent(folder / SINGLE):
-        stale = f"; {some(missing)} of the index is not there, so it seems to be left from another export" if missing else ""
+        stale = (
+            f"; {some(missing)} of the index is not there, so it seems to be left from another export"
+            if missing
+            else ""
+        )
         raise UserError(
             f"{folder} holds two sets of weights, {SINGLE} and the {len(set(promised.values()))} files that {INDEX} names{stale}. "
             f"Move one set out of the folder: {SINGLE}, or {INDEX} and its files"
@@ -63,14 +67,18 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
     present = {path: set(open_safetensors(path).keys()) for path in sorted(set(found.values()))}
     for tensor, path in found.items():
         if tensor not in present[path]:
-            raise UserError(f"{path}: tensor {shortened(tensor)} is missing, although {INDEX} says it is there")
+            raise UserError(
+                f"{path}: tensor {shortened(tensor)} is missing, although {INDEX} says it is there"
+            )
     return found
 
 
 def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
     """One sentence on the weight files of a folder that are not read; None if there are none. found: see `files_of_tensors`."""
     read = {path.name for path in found.values()}
-    others = sorted(path.name for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern))
+    others = sorted(
+        path.name for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)
+    )
     others = [name for name in others if name not in read]
     if not others:
         return None
@@ -85,7 +93,9 @@ def _read_index(index: Path) -> dict[str, str]:
         raise UserError(f"{index}: weight_map must be an object of tensors and the files they are in")
     for tensor, name in promised.items():
         if not isinstance(name, str):
-            raise UserError(f"{index}: weight_map.{shortened(tensor)} must be a file name, is {shortened(repr(name))}")
+            raise UserError(
+                f"{index}: weight_map.{shortened(tensor)} must be a file name, is {shortened(repr(name))}"
+            )
     return promised
 
 
@@ -101,5 +111,7 @@ def _refuse_second_set(folder: Path, found: dict[str, Path]) -> None:
 
 def _without_weights(folder: Path) -> str:
     if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
-        return f"holds {some(shards)} without the {INDEX} that says what is in them; copy or download it again"
+        return (
+            f"holds {some(shards)} without the {INDEX} that says what is in them; copy or download it again"
+        )
     return pickled_weights(folder) or gguf_advice(folder) or f"holds neither {INDEX} nor {SINGLE}"

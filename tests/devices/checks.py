@@ -37,7 +37,10 @@ class Node(Cluster):
 
     def _on_devices(self, parameters):
         """{rank: {name: tensor}}, each rank's on its device."""
-        return {rank: {name: own.to(self.device_of(rank)) for name, own in named.items()} for rank, named in parameters.items()}
+        return {
+            rank: {name: own.to(self.device_of(rank)) for name, own in named.items()}
+            for rank, named in parameters.items()
+        }
 
 
 def colocated(engines: int = 1, **sizes) -> Layouts:
@@ -107,7 +110,9 @@ def through_the_weight_door(tmp_path: str) -> None:
         def obey(me: EngineRank) -> Answer:
             local.rank = me.rank
             weight_door.obey(models[me], pickle.loads(weight_door.by_value(order.to_engine(me.engine))))
-            return pickle.loads(node.server.store.get(weight_door.answer_key(order.to_engine(me.engine), me.rank)))
+            return pickle.loads(
+                node.server.store.get(weight_door.answer_key(order.to_engine(me.engine), me.rank))
+            )
 
         answers = node.on_all(lambda rank: node.senders[rank].send(order, have[rank]), obey)
         assert [answers[me].error for me in models] == [""] * len(models)

@@ -20,8 +20,22 @@ def build(folder: Path, compiler: str) -> Path:
     """Compile the backend into a folder, which takes about ten seconds. Return the library."""
     library = folder / "libfake.so"
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-    libraries = [argument for path in cpp_extension.library_paths() for argument in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    command = [compiler, "-O0", "-std=c++20", "-fPIC", "-shared", "-w", *includes, str(SOURCE), "-o", str(library), *libraries]
+    libraries = [
+        argument for path in cpp_extension.library_paths() for argument in (f"-L{path}", f"-Wl,-rpath,{path}")
+    ]
+    command = [
+        compiler,
+        "-O0",
+        "-std=c++20",
+        "-fPIC",
+        "-shared",
+        "-w",
+        *includes,
+        str(SOURCE),
+        "-o",
+        str(library),
+        *libraries,
+    ]
     done = subprocess.run([*command, "-lc10", "-ltorch_cpu"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return library

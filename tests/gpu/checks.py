@@ -76,7 +76,9 @@ def train(spec: ActorSpec, batch: TrainBatch, steps: int = 3) -> Trained:
 
 
 def _weights(actor: Actor) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for bucket in actor.weight_buckets(2**20) for name, tensor in bucket.tensors()}
+    return {
+        name: tensor.clone() for bucket in actor.weight_buckets(2**20) for name, tensor in bucket.tensors()
+    }
 
 
 def occupied() -> int:

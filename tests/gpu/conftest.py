@@ -26,16 +26,25 @@ class Side:
 
 def _on_gpu(name: str, problem: str | None):
     problem = problem if torch.cuda.is_available() else "needs CUDA"
-    return pytest.param(name, marks=[pytest.mark.gpu, pytest.mark.skipif(problem is not None, reason=str(problem))])
+    return pytest.param(
+        name, marks=[pytest.mark.gpu, pytest.mark.skipif(problem is not None, reason=str(problem))]
+    )
 
 
 @pytest.fixture(
-    params=[_on_gpu("cuda-local", None), _on_gpu("cuda-te", HERE.transformer_engine_problem), "emulated-te"], scope="package"
+    params=[_on_gpu("cuda-local", None), _on_gpu("cuda-te", HERE.transformer_engine_problem), "emulated-te"],
+    scope="package",
 )
 def side(request) -> Iterator[Side]:
     device, layers = request.param.split("-")
     emulated = device == "emulated"
     layers = TransformerImpl.local if layers == "local" else TransformerImpl.transformer_engine
-    problem = "local layers have no FP8" if layers == TransformerImpl.local else HERE.emulating(emulated).fp8_problem
+    problem = (
+        "local layers have no FP8"
+        if layers == TransformerImpl.local
+        else HERE.emulating(emulated).fp8_problem
+    )
     with rank_pool(emulated) as pool:
-        yield Side(layers, emulated, lambda function, *args: pool.run(function, ParallelSizes(), *args)[0], problem)
+        yield Side(
+            layers, emulated, lambda function, *args: pool.run(function, ParallelSizes(), *args)[0], problem
+        )

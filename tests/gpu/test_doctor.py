@@ -13,6 +13,14 @@ def test_every_probe_passes(capsys):
     report = capsys.readouterr().out
     for precision in ("fp32", "bf16", "fp8"):
         assert f"ok       matrix product, {precision}" in report
-    for subject in ("TransformerEngine", "nvcc", "ninja", "c++", "Python.h", "an engine's kernel", "torch_memory_saver"):
+    for subject in (
+        "TransformerEngine",
+        "nvcc",
+        "ninja",
+        "c++",
+        "Python.h",
+        "an engine's kernel",
+        "torch_memory_saver",
+    ):
         assert f"ok       {subject} " in report
     assert "NCCL" in report

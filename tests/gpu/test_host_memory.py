@@ -53,7 +53,10 @@ def test_what_is_parked_again_has_the_same_memory():
 
 def test_what_is_parked_in_files_comes_back(tmp_path):
     """The copies on the host on their way to the file were freed before they were written."""
-    parking, tensors = Parking(str(tmp_path)), [torch.randn(size, device="cuda") for size in (300, 3 << 20, 70_000)]
+    parking, tensors = (
+        Parking(str(tmp_path)),
+        [torch.randn(size, device="cuda") for size in (300, 3 << 20, 70_000)],
+    )
     expected = [tensor.clone() for tensor in tensors]
     parking.park("values", unique_storages(tensors))
     parking.unpark("values")

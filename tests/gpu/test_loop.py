@@ -14,7 +14,9 @@ TOKENS = 2**18
 KV_GIB = 2 * 2 * 2 * 64 * 2 * TOKENS / 2**30
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
+)
 def test_an_engine_starts_gets_weights_generates_and_gives_back_its_memory(tmp_path, device):
     pytest.importorskip("sglang")
     if (device == "cuda") != torch.cuda.is_available():
@@ -48,5 +50,8 @@ def test_an_engine_starts_gets_weights_generates_and_gives_back_its_memory(tmp_p
         # Engine and trainer round to bf16 in different places.
         assert 0 < row["mismatch/mean"] < 0.02
         if device == "cuda":
-            assert row["memory/after_resume_kv_cache/engine_gib"] - row["memory/after_release/engine_gib"] > 0.9 * KV_GIB
+            assert (
+                row["memory/after_resume_kv_cache/engine_gib"] - row["memory/after_release/engine_gib"]
+                > 0.9 * KV_GIB
+            )
             assert row["memory/after_sleep/rank_gib"] < row["memory/after_wake/rank_gib"]

@@ -23,7 +23,9 @@ RECIPES = [FP8Recipe.tensorwise, FP8Recipe.delayed, FP8Recipe.blockwise]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_equal_transformers(tmp_path, side, family):
     model, batch = aligned_model(tmp_path, family), random_batch(count=48, vocab_size=64)
-    expected = transformers_logprobs(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), batch)
+    expected = transformers_logprobs(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), batch
+    )
     exact, allowed = side.run(checks.exact_logprobs, model, batch)
     assert np.abs(exact - expected).max() <= 1e-4
     bf16 = side.run(checks.logprobs_of, spec_of(model, side.layers, side.emulated), batch)
@@ -38,10 +40,14 @@ def test_fp8_is_near_transformers(tmp_path, side, recipe):
     # Multiples of 128, which the blocks need.
     model = tiny_model(tmp_path, "qwen3", vocab_size=64, hidden_size=128, intermediate_size=256, head_dim=32)
     batch = random_batch(vocab_size=64)
-    expected = transformers_logprobs(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), batch)
+    expected = transformers_logprobs(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), batch
+    )
     spec = spec_of(model, side.layers, side.emulated, Precision.fp8, FP8Config(recipe=recipe))
     fp8 = side.run(checks.logprobs_of, spec, batch)
-    assert not np.array_equal(fp8, side.run(checks.logprobs_of, spec_of(model, side.layers, side.emulated), batch))
+    assert not np.array_equal(
+        fp8, side.run(checks.logprobs_of, spec_of(model, side.layers, side.emulated), batch)
+    )
     assert mean_error(fp8, expected) <= 0.6
 
 
@@ -70,6 +76,8 @@ def test_no_micro_batch_makes_the_host_wait(tmp_path, side):
     model, batch = aligned_model(tmp_path, "qwen3"), random_batch(vocab_size=64)
     batch.weight, batch.advantage, batch.old_logp = np.ones((3, batch.num_tokens), np.float32)
     spec = spec_of(model, side.layers, side.emulated)
-    one, three = (side.run(syncs.of_passes, spec, batch, count, PolicyLoss(entropy_coeff=0.01)) for count in (1, 3))
+    one, three = (
+        side.run(syncs.of_passes, spec, batch, count, PolicyLoss(entropy_coeff=0.01)) for count in (1, 3)
+    )
     assert all(one.values()), "a pass reads its results; where nothing was seen, nothing would have been"
     assert {name: difference(one[name], three[name]) for name in three} == {name: [] for name in three}

@@ -22,23 +22,33 @@ def send(setup, device, answers):
     sender, plan = Sender(setup, 0, torch.device(device)), ReshardPlan(setup.layouts)
     for number in SYNCS:
         own = trainer_parameters(plan, hf_tensors(DENSE, seed=number))[0]
-        answer = sender.send(Order(Task.transfer, number, setup), {name: value.to(device) for name, value in own.items()})
+        answer = sender.send(
+            Order(Task.transfer, number, setup), {name: value.to(device) for name, value in own.items()}
+        )
         answers.put(("sent", number, answer.seals))
     sender.close()
 
 
 def receive(setup, device, answers):
     plan = ReshardPlan(setup.layouts)
-    receiver, own = Receiver(setup, ME, torch.device(device)), engine_parameters(plan, dtypes=dict(setup.dtypes))[ME]
+    receiver, own = (
+        Receiver(setup, ME, torch.device(device)),
+        engine_parameters(plan, dtypes=dict(setup.dtypes))[ME],
+    )
     own = {name: value.to(device) for name, value in own.items()}
     for number in SYNCS:
         answer = receiver.receive(Order(Task.transfer, number, setup), own)
         expected = engine_parameters(plan, hf_tensors(DENSE, seed=number), dict(setup.dtypes))[ME]
-        equal = all(torch.equal(own[name].cpu().nan_to_num(7.0), value.nan_to_num(7.0)) for name, value in expected.items())
+        equal = all(
+            torch.equal(own[name].cpu().nan_to_num(7.0), value.nan_to_num(7.0))
+            for name, value in expected.items()
+        )
         answers.put(("received", number, answer.seals if equal and not answer.wrong else answer.wrong))
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
+)
 def test_a_process_takes_weights_out_of_anothers_memory(device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
@@ -51,7 +61,10 @@ def test_a_process_takes_weights_out_of_anothers_memory(device):
     processes = [context.Process(target=side, args=(setup, device, answers)) for side in (send, receive)]
     for process in processes:
         process.start()
-    found = {(side, number): seals for side, number, seals in (answers.get(timeout=120) for _ in range(2 * len(SYNCS)))}
+    found = {
+        (side, number): seals
+        for side, number, seals in (answers.get(timeout=120) for _ in range(2 * len(SYNCS)))
+    }
     for process in processes:
         process.join(timeout=60)
         assert process.exitcode == 0

@@ -50,7 +50,9 @@ def arguments(arithmetic, root, *changes) -> list[str]:
 class LiveRun:
     """`grpo-megatron COMMAND ...` in a process of its own; at the end of the context nothing of it is left."""
 
-    def __init__(self, command: str, arguments: list[str], folder: Path, environment: dict[str, str] | None = None):
+    def __init__(
+        self, command: str, arguments: list[str], folder: Path, environment: dict[str, str] | None = None
+    ):
         """folder: for what it prints. environment: this process's own where it is None."""
         self._mark = uuid.uuid4().hex
         self._out, self._err = folder / f"{self._mark}.out", folder / f"{self._mark}.err"
@@ -91,7 +93,10 @@ class LiveRun:
             driver = next(iter(psutil.Process(self.keeper.pid).children()), None)
             if name == "driver" or driver is None:
                 return driver
-            return next((process for process in self.processes() if _TITLES[name] in " ".join(process.cmdline())), None)
+            return next(
+                (process for process in self.processes() if _TITLES[name] in " ".join(process.cmdline())),
+                None,
+            )
         return None
 
     def wait_for(self, condition, seconds: float = 400.0):

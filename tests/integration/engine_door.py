@@ -9,7 +9,9 @@ def describe(model, named_tensors):
 
     ((_, path),) = named_tensors
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    with open(f"{bytes(path.tolist()).decode()}.{get_tp_group().rank_in_group}", "w", encoding="utf-8") as file:
+    with open(
+        f"{bytes(path.tolist()).decode()}.{get_tp_group().rank_in_group}", "w", encoding="utf-8"
+    ) as file:
         json.dump(shapes, file)
 
 

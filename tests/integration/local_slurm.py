@@ -61,7 +61,9 @@ def install() -> None:
     if not shutil.which("slurmctld"):
         steps = (["apt-get", "update"], ["apt-get", "install", "-y", "slurm-wlm", "munge"])
         for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
+            done = subprocess.run(
+                step, capture_output=True, text=True, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+            )
             if done.returncode:
                 pytest.skip(f"Slurm cannot be installed: {' '.join(step)}: {done.stderr[-300:]}")
 
@@ -74,13 +76,17 @@ def started(folder: Path) -> Iterator[dict[str, str]]:
     conf = folder / "slurm.conf"
     # What another session's tests may have left behind must not answer in its place.
     port = free_ports(3, 17000)
-    conf.write_text(CONF.format(host=socket.gethostname(), dir=folder, port=port, first=port + 1, last=port + 2))
+    conf.write_text(
+        CONF.format(host=socket.gethostname(), dir=folder, port=port, first=port + 1, last=port + 2)
+    )
     (folder / "topology.conf").write_text(TOPOLOGY)
     (folder / "prolog").write_text(f"#!/bin/sh\necho print {WELCOME}\n")
     (folder / "prolog").chmod(0o755)
     subprocess.run(["service", "munge", "start"], check=True, capture_output=True)
     env = {**os.environ, "SLURM_CONF": str(conf)}
-    commands = [["slurmctld", "-D", "-f", conf]] + [["slurmd", "-D", "-f", conf, "-N", f"node{n}"] for n in (1, 2)]
+    commands = [["slurmctld", "-D", "-f", conf]] + [
+        ["slurmd", "-D", "-f", conf, "-N", f"node{n}"] for n in (1, 2)
+    ]
     with open(folder / "daemons.log", "w") as log:
         daemons = [subprocess.Popen(command, env=env, stdout=log, stderr=log) for command in commands]
     try:
@@ -106,7 +112,9 @@ def asked(env: dict[str, str], *command: str) -> str:
 
 def facts(env: dict[str, str], job: str) -> dict[str, str]:
     """Of a job, as `scontrol show job` names them."""
-    return dict(fact.split("=", 1) for fact in asked(env, "scontrol", "show", "job", job).split() if "=" in fact)
+    return dict(
+        fact.split("=", 1) for fact in asked(env, "scontrol", "show", "job", job).split() if "=" in fact
+    )
 
 
 def ended(env: dict[str, str], job: str, seconds: float = 600.0) -> dict[str, str]:

@@ -51,7 +51,11 @@ def argument_problems(arguments: dict) -> list[str]:
         if name not in hints:
             found.append(f"no argument {name}")
             continue
-        kind, *notes = typing.get_args(hints[name]) if typing.get_origin(hints[name]) is typing.Annotated else [hints[name]]
+        kind, *notes = (
+            typing.get_args(hints[name])
+            if typing.get_origin(hints[name]) is typing.Annotated
+            else [hints[name]]
+        )
         try:
             msgspec.convert(value, kind, strict=True)
         except (msgspec.ValidationError, TypeError) as error:
@@ -68,9 +72,16 @@ def quantization_problems(arguments: dict) -> list[str]:
 
     config = Fp8Config.from_config(json.loads(arguments["json_model_override_args"])["quantization_config"])
     layer = torch.nn.Module()
-    made = {"input_size": 256, "output_size": 384, "params_dtype": torch.bfloat16, "weight_loader": lambda *_: None}
+    made = {
+        "input_size": 256,
+        "output_size": 384,
+        "params_dtype": torch.bfloat16,
+        "weight_loader": lambda *_: None,
+    }
     with mock.patch.object(Fp8LinearMethod, "validate_block_quant_shapes"):  # asks for process groups
-        Fp8LinearMethod(config).create_weights(layer, input_size_per_partition=256, output_partition_sizes=[128] * 3, **made)
+        Fp8LinearMethod(config).create_weights(
+            layer, input_size_per_partition=256, output_partition_sizes=[128] * 3, **made
+        )
     found = {name: (tuple(value.shape), value.dtype) for name, value in layer.named_parameters()}
     blocks = ((3, 2), torch.float32)
     if found != {"weight": ((384, 256), torch.float8_e4m3fn), "weight_scale_inv": blocks}:
@@ -86,7 +97,9 @@ def expert_problems(config) -> list[str]:
 
     layer, method, runner = torch.nn.Module(), fp8.Fp8MoEMethod(config), MoeRunnerConfig()
     layer.moe_tp_size, layer.moe_runner_config = 1, runner
-    with mock.patch.object(fp8, "get_parallel", return_value=mock.Mock(tp_size=1)):  # 0.5.17 asks for process groups
+    with mock.patch.object(
+        fp8, "get_parallel", return_value=mock.Mock(tp_size=1)
+    ):  # 0.5.17 asks for process groups
         method.create_weights(layer, 3, 256, 128, params_dtype=torch.bfloat16)
     found = {name: (tuple(value.shape), value.dtype) for name, value in layer.named_parameters()}
     elements, scales = torch.float8_e4m3fn, torch.float32
@@ -107,16 +120,24 @@ def expert_problems(config) -> list[str]:
         method.process_weights_after_loading(layer)
     after = dict(layer.named_parameters())
     moved = [name for name, (place, _) in before.items() if after[name].data_ptr() != place]
-    changed = [name for name, (_, values) in before.items() if not torch.equal(after[name].data.float(), values)]
+    changed = [
+        name for name, (_, values) in before.items() if not torch.equal(after[name].data.float(), values)
+    ]
     problems = (
-        [f"loading makes other parameters of {moved + changed}"] if moved + changed or after.keys() != before.keys() else []
+        [f"loading makes other parameters of {moved + changed}"]
+        if moved + changed or after.keys() != before.keys()
+        else []
     )
-    return problems + ([] if method.runner.runner_backend.is_triton() else [f"experts run by {method.runner.runner_backend}"])
+    return problems + (
+        [] if method.runner.runner_backend.is_triton() else [f"experts run by {method.runner.runner_backend}"]
+    )
 
 
 def load_problems(arguments: dict) -> list[str]:
     """What the scheduler's process does with an order, as far as its door."""
-    if dynamic_import(arguments["custom_weight_loader"][0]) is not obey or arguments["custom_weight_loader"] != [DOOR]:
+    if dynamic_import(arguments["custom_weight_loader"][0]) is not obey or arguments[
+        "custom_weight_loader"
+    ] != [DOOR]:
         return [f"{DOOR} is not the door"]
     payload = normalize_serialized_named_tensor_payload(by_value({"number": 7}))
     ((_, tensor),) = MultiprocessingSerializer.deserialize(payload)
@@ -127,7 +148,9 @@ def load_problems(arguments: dict) -> list[str]:
 async def made_calls() -> tuple[list[str], bool]:
     """The calls that every method of EngineControl makes, by name, and whether the release knows spans."""
     engine = mock.create_autospec(Engine, instance=True)
-    engine.tokenizer_manager = manager = mock.create_autospec(tokenizer_manager.TokenizerManager, instance=True)
+    engine.tokenizer_manager = manager = mock.create_autospec(
+        tokenizer_manager.TokenizerManager, instance=True
+    )
     manager.flush_cache.return_value = io_struct.FlushCacheReqOutput(success=True, message="")
     control = EngineControl(engine)
     arguments = {
@@ -161,8 +184,16 @@ def main() -> None:
     SamplingParams(**given["sampling"])
     source = inspect.getsource(tokenizer_manager)
     problems += [f"no {key} in meta_info" for key in META if f'"{key}"' not in source]
-    problems += [] if "self.last_receive_tstamp = " in source else ["nobody notes when the scheduler was last heard of"]
-    problems += [] if "self.hf_eos_token_id = " in inspect.getsource(model_config) else ["nobody knows the ends of the model"]
+    problems += (
+        []
+        if "self.last_receive_tstamp = " in source
+        else ["nobody notes when the scheduler was last heard of"]
+    )
+    problems += (
+        []
+        if "self.hf_eos_token_id = " in inspect.getsource(model_config)
+        else ["nobody knows the ends of the model"]
+    )
     calls, knows_spans = asyncio.run(made_calls())
     found = {"version": sglang.__file__, "problems": problems, "calls": calls, "knows_spans": knows_spans}
     print("\n" + json.dumps(found))

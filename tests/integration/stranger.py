@@ -36,7 +36,10 @@ _METHODS_BESIDE = (
     "/grpc.health.v1.Health/Check",
     "/grpc.health.v1.Health/Watch",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-    *(f"/grpc.channelz.v1.Channelz/Get{what}" for what in ("TopChannels", "Servers", "Server", "ServerSockets", "Socket")),
+    *(
+        f"/grpc.channelz.v1.Channelz/Get{what}"
+        for what in ("TopChannels", "Servers", "Server", "ServerSockets", "Socket")
+    ),
 )
 _READING = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
@@ -90,7 +93,9 @@ def methods() -> list[str]:
     for module in pkgutil.iter_modules(generated.__path__, f"{generated.__name__}."):
         if module.name.endswith("_pb2"):
             services = importlib.import_module(module.name).DESCRIPTOR.services_by_name.values()
-            found += [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
+            found += [
+                f"/{service.full_name}/{method.name}" for service in services for method in service.methods
+            ]
     return [*found, *_METHODS_BESIDE]
 
 
@@ -123,7 +128,9 @@ def stored(host: str, port: int, secret: str | None) -> list[str]:
         if secret:
             # list_keys keeps the GIL, without which this process cannot answer the gate.
             return [StoreAddress(host, port, secret).connect(_ANSWER_SECONDS / 2).get("gated").decode()]
-        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_SILENCE_SECONDS)).list_keys()
+        return dist.TCPStore(
+            host, port, is_master=False, timeout=timedelta(seconds=_SILENCE_SECONDS)
+        ).list_keys()
     except (dist.DistError, RuntimeError, ValueError):
         return []
 

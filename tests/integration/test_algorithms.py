@@ -148,7 +148,9 @@ def test_the_entropy_floor(train):
 @pytest.mark.parametrize("old_logprobs", ["recompute", "current", "rollout"])
 def test_a_mismatch_stops_the_run(train, capsys, old_logprobs):
     name = f"stop_{old_logprobs}"
-    status, rows = train(name, f"train.old_logprobs={old_logprobs}", "mismatch.action=stop", "mismatch.threshold=0.2")
+    status, rows = train(
+        name, f"train.old_logprobs={old_logprobs}", "mismatch.action=stop", "mismatch.threshold=0.2"
+    )
     assert status == 2
     assert rows == []
     said = capsys.readouterr().err
@@ -158,7 +160,9 @@ def test_a_mismatch_stops_the_run(train, capsys, old_logprobs):
 
 @pytest.mark.slow
 def test_a_mismatch_is_told(train, capsys):
-    status, rows = train("warn", "train.old_logprobs=current", "mismatch.action=warn", "mismatch.threshold=0.2")
+    status, rows = train(
+        "warn", "train.old_logprobs=current", "mismatch.action=warn", "mismatch.threshold=0.2"
+    )
     assert status == 0
     assert capsys.readouterr().out.count("engine and trainer differ") == STEPS
     assert all(row["mismatch/max"] > 0.2 for row in rows)
@@ -175,7 +179,9 @@ def test_known_before_or_in_the_forward_masks_the_same_tokens(train):
     assert before["actor/loss"] == pytest.approx(forward["actor/loss"], rel=1e-4)
     (renormalized,) = train("mask_renormalized", *masking, "mismatch.renormalize=true")[1]
     # token-mean: over those that are left
-    assert renormalized["actor/loss"] * (1 - before["mismatch/masked"]) == pytest.approx(forward["actor/loss"], rel=1e-4)
+    assert renormalized["actor/loss"] * (1 - before["mismatch/masked"]) == pytest.approx(
+        forward["actor/loss"], rel=1e-4
+    )
 
 
 @pytest.mark.slow

@@ -11,7 +11,12 @@ STEPS = 2
 
 @pytest.mark.slow
 def test_beams_are_trained_on_recorded_and_replayed(ray_here, arithmetic, tmp_path):
-    common = [f"run.total_steps={STEPS}", "run.name=beams", "rollout.strategy=beam", "rollout.beam.length_penalty=0.5"]
+    common = [
+        f"run.total_steps={STEPS}",
+        "run.name=beams",
+        "rollout.strategy=beam",
+        "rollout.beam.length_penalty=0.5",
+    ]
     recorded = [*common, f"rollout.record={tmp_path}/beams.jsonl"]
     assert main(["train", *arguments(arithmetic, tmp_path, *recorded)]) == 0
     rows, replay = metrics(tmp_path, "beams"), Replay(f"{tmp_path}/beams.jsonl")
@@ -23,7 +28,9 @@ def test_beams_are_trained_on_recorded_and_replayed(ray_here, arithmetic, tmp_pa
         for group in replay.read(step):
             found = [tuple(sample.response_ids.tolist()) for sample in group.samples]
             assert len(set(found)) == 4
-            scores = [sample.rollout_logprobs.sum() / len(sample.response_ids) ** 0.5 for sample in group.samples]
+            scores = [
+                sample.rollout_logprobs.sum() / len(sample.response_ids) ** 0.5 for sample in group.samples
+            ]
             assert scores == sorted(scores, reverse=True)
     again = [*common, "run.name=again", f"rollout.replay={tmp_path}/beams.jsonl"]
     assert main(["train", *arguments(arithmetic, tmp_path, *again)]) == 0

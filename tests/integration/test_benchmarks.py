@@ -28,12 +28,16 @@ ELSEWHERE = {"logprob", "learning", "gpu", "real_model"}
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_it_runs_small(name):
     arguments, figure = BENCHMARKS[name]
-    done = subprocess.run([sys.executable, f"benchmarks/{name}.py", *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{name}.py", *arguments], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1])[figure] is not None
 
 
 def test_none_is_left_out():
     assert {path.stem for path in Path("benchmarks").glob("*.py")} == BENCHMARKS.keys() | ELSEWHERE
-    of_make = re.search(r"for file in ([\w ]+); do \$\(BIN\)/python benchmarks/", Path("Makefile").read_text())[1]
+    of_make = re.search(
+        r"for file in ([\w ]+); do \$\(BIN\)/python benchmarks/", Path("Makefile").read_text()
+    )[1]
     assert set(of_make.split()) == (BENCHMARKS.keys() | ELSEWHERE) - {"gpu"}

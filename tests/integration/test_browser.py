@@ -26,10 +26,14 @@ from tests.unit.test_monitoring import group
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine (apt-get install chromium)"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="there is no chromium on this machine (apt-get install chromium)"
+    ),
 ]
 # It would show in the title that markup of a response has been taken for some.
-ATTACK = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"># **no** heading"
+ATTACK = (
+    "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"># **no** heading"
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,10 @@ def run_folder(tmp_path_factory):
             with monitor.phases("train"):
                 time.sleep(0.01)
             monitor.finish_step(
-                step, {"reward/mean": step / 5, "mismatch/max": 1e-6, "actor/entropy": np.exp(-step)}, [batch], groups
+                step,
+                {"reward/mean": step / 5, "mismatch/max": 1e-6, "actor/entropy": np.exp(-step)},
+                [batch],
+                groups,
             )
         monitor.close()
     return folder
@@ -65,20 +72,32 @@ _TEXT = """
 
 
 async def _text_with(address: str, folder: Path, wanted: list[str]) -> str:
-    arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1600,2000", f"--user-data-dir={folder}"]
-    browser = subprocess.Popen([CHROMIUM, *arguments, "--remote-debugging-port=0", address], stderr=subprocess.DEVNULL)
+    arguments = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1600,2000",
+        f"--user-data-dir={folder}",
+    ]
+    browser = subprocess.Popen(
+        [CHROMIUM, *arguments, "--remote-debugging-port=0", address], stderr=subprocess.DEVNULL
+    )
     try:
         async with asyncio.timeout(200), aiohttp.ClientSession() as session:
             while not (port := folder / "DevToolsActivePort").exists() or not port.read_text():
                 await asyncio.sleep(0.1)
             where = f"http://127.0.0.1:{port.read_text().split()[0]}/json"
-            while not (pages := [page for page in await (await session.get(where)).json() if page["type"] == "page"]):
+            while not (
+                pages := [page for page in await (await session.get(where)).json() if page["type"] == "page"]
+            ):
                 await asyncio.sleep(0.1)
             async with session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0) as page:
                 text, end = "", asyncio.get_running_loop().time() + 120
                 while any(part not in text for part in wanted) and asyncio.get_running_loop().time() < end:
                     await asyncio.sleep(0.5)
-                    await page.send_json({"id": 1, "method": "Runtime.evaluate", "params": {"expression": _TEXT}})
+                    await page.send_json(
+                        {"id": 1, "method": "Runtime.evaluate", "params": {"expression": _TEXT}}
+                    )
                     answer = (await page.receive_json())["result"]["result"]
                     text = " ".join(answer.get("value", "").split())
                 return text
@@ -125,7 +144,9 @@ def tensorboard(run_folder):
 
 def _has_layout(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{address}/data/plugin/custom_scalars/layout", timeout=30) as answer:
+        with urllib.request.urlopen(
+            f"http://{address}/data/plugin/custom_scalars/layout", timeout=30
+        ) as answer:
             return bool(json.load(answer))
     except (urllib.error.URLError, ConnectionError):
         return False

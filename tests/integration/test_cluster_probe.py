@@ -95,8 +95,12 @@ except UserError as error:
 def test_another_user_of_the_machine_cannot_join_the_ray_of_a_run(tmp_path):
     """Without a token of the run's own, Ray's was in ~/.ray, where others may read it."""
     # Without Ray's settings of this process, which may have started one: a stranger who has them asks for 300 s.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", OWNER, STRANGER], env=env, capture_output=True, text=True, timeout=300)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+        "HOME": str(tmp_path)
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", OWNER, STRANGER], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     ran, written, refused, again = filter(None, done.stdout.splitlines())
     assert (ran, written, again) == ("ran 64", "written [] False", "ran again 3")

@@ -46,7 +46,9 @@ def engines(ray_here, wide, tmp_path):
     config = Config()
     config.rollout.engine = EngineConfig(dtype="float32", max_total_tokens=TOKENS, request_timeout=60)
     cluster = allocate(config, num_ranks=0, num_engines=1)
-    engines = EnginePool(cluster, config.rollout, ModelConfig(wide), 0, str(tmp_path), Watch(str(tmp_path), 600), shared=True)
+    engines = EnginePool(
+        cluster, config.rollout, ModelConfig(wide), 0, str(tmp_path), Watch(str(tmp_path), 600), shared=True
+    )
     try:
         engines.wait_until_ready()
         engines.admit()
@@ -66,12 +68,18 @@ def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wid
     released = engines.occupied()
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
     kv_cache = 2 * 4 * 2 * 512 * 4 * 1000  # layers, bytes, keys and values, width, tokens
-    print(f"occupied {full / MIB:.0f} MiB, released {released / MIB:.0f}, weights {weights / MIB:.0f}, KV {kv_cache / MIB:.0f}")
+    print(
+        f"occupied {full / MIB:.0f} MiB, released {released / MIB:.0f}, weights {weights / MIB:.0f}, KV {kv_cache / MIB:.0f}"
+    )
     assert full - released > 0.95 * (weights + kv_cache)
     # Nothing may use what is not there; SGLang's own scheduler would die of it.
-    with pytest.raises(RuntimeError, match=r"engine 0 may not serve: nobody has compared its weights with the trainer's"):
+    with pytest.raises(
+        RuntimeError, match=r"engine 0 may not serve: nobody has compared its weights with the trainer's"
+    ):
         engines.score(sequences)
-    with pytest.raises(RuntimeError, match=r"has given back the memory of its weights, which must be resumed first"):
+    with pytest.raises(
+        RuntimeError, match=r"has given back the memory of its weights, which must be resumed first"
+    ):
         engines.begin_update()
     with pytest.raises(RuntimeError, match=r"has given back the memory of its weights and kv_cache"):
         engines.release_memory()
@@ -82,7 +90,9 @@ def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wid
     WeightSync(Weights(model), engines, ObjectStore(entries, 4 * MIB)).run()
     without_cache = engines.occupied()
     assert weights * 0.95 < without_cache - released < weights + kv_cache
-    with pytest.raises(RuntimeError, match=r"engine 0 has given back the memory of its kv_cache, which must be resumed first"):
+    with pytest.raises(
+        RuntimeError, match=r"engine 0 has given back the memory of its kv_cache, which must be resumed first"
+    ):
         engines.score(sequences)
     engines.resume_kv_cache()
     for found, expected in zip(engines.score(sequences), before, strict=True):
@@ -132,7 +142,9 @@ def test_every_step_is_one_round_in_the_documented_order(run):
     # Before the second step and the third, the ranks had the turn for a checkpoint; after the third one nothing had changed.
     assert order == [[*step, *to_engines], [*to_engines, *step], [*to_engines, *step]]
     assert re.findall(
-        r"^memory after (\w+): [\d.]+ GiB in the fullest engine, [\d.]+ GiB in the fullest rank$", printed, re.M
+        r"^memory after (\w+): [\d.]+ GiB in the fullest engine, [\d.]+ GiB in the fullest rank$",
+        printed,
+        re.M,
     ) == [*to_engines]
 
 
@@ -147,7 +159,11 @@ def test_memory_goes_back_and_forth(run):
             }
             for side in ("engine", "rank")
         )
-        assert list(engine) == list(rank) == ["release", "wake", "resume_weights", "sync", "sleep", "resume_kv_cache"]
+        assert (
+            list(engine)
+            == list(rank)
+            == ["release", "wake", "resume_weights", "sync", "sleep", "resume_kv_cache"]
+        )
         # How much an engine of this size gives back is lost in what its memory varies by; the wide one shows it.
         assert min(engine.values()) > 0
         assert rank["sleep"] < rank["sync"]
@@ -161,10 +177,17 @@ def test_engines_serve_the_newest_weights_whoever_had_the_turn_in_between(run):
     assert all(0 < row["mismatch/max"] <= 1e-4 for row in rows)
     assert all(0 <= row["sync/probe_mean"] <= row["sync/probe_limit"] for row in rows)
     lines = (root / "rollouts.jsonl").read_text().splitlines()[1:]
-    spans = [[s["weight_spans"] for group in json.loads(line)["groups"] for s in group["samples"]] for line in lines]
+    spans = [
+        [s["weight_spans"] for group in json.loads(line)["groups"] for s in group["samples"]]
+        for line in lines
+    ]
     assert [{span["version"] for sample in step for span in sample} for step in spans] == [{1}, {2}, {3}]
-    assert controller.weight_sync.version == 3  # one before the first step, and one after each that was not dropped
-    assert {path.name for path in (root / "turns" / "checkpoints").iterdir()} == {f"step_{n:08d}" for n in (1, 2, 3)}
+    assert (
+        controller.weight_sync.version == 3
+    )  # one before the first step, and one after each that was not dropped
+    assert {path.name for path in (root / "turns" / "checkpoints").iterdir()} == {
+        f"step_{n:08d}" for n in (1, 2, 3)
+    }
 
 
 def test_a_wrong_order_is_refused_by_each_side(run):
@@ -179,11 +202,15 @@ def test_a_wrong_order_is_refused_by_each_side(run):
         parts.engines.score(sequences)
     parts.turns.sleep()
     parts.turns.resume_kv_cache()
-    with pytest.raises(RuntimeError, match=r"^the trainer's ranks sleep: it is the turn of the engines on their devices$"):
+    with pytest.raises(
+        RuntimeError, match=r"^the trainer's ranks sleep: it is the turn of the engines on their devices$"
+    ):
         parts.trainer.reset_reference()
     with pytest.raises(RuntimeError, match=r"`resume_weights` is out of order: engines serve"):
         controller.sync_weights()
     assert len(parts.engines.score(sequences)[0]) == 2
     controller.ranks_turn()
-    with pytest.raises(RuntimeError, match=r"engine 0 may not serve: nobody has compared its weights with the trainer's"):
+    with pytest.raises(
+        RuntimeError, match=r"engine 0 may not serve: nobody has compared its weights with the trainer's"
+    ):
         controller.rollouts.sample(4, controller.prompts)

@@ -51,7 +51,11 @@ def small_files(monkeypatch):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_is_bit_identical(tmp_path, small_files, family, tied):
-    source, megatron, hf = tiny_model(tmp_path / "source", family, tied), tmp_path / "megatron", tmp_path / "hf"
+    source, megatron, hf = (
+        tiny_model(tmp_path / "source", family, tied),
+        tmp_path / "megatron",
+        tmp_path / "hf",
+    )
     tool("convert_hf_to_megatron", source, megatron)
     tool("convert_megatron_to_hf", megatron, hf)
     assert len(list((megatron / "actor").glob("*.distcp"))) > 2
@@ -74,7 +78,9 @@ def test_an_output_layer_is_not_lost_to_a_tied_configuration(model, tmp_path):
     shutil.copytree(tmp_path / "megatron" / "hf", tmp_path / "tied")
     config = json.loads((tmp_path / "tied" / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tmp_path / "tied" / "config.json").write_text(json.dumps(config))
-    said = tool("convert_megatron_to_hf", tmp_path / "megatron", tmp_path / "hf", "--hf", tmp_path / "tied", status=2)[1]
+    said = tool(
+        "convert_megatron_to_hf", tmp_path / "megatron", tmp_path / "hf", "--hf", tmp_path / "tied", status=2
+    )[1]
     assert "has an output layer (output_layer.weight) with other values than the embedding" in said
     assert "Set tie_word_embeddings: false" in said
     assert not (tmp_path / "hf").exists()
@@ -98,7 +104,14 @@ def test_a_checkpoint_of_another_layout(ranks, model, tmp_path, small_files):
     """Trainers load what the tool writes, and the tool reads what they write, in any layout; 61 words are padded there."""
     hf_to_megatron(model, str(tmp_path / "megatron"), 1)
     sizes = ParallelSizes(tp=2, pp=2)
-    ranks.run(converted.load_and_save, sizes, sizes, model, str(tmp_path / "megatron/actor"), str(tmp_path / "step/actor"))
+    ranks.run(
+        converted.load_and_save,
+        sizes,
+        sizes,
+        model,
+        str(tmp_path / "megatron/actor"),
+        str(tmp_path / "step/actor"),
+    )
     said = tool("convert_megatron_to_hf", tmp_path / "step", tmp_path / "hf", status=2)[1]
     assert "say by --hf which model" in said
     tool("convert_megatron_to_hf", tmp_path / "step", tmp_path / "hf", "--hf", model)
@@ -116,7 +129,9 @@ def test_fp8_export_is_what_deepseek_has(tmp_path, small_files):
     before, after = read_all(source), read_all(tmp_path / "fp8")
     scaled = {name for name in before if f"{name}_scale_inv" in after}
     assert scaled == {
-        name for name, w in before.items() if ".layers." in name and w.ndim == 2 and "mlp.gate.weight" not in name
+        name
+        for name, w in before.items()
+        if ".layers." in name and w.ndim == 2 and "mlp.gate.weight" not in name
     }
     assert after.keys() == before.keys() | {f"{name}_scale_inv" for name in scaled}
     for name, weight in before.items():
@@ -124,9 +139,13 @@ def test_fp8_export_is_what_deepseek_has(tmp_path, small_files):
             assert torch.equal(after[name], weight.bfloat16())
             continue
         rows, columns = weight.shape
-        scale = after[f"{name}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        scale = (
+            after[f"{name}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        )
         assert after[name].dtype == torch.float8_e4m3fn
-        assert (after[name].float() * scale - weight.bfloat16().float()).abs().max() <= weight.abs().max() * 2**-4
+        assert (
+            after[name].float() * scale - weight.bfloat16().float()
+        ).abs().max() <= weight.abs().max() * 2**-4
     settings = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
     assert settings["weight_block_size"] == [128, 128]
     assert "model.layers.0.mlp.gate" in settings["modules_to_not_convert"]
@@ -278,7 +297,9 @@ hf_to_megatron(sys.argv[1], sys.argv[2], 2)
 
 def start(source, target):
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", START, str(source), str(target)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-W", "ignore", "-c", START, str(source), str(target)],
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -294,7 +315,12 @@ def wait_for(condition, process) -> None:
 def large_model(tmp_path_factory):
     """Of some 130 MB: 40 files, which take a while."""
     return tiny_model(
-        tmp_path_factory.mktemp("large"), "qwen3", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=500
+        tmp_path_factory.mktemp("large"),
+        "qwen3",
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        vocab_size=500,
     )
 
 
@@ -310,7 +336,9 @@ def test_killed_in_the_midst_it_leaves_nothing_whole_and_continues(large_model, 
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
     assert not target.exists()
-    files = {f"actor-{path.name}": path for path in (tmp_path / "target.partial/result/actor").glob("*.distcp")}
+    files = {
+        f"actor-{path.name}": path for path in (tmp_path / "target.partial/result/actor").glob("*.distcp")
+    }
     done = {files[note.stem].name: files[note.stem].stat().st_mtime_ns for note in notes.glob("*.json")}
     assert len(done) >= 2
     again = start(large_model, target)
@@ -324,7 +352,9 @@ def test_a_dead_process_is_one_message(large_model, tmp_path):
     process = start(large_model, tmp_path / "target")
     notes = tmp_path / "target.partial" / "notes"
     wait_for(lambda: notes.is_dir() and any(notes.glob("*.json")), process)
-    workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    workers = [
+        child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())
+    ]
     workers[0].kill()
     process.wait()
     assert "was killed by signal 9" in process.stderr.read()
@@ -334,13 +364,17 @@ def test_a_dead_process_is_one_message(large_model, tmp_path):
 
 @pytest.mark.slow
 # mbridge does not know Mistral, and reads DeepSeek-V3's config.json as transformers 4 wrote it.
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("mistral", "deepseek_v3")])
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family not in ("mistral", "deepseek_v3")]
+)
 def test_mbridge_makes_the_same_parameters(ranks, tmp_path, family):
     pytest.importorskip("mbridge")
     # It knows no layers without experts beside those with.
     changes = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
     source = tiny_model(tmp_path / "source", family, **changes)
     hf_to_megatron(source, str(tmp_path / "megatron"), 1)
-    (found,) = ranks.run(converted.compare_with_mbridge, ParallelSizes(), source, str(tmp_path / "megatron/actor"))
+    (found,) = ranks.run(
+        converted.compare_with_mbridge, ParallelSizes(), source, str(tmp_path / "megatron/actor")
+    )
     assert len(found["compared"]) > 20
     assert found["different"] == []

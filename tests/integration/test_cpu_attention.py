@@ -17,7 +17,9 @@ def _pools(kv_heads: int, head_dim: int, dtype):
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
     requests = ReqToTokenPool(size=64, max_context_len=1024, device="cpu", enable_memory_saver=False)
-    pool = MHATokenToKVPool(4096, 1, dtype, kv_heads, head_dim, layer_num=1, device="cpu", enable_memory_saver=False)
+    pool = MHATokenToKVPool(
+        4096, 1, dtype, kv_heads, head_dim, layer_num=1, device="cpu", enable_memory_saver=False
+    )
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.fill_(50.0)
     return requests, pool
@@ -86,14 +88,20 @@ def _both(kv_heads: int, group: int, dtype_name: str):
     dtype, results = getattr(torch, dtype_name), []
     for name in (ATTENTION_BACKEND, "torch_native"):
         requests, pool = _pools(kv_heads, 16, dtype)
-        runner = type("Runner", (), {"device": "cpu", "req_to_token_pool": requests, "token_to_kv_pool": pool})
+        runner = type(
+            "Runner", (), {"device": "cpu", "req_to_token_pool": requests, "token_to_kv_pool": pool}
+        )
         results.append(_run(ATTENTION_BACKENDS[name](runner), requests, pool, kv_heads, group, 16, dtype))
     ours, theirs = results
-    return {step: (float((ours[step] - theirs[step]).abs().max()), float(theirs[step].abs().max())) for step in theirs}
+    return {
+        step: (float((ours[step] - theirs[step]).abs().max()), float(theirs[step].abs().max()))
+        for step in theirs
+    }
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "dtype", "limit"), [(2, 4, "float32", 2e-6), (3, 1, "float32", 2e-6), (2, 2, "bfloat16", 2e-2)]
+    ("kv_heads", "group", "dtype", "limit"),
+    [(2, 4, "float32", 2e-6), (3, 1, "float32", 2e-6), (2, 2, "bfloat16", 2e-2)],
 )
 def test_blocks_equal_one_sequence_at_a_time(ray_here, kv_heads, group, dtype, limit):
     environment = engine_environment(EngineConfig(), gpu=False)

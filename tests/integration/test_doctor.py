@@ -47,7 +47,9 @@ def test_a_sound_machine(capsys):
         rate = re.match(r"ok (\S+) TFLOP/s", found[f"matrix product, {precision}"])
         assert 1e-4 < float(rate[1]) < 1e4
     assert re.match(r"ok (gloo, 2|NCCL, \d+) processes: \d+ MiB in \S+ ms", found["all-reduce"])
-    assert re.match("ok programs that a model wrote are contained by |note no `code` reward", found["sandbox"])
+    assert re.match(
+        "ok programs that a model wrote are contained by |note no `code` reward", found["sandbox"]
+    )
     if not torch.cuda.is_available():
         assert found["FP8 training"] == "note not possible: TransformerEngine is not installed"
 
@@ -135,11 +137,31 @@ def test_what_builds_kernels_is_a_problem_where_it_is_missing(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("text", "level", "says"),
     [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 2025\n", doctor.OK, "580.65.06"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  590.44.01  Release Build\n", doctor.OK, "590.44.01"),
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  575.57.08  Thu May 29 2025\n", doctor.PROBLEM, "CUDA 13 needs 580"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.163.01  Release\n", doctor.PROBLEM, "550.163.01; "),
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.256.02  Thu May  2 2024\n", doctor.PROBLEM, "470.256.02; "),
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 2025\n",
+            doctor.OK,
+            "580.65.06",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  590.44.01  Release Build\n",
+            doctor.OK,
+            "590.44.01",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  575.57.08  Thu May 29 2025\n",
+            doctor.PROBLEM,
+            "CUDA 13 needs 580",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.163.01  Release\n",
+            doctor.PROBLEM,
+            "550.163.01; ",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.256.02  Thu May  2 2024\n",
+            doctor.PROBLEM,
+            "470.256.02; ",
+        ),
     ],
 )
 def test_a_driver_that_is_too_old_is_said(tmp_path, monkeypatch, text, level, says):
@@ -172,7 +194,9 @@ def test_the_memory_saver_is_tried_as_engines_start_it(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cuda_home(os.environ) is None, reason="needs nvcc, which the package nvidia-cuda-nvcc has")
+@pytest.mark.skipif(
+    cuda_home(os.environ) is None, reason="needs nvcc, which the package nvidia-cuda-nvcc has"
+)
 @pytest.mark.parametrize("problem", [None, "no ninja", "another toolkit"])
 def test_an_engines_kernel_is_built_for_hopper(monkeypatch, tmp_path, problem):
     """By the pinned SGLang of the GPU stack, with nothing but what an engine has in its environment."""

@@ -72,13 +72,18 @@ def test_a_signal_at_any_moment(arithmetic, tmp_path, role, number, repeat):
 @pytest.mark.slow
 def test_a_request_reaches_a_driver_that_has_started_ray(arithmetic, tmp_path):
     """Ray takes SIGTERM for itself when it starts."""
-    data = [f"data.train={arithmetic}/data/sft.jsonl", "rollout.max_response_length=32", "checkpoint.export_hf=false"]
+    data = [
+        f"data.train={arithmetic}/data/sft.jsonl",
+        "rollout.max_response_length=32",
+        "checkpoint.export_hf=false",
+    ]
     with LiveRun("sft", arguments(arithmetic, tmp_path, *data), tmp_path) as run:
         run.wait_for(run.steps)
         run.role("driver").terminate()
         assert run.ended() == 75
         check_message(
-            run, r"stopped on request \(SIGTERM\) after step \d+; its newest checkpoint is .*, the same command continues$"
+            run,
+            r"stopped on request \(SIGTERM\) after step \d+; its newest checkpoint is .*, the same command continues$",
         )
         check_gone(run)
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()

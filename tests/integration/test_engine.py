@@ -68,7 +68,9 @@ def running(arithmetic, tokenizer, logs, num_engines=1, **engine):
     cluster = allocate(config, num_ranks=0, num_engines=num_engines)
     reward = RewardConfig(function="tests.integration.helpers:digits")
     rewards = RewardWorkers(reward, tokenizer.decoder, worker_places(cluster.nodes, 1, str(logs)))
-    engines = EnginePool(cluster, config.rollout, ModelConfig(str(arithmetic / "model")), 0, str(logs), Watch(str(logs), 600))
+    engines = EnginePool(
+        cluster, config.rollout, ModelConfig(str(arithmetic / "model")), 0, str(logs), Watch(str(logs), 600)
+    )
     try:
         engines.wait_until_ready()
         engines.admit()
@@ -109,7 +111,9 @@ class Weights:
 
 
 def prompts(tokenizer):
-    return [Prompt(uid, tokenizer.encode(tokenizer.text(text)), text, "0") for uid, text in enumerate(PROMPTS)]
+    return [
+        Prompt(uid, tokenizer.encode(tokenizer.text(text)), text, "0") for uid, text in enumerate(PROMPTS)
+    ]
 
 
 def all_samples(groups):
@@ -166,12 +170,17 @@ def test_a_batch_that_is_full_aborts_what_runs_and_what_waits(manager, tokenizer
     handed_out = iter(asked)
     sampling = Sampling(n=4, temperature=1.0, max_response_length=120)
     filled = manager.fill(
-        lambda count: [next(handed_out) for _ in range(count)], lambda group: group.prompt.uid != 0, sampling, Goal(2, 3, 8)
+        lambda count: [next(handed_out) for _ in range(count)],
+        lambda group: group.prompt.uid != 0,
+        sampling,
+        Goal(2, 3, 8),
     )
     assert len(filled.groups) == 2
     assert all(len(group.samples) == 4 and group.prompt.uid for group in filled.groups)
     assert filled.aborted
-    assert len(filled.groups) + len(filled.dropped) + len(filled.aborted) == len(asked) - len(list(handed_out))
+    assert len(filled.groups) + len(filled.dropped) + len(filled.aborted) == len(asked) - len(
+        list(handed_out)
+    )
     assert {prompt.uid for prompt in filled.dropped} <= {0}
     assert largest_difference(filled.groups, model, 1.0) <= 1e-5
     again = manager.generate(prompts(tokenizer), replace(sampling, max_response_length=12))
@@ -179,12 +188,16 @@ def test_a_batch_that_is_full_aborts_what_runs_and_what_waits(manager, tokenizer
     assert largest_difference(again, model, 1.0) <= 1e-5
 
 
-def test_requests_that_arrive_after_their_batch_was_aborted_are_not_answered(manager, engines, tokenizer, model):
+def test_requests_that_arrive_after_their_batch_was_aborted_are_not_answered(
+    manager, engines, tokenizer, model
+):
     """Ray may run the calls of an actor in another order than they were made."""
     engine, batch, asked = engines._engines[0], open_batch(engines), prompts(tokenizer)
     ray.get(engine.abort.remote(batch))
     # With keys of the groups that come next.
-    ray.get(engine.submit.remote(batch, [Request((0, s), [1, 2, 3], {"max_new_tokens": 2}) for s in range(2)]))
+    ray.get(
+        engine.submit.remote(batch, [Request((0, s), [1, 2, 3], {"max_new_tokens": 2}) for s in range(2)])
+    )
     assert ray.get(engine.poll.remote(batch, 60.0), timeout=30) == []
     groups = manager.generate(asked, Sampling(n=2, temperature=1.0, max_response_length=12))
     assert largest_difference(groups, model, 1.0) <= 1e-5
@@ -245,7 +258,9 @@ def check_update(manager, engines, tokenizer, model, model_path):
     assert responses(after) == [greedy(other, prompt, 10) for prompt in asked]
     assert responses(after) != responses(before)
     for sample in all_samples(after):
-        assert [(s.version, s.start, s.end) for s in sample.weight_spans] == [(41, 0, len(sample.response_ids))]
+        assert [(s.version, s.start, s.end) for s in sample.weight_spans] == [
+            (41, 0, len(sample.response_ids))
+        ]
     assert largest_difference(manager.generate(asked, Sampling(4, 1.0, 10)), other, 1.0) <= 1e-5
 
 
@@ -260,7 +275,9 @@ def check_no_names_of_shared_files(engines, kinds):
         for child in psutil.Process(ray.get(engine.ready.remote())).children(recursive=True):
             words = Path(f"/proc/{child.pid}/maps").read_text().split()
             mapped |= {word for word in words if word.startswith("/dev/shm/sgl")}
-    assert {kind for kind in ("sgl_shm_mq_", "sglang_loads_") if any(kind in path for path in mapped)} == kinds
+    assert {
+        kind for kind in ("sgl_shm_mq_", "sglang_loads_") if any(kind in path for path in mapped)
+    } == kinds
     assert not [path for path in mapped if os.path.exists(path)]
 
 
@@ -319,7 +336,9 @@ def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
 
 def test_an_update_the_engine_refuses_is_an_error(engines):
     bucket = next(make_buckets([("model.norm.weight", torch.zeros(64))], 1000))
-    with pytest.raises(UserError, match=r"the engine refused update_weights_from_tensor: .*begin_weight_update"):
+    with pytest.raises(
+        UserError, match=r"the engine refused update_weights_from_tensor: .*begin_weight_update"
+    ):
         engines.load_bucket(ray.put(bucket))  # outside a session
 
 
@@ -330,7 +349,9 @@ def test_an_engine_that_is_not_in_fp8_as_planned_is_refused(engines, tmp_path):
     layouts = Layouts(read_architecture(str(tmp_path)), ParallelSizes(), EngineLayout(1, fp8=True), 1)
     transport = make_transport(WeightSyncConfig(), layouts, "", 60.0, print)
     engines.begin_update()
-    with pytest.raises(UserError, match=r"parameters are not those of the weight map .*; an engine in FP8 takes no others"):
+    with pytest.raises(
+        UserError, match=r"parameters are not those of the weight map .*; an engine in FP8 takes no others"
+    ):
         transport.transfer(Weights(None), engines, 1)
     engines.end_update(engines.weight_version + 1)
     transport.close()
@@ -339,7 +360,9 @@ def test_an_engine_that_is_not_in_fp8_as_planned_is_refused(engines, tmp_path):
 def test_an_engine_that_dies_is_named(manager, engines, tokenizer):
     """Last in this file: the engine is gone afterwards."""
     process = psutil.Process(ray.get(engines._engines[0].ready.remote()))
-    scheduler = next(child for child in process.children(recursive=True) if "scheduler" in " ".join(child.cmdline()))
+    scheduler = next(
+        child for child in process.children(recursive=True) if "scheduler" in " ".join(child.cmdline())
+    )
     threading.Timer(1.0, os.kill, (scheduler.pid, signal.SIGKILL)).start()
     start = time.monotonic()
     asked = prompts(tokenizer) * 60  # more than an engine finishes in a second

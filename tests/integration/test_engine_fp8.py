@@ -84,7 +84,9 @@ def experts(arithmetic, tmp_path_factory):
 
 @contextmanager
 def loop(root, run_root, *changes):
-    with assembled_loop(load_config(None, [*arguments(root, run_root, *FP8_ENGINE, *changes), "run.name=fp8"])) as pair:
+    with assembled_loop(
+        load_config(None, [*arguments(root, run_root, *FP8_ENGINE, *changes), "run.name=fp8"])
+    ) as pair:
         yield pair
 
 
@@ -180,7 +182,9 @@ def check(model, layout, rank, own):
             if entry.engine_dtype is None:
                 whole = checkpoint.read(piece.hf).to(found.dtype)  # float32 for some routers
             else:
-                whole = quantise(checkpoint.read(piece.hf.removesuffix("_scale_inv")))[entry.engine_dtype == torch.float32]
+                whole = quantise(checkpoint.read(piece.hf.removesuffix("_scale_inv")))[
+                    entry.engine_dtype == torch.float32
+                ]
             wanted = whole[box(piece.start, piece.shape)]
             assert found.dtype == wanted.dtype
             assert torch.equal(found.float(), wanted.float()), piece
@@ -201,8 +205,12 @@ def test_the_probe_sees_a_layer_that_computes_something_else(synced):
     """The fault: half of the rows of output projections, or of the scales of experts, is where the other half should be. No weight has
     another value."""
     entries = weight_map(read_architecture(synced.model)).values()
-    matrices = {entry for entry in entries if entry.expert} or {entry for entry in entries if "linear_proj" in entry.megatron}
-    swapped = {scales(entry).engine for entry in matrices} | {entry.engine for entry in matrices if not entry.expert}
+    matrices = {entry for entry in entries if entry.expert} or {
+        entry for entry in entries if "linear_proj" in entry.megatron
+    }
+    swapped = {scales(entry).engine for entry in matrices} | {
+        entry.engine for entry in matrices if not entry.expert
+    }
     synced.controller.sync_weights()
     call(synced.engines, SWAP, sorted(swapped), synced.layout.tp)
     probe = synced.controller.weight_sync._probe
@@ -215,8 +223,13 @@ def test_the_probe_sees_a_layer_that_computes_something_else(synced):
 @pytest.mark.slow
 def test_an_engine_that_is_not_in_fp8_is_refused(ray_here, blocks, tmp_path, monkeypatch):
     made = pool.engine_arguments
-    monkeypatch.setattr(pool, "engine_arguments", lambda *args: made(*args) | {"json_model_override_args": "{}"})
-    with loop(blocks, tmp_path) as (controller, _), pytest.raises(UserError, match="an engine in FP8 takes no others"):
+    monkeypatch.setattr(
+        pool, "engine_arguments", lambda *args: made(*args) | {"json_model_override_args": "{}"}
+    )
+    with (
+        loop(blocks, tmp_path) as (controller, _),
+        pytest.raises(UserError, match="an engine in FP8 takes no others"),
+    ):
         controller.sync_weights()
 
 
@@ -274,10 +287,17 @@ def experts_of_engine(x, gate_up, down, weights, chosen):
     from grpo_megatron.sglang import cpu_fp8
 
     cpu_fp8.register()
-    stacks = [[torch.stack(of) for of in zip(*map(quantise, matrices), strict=True)] for matrices in (gate_up, down)]
+    stacks = [
+        [torch.stack(of) for of in zip(*map(quantise, matrices), strict=True)] for matrices in (gate_up, down)
+    ]
     (w13_weight, w13_scale), (w2_weight, w2_scale) = stacks
     held = TritonMoeQuantInfo(
-        w13_weight, w2_weight, use_fp8_w8a8=True, w13_scale=w13_scale, w2_scale=w2_scale, block_shape=[128, 128]
+        w13_weight,
+        w2_weight,
+        use_fp8_w8a8=True,
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+        block_shape=[128, 128],
     )
     dispatched = StandardDispatchOutput(x, None, StandardTopKOutput(weights, chosen, None))
     return fused_experts_none_to_triton(dispatched, held, MoeRunnerConfig(activation="silu")).hidden_states

@@ -55,7 +55,9 @@ def parameters_of_an_engine(model, layout, path):
         max_total_tokens=1024,
     )
     environment = engine_environment(config, gpu=False) | {"PYTHONPATH": os.getcwd()}
-    arguments = engine_arguments(config, ModelConfig(model), 0, needs_tokenizer=False, gpu=False, routing=False)
+    arguments = engine_arguments(
+        config, ModelConfig(model), 0, needs_tokenizer=False, gpu=False, routing=False
+    )
     log = f"{path}.log"
     engine = Engine.options(runtime_env={"env_vars": environment}).remote(arguments, log)
     try:

@@ -16,7 +16,9 @@ def test_the_table_has_every_configuration():
     """Quick; where it fails, `python tools/engine_settings.py --write` makes the table anew."""
     shown = re.findall(r"^\| `([^`]+)` \|", parts_of(PAGE.read_text())[1], flags=re.M)
     with_rollouts = [
-        path.stem for path in sorted(Path("configs").glob("*.yaml")) if re.search("^rollout:", path.read_text(), re.M)
+        path.stem
+        for path in sorted(Path("configs").glob("*.yaml"))
+        if re.search("^rollout:", path.read_text(), re.M)
     ]
     assert shown == with_rollouts
 
@@ -34,7 +36,9 @@ def test_a_default_that_this_project_departs_from_would_be_seen():
     unpacked("sglang==0.5.17")
     with all_asked() as given:
         usual = given["`qwen3_8b_1node`"]
-        graphs = {name: value for name, value in usual["arguments"].items() if name != "cuda_graph_backend_prefill"}
+        graphs = {
+            name: value for name, value in usual["arguments"].items() if name != "cuda_graph_backend_prefill"
+        }
         nccl = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}
         cases = {
             "usual": usual,

@@ -139,7 +139,9 @@ def test_a_first_observation_follows_the_prompt(counting):
     assert sample.response_ids.tolist() == [AB, ord("?"), *letters("end")]
     assert sample.loss_mask.tolist() == [False, False, True, True, True]
     assert sample.weight_spans == (WeightSpan(3, 2, 5),)
-    with pytest.raises(UserError, match=r"record 7: .*first observation has 3 tokens, which leaves none of the 3"):
+    with pytest.raises(
+        UserError, match=r"record 7: .*first observation has 3 tokens, which leaves none of the 3"
+    ):
         play(counting, Script(), prompt(first="abc?"), limit=3)
 
 
@@ -183,7 +185,9 @@ def test_many_episodes_at_once(counting):
     async def both():
         turns = MultiTurn(counting, LETTERS, 8, 0)
         episodes = [Episode(prompt(), i, i, 100, (0, i)) for i in range(20)]
-        return await asyncio.gather(*(turns.play(e, Script(*"x" * (e.group_id % 5), "end")) for e in episodes))
+        return await asyncio.gather(
+            *(turns.play(e, Script(*"x" * (e.group_id % 5), "end")) for e in episodes)
+        )
 
     samples = [sample for (sample,) in asyncio.run(both())]
     assert [sample.turns for sample in samples] == [1, 2, 3, 4, 5] * 4
@@ -327,7 +331,8 @@ def test_a_step_that_fails_is_one_clear_error(obedient, order, complaint):
 )
 def test_a_start_that_fails(obedient, order, complaint):
     with pytest.raises(
-        UserError, match=r"environment tests.unit.toy_environments:Obedient: reset\(\) on record 7 " + complaint
+        UserError,
+        match=r"environment tests.unit.toy_environments:Obedient: reset\(\) on record 7 " + complaint,
     ):
         play(obedient, Script("fine"), prompt(do=order))
 
@@ -337,7 +342,9 @@ def test_a_process_that_dies(places):
     environments = of("Obedient", places(1))
     try:
         for _ in range(2):  # another process in its place
-            with pytest.raises(UserError, match=r"environment tests.unit.toy_environments:Obedient: its process .* died"):
+            with pytest.raises(
+                UserError, match=r"environment tests.unit.toy_environments:Obedient: its process .* died"
+            ):
                 play(environments, Script("die"))
     finally:
         environments.close()
@@ -379,7 +386,9 @@ def test_one_that_cannot_be_interrupted(places):
     """As in a C extension that never returns: nothing in its process can end it, so the process is ended."""
     environments = of("Obedient", places(1), timeout=1.0)
     try:
-        with pytest.raises(UserError, match=r"did not return within reward.timeout=1.0 s, and cannot be interrupted"):
+        with pytest.raises(
+            UserError, match=r"did not return within reward.timeout=1.0 s, and cannot be interrupted"
+        ):
             play(environments, Script("deaf"))
     finally:
         environments.close()

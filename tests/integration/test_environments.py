@@ -24,7 +24,11 @@ LONGEST = 48
 def several_turns(arithmetic, root, name, *changes):
     tokenizer = PromptTokenizer(f"{arithmetic}/model")
     ends = tokenizer.encode("7;?").tolist()  # turns of an untrained model are then about ten tokens long
-    taken = [a for a in arguments(arithmetic, root) if not a.startswith(("reward.function", "rollout.max_response_length"))]
+    taken = [
+        a
+        for a in arguments(arithmetic, root)
+        if not a.startswith(("reward.function", "rollout.max_response_length"))
+    ]
     return [
         *taken,
         f"run.name={name}",
@@ -46,7 +50,10 @@ def root(tmp_path_factory):
 def played(ray_here, arithmetic, root):
     """Two steps with an evaluation before and after, all samples recorded; the tokenizer."""
     changes = [f"rollout.record={root}/rollouts.jsonl", f"data.eval={arithmetic}/data/eval.jsonl", "eval.n=2"]
-    assert main(["train", *several_turns(arithmetic, root, "turns", "megatron.tensor_parallel=2", *changes)]) == 0
+    assert (
+        main(["train", *several_turns(arithmetic, root, "turns", "megatron.tensor_parallel=2", *changes)])
+        == 0
+    )
     return PromptTokenizer(f"{arithmetic}/model")
 
 
@@ -62,7 +69,9 @@ def test_the_model_is_trained_on_its_own_tokens_alone(played, root):
     ends, states = set(), []
     for step in (1, 2):
         for group in replay.read(step):
-            assert len({played.decode_all(parts(sample)[0][1]) for sample in group.samples}) == 1  # one initial state
+            assert (
+                len({played.decode_all(parts(sample)[0][1]) for sample in group.samples}) == 1
+            )  # one initial state
             for sample in group.samples:
                 (by_model, first), *others = parts(sample)
                 state = played.decode_all(first)[1]
@@ -72,7 +81,9 @@ def test_the_model_is_trained_on_its_own_tokens_alone(played, root):
                 between = [played.decode_all(ids) for mine, ids in others if not mine]
                 assert between == [f"<user>{state}?<assistant>"] * (len(turns) - 1)
                 assert sample.turns == len(turns) == sample.reward_components["turns"] <= 3
-                assert sample.reward == pytest.approx(sum(share_of_digits(played.decode(ids)) for ids in turns))
+                assert sample.reward == pytest.approx(
+                    sum(share_of_digits(played.decode(ids)) for ids in turns)
+                )
                 assert not sample.rollout_logprobs[~sample.loss_mask].any()
                 assert (sample.rollout_logprobs[sample.loss_mask] < 0).all()
                 assert len(sample.response_ids) <= LONGEST
@@ -94,7 +105,9 @@ def test_engine_and_trainer_agree_over_turns(played, arithmetic, root):
     assert all(1 < row["response/turns_mean"] <= 3 for row in rows)
     assert all(row["reward/component/turns"] == row["response/turns_mean"] for row in rows)
     # The first step's samples are of the weights on disk.
-    batch = TrainBatch.from_samples([s for group in Replay(f"{root}/rollouts.jsonl").read(1) for s in group.samples])
+    batch = TrainBatch.from_samples(
+        [s for group in Replay(f"{root}/rollouts.jsonl").read(1) for s in group.samples]
+    )
     model = AutoModelForCausalLM.from_pretrained(arithmetic / "model", dtype=torch.float32).eval()
     difference = np.abs(batch.rollout_logp - transformers_logprobs(model, batch, 0.9))
     assert difference[batch.loss_mask].max() <= 1e-5
@@ -107,7 +120,10 @@ def test_the_evaluation_plays_too_and_from_the_same_states(played, root):
     assert all(0 < row["eval/mean@2"] <= 3 and 0 < row["eval/greedy"] <= 3 for row in scores)
     files = sorted((root / "turns" / "eval").glob("*.jsonl"))
     states = [
-        [[response["text"][:3] for response in json.loads(line)["responses"]] for line in file.read_text().splitlines()]
+        [
+            [response["text"][:3] for response in json.loads(line)["responses"]]
+            for line in file.read_text().splitlines()
+        ]
         for file in files
     ]
     assert len(states) == 2
@@ -129,6 +145,7 @@ def test_an_environment_that_fails_ends_the_run(ray_here, arithmetic, root, caps
     assert main(["train", *several_turns(arithmetic, root, "fails", *changes)]) == 2
     message = capsys.readouterr().err
     assert re.search(
-        r"error: environment tests.integration.question_environments:Broken: step\(.*\) on record \d+ failed: KeyError", message
+        r"error: environment tests.integration.question_environments:Broken: step\(.*\) on record \d+ failed: KeyError",
+        message,
     )
     assert "Traceback" not in message

@@ -53,7 +53,10 @@ def test_several_data_sets_by_the_command(ray_here, arithmetic, tmp_path, capsys
     for name, path in files.items():
         assert list(scores[name]) == ["mean@4", "pass@2", "pass@4", "maj@4", "greedy"]
         assert scores[name]["greedy"] == pytest.approx(greedy_reward(arithmetic, path, 10))
-        rows = [json.loads(line) for line in (folder / "eval" / f"step_00000000_{name}.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (folder / "eval" / f"step_00000000_{name}.jsonl").read_text().splitlines()
+        ]
         rewards = [[response["reward"] for response in row["responses"]] for row in rows]
         assert {len(group) for group in rewards} == {4}
         assert scores[name]["mean@4"] == pytest.approx(sum(map(sum, rewards)) / 4 / len(rewards))
@@ -61,5 +64,7 @@ def test_several_data_sets_by_the_command(ray_here, arithmetic, tmp_path, capsys
     assert not (folder / "logs" / "rank0.log").exists()
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert events.Scalars("eval/second/maj@4")[0].value == pytest.approx(scores["second"]["maj@4"])
-    (text,) = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("eval/first/0/text_summary")]
+    (text,) = [
+        event.tensor_proto.string_val[0].decode() for event in events.Tensors("eval/first/0/text_summary")
+    ]
     assert text.startswith("    === prompt")  # as code, so that nothing in it is markup

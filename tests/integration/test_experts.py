@@ -57,7 +57,9 @@ def test_engine_and_trainer_agree_on_the_same_experts(live):
 def test_episodes_of_one_and_of_several_sequences(live):
     """An untrained model writes padding tokens, which the template does not get, so its text differs."""
     root, rows = live
-    trajectories = [found for group in Replay(f"{root}/rollouts.jsonl").read(1) for found in group.trajectories]
+    trajectories = [
+        found for group in Replay(f"{root}/rollouts.jsonl").read(1) for found in group.trajectories
+    ]
     assert {len(found) > 1 for found in trajectories} == {True, False}
     assert any(sample.turns > 1 for found in trajectories for sample in found)
     assert rows[0]["response/sequences_mean"] == np.mean([len(found) for found in trajectories])
@@ -83,9 +85,13 @@ def test_ranks_slept_while_the_engine_worked(live):
 
 def test_the_same_rollouts_in_another_layout(live, experts):
     root, rows = live
-    again = run(experts, root, "again", f"rollout.replay={root}/rollouts.jsonl", "megatron.context_parallel=2")
+    again = run(
+        experts, root, "again", f"rollout.replay={root}/rollouts.jsonl", "megatron.context_parallel=2"
+    )
     for name in ("actor/loss", "actor/grad_norm", "actor/kl_to_reference", "moe/z_loss"):
-        np.testing.assert_allclose([row[name] for row in again], [row[name] for row in rows], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            [row[name] for row in again], [row[name] for row in rows], rtol=1e-5, atol=1e-7
+        )
 
 
 def test_the_trained_model_loads_in_transformers(live):

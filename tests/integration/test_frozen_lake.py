@@ -14,7 +14,9 @@ def test_grpo_finds_the_way_on_maps_that_it_has_not_seen(tmp_path):
     pytest.importorskip("gymnasium")
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "tools/frozen_lake.py", "--seed", "1", "--root", str(tmp_path)], capture_output=True, text=True
+        [sys.executable, "tools/frozen_lake.py", "--seed", "1", "--root", str(tmp_path)],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert time.monotonic() - start < 600
@@ -22,7 +24,9 @@ def test_grpo_finds_the_way_on_maps_that_it_has_not_seen(tmp_path):
     print(result)
     assert result["success_before"] <= 0.30
     assert result["success_after"] >= 0.70
-    rows = [json.loads(line) for line in (tmp_path / "frozen_lake" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "frozen_lake" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if "mismatch/max" in row]
     assert all(row["mismatch/max"] <= 1e-4 for row in steps)
     assert all(row["response/sequences_mean"] == 1 for row in steps)

@@ -12,7 +12,9 @@ import pytest
 from grpo_megatron.capabilities import emulated_transformer_engine
 from tests.tools import run_tool
 
-pytestmark = pytest.mark.skipif(emulated_transformer_engine()[1] is not None, reason=str(emulated_transformer_engine()[1]))
+pytestmark = pytest.mark.skipif(
+    emulated_transformer_engine()[1] is not None, reason=str(emulated_transformer_engine()[1])
+)
 
 
 OTHERS = ["peak", "head", "export", "handover", "sleep", "loop", "fp8_error", "repeat"]
@@ -36,7 +38,9 @@ def test_every_section_but_the_one_that_fails_reports(tmp_path):
     assert result["skipped"] == {}
     assert sorted(result["sections"]) == sorted({*OTHERS, *SHAPES} - {"fp8_error"})
     measured = {name: value for name, (value, *_) in result["targets"].items()}
-    assert [name for name, value in measured.items() if value is None] == ["fp8_error.fp8_tensorwise.mean_difference"]
+    assert [name for name, value in measured.items() if value is None] == [
+        "fp8_error.fp8_tensorwise.mean_difference"
+    ]
     for shape in SHAPES:
         figures = result["sections"][shape]
         assert figures["transformer_engine"] is True
@@ -44,7 +48,9 @@ def test_every_section_but_the_one_that_fails_reports(tmp_path):
         # Kernels that compute in bf16 in place of FP8 would leave no difference.
         for precision in ("fp8_tensorwise", "fp8_delayed", "fp8_blockwise"):
             assert 0 < figures[precision]["mean_logp_difference_long"] < 0.1
-    heads = [figures["mean_logp"] for figures in result["sections"]["head"].values() if isinstance(figures, dict)]
+    heads = [
+        figures["mean_logp"] for figures in result["sections"]["head"].values() if isinstance(figures, dict)
+    ]
     assert heads == pytest.approx([heads[0]] * 3, abs=1e-3)
     assert len(result["sections"]["sleep"]["asleep_gb"]) == 5
     assert result["sections"]["loop"]["last_step"]["step"] == 3
@@ -65,7 +71,9 @@ def test_fp8_is_compared_on_a_model_that_is_named(tmp_path):
 def test_what_no_longer_fits_into_the_time_is_ended_or_left_out(tmp_path):
     def left() -> list[psutil.Process]:
         of_all = psutil.process_iter(["environ"])
-        return [process for process in of_all if (process.info["environ"] or {}).get("GRPO_TEST") == str(tmp_path)]
+        return [
+            process for process in of_all if (process.info["environ"] or {}).get("GRPO_TEST") == str(tmp_path)
+        ]
 
     result = dry_run("--only", "loop", "training-4b", "--minutes", 0.15, status=1, GRPO_TEST=str(tmp_path))
     assert result["failed"] == {"loop": "the time was up before it ended"}

@@ -35,7 +35,9 @@ def recording(tmp_path_factory):
         groups = []
         for group in range(GROUPS):
             ids = draw.integers(3, 15, 6).astype(np.int32)
-            responses = [draw.integers(3, 15, draw.integers(3, LONGEST + 1)).astype(np.int32) for _ in range(N)]
+            responses = [
+                draw.integers(3, 15, draw.integers(3, LONGEST + 1)).astype(np.int32) for _ in range(N)
+            ]
             samples = [
                 Sample(
                     group_id=group,
@@ -117,7 +119,10 @@ class Started:
     def __post_init__(self):
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "grpo_megatron.cli", *self.command], stdout=log, stderr=log, start_new_session=True
+                [sys.executable, "-m", "grpo_megatron.cli", *self.command],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def wait_for(self, happened) -> bool:

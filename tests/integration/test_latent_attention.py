@@ -19,7 +19,9 @@ from tests.models import tiny_model
         ("deepseek_v3", "object_store", "colocated"),
     ],
 )
-def test_engine_and_trainer_agree_before_and_after_syncs(ray_here, arithmetic, tmp_path, family, transport, placement):
+def test_engine_and_trainer_agree_before_and_after_syncs(
+    ray_here, arithmetic, tmp_path, family, transport, placement
+):
     from make_tiny_model import make_tokenizer
 
     # On a CPU, SGLang pads MLPs whose width is no multiple of 32.

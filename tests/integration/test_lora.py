@@ -32,7 +32,9 @@ def test_a_run_with_adapters(ray_here, arithmetic, tmp_path):
     assert changed == {name for name in before if name.endswith("_proj.weight")}
     assert json.loads((folder / "hf" / "adapter" / "adapter_config.json").read_text())["r"] == 4
     checkpoint = folder / "checkpoints" / "step_00000002"
-    converted = tool("convert_megatron_to_hf", checkpoint, tmp_path / "x", "--hf", arithmetic / "model", status=2)
+    converted = tool(
+        "convert_megatron_to_hf", checkpoint, tmp_path / "x", "--hf", arithmetic / "model", status=2
+    )
     assert "saved with adapters (megatron.lora)" in converted
     assert not (tmp_path / "x").exists()
     resumed = ["run.name=more", *changes[1:], f"run.resume={checkpoint}"]

@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize("two_nodes", [(PER_NODE,
 @ray.remote
 class Seen:
     def tell(self):
-        return ray.get_runtime_context().get_node_id(), tuple(map(int, os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+        return ray.get_runtime_context().get_node_id(), tuple(
+            map(int, os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+        )
 
     def environment(self):
         return dict(os.environ)
@@ -63,14 +65,18 @@ def test_groups_are_within_nodes_and_large_engines_take_whole_ones(
 ):
     with allocated(configured(placement, group, engine_tp), num_ranks, num_engines) as cluster:
         ranks = [(slot.node, slot.device) for slot in cluster.rank_slots]
-        engines = [[[(slot.node, slot.device) for slot in part] for part in parts] for parts in cluster.engine_nodes]
+        engines = [
+            [[(slot.node, slot.device) for slot in part] for part in parts] for parts in cluster.engine_nodes
+        ]
     assert len(set(ranks)) == num_ranks
     for first in range(0, num_ranks, group):
         assert len({node for node, _ in ranks[first : first + group]}) == 1
     of_engines = [place for parts in engines for part in parts for place in part]
     assert len(set(of_engines)) == len(of_engines) == num_engines * engine_tp
     for parts in engines:
-        assert len({node for part in parts for node, _ in part}) == len(parts) == max(1, engine_tp // PER_NODE)
+        assert (
+            len({node for part in parts for node, _ in part}) == len(parts) == max(1, engine_tp // PER_NODE)
+        )
         assert len({len(part) for part in parts}) == 1
     if placement == Placement.colocated:
         # The same devices in the same order, as far as both go.
@@ -82,7 +88,9 @@ def test_groups_are_within_nodes_and_large_engines_take_whole_ones(
 def test_nodes_are_in_the_order_of_their_labels(two_nodes):
     """The third node has joined last and says that it is the first."""
     label = {NODE_ORDER: "-1"}
-    node = two_nodes.add_node(num_cpus=PER_NODE, num_gpus=PER_NODE, object_store_memory=80 * 2**20, labels=label)
+    node = two_nodes.add_node(
+        num_cpus=PER_NODE, num_gpus=PER_NODE, object_store_memory=80 * 2**20, labels=label
+    )
     try:
         with allocated(configured(S), 3 * PER_NODE, 0) as cluster:
             assert {slot.node for slot in cluster.rank_slots[:PER_NODE]} == {node.node_id}
@@ -92,11 +100,18 @@ def test_nodes_are_in_the_order_of_their_labels(two_nodes):
 
 
 @pytest.mark.parametrize(("placement", "num_ranks", "num_engines", "engine_tp"), [(C, 4, 1, 8), (S, 2, 2, 2)])
-def test_processes_are_where_their_slots_are_and_see_their_devices(two_nodes, placement, num_ranks, num_engines, engine_tp):
+def test_processes_are_where_their_slots_are_and_see_their_devices(
+    two_nodes, placement, num_ranks, num_engines, engine_tp
+):
     """Both at a time where they are colocated: each takes a share of the device."""
     with allocated(configured(placement, 2, engine_tp), num_ranks, num_engines) as cluster:
-        parts = [[slot] for slot in cluster.rank_slots] + [part for parts in cluster.engine_nodes for part in parts]
-        actors = [Seen.options(**cluster.options(part[0], {}, [slot.device for slot in part])).remote() for part in parts]
+        parts = [[slot] for slot in cluster.rank_slots] + [
+            part for parts in cluster.engine_nodes for part in parts
+        ]
+        actors = [
+            Seen.options(**cluster.options(part[0], {}, [slot.device for slot in part])).remote()
+            for part in parts
+        ]
         seen = ray.get([actor.tell.remote() for actor in actors], timeout=120)
         assert seen == [(part[0].node, tuple(slot.device for slot in part)) for part in parts]
         for actor in actors:
@@ -106,7 +121,12 @@ def test_processes_are_where_their_slots_are_and_see_their_devices(two_nodes, pl
 @pytest.mark.parametrize(
     ("config", "ranks", "engines", "says"),
     [
-        (configured(S, group=8), 8, 0, "megatron.tensor_parallel=8: .* must be on one node, which has 4 devices"),
+        (
+            configured(S, group=8),
+            8,
+            0,
+            "megatron.tensor_parallel=8: .* must be on one node, which has 4 devices",
+        ),
         (configured(S, engine_tp=6), 0, 1, "rollout.engine.tensor_parallel=6: .* must be a multiple of 4"),
         (configured(C, group=3, engine_tp=2), 6, 3, "would cross nodes; make one a multiple of the other"),
     ],
@@ -118,7 +138,9 @@ def test_what_would_cross_nodes_is_refused(two_nodes, config, ranks, engines, sa
 
 def test_what_no_node_has_room_for_is_said(two_nodes):
     """Eight devices are enough in all, but two groups of three leave one free on each node."""
-    with pytest.raises(UserError, match=r"in groups of 2, 3 that are each on one node; the Ray cluster has .*'GPU': 8"):
+    with pytest.raises(
+        UserError, match=r"in groups of 2, 3 that are each on one node; the Ray cluster has .*'GPU': 8"
+    ):
         allocate(configured(S, group=3, engine_tp=2), 6, 1, timeout=2.0)
 
 

@@ -48,7 +48,9 @@ def groups(*rewards):
         return Sample(0, number, ids, ids, np.ones(2, bool), np.zeros(2, np.float32), "stop", reward=reward)
 
     prompt = Prompt(0, np.array([1, 2], dtype=np.int32), "", "")
-    return [Group(i, prompt, tuple(sample(*one) for one in enumerate(values))) for i, values in enumerate(rewards)]
+    return [
+        Group(i, prompt, tuple(sample(*one) for one in enumerate(values))) for i, values in enumerate(rewards)
+    ]
 
 
 def test_each_is_short():
@@ -91,7 +93,9 @@ def rewarded(config, places, *responses):
         return Sample(0, 0, prompt.ids, ids, np.ones(len(ids), bool), np.zeros(len(ids), np.float32), "stop")
 
     async def score_all():
-        return await workers.score_group(prompt, [await workers.score(prompt, sample(text)) for text in responses])
+        return await workers.score_group(
+            prompt, [await workers.score(prompt, sample(text)) for text in responses]
+        )
 
     try:
         return asyncio.run(score_all())
@@ -186,7 +190,9 @@ def test_a_decorated_name_other_than_the_functions(tmp_path, monkeypatch):
 
 def test_a_filter_that_leaves_nothing():
     with pytest.raises(UserError, match=r"'nonzero_variance'\] leave none of the step's 2 groups"):
-        apply_filters(groups([1, 1], [0.1, 0.1]), configured("algorithm.filters=[nonzero_variance]").algorithm)
+        apply_filters(
+            groups([1, 1], [0.1, 0.1]), configured("algorithm.filters=[nonzero_variance]").algorithm
+        )
 
 
 def test_truncated_responses_are_not_trained_on():
@@ -200,7 +206,9 @@ def test_truncated_responses_are_not_trained_on():
     assert all(sample.loss_mask.all() for sample in plain.samples)
 
 
-@pytest.mark.parametrize(("length", "expected"), [(60, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (101, -1)])
+@pytest.mark.parametrize(
+    ("length", "expected"), [(60, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (101, -1)]
+)
 def test_soft_overlong_punishment(length, expected):
     """arXiv:2503.14476 eq. 13 with L_max 100 and L_cache 20."""
     from grpo_megatron.rewards.shaping import overlong_penalty
@@ -212,7 +220,9 @@ def test_soft_overlong_punishment(length, expected):
 def test_overlong_shaping_of_groups():
     from grpo_megatron.rewards.shaping import shape_overlong
 
-    config = configured("rollout.max_response_length=4", "reward.overlong_buffer.length=4").reward.overlong_buffer
+    config = configured(
+        "rollout.max_response_length=4", "reward.overlong_buffer.length=4"
+    ).reward.overlong_buffer
     (group,) = shape_overlong(groups([1, 0]), 4, config)
     assert group.rewards == [0.5, -0.5]
     assert group.samples[0].reward_components == {"overlong_penalty": -0.5}

@@ -39,7 +39,9 @@ def test_grpo_learns_what_the_teacher_got_wrong(roots, seed):
     assert result["accuracy_before"] <= 0.45
     assert result["accuracy_after"] >= 0.80
     assert result["mismatch_max"] <= 1e-4
-    rows = [json.loads(line) for line in (roots[seed] / "quickstart" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (roots[seed] / "quickstart" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert all(row["mismatch/max"] <= 1e-4 for row in rows if "mismatch/max" in row)
 
 
@@ -62,8 +64,14 @@ def test_the_exported_model_decodes_greedily_as_the_run_did(roots):
     scores = []
     for prompt in load_prompts(config.data.eval, tokenizer, config.data)[0]:
         ids = torch.from_numpy(prompt.ids).long()[None]
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32)[0, ids.shape[1] :]
-        scores.append(reward(prompt=prompt.text, response=tokenizer.decode(out.numpy()), answer=prompt.answer, record={}))
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32)[
+            0, ids.shape[1] :
+        ]
+        scores.append(
+            reward(
+                prompt=prompt.text, response=tokenizer.decode(out.numpy()), answer=prompt.answer, record={}
+            )
+        )
     assert np.mean(scores) == pytest.approx(result["after"]["eval/greedy"], abs=0.01)
 
 
@@ -85,7 +93,15 @@ def test_fp8_learns_it_too(roots):
         f"model.path={root}/quickstart_sft/hf",
         *(f"data.{name}={root}/quickstart_data/{name}.jsonl" for name in ("train", "eval")),
     ]
-    run("-m", "grpo_megatron.cli", "train", "--config", "configs/quickstart_fp8.yaml", f"run.root={root}", *paths)
+    run(
+        "-m",
+        "grpo_megatron.cli",
+        "train",
+        "--config",
+        "configs/quickstart_fp8.yaml",
+        f"run.root={root}",
+        *paths,
+    )
     result = json.loads((root / "quickstart_fp8" / "result.json").read_text())
     print(result["before"], result["after"], result["mismatch_max"])
     assert result["before"]["eval/mean@4"] <= 0.45

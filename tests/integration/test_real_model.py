@@ -48,7 +48,12 @@ def test_engine_and_trainer_agree(ray_here, smollm2, problems, tmp_path, capsys)
 
 def test_one_step_trains_it_in_bf16(ray_here, smollm2, problems, tmp_path):
     """The configuration of `make quickstart-real`, which takes too long for a test: a step, an evaluation, and its report."""
-    small = ["run.total_steps=1", "data.train_batch_size=2", "train.ppo_mini_batch_size=2", "optimizer.lr_warmup_steps=0"]
+    small = [
+        "run.total_steps=1",
+        "data.train_batch_size=2",
+        "train.ppo_mini_batch_size=2",
+        "optimizer.lr_warmup_steps=0",
+    ]
     bf16 = ["megatron.precision=bf16", "rollout.engine.dtype=bfloat16"]
     assert main(["train", *arguments(smollm2, problems, tmp_path, *small, *bf16)]) == 0
     run = tmp_path / "quickstart_real"
@@ -70,16 +75,32 @@ def test_gsm8k_is_as_hard_as_expected(ray_here, smollm2, tmp_path, capsys):
     lines = GSM8K.read_text(encoding="utf-8").splitlines(keepends=True)
     (tmp_path / "first100.jsonl").write_text("".join(lines[:100]), encoding="utf-8")
     changes = [f"run.root={tmp_path}", f"model.path={smollm2}", f"data.eval={tmp_path}/first100.jsonl"]
-    assert main(["eval", "--config", "configs/gsm8k_cpu.yaml", *changes, "rollout.max_response_length=192", "eval.n=1"]) == 0
+    assert (
+        main(
+            [
+                "eval",
+                "--config",
+                "configs/gsm8k_cpu.yaml",
+                *changes,
+                "rollout.max_response_length=192",
+                "eval.n=1",
+            ]
+        )
+        == 0
+    )
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     print(result["scores"])
     (scores,) = result["scores"].values()
-    assert 0.01 <= scores["greedy"] <= 0.04  # 0.02 in float32; other processors' rounding may exchange a token
+    assert (
+        0.01 <= scores["greedy"] <= 0.04
+    )  # 0.02 in float32; other processors' rounding may exchange a token
 
 
 def test_the_benchmark_runs_small(smollm2):
     arguments = ["--model", smollm2, "--steps", "1", "--length", "4", "--precision", "bf16"]
-    done = subprocess.run([sys.executable, "benchmarks/real_model.py", *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "benchmarks/real_model.py", *arguments], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])["bf16"]
     assert 0 < found["train_share"] < 1

@@ -123,10 +123,17 @@ def train(arithmetic, tmp_path, capsys, *changes) -> tuple[str, int]:
     """A run to its end: what it said, and how many processes of engines there were."""
     capsys.readouterr()
     with EnginesSeen() as engines:
-        status = main(["train", *arguments(arithmetic, tmp_path, f"run.total_steps={STEPS}", "checkpoint.every=1", *changes)])
+        status = main(
+            [
+                "train",
+                *arguments(arithmetic, tmp_path, f"run.total_steps={STEPS}", "checkpoint.every=1", *changes),
+            ]
+        )
     captured = capsys.readouterr()
     assert status == 0, captured.err
-    assert [row["step"] for row in metrics(tmp_path, "run") if "time/step" in row] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in metrics(tmp_path, "run") if "time/step" in row] == list(
+        range(1, STEPS + 1)
+    )
     # No prompt was skipped, none trained twice.
     prompts = len((arithmetic / "data" / "train.jsonl").read_text().splitlines())
     assert trained(tmp_path, "run") == EpochOrder(prompts, 1234, True).take(6 * STEPS)
@@ -137,13 +144,19 @@ TWO_RANKS = "megatron.tensor_parallel=2"
 
 
 @pytest.mark.slow
-def test_a_run_outlives_a_dead_rank_and_one_that_sleeps_in_a_collective(ray_here, arithmetic, tmp_path, capsys, plant):
+def test_a_run_outlives_a_dead_rank_and_one_that_sleeps_in_a_collective(
+    ray_here, arithmetic, tmp_path, capsys, plant
+):
     """The engine stays as it is both times."""
     dead = plant(Fault(PolicyTrainer, "train_step", 3, RANK))
     asleep = plant(Fault(PolicyTrainer, "train_step", 6, RANK, what=None))
     said, engines = train(arithmetic, tmp_path, capsys, HANG, TWO_RANKS)
-    assert re.search(r"trainer rank \d of 2 died in `train_step`.*restart 1 of at most 3, from ", said, re.DOTALL), said
-    asleep_for = r"rank 1 \(tp1 pp0 cp0 dp0 ep0\) in `optimizer` for \d+ s, at \S+test_recovery.py:\d+ <lambda>"
+    assert re.search(
+        r"trainer rank \d of 2 died in `train_step`.*restart 1 of at most 3, from ", said, re.DOTALL
+    ), said
+    asleep_for = (
+        r"rank 1 \(tp1 pp0 cp0 dp0 ep0\) in `optimizer` for \d+ s, at \S+test_recovery.py:\d+ <lambda>"
+    )
     assert re.search(asleep_for, said), said
     assert re.search(r"of the others, 1 in `optimizer`, at \S+distributed_c10d.py:\d+ all_reduce", said), said
     assert "time.sleep(10_000)" in Path(re.search(REPORT, said).group(1)).read_text()
@@ -162,7 +175,12 @@ def test_a_run_outlives_a_dead_rank_and_one_that_sleeps_in_a_collective(ray_here
         (Fault(PolicyTrainer, "begin_checkpoint", 2, RANK, after=True), 1),
         (Fault(PolicyTrainer, "logprobs", 1, RANK), 1),
     ],
-    ids=["scheduler in generation", "engine in generation", "rank while saving", "rank before the first checkpoint"],
+    ids=[
+        "scheduler in generation",
+        "engine in generation",
+        "rank while saving",
+        "rank before the first checkpoint",
+    ],
 )
 def test_a_run_outlives_the_death_of_a_process(ray_here, arithmetic, tmp_path, capsys, plant, fault, engines):
     """engines: how many there are one after the other; a dead rank leaves the engine as it is."""
@@ -179,7 +197,9 @@ def test_a_run_outlives_the_death_of_a_process(ray_here, arithmetic, tmp_path, c
 @pytest.mark.slow
 @pytest.mark.parametrize("title", [RANK, SCHEDULER])
 @pytest.mark.parametrize("transport", ["shared_memory", "groups", "disk", "object_store"])
-def test_a_death_in_a_weight_sync_names_who_died(ray_here, arithmetic, tmp_path, capsys, plant, transport, title):
+def test_a_death_in_a_weight_sync_names_who_died(
+    ray_here, arithmetic, tmp_path, capsys, plant, transport, title
+):
     """Whatever the survivors make of it."""
     method, nth = ("load_bucket", 3) if transport == "object_store" else ("sync_order", 3)
     befallen = plant(Fault(EnginePool, method, nth, title))
@@ -194,7 +214,9 @@ def test_a_death_in_a_weight_sync_names_who_died(ray_here, arithmetic, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["groups", "disk", "object_store"])
-def test_an_engine_that_stays_takes_the_weights_of_new_ranks(ray_here, arithmetic, tmp_path, capsys, plant, transport):
+def test_an_engine_that_stays_takes_the_weights_of_new_ranks(
+    ray_here, arithmetic, tmp_path, capsys, plant, transport
+):
     """Over new connections: the old ones had a partner that died."""
     plant(Fault(PolicyTrainer, "train_step", 4, RANK))
     changes = [f"weight_sync.transport={transport}", "weight_sync.probe_every=1", TWO_RANKS]
@@ -226,7 +248,10 @@ def test_colocated_processes_are_replaced_together(ray_here, arithmetic, tmp_pat
 
 @pytest.mark.slow
 def test_a_death_in_an_evaluation_and_one_in_the_restart(ray_here, arithmetic, tmp_path, capsys, plant):
-    first, second = plant(Fault(Evaluation, "run", 3, SCHEDULER)), plant(Fault(PolicyTrainer, "load_checkpoint", 1, RANK))
+    first, second = (
+        plant(Fault(Evaluation, "run", 3, SCHEDULER)),
+        plant(Fault(PolicyTrainer, "load_checkpoint", 1, RANK)),
+    )
     changes = [f"data.eval={arithmetic}/data/eval.jsonl", "eval.every=1", "eval.n=1", TWO_RANKS]
     said, _ = train(arithmetic, tmp_path, capsys, *changes)
     assert len(first) == len(second) == 1
@@ -279,5 +304,10 @@ def test_a_node_that_leaves_ends_the_run(two_nodes, arithmetic, tmp_path, capsys
     """The last one here, because its cluster stays until the end of the module."""
     plant(Fault(PolicyTrainer, "train_step", 2, "/raylet/raylet "))
     # With few steps it could be done before the death of the node is noticed.
-    assert main(["train", *arguments(arithmetic, tmp_path, "run.total_steps=1000", "checkpoint.every=1")]) == 3
-    assert "1 of the 2 nodes of this run have left the Ray cluster; start it again on whole nodes" in capsys.readouterr().err
+    assert (
+        main(["train", *arguments(arithmetic, tmp_path, "run.total_steps=1000", "checkpoint.every=1")]) == 3
+    )
+    assert (
+        "1 of the 2 nodes of this run have left the Ray cluster; start it again on whole nodes"
+        in capsys.readouterr().err
+    )

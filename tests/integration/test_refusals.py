@@ -28,7 +28,11 @@ def sharded(tmp_path_factory, arithmetic):
 def refusal(capsys, arithmetic, *changes, command="train") -> str:
     was_up = ray.is_initialized()
     capsys.readouterr()
-    common = [f"model.path={arithmetic}/model", f"data.train={arithmetic}/data/train.jsonl", "run.root=/proc/nowhere"]
+    common = [
+        f"model.path={arithmetic}/model",
+        f"data.train={arithmetic}/data/train.jsonl",
+        "run.root=/proc/nowhere",
+    ]
     common += ["data.max_prompt_length=64", "rollout.max_response_length=64"]
     assert main([command, *common, *changes]) == 2
     output = capsys.readouterr()
@@ -92,11 +96,15 @@ def test_precisions_and_layers_that_cannot_run_here(capsys, arithmetic):
     problem = Capabilities.of_this_machine().fp8_problem
     if problem is None:
         pytest.skip("FP8 can run here")
-    assert f"megatron.precision=fp8 is not possible here: {problem}" in refusal(capsys, arithmetic, "megatron.precision=fp8")
+    assert f"megatron.precision=fp8 is not possible here: {problem}" in refusal(
+        capsys, arithmetic, "megatron.precision=fp8"
+    )
 
 
 def test_a_model_for_shorter_sequences(capsys, arithmetic):
-    message = refusal(capsys, arithmetic, "rollout.max_response_length=4000", "train.max_tokens_per_micro_batch=8192")
+    message = refusal(
+        capsys, arithmetic, "rollout.max_response_length=4000", "train.max_tokens_per_micro_batch=8192"
+    )
     assert "= 4064, but" in message
     assert "is made for 2048 positions" in message
 

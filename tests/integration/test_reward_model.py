@@ -22,7 +22,10 @@ def response(rng: random.Random, sevens: int) -> str:
 def preferences(rng: random.Random, count: int) -> list[dict]:
     """The one with more sevens is preferred."""
     pairs = [sorted(rng.sample(range(11), 2)) for _ in range(count)]
-    return [{"prompt": PROMPT, "chosen": response(rng, most), "rejected": response(rng, fewest)} for fewest, most in pairs]
+    return [
+        {"prompt": PROMPT, "chosen": response(rng, most), "rejected": response(rng, fewest)}
+        for fewest, most in pairs
+    ]
 
 
 def write(path, records) -> str:
@@ -71,7 +74,10 @@ def test_its_export_prefers_the_same_in_transformers(trained):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = trained[0] / "reward" / "hf"
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
 
     def score(text: str) -> float:
         conversation = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": text}]
@@ -80,7 +86,9 @@ def test_its_export_prefers_the_same_in_transformers(trained):
 
     held_out = [json.loads(line) for line in (trained[0] / "eval.jsonl").read_text().splitlines()]
     right = sum(score(pair["chosen"]) > score(pair["rejected"]) for pair in held_out)
-    assert right / len(held_out) == pytest.approx(trained[1]["after"]["eval/accuracy"], abs=0.011)  # two of them may be even
+    assert right / len(held_out) == pytest.approx(
+        trained[1]["after"]["eval/accuracy"], abs=0.011
+    )  # two of them may be even
 
 
 @pytest.mark.slow
@@ -114,6 +122,11 @@ def test_grpo_raises_its_scores(trained, arithmetic):
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + rows[0]["reward/std"]
     result = json.loads((root / "grpo" / "result.json").read_text())
     assert result["after"]["eval/mean@4"] > result["before"]["eval/mean@4"] + rows[0]["reward/std"]
-    samples = [json.loads(line) for line in (root / "grpo" / "eval" / "step_00000012_eval.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line)
+        for line in (root / "grpo" / "eval" / "step_00000012_eval.jsonl").read_text().splitlines()
+    ]
     texts = [r["text"] for prompt in samples for r in prompt["responses"]]
-    assert sum(text.count("7") for text in texts) > 3 * len(texts)  # of ten characters; at first one in thirty
+    assert sum(text.count("7") for text in texts) > 3 * len(
+        texts
+    )  # of ten characters; at first one in thirty

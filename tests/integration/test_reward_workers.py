@@ -86,7 +86,10 @@ def test_a_process_that_dies_takes_its_sample_out_of_the_group(places, capsys):
     assert (fine.reward, fine.is_left_out) == (1.0, False)
     assert dead.is_left_out
     assert failed.is_left_out
-    assert re.search(FAULTS["die"] + r".*; this sample is left out \(reward.on_failure=leave_out\)", capsys.readouterr().out)
+    assert re.search(
+        FAULTS["die"] + r".*; this sample is left out \(reward.on_failure=leave_out\)",
+        capsys.readouterr().out,
+    )
 
 
 @pytest.mark.slow
@@ -106,7 +109,9 @@ def test_a_full_log_costs_one_sample(forgiving):
 
 
 def test_a_worker_whose_node_is_gone_is_lost(tmp_path):
-    workers = RewardWorkers(RewardConfig(function=FUNCTION), spelled, worker_places(["ab" * 28], 1, str(tmp_path)))
+    workers = RewardWorkers(
+        RewardConfig(function=FUNCTION), spelled, worker_places(["ab" * 28], 1, str(tmp_path))
+    )
     try:
         with pytest.raises(ProcessLost, match="reward worker 0 was lost in `start`"):
             run(workers, "fine")
@@ -142,7 +147,9 @@ def test_messages_are_few(forgiving, capsys):
 def test_unless_told_otherwise_a_failure_is_an_error(places):
     workers = made(places)
     try:
-        with pytest.raises(UserError, match=r"reward tests.integration.helpers:obey failed on record 7 .*ZeroDivisionError"):
+        with pytest.raises(
+            UserError, match=r"reward tests.integration.helpers:obey failed on record 7 .*ZeroDivisionError"
+        ):
             run(workers, "fine", "raise")
         with pytest.raises(ProcessLost, match="died"):
             run(workers, "fine", "die")
@@ -188,7 +195,9 @@ def test_a_call_that_nobody_waits_for_costs_the_next_ones_nothing(places):
     workers = made(places, number=2)
 
     async def impatient():
-        await asyncio.wait([asyncio.ensure_future(workers.score(PROMPT, sample("nap"))) for _ in range(4)], timeout=0.2)
+        await asyncio.wait(
+            [asyncio.ensure_future(workers.score(PROMPT, sample("nap"))) for _ in range(4)], timeout=0.2
+        )
 
     try:
         run(workers, "fine")
@@ -213,7 +222,9 @@ def test_a_worker_that_cannot_start_is_one_clear_error(places, tmp_path, monkeyp
 def test_the_workers_text_is_the_tokenizers(arithmetic):
     tokenizer = PromptTokenizer(str(arithmetic / "model"))
     ids = np.arange(tokenizer.vocab_size, dtype=np.int32)
-    assert tokenizer.decoder(ids) == tokenizer.tokenizer.decode(ids.tolist()).replace("<pad>", "").replace("<eos>", "")
+    assert tokenizer.decoder(ids) == tokenizer.tokenizer.decode(ids.tolist()).replace("<pad>", "").replace(
+        "<eos>", ""
+    )
     assert ScorerSpec(RewardConfig(function=FUNCTION), tokenizer.decoder)().work([], 1.0) == []
 
 

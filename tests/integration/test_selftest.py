@@ -78,7 +78,9 @@ def test_a_sound_run(verdict):
 
 
 def test_another_temperature(controller, verdict, monkeypatch):
-    monkeypatch.setattr(controller.rollouts, "_sampling", replace(controller.rollouts._sampling, temperature=0.8))
+    monkeypatch.setattr(
+        controller.rollouts, "_sampling", replace(controller.rollouts._sampling, temperature=0.8)
+    )
     (found,) = verdict().explanations
     assert found.startswith("temperature:")
     assert "at 0.8;" in found
@@ -98,7 +100,10 @@ def change_samples(controller, monkeypatch, change):
 
     def sample(step, prompts):
         rollout = sampled(step, prompts)
-        return replace(rollout, groups=[replace(group, samples=tuple(map(change, group.samples))) for group in rollout.groups])
+        return replace(
+            rollout,
+            groups=[replace(group, samples=tuple(map(change, group.samples))) for group in rollout.groups],
+        )
 
     monkeypatch.setattr(controller.rollouts, "sample", sample)
 
@@ -141,7 +146,9 @@ class Faulty:
     def transfer(self, source, target, version):
         with source.weight_stream(2**20) as buckets:
             taken = [_copy(ray.get(bucket)) for bucket in buckets]
-        self._send(lambda some: [target.load_bucket(ray.put(bucket)) for bucket in some], taken, next(self._count))
+        self._send(
+            lambda some: [target.load_bucket(ray.put(bucket)) for bucket in some], taken, next(self._count)
+        )
         return {}
 
 

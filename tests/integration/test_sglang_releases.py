@@ -42,17 +42,23 @@ def asked_of(release: Path | None, model: str, **changes) -> dict:
     )
     other = EngineConfig(kv_cache_dtype=KVCacheDtype.fp8_e5m2, quantization=Quantization.fp8)
     arguments = [
-        engine_arguments(everything, ModelConfig(model, fp32_head=True), 1, needs_tokenizer=False, gpu=True, routing=True)
+        engine_arguments(
+            everything, ModelConfig(model, fp32_head=True), 1, needs_tokenizer=False, gpu=True, routing=True
+        )
         | node_arguments(1, 2, "10.0.0.1:20000")
         | changes,
         engine_arguments(other, ModelConfig(model), 1, needs_tokenizer=True, gpu=True, routing=False),
     ]
     if release is None:
         arguments.append(
-            engine_arguments(EngineConfig(), ModelConfig(model), 1, needs_tokenizer=False, gpu=False, routing=True)
+            engine_arguments(
+                EngineConfig(), ModelConfig(model), 1, needs_tokenizer=False, gpu=False, routing=True
+            )
             | {"attention_backend": "torch_native"}  # the platform registers its own
         )
-    sampling = Sampling(n=2, temperature=1.0, max_response_length=8, stop=("x",), stop_token_ids=(3,)).parameters()
+    sampling = Sampling(
+        n=2, temperature=1.0, max_response_length=8, stop=("x",), stop_token_ids=(3,)
+    ).parameters()
     path = [str(folder) for folder in (release, Path.cwd()) if folder]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

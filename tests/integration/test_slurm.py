@@ -50,7 +50,14 @@ def submit(env, folder, *arguments, status=0):
 def submit_py(env, folder, *arguments, status=0):
     """Called from another folder than the project's."""
     config = ["--config", str(ROOT / "configs/quickstart.yaml")]
-    command = [sys.executable, str(ROOT / "slurm/submit.py"), *config, "--start-timeout", "300", *map(str, arguments)]
+    command = [
+        sys.executable,
+        str(ROOT / "slurm/submit.py"),
+        *config,
+        "--start-timeout",
+        "300",
+        *map(str, arguments),
+    ]
     # The tests may be those of another copy of the project than the installed one.
     env = env | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
@@ -136,7 +143,9 @@ def test_what_cannot_run_is_refused_before_it_is_queued(slurm, arithmetic, tmp_p
     assert "megatron.tensor_parallel=3 does not divide the model's 4 attention heads" in says
     # What the shell says of a partition is not what is asked for.
     env = slurm | {"SBATCH_PARTITION": "cpu"}
-    says = submit(env, tmp_path, "--nodes", 2, "--partition", "gold", *run_arguments(arithmetic, tmp_path), status=2)
+    says = submit(
+        env, tmp_path, "--nodes", 2, "--partition", "gold", *run_arguments(arithmetic, tmp_path), status=2
+    )
     assert "error: Slurm refuses the job: " in says
     assert "invalid partition" in says
     assert asked(slurm, "scontrol", "show", "jobs", "-o").count("JobId=") == before
@@ -171,7 +180,9 @@ def programs(folder, then):
     return folder
 
 
-def test_a_run_that_was_stopped_is_queued_again_and_the_rest_of_its_chain_asks_the_program(slurm, arithmetic, tmp_path):
+def test_a_run_that_was_stopped_is_queued_again_and_the_rest_of_its_chain_asks_the_program(
+    slurm, arithmetic, tmp_path
+):
     finished = "os.path.exists(os.path.join(run, 'result.json'))"
     bin = programs(tmp_path / "bin", f'if restarts == "0" and not {finished}:\n    time.sleep(600)')
     changes = ("run.name=chained", "run.resume=auto")
@@ -193,19 +204,25 @@ def test_a_run_that_was_stopped_is_queued_again_and_the_rest_of_its_chain_asks_t
     # It is for the program to find that the run is finished.
     assert f"job {second}: Ray is up on " in (run / "slurm" / f"{second}.log").read_text()
     assert not [
-        process for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get("SLURM_JOB_ID") == first
+        process
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get("SLURM_JOB_ID") == first
     ]
 
 
 def test_a_script_of_a_dry_run_is_queued_by_hand_and_cancelled(slurm, arithmetic, tmp_path):
     """A plain scancel does not queue the job again."""
     options = ("--nodes", 2, "--bin", programs(tmp_path / "bin", "time.sleep(600)"), "--requeue", "--dry-run")
-    script = submit_py(slurm, tmp_path, *options, *run_arguments(arithmetic, tmp_path, "run.name=by_hand")).stdout
+    script = submit_py(
+        slurm, tmp_path, *options, *run_arguments(arithmetic, tmp_path, "run.name=by_hand")
+    ).stdout
     run = tmp_path / "by_hand"
     assert not run.exists()
     (tmp_path / "job.sbatch").write_text(script)
     (run / "slurm").mkdir(parents=True)
-    queued = subprocess.run(["sbatch", "job.sbatch"], env=slurm, cwd=tmp_path, capture_output=True, text=True, check=True)
+    queued = subprocess.run(
+        ["sbatch", "job.sbatch"], env=slurm, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     job = queued.stdout.split()[-1]
     wait_in(slurm, job, (run / "given0").exists)
     assert asked(slurm, "scontrol", "write", "batch_script", job, "-") == script.strip()
@@ -226,10 +243,14 @@ def test_runs_of_an_array_share_nodes_and_get_every_value_as_it_is(slurm, arithm
     found = {}
     for task in (3, 5):
         run = root / f"quickstart_{task}"
-        assert ended(slurm, f"{job}_{task}")["ExitCode"] == "0:0", "".join(map(_text, (run / "slurm").iterdir()))
+        assert ended(slurm, f"{job}_{task}")["ExitCode"] == "0:0", "".join(
+            map(_text, (run / "slurm").iterdir())
+        )
         found[task] = json.loads((run / "result.json").read_text())
         assert found[task]["hostile"] == hostile
-        assert {f"run.root={root}", f"run.seed={task}", f"reward.extract={hostile}{task}"} <= set(found[task]["arguments"])
+        assert {f"run.root={root}", f"run.seed={task}", f"reward.extract={hostile}{task}"} <= set(
+            found[task]["arguments"]
+        )
         assert found[task]["folder"] == str(tmp_path)
         assert "Ray is up on node2 node1" in (run / "slurm" / f"{job}_{task}.log").read_text()
         assert len(list((run / "slurm").glob("*-node[12].log"))) == 2
@@ -239,7 +260,9 @@ def test_runs_of_an_array_share_nodes_and_get_every_value_as_it_is(slurm, arithm
 
 def test_a_run_that_slurm_stops_goes_on_after_its_restart(slurm, arithmetic, tmp_path):
     changes = ("run.name=stopped", "run.total_steps=12")
-    (job,) = submit(slurm, tmp_path, "--nodes", 2, "--requeue", *run_arguments(arithmetic, tmp_path, *changes))
+    (job,) = submit(
+        slurm, tmp_path, "--nodes", 2, "--requeue", *run_arguments(arithmetic, tmp_path, *changes)
+    )
     run = tmp_path / "stopped"
     wait_in(slurm, job, lambda: _text(run / "metrics.jsonl").count("throughput/") >= 3)
     asked(slurm, "scancel", "--batch", "--signal=USR1", job)
@@ -284,7 +307,11 @@ exec "$@"
 
 
 def test_every_program_is_started_as_told_and_uses_the_interface_that_was_named(slurm, arithmetic, tmp_path):
-    addresses = {name: found[0].address for name, found in psutil.net_if_addrs().items() if found[0].family == socket.AF_INET}
+    addresses = {
+        name: found[0].address
+        for name, found in psutil.net_if_addrs().items()
+        if found[0].family == socket.AF_INET
+    }
     name = next((name for name in addresses if name != "lo"), "lo")
     starter = tmp_path / "start"
     starter.write_text(STARTER)

@@ -102,9 +102,19 @@ class Job:
             "NCCL_SOCKET_IFNAME": LINK,
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }
-        places = [f"--node-ip-address={HERE}", f"--port={self.port}", f"--ray-client-server-port={self.port + 1}"]
+        places = [
+            f"--node-ip-address={HERE}",
+            f"--port={self.port}",
+            f"--ray-client-server-port={self.port + 1}",
+        ]
         ports = ["--min-worker-port=0", "--max-worker-port=0"]
-        others = ["--include-dashboard=false", "--disable-usage-stats", "--num-cpus=4", f"--temp-dir={temporary}", "--block"]
+        others = [
+            "--include-dashboard=false",
+            "--disable-usage-stats",
+            "--num-cpus=4",
+            f"--temp-dir={temporary}",
+            "--block",
+        ]
         ray = Path(sys.executable).with_name("ray")
         self.head = subprocess.Popen([ray, "start", "--head", *places, *ports, *others], env=self.environment)
 
@@ -118,7 +128,17 @@ def outside() -> dict[str, str]:
 def job(network):
     temporary = tempfile.mkdtemp(prefix="ray")  # not the machine's Ray's own; paths of sockets must be short
     job = Job(temporary)
-    wait = [sys.executable, "-m", "grpo_megatron.cluster.wait", "--address", job.address, "--nodes", "1", "--timeout", "300"]
+    wait = [
+        sys.executable,
+        "-m",
+        "grpo_megatron.cluster.wait",
+        "--address",
+        job.address,
+        "--nodes",
+        "1",
+        "--timeout",
+        "300",
+    ]
     try:
         subprocess.run(wait, env=job.environment, check=True)
         yield job
@@ -137,7 +157,9 @@ def job(network):
 def asked(*command: str, timeout: float, **environment: str) -> str:
     """What Python prints for these arguments in the stranger's place; what it had printed, if it takes longer."""
     whole = ["ip", "netns", "exec", SPACE, sys.executable, *command]
-    done = subprocess.Popen(whole, env=outside() | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.Popen(
+        whole, env=outside() | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         output, errors = done.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -149,7 +171,9 @@ def asked(*command: str, timeout: float, **environment: str) -> str:
 
 def answers(trap: Path, ports: list[int], **environment: str) -> dict[int, dict]:
     """Of tests.integration.stranger, for each port."""
-    printed = asked("-m", "tests.integration.stranger", HERE, str(trap), *map(str, ports), timeout=400, **environment)
+    printed = asked(
+        "-m", "tests.integration.stranger", HERE, str(trap), *map(str, ports), timeout=400, **environment
+    )
     return {int(port): answer for port, answer in json.loads(printed.splitlines()[-1]).items()}
 
 
@@ -216,12 +240,20 @@ def must_open_with_the_token(told: dict[int, dict], owners: dict[int, tuple[str,
             assert 401 not in {status for status, _ in told[port]["http"]}
         else:
             assert "UNAUTHENTICATED" not in statuses(told[port]), name
-    nodes = [answer["grpc"]["/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"] for answer in told.values() if answer["grpc"]]
+    nodes = [
+        answer["grpc"]["/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"]
+        for answer in told.values()
+        if answer["grpc"]
+    ]
     assert any(status == "OK" and HERE.encode() in bytes.fromhex(answer) for status, answer in nodes)
 
 
 def test_a_stranger_gets_nothing(job, arithmetic, tmp_path):
-    sizes = ["megatron.tensor_parallel=2", "weight_sync.transport=groups", f"cluster.ray_address={job.address}"]
+    sizes = [
+        "megatron.tensor_parallel=2",
+        "weight_sync.transport=groups",
+        f"cluster.ray_address={job.address}",
+    ]
     run = LiveRun("train", arguments(arithmetic, tmp_path / "runs", *sizes), tmp_path, job.environment)
     trap = tmp_path / "trap"
     with run:

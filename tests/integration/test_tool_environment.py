@@ -74,7 +74,11 @@ def answers(result):
 def test_several_calls_of_a_turn_are_answered_in_their_order():
     result = step(f"Let me see. {call('calculator', expression='6*7')} {call('search', query='x', most=2)}")
     assert answers(result) == ["42", "['x', 'x']"]
-    assert (result.done, result.reward, result.components) == (False, 0, {"tool_calls": 2, "failed_tool_calls": 0})
+    assert (result.done, result.reward, result.components) == (
+        False,
+        0,
+        {"tool_calls": 2, "failed_tool_calls": 0},
+    )
 
 
 @pytest.mark.parametrize("text", ["42", "", "<think>" + call("calculator", expression="1") + "</think>42"])
@@ -92,7 +96,10 @@ def test_a_turn_without_a_call_is_the_last(text):
         ('<tool_call>{"name": "calculator"', "error: a call must be JSON such as"),  # not closed
         (call("abacus"), "error: there is no tool 'abacus'; there are calculator, search"),
         ('<tool_call>{"name": ["calculator"]}</tool_call>', "error: there is no tool"),
-        ('<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>', "error: arguments must be a JSON object"),
+        (
+            '<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>',
+            "error: arguments must be a JSON object",
+        ),
         (call("calculator", expression="1/0"), "error: division by zero"),
         (call("calculator", formula="1"), "error: TypeError: .*formula"),
         (call("calculator"), "error: TypeError: .*expression"),
@@ -118,7 +125,10 @@ def test_the_schemas_are_those_of_the_functions():
     calculator, own = ToolEnvironment(["calculator", f"{HERE}:search"], RewardConfig()).tools
     assert calculator["function"]["name"] == "calculator"
     assert calculator["function"]["parameters"]["required"] == ["expression"]
-    assert own["function"]["parameters"]["properties"]["most"] == {"type": "integer", "description": "How many results."}
+    assert own["function"]["parameters"]["properties"]["most"] == {
+        "type": "integer",
+        "description": "How many results.",
+    }
     (registered,) = ToolEnvironment([f"{HERE}:other_search"], RewardConfig()).tools
     assert registered["function"]["name"] == "_search"
 
@@ -181,16 +191,24 @@ def test_tools_and_rewards_have_workers_of_different_names(tmp_path, monkeypatch
     config = load_config(None, ["model.path=m", "data.train=d", "rollout.environment=tools"])
     found = []
     for module in (environments, workers):  # no processes here
-        monkeypatch.setattr(module, "WorkerPool", lambda what, build, bounds, places, again=True: found.extend(places))
-    make_episodes(config, PromptTokenizer(str(tmp_path)), partial(worker_places, ["here", "there"], 1, "logs"))
+        monkeypatch.setattr(
+            module, "WorkerPool", lambda what, build, bounds, places, again=True: found.extend(places)
+        )
+    make_episodes(
+        config, PromptTokenizer(str(tmp_path)), partial(worker_places, ["here", "there"], 1, "logs")
+    )
     names = [f"{role} worker {number}" for role in ("environment", "reward") for number in (0, 1)]
     assert [place.process.name for place in found] == names
-    assert [place.process.log for place in found] == [f"logs/{name.replace(' worker ', '_worker')}.log" for name in names]
+    assert [place.process.log for place in found] == [
+        f"logs/{name.replace(' worker ', '_worker')}.log" for name in names
+    ]
 
 
 def test_no_term_has_the_name_of_a_component():
     for name in step("").components:
-        with pytest.raises(UserError, match=rf"reward.terms.{name}: a term's name is a word .* none of .*{name}"):
+        with pytest.raises(
+            UserError, match=rf"reward.terms.{name}: a term's name is a word .* none of .*{name}"
+        ):
             terms_of(RewardConfig(terms={name: {"function": "math"}}))
 
 
@@ -226,9 +244,15 @@ def test_sft_reads_prompts_with_the_tools_that_training_offers(tmp_path, monkeyp
 
     tiny_model(tmp_path, "qwen3", vocab_size=320)
     make_tokenizer("bytes").save_pretrained(tmp_path)
-    (tmp_path / "t.jinja").write_text("{% for tool in tools or [] %}{{ tool }}{% endfor %}{{ messages[-1].content }}")
+    (tmp_path / "t.jinja").write_text(
+        "{% for tool in tools or [] %}{{ tool }}{% endfor %}{{ messages[-1].content }}"
+    )
     (tmp_path / "d.jsonl").write_text('{"prompt": "6*7?", "response": "42"}\n')
-    settings = [f"model.path={tmp_path}", f"data.train={tmp_path}/d.jsonl", f"data.chat_template={tmp_path}/t.jinja"]
+    settings = [
+        f"model.path={tmp_path}",
+        f"data.train={tmp_path}/d.jsonl",
+        f"data.chat_template={tmp_path}/t.jinja",
+    ]
     settings += [
         f"run.root={tmp_path}",
         "data.max_prompt_length=100",
@@ -236,9 +260,12 @@ def test_sft_reads_prompts_with_the_tools_that_training_offers(tmp_path, monkeyp
         "rollout.environment=tools",
     ]
     config = load_config(None, settings, "sft")
-    monkeypatch.setattr("grpo_megatron.commands.sft.open_site", lambda *_: pytest.fail("the prompt is taken for a short one"))
+    monkeypatch.setattr(
+        "grpo_megatron.commands.sft.open_site", lambda *_: pytest.fail("the prompt is taken for a short one")
+    )
     with pytest.raises(
-        UserError, match=r"d.jsonl:1 has \d+ prompt and 3 response tokens, more than data.max_prompt_length=100"
+        UserError,
+        match=r"d.jsonl:1 has \d+ prompt and 3 response tokens, more than data.max_prompt_length=100",
     ):
         sft(config)
     (problem,) = check(None, settings, "sft").violations

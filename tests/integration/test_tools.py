@@ -16,14 +16,20 @@ GSM8K = Path("../shared/data/gsm8k")
 
 
 def tool(name, *args, status=0):
-    done = subprocess.run([sys.executable, f"tools/{name}.py", *map(str, args)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, f"tools/{name}.py", *map(str, args)], capture_output=True, text=True
+    )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_a_run_converts_to_what_the_run_exported(ray_here, arithmetic, tmp_path):
-    data = [f"data.train={arithmetic}/data/sft.jsonl", "data.max_prompt_length=16", "rollout.max_response_length=32"]
+    data = [
+        f"data.train={arithmetic}/data/sft.jsonl",
+        "data.max_prompt_length=16",
+        "rollout.max_response_length=32",
+    ]
     layout = ["megatron.tensor_parallel=2", "megatron.precision=fp32", "checkpoint.every=3"]
     common = [f"run.root={tmp_path}", "run.name=sft", f"model.path={arithmetic}/model", "run.total_steps=3"]
     assert main(["sft", *common, *data, *layout]) == 0
@@ -32,7 +38,9 @@ def test_a_checkpoint_of_a_run_converts_to_what_the_run_exported(ray_here, arith
     tool("convert_megatron_to_hf", checkpoint, tmp_path / "hf", "--hf", arithmetic / "model")
     exported = read_all(tmp_path / "sft" / "hf")
     assert_identical(read_all(tmp_path / "hf"), exported)
-    assert any(not torch.equal(exported[name], tensor) for name, tensor in read_all(arithmetic / "model").items())
+    assert any(
+        not torch.equal(exported[name], tensor) for name, tensor in read_all(arithmetic / "model").items()
+    )
     # and the warm start itself continues from it
     resumed = [f"run.resume={checkpoint}", "run.name=more", "run.total_steps=5"]
     assert main(["sft", *common, *data, *layout, *resumed]) == 0
@@ -48,7 +56,10 @@ def byte_model(tmp_path_factory):
 
 
 QUESTIONS = [
-    {"question": "Tom has 3 apples and buys 1,200 more. How many are there?", "answer": "3 + 1200 = 1203\n#### 1,203"},
+    {
+        "question": "Tom has 3 apples and buys 1,200 more. How many are there?",
+        "answer": "3 + 1200 = 1203\n#### 1,203",
+    },
     {"question": "Half of 9 is how much? In décimals", "answer": "#### 4.5"},
 ] * 4
 
@@ -82,7 +93,9 @@ def test_prepare_gsm8k(tmp_path):
     assert first["prompt"].endswith("How many are there? Think.")
     assert (first["answer"], second["answer"]) == ("1203", "4.5")
     source.write_text('{"question": "?", "answer": "no number"}\n')
-    assert "record 0 has no line '#### number'" in tool("prepare_gsm8k", source, tmp_path / "out.jsonl", status=2)
+    assert "record 0 has no line '#### number'" in tool(
+        "prepare_gsm8k", source, tmp_path / "out.jsonl", status=2
+    )
 
 
 @pytest.mark.slow
@@ -103,7 +116,11 @@ def test_two_engines_two_replicas_and_two_evaluation_sets(ray_here, arithmetic, 
     ]
     assert main(["train", *arguments(arithmetic, tmp_path, *changes)]) == 0
     result = json.loads((tmp_path / "wide" / "result.json").read_text())
-    expected = {f"eval/{name}/{m}" for name in ("eval", "hard", "average") for m in ("mean@4", "pass@2", "pass@4", "greedy")}
+    expected = {
+        f"eval/{name}/{m}"
+        for name in ("eval", "hard", "average")
+        for m in ("mean@4", "pass@2", "pass@4", "greedy")
+    }
     assert set(result["after"]) == expected
     assert result["after"]["eval/hard/greedy"] == pytest.approx(result["after"]["eval/eval/greedy"], abs=1e-6)
     assert result["mismatch_max"] <= 1e-4

@@ -96,7 +96,9 @@ def recorded(ray_here, arithmetic, root):
     ]
     with SocketWatch() as sockets:
         assert main(["train", *arguments(arithmetic, root, *changes)]) == 0
-    (root / "sockets.json").write_text(json.dumps({address: sorted(who) for address, who in sockets.found.items()}))
+    (root / "sockets.json").write_text(
+        json.dumps({address: sorted(who) for address, who in sockets.found.items()})
+    )
     return root / "live"
 
 
@@ -128,7 +130,11 @@ def test_what_is_logged(recorded, root):
     assert [e.step for e in events.Scalars("eval/greedy")] == [0, 2, 3]
     for row in metrics(root, "live"):
         assert row["actor/optimizer_steps"] == 2
-        phases = sum(row[name] for name in row if name.startswith("time/") and name not in ("time/step", "time/monitor"))
+        phases = sum(
+            row[name]
+            for name in row
+            if name.startswith("time/") and name not in ("time/step", "time/monitor")
+        )
         assert phases == pytest.approx(row["time/step"], rel=1e-6)
 
 
@@ -136,7 +142,9 @@ def test_the_timeline_accounts_for_the_steps(recorded):
     events = json.loads((recorded / "timeline.json").read_text())
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     everyone = [event for event in events if event["ph"] == "X"]
-    of = {name: {event["name"] for event in everyone if names[event["pid"]] == name} for name in names.values()}
+    of = {
+        name: {event["name"] for event in everyone if names[event["pid"]] == name} for name in names.values()
+    }
     assert of["engine 0"] >= {"generate"}
     assert of["trainer rank 0 of 2"] >= {"train_step", "forward_backward", "optimizer"}
     spans = [event for event in everyone if names[event["pid"]] == "driver"]
@@ -144,7 +152,11 @@ def test_the_timeline_accounts_for_the_steps(recorded):
     assert [span["name"] for span in steps] == ["step 1", "step 2", "step 3"]
     left = []
     for step in steps:
-        inside = [span for span in spans if span not in steps and step["ts"] <= span["ts"] < step["ts"] + step["dur"]]
+        inside = [
+            span
+            for span in spans
+            if span not in steps and step["ts"] <= span["ts"] < step["ts"] + step["dur"]
+        ]
         left.append(abs(step["dur"] - sum(span["dur"] for span in inside)) / step["dur"])
     # A machine may stop for a second between two phases; a phase that is missing is missing in most steps.
     assert sorted(left)[1] <= 0.02, left
@@ -177,7 +189,12 @@ def test_samples_carry_the_version_they_were_made_with(recorded, root):
     for step, line in enumerate(lines, start=1):
         groups = json.loads(line)["groups"]
         assert len(groups) == 6
-        versions = {span["version"] for group in groups for sample in group["samples"] for span in sample["weight_spans"]}
+        versions = {
+            span["version"]
+            for group in groups
+            for sample in group["samples"]
+            for span in sample["weight_spans"]
+        }
         assert versions == {step}
 
 
@@ -191,7 +208,9 @@ def test_the_export_decodes_as_the_run_did(recorded, arithmetic):
     rewards = []
     for prompt in load_prompts(f"{arithmetic}/data/eval.jsonl", tokenizer, config.data)[0]:
         ids = torch.from_numpy(prompt.ids).long()[None]
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)[
+            0, ids.shape[1] :
+        ]
         rewards.append(digits(None, tokenizer.decode(out.numpy()), None, None))
     assert np.mean(rewards) == pytest.approx(result["after"]["eval/greedy"], abs=0.01)
     assert result["before"]["eval/greedy"] != result["after"]["eval/greedy"]
@@ -199,7 +218,14 @@ def test_the_export_decodes_as_the_run_did(recorded, arithmetic):
 
 def replay(arithmetic, root, name, *changes) -> list[dict]:
     assert (
-        main(["train", *arguments(arithmetic, root, f"run.name={name}", f"rollout.replay={root}/rollouts.jsonl", *changes)])
+        main(
+            [
+                "train",
+                *arguments(
+                    arithmetic, root, f"run.name={name}", f"rollout.replay={root}/rollouts.jsonl", *changes
+                ),
+            ]
+        )
         == 0
     )
     return metrics(root, name)
@@ -212,7 +238,10 @@ def assert_same(rows, expected, rtol):
     for row, other in zip(rows, expected, strict=True):
         for name in COMPARED:
             # The KL is a mean of squares of small differences: log-probs rounded by 1e-6 move it by 1e-8.
-            assert row[name] == pytest.approx(other[name], rel=rtol, abs=1e-8 if "kl" in name else 0), (row["step"], name)
+            assert row[name] == pytest.approx(other[name], rel=rtol, abs=1e-8 if "kl" in name else 0), (
+                row["step"],
+                name,
+            )
 
 
 @pytest.mark.slow
@@ -254,7 +283,9 @@ def test_a_resumed_run_continues_as_if_undisturbed(resumed, root):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_ends_at_once(recorded, arithmetic, root, capsys):
+def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_ends_at_once(
+    recorded, arithmetic, root, capsys
+):
     """One bit of a weight, which only the ranks can notice; then the same command again, and with more steps."""
     whole = replay(arithmetic, root, "bits", "checkpoint.every=2")
     folder = root / "bits"
@@ -307,9 +338,13 @@ def test_a_checkpoint_that_is_not_whole_is_refused(recorded, arithmetic, root, t
 def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
     """Its partner sits in a collective meanwhile; nobody waits for that to time out. The group can be started anew."""
     config = load_config(None, arguments(arithmetic, root, "megatron.tensor_parallel=2"))
-    batch = TrainBatch.from_samples([s for group in Replay(f"{root}/rollouts.jsonl").read(1) for s in group.samples])
+    batch = TrainBatch.from_samples(
+        [s for group in Replay(f"{root}/rollouts.jsonl").read(1) for s in group.samples]
+    )
     cluster = allocate(config, num_ranks=2, num_engines=0)
-    actor = PolicyTrainer(cluster, actor_spec(config), config.megatron, 0, str(tmp_path), 60, Watch(str(tmp_path), 600))
+    actor = PolicyTrainer(
+        cluster, actor_spec(config), config.megatron, 0, str(tmp_path), 60, Watch(str(tmp_path), 600)
+    )
 
     def sync():
         with actor.weight_stream(10_000) as buckets:
@@ -328,7 +363,10 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
     # The checkpoint that was being written meanwhile does not come to look complete; the one before it is.
     with pytest.raises(ProcessDied, match="trainer rank 1 of 2 died in `finish_checkpoint`"):
         saver.finish(timeout=30)
-    assert sorted(folder.name for folder in saver.folder.iterdir()) == ["step_00000001", "step_00000002.partial"]
+    assert sorted(folder.name for folder in saver.folder.iterdir()) == [
+        "step_00000001",
+        "step_00000002.partial",
+    ]
     assert open_checkpoint(saver.folder / "step_00000001", "sft").step == 1
     if call == "logprobs":
         actor.group.restart()
@@ -353,7 +391,8 @@ def test_weights_that_are_not_numbers_end_the_run(recorded, arithmetic, root, tm
     assert main(["train", *arguments(arithmetic, root, *changes)]) == 2
     said = capsys.readouterr().err
     assert re.search(
-        r"1 parameters hold NaN or infinity since they were loaded, such as \S*norm\S* on trainer rank 0 of 1", said
+        r"1 parameters hold NaN or infinity since they were loaded, such as \S*norm\S* on trainer rank 0 of 1",
+        said,
     )
 
 
@@ -362,7 +401,9 @@ def test_a_reward_that_is_not_a_number_stops_the_run(ray_here, arithmetic, root,
     changes = ["run.name=nan", "reward.function=tests.integration.helpers:nan_reward"]
     assert main(["train", *arguments(arithmetic, root, *changes)]) == 2
     message = capsys.readouterr().err
-    assert re.search(r"error: reward tests.integration.helpers:nan_reward returned nan for record \d+", message)
+    assert re.search(
+        r"error: reward tests.integration.helpers:nan_reward returned nan for record \d+", message
+    )
     assert "Traceback" not in message
 
 
@@ -375,7 +416,11 @@ def test_sft_lowers_the_loss_and_its_export_is_a_start_for_grpo(ray_here, arithm
         f"model.path={arithmetic}/model",
         "data.max_prompt_length=16",
     ]
-    data = [f"data.train={arithmetic}/data/sft.jsonl", "data.train_batch_size=32", "rollout.max_response_length=32"]
+    data = [
+        f"data.train={arithmetic}/data/sft.jsonl",
+        "data.train_batch_size=32",
+        "rollout.max_response_length=32",
+    ]
     changes = ["megatron.precision=fp32", "megatron.data_parallel=2", "optimizer.lr=0.003"]
     assert main(["sft", *common, *data, *changes]) == 0
     rows = metrics(root, "sft")

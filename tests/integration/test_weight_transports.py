@@ -40,7 +40,10 @@ def refuses_to_serve(engines):
 
 @pytest.mark.slow
 def test_shared_memory_from_two_stages_and_back_to_the_weights_before(ray_here, arithmetic, tmp_path):
-    with loop(arithmetic, tmp_path, "megatron.pipeline_parallel=2", "weight_sync.delta=true") as (controller, run):
+    with loop(arithmetic, tmp_path, "megatron.pipeline_parallel=2", "weight_sync.delta=true") as (
+        controller,
+        run,
+    ):
         refuses_to_serve(run.engines)  # before its first sync
         assert largest_mismatch(controller) < 1e-5
         full = controller.weight_sync.metrics["sync/sent_gb"]
@@ -51,7 +54,8 @@ def test_shared_memory_from_two_stages_and_back_to_the_weights_before(ray_here, 
         verify(controller, run)
         run.trainer.scale_weights(0.5)  # the engines have other weights now, and that is found
         with pytest.raises(
-            RuntimeError, match=r"digest differs from the trainer's of model.embed_tokens.weight at rank 0 of engine 0"
+            RuntimeError,
+            match=r"digest differs from the trainer's of model.embed_tokens.weight at rank 0 of engine 0",
         ):
             verify(controller, run)
         refuses_to_serve(run.engines)
@@ -68,7 +72,11 @@ def verify(controller, run):
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["groups", "disk", "object_store"])
 def test_other_transports_into_two_engines(ray_here, arithmetic, tmp_path, transport):
-    changes = [f"weight_sync.transport={transport}", "rollout.engine.num_engines=2", "megatron.tensor_parallel=2"]
+    changes = [
+        f"weight_sync.transport={transport}",
+        "rollout.engine.num_engines=2",
+        "megatron.tensor_parallel=2",
+    ]
     if transport == "disk":
         changes.append(f"weight_sync.folder={tmp_path}/weights")
     with loop(arithmetic, tmp_path, *changes) as (controller, run):
@@ -81,7 +89,11 @@ def test_other_transports_into_two_engines(ray_here, arithmetic, tmp_path, trans
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared_memory", "groups"])
 def test_into_engines_with_two_tensor_parallel_ranks(ray_here, arithmetic, tmp_path, transport):
-    changes = [f"weight_sync.transport={transport}", "rollout.engine.tensor_parallel=2", "megatron.tensor_parallel=2"]
+    changes = [
+        f"weight_sync.transport={transport}",
+        "rollout.engine.tensor_parallel=2",
+        "megatron.tensor_parallel=2",
+    ]
     with loop(arithmetic, tmp_path, *changes) as (controller, run):
         assert largest_mismatch(controller) < 1e-5
         run.trainer.scale_weights(2.0)
@@ -99,7 +111,11 @@ def one_sync_takes_seconds(controller):
 @pytest.mark.parametrize("victim", ["trainer", "engine"])
 @pytest.mark.parametrize("transport", ["shared_memory", "groups"])
 def test_a_death_in_mid_sync_leaves_no_engine_serving(ray_here, arithmetic, tmp_path, transport, victim):
-    changes = [f"weight_sync.transport={transport}", "megatron.pipeline_parallel=2", "rollout.engine.num_engines=2"]
+    changes = [
+        f"weight_sync.transport={transport}",
+        "megatron.pipeline_parallel=2",
+        "rollout.engine.num_engines=2",
+    ]
     with loop(arithmetic, tmp_path, *changes) as (controller, run):
         one_sync_takes_seconds(controller)
         controller.sync_weights()  # connects everything
@@ -107,7 +123,10 @@ def test_a_death_in_mid_sync_leaves_no_engine_serving(ray_here, arithmetic, tmp_
         controller.sync_weights()
         seconds = time.monotonic() - started
         assert seconds > 0.5
-        process = {"trainer": run.trainer.group.ranks[1].pid, "engine": scheduler_of(run.engines._engines[1])}[victim]
+        process = {
+            "trainer": run.trainer.group.ranks[1].pid,
+            "engine": scheduler_of(run.engines._engines[1]),
+        }[victim]
         threading.Timer(seconds / 3, os.kill, (process, signal.SIGKILL)).start()
         version = run.engines.weight_version
         with pytest.raises((ProcessDied, RuntimeError)) as caught:

@@ -91,7 +91,9 @@ def build(rank: int, store: StoreAddress, heart: Heart):
 def group(ray_here, tmp_path):
     options = [{"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.getcwd()}}} for _ in range(3)]
     work = []
-    group = WorkerGroup("member", options, str(tmp_path), build, 120, Watch(str(tmp_path), HANG_SECONDS, work.append))
+    group = WorkerGroup(
+        "member", options, str(tmp_path), build, 120, Watch(str(tmp_path), HANG_SECONDS, work.append)
+    )
     group.work = work
     yield group
     group.close()
@@ -110,7 +112,8 @@ def test_what_fails_names_the_rank_and_the_call(group):
     with pytest.raises(UserError, match=r"^planted$"):
         group.call("fail_on", [(1, "user")] * 3)
     with pytest.raises(
-        RuntimeError, match=r"(?s)member 2 of 3 failed in `fail_on`: ZeroDivisionError: planted; its log is .*rank2\.log"
+        RuntimeError,
+        match=r"(?s)member 2 of 3 failed in `fail_on`: ZeroDivisionError: planted; its log is .*rank2\.log",
     ):
         group.call("fail_on", [(2, "defect")] * 3)
     with pytest.raises(UserError, match="planted in the stream"), group.stream("numbers", 3, 1) as references:
@@ -142,7 +145,9 @@ def ended(pids):
     """Within this context one of the processes is ended; at its end all are."""
     yield
     deadline = time.monotonic() + 60
-    while alive := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+    while alive := [
+        pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.1)
 
@@ -155,7 +160,9 @@ def test_a_rank_asleep_is_told_from_those_that_wait_for_it(group, tmp_path):
     assert re.fullmatch(r"rank \d \(place \d\) and 2 more meet", f"{seen['name']} {seen['phase']}")
     assert seen["heard"] - seen["since"] > HANG_SECONDS / 2
     first, others, stacks = str(raised.value).splitlines()
-    assert re.fullmatch(r"rank 1 \(place 1\) in `meet` for \d+ s, at integration/test_worker_group.py:\d+ meet", first)
+    assert re.fullmatch(
+        r"rank 1 \(place 1\) in `meet` for \d+ s, at integration/test_worker_group.py:\d+ meet", first
+    )
     assert re.fullmatch(r"of the others, 2 in `meet`, at \S+/threading.py:\d+ wait", others)
     text = Path(stacks.removeprefix("Python stacks: ")).read_text()
     assert text.count("thread MainThread") == 3

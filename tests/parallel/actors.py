@@ -11,7 +11,9 @@ from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec
 
 
-def micro_batches(batch: TrainBatch, spec: ActorSpec, dp_rank: int, packing: bool, max_tokens: int = 160) -> tuple:
+def micro_batches(
+    batch: TrainBatch, spec: ActorSpec, dp_rank: int, packing: bool, max_tokens: int = 160
+) -> tuple:
     multiple = Layout(cp=spec.sizes.cp).sequence_multiple
     plan = (schedule_pairs if spec.scalar_head else schedule)(
         batch.lengths,
@@ -73,7 +75,11 @@ def round_trip(spec: ActorSpec, folder: str, dtype):
 def synced_tensors(spec: ActorSpec, bucket_bytes: int):
     """What the engines would be sent: {name: tensor} on exporting ranks, {} elsewhere."""
     actor = Actor(spec)
-    return {name: tensor.clone() for bucket in actor.weight_buckets(bucket_bytes) for name, tensor in bucket.tensors()}
+    return {
+        name: tensor.clone()
+        for bucket in actor.weight_buckets(bucket_bytes)
+        for name, tensor in bucket.tensors()
+    }
 
 
 def logprobs_and_round_trip(spec: ActorSpec, batch: TrainBatch, folder: str):

@@ -21,8 +21,13 @@ def fill(actor: Actor) -> None:
         if name.endswith(".lora_b"):
             for piece in entry.megatron_pieces(group.size(), group.rank()):
                 shape = entry.shapes[entry.hf.index(piece.hf)]
-                whole = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(piece.hf.encode()))) / 10
-                piece.of(parameter).copy_(whole[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))])
+                whole = (
+                    torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(piece.hf.encode())))
+                    / 10
+                )
+                piece.of(parameter).copy_(
+                    whole[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))]
+                )
 
 
 def logprobs_and_export(spec, batch, folder):
@@ -33,7 +38,9 @@ def logprobs_and_export(spec, batch, folder):
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
     adapted, reference = actor.logprobs(parts), reference_logprobs(actor, parts)
     actor.save_hf(folder)
-    assert all(torch.equal(base[name], p) for name, p in local_parameters(actor.chunks).items()), "the model is frozen"
+    assert all(torch.equal(base[name], p) for name, p in local_parameters(actor.chunks).items()), (
+        "the model is frozen"
+    )
     if adapted is None:
         return None
     return in_order(batch, plan, actor, adapted), in_order(batch, plan, actor, reference)
@@ -47,7 +54,9 @@ def memory_after_a_step(spec, batch, loss):
     actor.train_step(parts, loss, batch.num_tokens)
     after = MergedWeights(actor.chunks)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
-    sizes = [sum(p.numel() for p in local_parameters(actor.chunks, adapters=a).values()) for a in (True, False)]
+    sizes = [
+        sum(p.numel() for p in local_parameters(actor.chunks, adapters=a).values()) for a in (True, False)
+    ]
     return actor.memory.resident(), *sizes, actor.reference.nbytes // 4, changed
 
 
@@ -86,4 +95,6 @@ def refusal(spec, folder):
 def synced(spec):
     actor = Actor(spec)
     fill(actor)
-    return {name: tensor.clone() for bucket in actor.weight_buckets(20_000) for name, tensor in bucket.tensors()}
+    return {
+        name: tensor.clone() for bucket in actor.weight_buckets(20_000) for name, tensor in bucket.tensors()
+    }

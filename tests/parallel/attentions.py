@@ -91,13 +91,17 @@ class OneRank:
 
     def __init__(self, problem: Problem):
         cp = dist.get_world_size()
-        self.attention = PackedAttention(config(problem, cp), 1, None, "self", rope_frequencies=problem.frequencies)
+        self.attention = PackedAttention(
+            config(problem, cp), 1, None, "self", rope_frequencies=problem.frequencies
+        )
         self.pack = Layout(cp=cp, cp_rank=dist.get_rank(), alignment=problem.alignment).pack(problem.lengths)
         with patch.object(attention, "_MASKED_QUERIES", problem.masked_queries or attention._MASKED_QUERIES):
             self.packed = describe_pack(self.pack, torch.device("cpu"), equal_only=problem.equal_only)
         tensors = problem.tensors()
         self.grad = self.pack.scatter(tensors.pop("grad").numpy())
-        self.inputs = {name: self.pack.scatter(x.numpy(), fill=PADDING).requires_grad_() for name, x in tensors.items()}
+        self.inputs = {
+            name: self.pack.scatter(x.numpy(), fill=PADDING).requires_grad_() for name, x in tensors.items()
+        }
 
     def forward(self) -> torch.Tensor:
         return self.attention(**self.inputs, packed_seq_params=self.packed)
@@ -128,5 +132,9 @@ def recorded(problem: Problem) -> Recorded:
     rank = OneRank(problem)
     with Recorder() as recorder:
         rank.forward().backward(rank.grad)
-    calls = {name: n for name, n in recorder.calls.items() if "attention" in name or "softmax" in name or "bmm" in name}
+    calls = {
+        name: n
+        for name, n in recorder.calls.items()
+        if "attention" in name or "softmax" in name or "bmm" in name
+    }
     return Recorded(recorder.largest, len(rank.packed.batches), calls)

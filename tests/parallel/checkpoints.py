@@ -177,7 +177,9 @@ def save_to_a_full_disk(spec, batches, loss, folder) -> tuple[list[str], State]:
     """What a run says that saves before each step, while a file beside its checkpoints takes the room until the third; the last state."""
     actor, said, state = Actor(spec), [], None
     root = Path(folder)
-    saver = Checkpoints(f"{folder}/checkpoints", CheckpointConfig(every=1, async_save=False, keep=1), Kept(actor), said.append)
+    saver = Checkpoints(
+        f"{folder}/checkpoints", CheckpointConfig(every=1, async_save=False, keep=1), Kept(actor), said.append
+    )
     for number, batch in enumerate(batches):
         if number == 1:
             with contextlib.suppress(OSError), open(root / "filler", "wb", buffering=0) as file:
@@ -267,7 +269,11 @@ def global_tensors(folder: str) -> dict[str, torch.Tensor]:
     described = FileSystemReader(folder).read_metadata().state_dict_metadata
     pieces = [
         shards.Rectangle(
-            name, tuple(tensor.size), (0,) * len(tensor.size), torch.empty(tensor.size, dtype=tensor.properties.dtype), False
+            name,
+            tuple(tensor.size),
+            (0,) * len(tensor.size),
+            torch.empty(tensor.size, dtype=tensor.properties.dtype),
+            False,
         )
         for name, tensor in described.items()
         if isinstance(tensor, TensorStorageMetadata)

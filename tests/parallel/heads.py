@@ -56,9 +56,14 @@ def exact(problem: Problem) -> dict[str, torch.Tensor]:
     }
     if problem.reference != "none":
         ref_logits = tensors["ref_hidden"].double() @ tensors["ref_weight"][: problem.vocab_size].double().t()
-        values["kl"] = (log_p.exp() * (log_p - torch.log_softmax(ref_logits / problem.temperature, dim=-1))).sum(-1)
+        values["kl"] = (
+            log_p.exp() * (log_p - torch.log_softmax(ref_logits / problem.temperature, dim=-1))
+        ).sum(-1)
     sum((values[name] * tensors[name]).sum() for name in problem.use).backward()
-    return {name: value.detach() for name, value in values.items()} | {"hidden": hidden.grad, "weight": weight.grad}
+    return {name: value.detach() for name, value in values.items()} | {
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+    }
 
 
 class Recorder(TorchDispatchMode):
@@ -156,7 +161,10 @@ def recorded(problem: Problem, sequence_parallel: bool) -> dict:
         values = _call(problem, tensors, sequence_parallel)
     with Recorder() as backward:
         _backward(problem, tensors, values)
-    return {name: (getattr(forward, name), getattr(backward, name)) for name in ("largest", "products", "collectives")}
+    return {
+        name: (getattr(forward, name), getattr(backward, name))
+        for name in ("largest", "products", "collectives")
+    }
 
 
 def accumulated(problem: Problem, main_dtype: torch.dtype, marked: bool, zero_out: bool) -> dict:

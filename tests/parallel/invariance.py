@@ -81,7 +81,9 @@ def share(case: Case, batch: TrainBatch, dp_rank: int) -> list[TrainBatch]:
     sizes = case.partition or case.spec.sizes
     spec = replace(case.spec, sizes=sizes)
     ranks = [dp_rank] if case.spec.sizes.dp == sizes.dp else range(sizes.dp)
-    return [part for rank in ranks for part in micro_batches(batch, spec, rank, case.packing, case.max_tokens)[1]]
+    return [
+        part for rank in ranks for part in micro_batches(batch, spec, rank, case.packing, case.max_tokens)[1]
+    ]
 
 
 def owned_gradient(actor: Actor, parameter) -> tuple[int, torch.Tensor]:
@@ -109,7 +111,10 @@ def _chunks_of_a_stage_adjacent(plain):
 
     def local_parameters(chunks, adapters=False):
         wrong = {"0": "0", "2": "1", "1": "2", "3": "3"}
-        return {re.sub(r"(?<=layers\.)\d+", lambda number: wrong[number[0]], n): p for n, p in plain(chunks, adapters).items()}
+        return {
+            re.sub(r"(?<=layers\.)\d+", lambda number: wrong[number[0]], n): p
+            for n, p in plain(chunks, adapters).items()
+        }
 
     return local_parameters
 
@@ -136,9 +141,17 @@ FAULTS = {
         _keys_gradients_stay,
     ),
     "sequence sums of one CP rank": ("grpo_megatron.batch.layout", "_sum_over", _own_sums_only),
-    "adapters' gradients of one TP rank's tokens": ("grpo_megatron.megatron.lora:_Adapted", "_add_adapter", _own_tokens_only),
+    "adapters' gradients of one TP rank's tokens": (
+        "grpo_megatron.megatron.lora:_Adapted",
+        "_add_adapter",
+        _own_tokens_only,
+    ),
     "wrong VPP order": ("grpo_megatron.megatron.weights", "local_parameters", _chunks_of_a_stage_adjacent),
-    "auxiliary losses by one rank's tokens": ("grpo_megatron.megatron.router:Router", "_apply_aux_loss", _megatrons_own),
+    "auxiliary losses by one rank's tokens": (
+        "grpo_megatron.megatron.router:Router",
+        "_apply_aux_loss",
+        _megatrons_own,
+    ),
 }
 
 
@@ -179,7 +192,9 @@ def in_hf_names(entries, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return found
 
 
-def worst_difference(arch, sizes, result: RankResult, expected: RankResult, adapters: dict | None = None) -> dict[str, float]:
+def worst_difference(
+    arch, sizes, result: RankResult, expected: RankResult, adapters: dict | None = None
+) -> dict[str, float]:
     """{gradient or parameter: largest difference to one rank's, in units of the tolerance}; above 1 is a failure.
 
     Tolerance: 1e-5 of the tensor's largest entry, or 1e-11 of the largest of all tensors. adapters: their entries, if they
@@ -215,7 +230,9 @@ def check(arch, case: Case, results: list[RankResult], expected: RankResult) -> 
     for step in range(len(case.batches)):
         metrics = to_floats(merge([result.loss[step] for result in reporting]))
         for name, value in to_floats(expected.loss[step]).items():
-            np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=f"{name}, step {step}")
+            np.testing.assert_allclose(
+                metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=f"{name}, step {step}"
+            )
         np.testing.assert_allclose([r.grad_norm[step] for r in results], expected.grad_norm[step], rtol=1e-5)
     covered: set[str] = set()
     adapters = adapter_entries(weight_map(arch).values(), case.spec.lora)

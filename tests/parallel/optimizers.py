@@ -37,11 +37,17 @@ def state_of(actor: Actor) -> State:
     numbers = {"scheduler": actor.optimizer.scheduler.num_steps}
     for i, part in enumerate(actor.optimizer.parts()):
         for j, group in enumerate(part.optimizer.param_groups):
-            numbers |= {f"{i}.{j}.{key}": group[key] for key in ("lr", "weight_decay", "step") if key in group}
+            numbers |= {
+                f"{i}.{j}.{key}": group[key] for key in ("lr", "weight_decay", "step") if key in group
+            }
             for k, parameter in enumerate(group["params"]):
                 tensors[f"{i}.{j}.{k}.optimized"] = parameter.detach().clone()
                 state = part.optimizer.state[parameter]
-                tensors |= {f"{i}.{j}.{k}.{key}": value.clone() for key, value in state.items() if torch.is_tensor(value)}
+                tensors |= {
+                    f"{i}.{j}.{k}.{key}": value.clone()
+                    for key, value in state.items()
+                    if torch.is_tensor(value)
+                }
     return State(tensors, numbers)
 
 
@@ -56,7 +62,9 @@ def optimized(actor: Actor, parameter: torch.nn.Parameter) -> tuple[dict, torch.
             found = groups[group], groups[group]["params"][order]
         else:
             target = getattr(parameter, "main_param", parameter)
-            found = next(((group, target) for group in groups if any(p is target for p in group["params"])), None)
+            found = next(
+                ((group, target) for group in groups if any(p is target for p in group["params"])), None
+            )
         if found:
             return *found, part.optimizer.state[found[1]]
     return None
@@ -67,7 +75,9 @@ def step(actor: Actor, batch: TrainBatch, loss) -> TrainResult | None:
     return actor.train_step(parts, loss, batch.num_tokens)
 
 
-def states_after_steps(spec: ActorSpec, batches: list[TrainBatch], loss) -> tuple[list[State], list[TrainResult | None]]:
+def states_after_steps(
+    spec: ActorSpec, batches: list[TrainBatch], loss
+) -> tuple[list[State], list[TrainResult | None]]:
     """State before the first and after every step; what the steps reported."""
     actor = Actor(spec)
     states, results = [state_of(actor)], []
@@ -85,7 +95,9 @@ def shrunk_by_decay(spec: ActorSpec, batch: TrainBatch, loss) -> dict[str, float
     factors = {}
     for name, after in parameters_of(actor).items():
         factor = float(after.flatten() @ before[name].flatten() / before[name].square().sum())
-        torch.testing.assert_close(after, before[name] * factor, rtol=1e-5, atol=1e-6, msg=f"{name} moved otherwise too")
+        torch.testing.assert_close(
+            after, before[name] * factor, rtol=1e-5, atol=1e-6, msg=f"{name} moved otherwise too"
+        )
         factors[name] = factor
     return factors
 
@@ -157,7 +169,9 @@ class Run:
     moments: dict[str, torch.Tensor]
 
 
-def rates_and_groups(spec: ActorSpec, batches: list[TrainBatch], loss, load: str | None = None, save: str | None = None) -> Run:
+def rates_and_groups(
+    spec: ActorSpec, batches: list[TrainBatch], loss, load: str | None = None, save: str | None = None
+) -> Run:
     actor = Actor(spec)
     if load:
         actor.load_checkpoint(load)

@@ -40,7 +40,9 @@ def allowed_in_bf16(actor: Actor, batch: TrainBatch) -> float:
     mean, and the batch must not be much smaller, because a token whose choice of experts flips may differ by two nats.
     """
     _, parts = micro_batches(batch, actor.spec, 0, packing=True)
-    exact, rounded = (actor.probe(parts, actor.spec.temperature, dtype)[0] for dtype in (None, torch.bfloat16))
+    exact, rounded = (
+        actor.probe(parts, actor.spec.temperature, dtype)[0] for dtype in (None, torch.bfloat16)
+    )
     return 2 * mean_error(rounded, exact)
 
 

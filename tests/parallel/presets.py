@@ -44,7 +44,9 @@ class OneReplica:
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         out = np.empty(self.batch.num_tokens, dtype=np.float32)
-        out[self.batch.token_index(self.plan.sequences(0))] = next(part for part in everyone if part is not None)
+        out[self.batch.token_index(self.plan.sequences(0))] = next(
+            part for part in everyone if part is not None
+        )
         return out
 
     def train_step(self, loss: PolicyLoss) -> TrainResult | None:
@@ -66,7 +68,9 @@ def steps(config: Config, spec: ActorSpec, batch: TrainBatch, old_shift: float =
     batch.old_logp = batch.old_logp + np.float32(old_shift)
     if spec.with_reference:
         batch.ref_logp = replica.logprobs(reference=True, keep_hidden=loss.needs_full_kl)
-    (advantage,), _ = step_advantages([batch], config.algorithm, KLController.from_config(config.algorithm.kl_ctrl))
+    (advantage,), _ = step_advantages(
+        [batch], config.algorithm, KLController.from_config(config.algorithm.kl_ctrl)
+    )
     coefficients, _ = step_coefficients(batch, config, Correction.from_config(config.mismatch))
     batch.set(advantage=advantage, **vars(coefficients))
     before = parameters_of(replica.actor)

@@ -49,7 +49,8 @@ def before_training(config: Config, spec: ActorSpec) -> Step:
     actor.reference._exchange = lambda: exchanges.append(plain())
     samples = random_samples(count=config.data.train_batch_size * 4)
     groups = [
-        Group(i, Prompt(i, samples[i].prompt_ids, "", ""), tuple(samples[4 * i : 4 * i + 4])) for i in range(len(samples) // 4)
+        Group(i, Prompt(i, samples[i].prompt_ids, "", ""), tuple(samples[4 * i : 4 * i + 4]))
+        for i in range(len(samples) // 4)
     ]
     mini_batches = make_mini_batches(groups, config, read_architecture(spec.model_path).cost_model, step=1)
     trainer = InThisProcess(actor)
@@ -80,7 +81,9 @@ def exchanged(spec: ActorSpec, piece: int) -> tuple[bool, bool, bool]:
     reference._PIECE.update(dict.fromkeys(usual, piece))
     try:
         actor = Actor(spec)
-        expected = weights_of(Actor(ActorSpec(spec.reference_path, spec.sizes, spec.optimizer, spec.precision)))
+        expected = weights_of(
+            Actor(ActorSpec(spec.reference_path, spec.sizes, spec.optimizer, spec.precision))
+        )
         policy = weights_of(actor)
         actor.begin_reference()
         within = weights_of(actor)
@@ -138,7 +141,9 @@ def gradients_of_full_kl(spec: ActorSpec, batches, loss: TokenLoss):
         arena = actor.mini_batches._hidden_on_host
         for number, own in enumerate(parts):
             actor.compute_gradients(own, loss, sum(part.num_tokens for part in own), key=(step, number))
-            gradients.append({name: p.main_grad.clone() for name, p in local_parameters(actor.chunks).items()})
+            gradients.append(
+                {name: p.main_grad.clone() for name, p in local_parameters(actor.chunks).items()}
+            )
         on_host.append(sum(arena._used))
     assert len(arena._blocks) <= 1, "the second step has the memory of the first"
     return gradients, on_host

@@ -12,7 +12,9 @@ from tests.parallel.actors import micro_batches
 from tests.parallel.invariance import planted
 
 
-def scores(spec: ActorSpec, batch: TrainBatch, folder: str | None = None, fault: str | None = None) -> np.ndarray | None:
+def scores(
+    spec: ActorSpec, batch: TrainBatch, folder: str | None = None, fault: str | None = None
+) -> np.ndarray | None:
     """Scores of all sequences in the order of the batch, of this replica's; zero elsewhere. folder: the model is exported there
     first. fault: see invariance.FAULTS."""
     with planted(fault) if fault else nullcontext():
@@ -32,9 +34,17 @@ def scores_beside_a_policy(spec: ActorSpec, batch: TrainBatch) -> dict[str, np.n
     """Scores before and after an optimizer step of the policy, and the policy's log-probs around the first of them."""
     actor = Actor(spec)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
-    found = {"logprobs": actor.logprobs(parts), "scores": actor.scores(parts), "logprobs again": actor.logprobs(parts)}
+    found = {
+        "logprobs": actor.logprobs(parts),
+        "scores": actor.scores(parts),
+        "logprobs again": actor.logprobs(parts),
+    }
     result = actor.train_step(parts, CrossEntropyLoss(), batch.num_tokens)
-    found |= {"later": actor.scores(parts), "trained": actor.logprobs(parts), "order": plan.sequences(actor.rank.dp_rank)}
+    found |= {
+        "later": actor.scores(parts),
+        "trained": actor.logprobs(parts),
+        "order": plan.sequences(actor.rank.dp_rank),
+    }
     if not actor.rank.reports:
         return None
     assert not result.dropped

@@ -26,7 +26,9 @@ def record_flip_train(spec, batch, loss):
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
     actor.logprobs(parts, key=(1, 0))
     recorded = {}
-    for part, kept in zip(plan.micro_batches[actor.rank.dp_rank], actor.mini_batches.get((1, 0), parts), strict=True):
+    for part, kept in zip(
+        plan.micro_batches[actor.rank.dp_rank], actor.mini_batches.get((1, 0), parts), strict=True
+    ):
         local = torch.from_numpy(kept.pack.index)
         index = kept.pack.layout.tensor_parallel_share(local, mpu.get_tensor_model_parallel_rank()).numpy()
         tokens = batch.token_index(part)[index[index >= 0]]
@@ -34,7 +36,9 @@ def record_flip_train(spec, batch, loss):
             recorded.setdefault(layer, []).append((tokens, chosen.numpy()[index >= 0]))
     _flip(actor)
     entropy = _train(actor, parts, batch, loss, (1, 0))
-    joined = {layer: tuple(map(_concatenate, zip(*pieces, strict=True))) for layer, pieces in recorded.items()}
+    joined = {
+        layer: tuple(map(_concatenate, zip(*pieces, strict=True))) for layer, pieces in recorded.items()
+    }
     return entropy, joined
 
 

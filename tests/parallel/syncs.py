@@ -21,7 +21,9 @@ def of_passes(spec: ActorSpec, batch: TrainBatch, count: int, loss: TokenLoss) -
         "training": lambda: actor.compute_gradients(parts, loss, tokens, key=key),
     }
     if spec.with_reference:
-        passes = {"reference": lambda: actor.logprobs(parts, reference=True, key=key, keep_hidden=True)} | passes
+        passes = {
+            "reference": lambda: actor.logprobs(parts, reference=True, key=key, keep_hidden=True)
+        } | passes
     for name, make in passes.items():
         for _ in range(2):
             if name == "reference":

@@ -50,7 +50,9 @@ def check(found, expected, tolerance=2e-6):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance * scale, err_msg=name)
 
 
-@pytest.mark.slow_when(lambda layout, problem: layout != "cp2" or problem not in ("unequal", "one kv head", "padding"))
+@pytest.mark.slow_when(
+    lambda layout, problem: layout != "cp2" or problem not in ("unequal", "one kv head", "padding")
+)
 @pytest.mark.parametrize("equal_only", [True, False], ids=["in_place", "gathered"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("layout", CONTEXT)
@@ -102,7 +104,11 @@ def test_short_sequences_have_few_scores(ranks):
     (rank,) = ranks.run(attentions.recorded, CONTEXT["cp1"], problem)
     assert FLASH not in rank.calls
     assert rank.calls["aten::_softmax"] == rank.batches < 10
-    assert rank.largest <= sum(problem.lengths) * problem.heads * 128 < sum(problem.lengths) ** 2 * problem.heads / 16
+    assert (
+        rank.largest
+        <= sum(problem.lengths) * problem.heads * 128
+        < sum(problem.lengths) ** 2 * problem.heads / 16
+    )
 
 
 def test_short_sequences_in_bf16_are_computed_in_float32():

@@ -124,7 +124,9 @@ FAST = {("experts", "tp2")}
 @pytest.mark.parametrize(
     ("saving", "loading"), [(saving, loading) for saving, (_, others) in OTHER.items() for loading in others]
 )
-def test_a_checkpoint_loads_in_another_layout(ranks, models, batches, tmp_path_factory, saving, loading, saved_by):
+def test_a_checkpoint_loads_in_another_layout(
+    ranks, models, batches, tmp_path_factory, saving, loading, saved_by
+):
     """Saved again there, it is the same checkpoint, tensor by tensor; and the next loss is the same."""
     (model, layout, options), others = OTHER[saving]
 
@@ -133,7 +135,9 @@ def test_a_checkpoint_loads_in_another_layout(ranks, models, batches, tmp_path_f
 
     if saving not in saved_by:
         folder = str(tmp_path_factory.mktemp("saved"))
-        outcomes = ranks.run(checkpoints.save, ParallelSizes(**layout), spec(layout, options), batches, TOKEN, folder)
+        outcomes = ranks.run(
+            checkpoints.save, ParallelSizes(**layout), spec(layout, options), batches, TOKEN, folder
+        )
         saved_by[saving] = folder, outcomes
     folder, saved = saved_by[saving]
     again = str(tmp_path_factory.mktemp("again"))
@@ -156,7 +160,11 @@ def test_a_checkpoint_is_of_the_moment_it_was_begun(ranks, models, batches, tmp_
         if not_waiting is None:
             assert_equal_states(found.at, expected)
             continue
-        later = {name for name, tensor in expected.tensors.items() if not torch.equal(found.at.tensors[name], tensor)}
+        later = {
+            name
+            for name, tensor in expected.tensors.items()
+            if not torch.equal(found.at.tensors[name], tensor)
+        }
         weights = {name for name in expected.tensors if name[0].isalpha()}
         assert later
         assert later <= (weights if not_waiting == "weights" else expected.tensors.keys() - weights)
@@ -179,7 +187,9 @@ def small_disk(tmp_path):
     """A folder that holds 16 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", folder], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "none", folder], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"no file system of a few MB can be mounted here: {mounted.stderr.strip()}")
     yield folder
@@ -190,8 +200,13 @@ def small_disk(tmp_path):
 def test_a_run_goes_on_beside_a_full_disk(ranks, models, batches, small_disk):
     """It says so, keeps the earlier checkpoint, leaves nothing half-written, and saves again when there is room."""
     spec = ActorSpec(models["dense"], ParallelSizes(), OPTIMIZER)
-    ((said, state),) = ranks.run(checkpoints.save_to_a_full_disk, ParallelSizes(), spec, batches, TOKEN, str(small_disk))
-    assert [line.split(":")[0] for line in (said[0], said[2])] == ["checkpoint step_00000000", "checkpoint step_00000002"]
+    ((said, state),) = ranks.run(
+        checkpoints.save_to_a_full_disk, ParallelSizes(), spec, batches, TOKEN, str(small_disk)
+    )
+    assert [line.split(":")[0] for line in (said[0], said[2])] == [
+        "checkpoint step_00000000",
+        "checkpoint step_00000002",
+    ]
     assert "training goes on, but" in said[1]
     assert "No space left on device" in said[1]
     assert "the newest checkpoint is step_00000000" in said[1]
@@ -226,12 +241,25 @@ def test_a_reference_that_was_reset_is_in_the_checkpoint(ranks, models, batches,
     options = {"with_reference": True, "optimizer": OPTIMIZER}
     folder, first = str(tmp_path / "checkpoint"), ParallelSizes(dp=2)
     expected = ranks.run(
-        checkpoints.save_after_reset, first, ActorSpec(models["tied"], first, **options, **SPLIT), batches, TOKEN, folder
+        checkpoints.save_after_reset,
+        first,
+        ActorSpec(models["tied"], first, **options, **SPLIT),
+        batches,
+        TOKEN,
+        folder,
     )
-    layouts = {"dp2 distributed": (first, SPLIT), "tp2": (ParallelSizes(tp=2), {}), "one": (ParallelSizes(), {})}
+    layouts = {
+        "dp2 distributed": (first, SPLIT),
+        "tp2": (ParallelSizes(tp=2), {}),
+        "one": (ParallelSizes(), {}),
+    }
     sizes, more = layouts[layout]
     found = ranks.run(
-        checkpoints.resume_after_reset, sizes, ActorSpec(models["tied"], sizes, **options, **more), batches[2], folder
+        checkpoints.resume_after_reset,
+        sizes,
+        ActorSpec(models["tied"], sizes, **options, **more),
+        batches[2],
+        folder,
     )
     if sizes == first:
         for one, other in zip(found, expected, strict=True):
@@ -253,7 +281,9 @@ def test_a_rank_goes_on_with_its_random_numbers(ranks, models, tmp_path):
     spec = ActorSpec(models["dense"], sizes, OPTIMIZER)
     saved = ranks.run(checkpoints.random_numbers, sizes, spec, folder, False)
     assert ranks.run(checkpoints.random_numbers, sizes, spec, folder, True) == saved
-    assert ranks.run(checkpoints.random_numbers, sizes, spec, str(tmp_path / "another"), False, seed=7) != saved
+    assert (
+        ranks.run(checkpoints.random_numbers, sizes, spec, str(tmp_path / "another"), False, seed=7) != saved
+    )
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())

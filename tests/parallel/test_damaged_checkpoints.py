@@ -25,7 +25,14 @@ def saved(ranks, tmp_path_factory):
     """A run's folder of three checkpoints of one rank."""
     root = tmp_path_factory.mktemp("saved")
     spec = ActorSpec(tiny_model(tmp_path_factory.mktemp("model"), "qwen3"), ParallelSizes(), OPTIMIZER)
-    ranks.run(checkpoints.save_as_a_run, ParallelSizes(), spec, [make_batch(seed) for seed in range(3)], TOKEN, str(root))
+    ranks.run(
+        checkpoints.save_as_a_run,
+        ParallelSizes(),
+        spec,
+        [make_batch(seed) for seed in range(3)],
+        TOKEN,
+        str(root),
+    )
     return root
 
 
@@ -80,7 +87,9 @@ def damaged(saved: Path, root: Path, seed: int) -> tuple[Path, str] | None:
     return (newest, f"seed {seed}: {name} {damage.__name__}") if changed else None
 
 
-@pytest.mark.parametrize("batch", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 4))])
+@pytest.mark.parametrize(
+    "batch", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 4))]
+)
 def test_damage_is_noticed_before_anything_is_loaded(ranks, saved, tmp_path, batch):
     by_driver, for_ranks = 0, []
     for seed in range(batch * PER_BATCH, (batch + 1) * PER_BATCH):
@@ -101,7 +110,9 @@ def test_damage_is_noticed_before_anything_is_loaded(ranks, saved, tmp_path, bat
             open_checkpoint(newest, "sft")
     sound = open_checkpoint(saved / "step_00000002", "sft")
     folders = [(begun.actor, begun.files) for begun in (sound, *(begun for begun, _ in for_ranks))]
-    for each in ranks.run(checkpoints.damages, TWO, folders):  # all ranks say the same, whoever has read the file
+    for each in ranks.run(
+        checkpoints.damages, TWO, folders
+    ):  # all ranks say the same, whoever has read the file
         assert each[0] == ""
         for (begun, how), said in zip(for_ranks, each[1:], strict=True):
             assert "does not match its digest" in said, how
@@ -119,5 +130,7 @@ def test_what_is_not_verified_would_be_loaded(ranks, saved, tmp_path):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    whole, other = (checkpoints.global_tensors(str(root / folder.name / "actor")) for root in (saved, tmp_path))
+    whole, other = (
+        checkpoints.global_tensors(str(root / folder.name / "actor")) for root in (saved, tmp_path)
+    )
     assert [name for name in whole if not whole[name].equal(other[name])]

@@ -50,7 +50,12 @@ def models(tmp_path_factory):
 
 
 # What `make test` takes: families that differ in their layers, each through a layout or two.
-QUICK = {("llama3", False, "tp2pp2"), ("qwen2", True, "tp2pp2"), ("qwen3", False, "tp2sp"), ("qwen3", False, "cp2")}
+QUICK = {
+    ("llama3", False, "tp2pp2"),
+    ("qwen2", True, "tp2pp2"),
+    ("qwen3", False, "tp2sp"),
+    ("qwen3", False, "cp2"),
+}
 SOME_EXPERTS = {
     "qwen3_moe": ("ep2tp2",),
     "glm4_moe": ("ep2tp2",),
@@ -70,7 +75,9 @@ EXPERT_LAYOUTS = {
 
 def check(ranks, folder, batch, expected, sizes, out):
     spec = ActorSpec(folder, sizes, OptimizerConfig())
-    reported = [v for v in ranks.run(actors.logprobs_and_round_trip, sizes, spec, batch, str(out)) if v is not None]
+    reported = [
+        v for v in ranks.run(actors.logprobs_and_round_trip, sizes, spec, batch, str(out)) if v is not None
+    ]
     assert len(reported) == sizes.dp
     # Each replica reports its own sequences, and zeros for those of others.
     assert np.abs(sum(reported) - expected).max() <= 1e-5
@@ -99,11 +106,20 @@ def test_weights_of_chosen_experts_left_as_they_are(ranks, models, tmp_path):
 
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 VARIANTS = {
-    "no latent of queries, rotation in halves": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
-    "no groups, rotation unscaled": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "rope_parameters": PLAIN}),
+    "no latent of queries, rotation in halves": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "rope_interleave": False},
+    ),
+    "no groups, rotation unscaled": (
+        "deepseek_v3",
+        {"n_group": 1, "topk_group": 1, "rope_parameters": PLAIN},
+    ),
     "another factor of cosines": ("deepseek_v3", {"rope_parameters": {"mscale": 0.7, "mscale_all_dim": 1.1}}),
     "an epsilon that norms of latents do not take": ("deepseek_v3", {"rms_norm_eps": 0.01}),
-    "neither norms nor biases": ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 3}),
+    "neither norms nor biases": (
+        "glm4_moe",
+        {"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 3},
+    ),
 }
 
 

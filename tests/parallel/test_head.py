@@ -44,12 +44,16 @@ def check(found, problem, names=("logp", "entropy", "kl", "hidden", "weight"), t
     for name in names:
         scale = max(1.0, float(expected[name].abs().max()))
         value = found[name][: problem.vocab_size] if name == "weight" else found[name]
-        np.testing.assert_allclose(value, expected[name], rtol=10 * tolerance, atol=tolerance * scale, err_msg=name)
+        np.testing.assert_allclose(
+            value, expected[name], rtol=10 * tolerance, atol=tolerance * scale, err_msg=name
+        )
     if "weight" in names:
         assert not found["weight"][problem.vocab_size :].any(), "gradient in padded rows"
 
 
-@pytest.mark.slow_when(lambda layout, tile: layout == "tp2" or (layout == "tp2sp" and tile not in ("default", "5x7")))
+@pytest.mark.slow_when(
+    lambda layout, tile: layout == "tp2" or (layout == "tp2sp" and tile not in ("default", "5x7"))
+)
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_and_gradients(ranks, layout, tile):
@@ -58,7 +62,9 @@ def test_values_and_gradients(ranks, layout, tile):
     check(run(ranks, layout, problem), problem)
 
 
-@pytest.mark.parametrize("use", [("logp",), ("entropy",), ("kl",), ("logp", "kl"), ("entropy", "kl")], ids="+".join)
+@pytest.mark.parametrize(
+    "use", [("logp",), ("entropy",), ("kl",), ("logp", "kl"), ("entropy", "kl")], ids="+".join
+)
 def test_gradient_of_some_outputs(ranks, use):
     problem = Problem(use=use, chunk_tokens=5, chunk_vocab=7)
     # The KL's gradient alone is small beside the log-ratios (of about 10) it is made of; how they round depends on the CPU.
@@ -120,7 +126,9 @@ def test_bf16_gradient_of_the_weight_is_summed_in_float32(ranks):
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=["main32", "main16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("marked", "zero_out"), [(False, False), (True, False), (True, True)], ids=["bare", "ddp", "tied"])
+@pytest.mark.parametrize(
+    ("marked", "zero_out"), [(False, False), (True, False), (True, True)], ids=["bare", "ddp", "tied"]
+)
 def test_main_grad(ranks, dtype, main_dtype, marked, zero_out):
     problem = Problem(dtype=dtype, chunk_tokens=5, chunk_vocab=7)
     results = ranks.run(heads.accumulated, LAYOUTS["tp2"], problem, main_dtype, marked, zero_out)
@@ -135,7 +143,9 @@ def test_main_grad(ranks, dtype, main_dtype, marked, zero_out):
 
 
 def test_no_logits_of_all_tokens_and_words(ranks):
-    problem = Problem(tokens=64, hidden_size=4, vocab_size=500, padded_vocab=512, chunk_tokens=8, chunk_vocab=32)
+    problem = Problem(
+        tokens=64, hidden_size=4, vocab_size=500, padded_vocab=512, chunk_tokens=8, chunk_vocab=32
+    )
     whole = replace(problem, chunk_tokens=64, chunk_vocab=512)
     forward, backward = ranks.run(heads.recorded, LAYOUTS["tp1"], problem, False)[0]["largest"]
     assert max(forward, backward) <= 512 * 4  # the weight; t V is 32,000, a tile 256
@@ -166,7 +176,13 @@ def test_refusals(ranks):
     messages = ranks.run(heads.refusals, LAYOUTS["tp1"], Problem())[0]
     for message, part in zip(
         messages,
-        ["temperature must be above 0", "24 hidden states for 23", "reference hidden", "at least 1", "main_grad"],
+        [
+            "temperature must be above 0",
+            "24 hidden states for 23",
+            "reference hidden",
+            "at least 1",
+            "main_grad",
+        ],
         strict=True,
     ):
         assert part in message
@@ -175,7 +191,18 @@ def test_refusals(ranks):
 @pytest.mark.slow
 def test_benchmark_runs_small():
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "logprob.py"
-    options = ["--hidden", "64", "--vocab", "20000", "--tokens-memory", "512", "--tokens-time", "128", "--repeats", "1"]
+    options = [
+        "--hidden",
+        "64",
+        "--vocab",
+        "20000",
+        "--tokens-memory",
+        "512",
+        "--tokens-time",
+        "128",
+        "--repeats",
+        "1",
+    ]
     done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result) == {"memory_ratio", "forward_ratio", "time_ratio", "max_error"}

@@ -32,11 +32,15 @@ def model(tmp_path_factory):
 # On TransformerEngine's layers `make test` has it in tests/gpu.
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("sizes", [ParallelSizes(), ParallelSizes(tp=2, sequence_parallel=True)], ids=["one", "tp2sp"])
+@pytest.mark.parametrize(
+    "sizes", [ParallelSizes(), ParallelSizes(tp=2, sequence_parallel=True)], ids=["one", "tp2sp"]
+)
 def test_no_micro_batch_makes_the_host_wait(ranks, model, sizes, loss):
     batch = make_batch(0)
     batch.number = np.arange(batch.num_tokens)
-    spec = ActorSpec(model, sizes, OPTIMIZER, with_reference=LOSSES[loss].needs_full_kl, reference_hidden_bytes=10_000)
+    spec = ActorSpec(
+        model, sizes, OPTIMIZER, with_reference=LOSSES[loss].needs_full_kl, reference_hidden_bytes=10_000
+    )
     one, three = (ranks.run(syncs.of_passes, sizes, spec, batch, count, LOSSES[loss]) for count in (1, 3))
     for fewer, more in zip(one, three, strict=True):
         assert {name: difference(fewer[name], more[name]) for name in more} == {name: [] for name in more}

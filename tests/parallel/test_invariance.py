@@ -64,7 +64,9 @@ def make_batch(seed: int, experts: tuple[int, int, int] | None = None) -> TrainB
     batch.ref_logp = np.where(batch.loss_mask, -5 + rng.normal(size=count), 0).astype(np.float32)
     if experts:
         layers, number, k = experts
-        batch.routing = np.stack([[rng.permutation(number)[:k] for _ in range(layers)] for _ in range(count)]).astype(np.int16)
+        batch.routing = np.stack(
+            [[rng.permutation(number)[:k] for _ in range(layers)] for _ in range(count)]
+        ).astype(np.int16)
     return batch
 
 
@@ -79,14 +81,20 @@ class Suite:
 
     def case(self, sizes: ParallelSizes, loss, options=None, **rest) -> Case:
         spec = ActorSpec(
-            self.folder, sizes, OPTIMIZER, with_reference=loss.needs_full_kl, **{**self.options, **(options or {})}
+            self.folder,
+            sizes,
+            OPTIMIZER,
+            with_reference=loss.needs_full_kl,
+            **{**self.options, **(options or {})},
         )
         return Case(spec, loss, self.batches, **rest)
 
     def one_rank(self, loss, **rest):
         key = str((loss, rest))
         if key not in self._one_rank:
-            self._one_rank[key] = self.ranks.run(two_steps, ParallelSizes(), self.case(ParallelSizes(), loss, **rest))[0]
+            self._one_rank[key] = self.ranks.run(
+                two_steps, ParallelSizes(), self.case(ParallelSizes(), loss, **rest)
+            )[0]
         return self._one_rank[key]
 
     def check(self, sizes: ParallelSizes, loss, options=None, expected=None, **rest) -> None:
@@ -136,7 +144,9 @@ FACTORS = {
     "one sequence per micro-batch": {"packing": False},
     "partition of two replicas": {"partition": ParallelSizes(dp=2)},
     "constant-length packs": {"options": {"pack_tokens": 300}},
-    "selective recompute": {"options": {"recompute": Recompute.selective, "recompute_modules": ("core_attn", "mlp")}},
+    "selective recompute": {
+        "options": {"recompute": Recompute.selective, "recompute_modules": ("core_attn", "mlp")}
+    },
     "full recompute": {"options": {"recompute": Recompute.full}},
 }
 
@@ -163,7 +173,11 @@ def test_full_kl(dense, layout):
 @pytest.mark.parametrize("layout", ["pp2", "cp2tp2sp"])
 def test_full_kl_with_hidden_states_on_the_host(dense, layout):
     """Some of the micro-batches' in one layout, all of them in the other."""
-    dense.check(ParallelSizes(**LAYOUTS[layout]), FULL_KL, {"reference_hidden_bytes": 50_000 if layout == "pp2" else 0})
+    dense.check(
+        ParallelSizes(**LAYOUTS[layout]),
+        FULL_KL,
+        {"reference_hidden_bytes": 50_000 if layout == "pp2" else 0},
+    )
 
 
 @pytest.mark.slow
@@ -215,7 +229,10 @@ def shared_experts(ranks, tmp_path_factory):
     """{family: its suite}"""
     routings = {"glm4_moe": (3, 4, 2), "deepseek_v3": (3, 8, 4)}
     folders = {family: tiny_model(tmp_path_factory.mktemp(family), family) for family in routings}
-    return {family: Suite(ranks, folders[family], experts=routing, moe=REPLAY) for family, routing in routings.items()}
+    return {
+        family: Suite(ranks, folders[family], experts=routing, moe=REPLAY)
+        for family, routing in routings.items()
+    }
 
 
 @pytest.mark.slow
@@ -281,7 +298,9 @@ def test_auxiliary_losses_scaled_by_one_ranks_tokens_are_noticed(experts):
     fixed = {"options": {"moe": REPLAYED_LOSSES}}
     expected = experts.one_rank(TOKEN, **fixed)
     sizes = ParallelSizes(**EXPERT_LAYOUTS["tp2sp"])
-    assert_noticed(experts, sizes, TOKEN, expected=expected, fault="auxiliary losses by one rank's tokens", **fixed)
+    assert_noticed(
+        experts, sizes, TOKEN, expected=expected, fault="auxiliary losses by one rank's tokens", **fixed
+    )
 
 
 def test_the_wrong_vpp_order_is_noticed(dense):

@@ -58,7 +58,12 @@ def test_two_steps_do_not_depend_on_the_layout(suite, layout):
 def test_gradients_of_one_ranks_tokens_are_noticed(suite):
     sizes, options = LAYOUTS["tp2sp"]
     assert_noticed(
-        suite, sizes, TOKEN, suite.one_rank(TOKEN), options=options, fault="adapters' gradients of one TP rank's tokens"
+        suite,
+        sizes,
+        TOKEN,
+        suite.one_rank(TOKEN),
+        options=options,
+        fault="adapters' gradients of one TP rank's tokens",
     )
 
 
@@ -71,17 +76,24 @@ def test_a_recomputed_first_layer_trains_its_adapters(ranks, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"dp": 2, "ep": 2}, {"tp": 2, "sequence_parallel": True}], ids=["ep2", "tp2sp"])
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2, "ep": 2}, {"tp": 2, "sequence_parallel": True}], ids=["ep2", "tp2sp"]
+)
 def test_attention_beside_experts(ranks, tmp_path, layout):
     replay = MoEConfig(routing_replay=RoutingReplay.engine)
-    suite = AdapterSuite(ranks, tiny_model(tmp_path, "qwen3_moe"), experts=(3, 4, 2), moe=replay, lora=ATTENTION)
+    suite = AdapterSuite(
+        ranks, tiny_model(tmp_path, "qwen3_moe"), experts=(3, 4, 2), moe=replay, lora=ATTENTION
+    )
     suite.check(ParallelSizes(**layout), TOKEN)
 
 
 def merged_by_hand(model, folder):
     """transformers' model with the adapters in `folder` added to its weights, as the paper says."""
     found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    tensors, config = load_file(folder / "adapter_model.safetensors"), json.loads((folder / "adapter_config.json").read_text())
+    tensors, config = (
+        load_file(folder / "adapter_model.safetensors"),
+        json.loads((folder / "adapter_config.json").read_text()),
+    )
     parameters = dict(found.named_parameters())
     with torch.no_grad():
         for name, b in tensors.items():
@@ -95,9 +107,15 @@ def merged_by_hand(model, folder):
 @pytest.fixture(scope="module")
 def exported(ranks, model, tmp_path_factory):
     """(folder of the export, batch, log-probs with adapters, log-probs of the reference), with TP 2."""
-    folder, batch, sizes = tmp_path_factory.mktemp("export") / "hf", random_batch(count=8), ParallelSizes(tp=2)
+    folder, batch, sizes = (
+        tmp_path_factory.mktemp("export") / "hf",
+        random_batch(count=8),
+        ParallelSizes(tp=2),
+    )
     spec = ActorSpec(model, sizes, OptimizerConfig(), lora=LORA, with_reference=True)
-    (found,) = [r for r in ranks.run(adapters.logprobs_and_export, sizes, spec, batch, str(folder)) if r is not None]
+    (found,) = [
+        r for r in ranks.run(adapters.logprobs_and_export, sizes, spec, batch, str(folder)) if r is not None
+    ]
     return folder, batch, *found
 
 
@@ -122,7 +140,9 @@ def test_peft_loads_the_adapter(model, exported):
 
 def test_engines_are_sent_merged_weights(ranks, model, exported):
     spec = ActorSpec(model, ParallelSizes(), OptimizerConfig(), lora=LORA)
-    sent = {name: tensor for rank in ranks.run(adapters.synced, spec.sizes, spec) for name, tensor in rank.items()}
+    sent = {
+        name: tensor for rank in ranks.run(adapters.synced, spec.sizes, spec) for name, tensor in rank.items()
+    }
     merged = read_all(exported[0])
     assert sent.keys() == merged.keys()
     for name, tensor in merged.items():
@@ -149,7 +169,12 @@ def test_a_checkpoint_continues_in_another_layout(ranks, model, tmp_path):
     def spec(sizes, seed):
         return ActorSpec(model, sizes, OptimizerConfig(lr=1e-2, eps=1e-3), lora=LORA, seed=seed)
 
-    batches, folder, one, tp2 = [make_batch(0), make_batch(1)], str(tmp_path), ParallelSizes(), ParallelSizes(tp=2)
+    batches, folder, one, tp2 = (
+        [make_batch(0), make_batch(1)],
+        str(tmp_path),
+        ParallelSizes(),
+        ParallelSizes(tp=2),
+    )
     saved = ranks.run(adapters.train_and_save, tp2, spec(tp2, 1), batches, TOKEN, folder)
     (loaded,) = ranks.run(adapters.load_and_train, one, spec(one, 2), batches[1:], TOKEN, folder)
     for step, adapters_ in enumerate(loaded):
@@ -157,8 +182,12 @@ def test_a_checkpoint_continues_in_another_layout(ranks, model, tmp_path):
             shards = [rank[step][name] for rank in saved]
             axis = next((i for i, size in enumerate(whole.shape) if size != shards[0].shape[i]), None)
             if name.endswith("linear_fc1.lora_b"):  # each rank has its half of the gate, then that of up
-                shards = [half for both in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in both]
-            torch.testing.assert_close(shards[0] if axis is None else torch.cat(shards, axis), whole, rtol=1e-5, atol=1e-6)
+                shards = [
+                    half for both in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in both
+                ]
+            torch.testing.assert_close(
+                shards[0] if axis is None else torch.cat(shards, axis), whole, rtol=1e-5, atol=1e-6
+            )
     assert not torch.equal(loaded[0][name], loaded[1][name])
 
 
@@ -166,9 +195,17 @@ def test_a_checkpoint_continues_in_another_layout(ranks, model, tmp_path):
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [
-        (LORA, LoraConfig(), r"saved with adapters of rank 4 and alpha 6.0 on .*, but here there are no adapters"),
+        (
+            LORA,
+            LoraConfig(),
+            r"saved with adapters of rank 4 and alpha 6.0 on .*, but here there are no adapters",
+        ),
         (LoraConfig(), LORA, r"saved with no adapters, but here there are adapters of rank 4"),
-        (ATTENTION, LORA, r"on linear_proj, linear_qkv, but here .* on linear_fc1, linear_fc2, linear_proj, linear_qkv"),
+        (
+            ATTENTION,
+            LORA,
+            r"on linear_proj, linear_qkv, but here .* on linear_fc1, linear_fc2, linear_proj, linear_qkv",
+        ),
     ],
     ids=["none any more", "none yet", "other layers"],
 )

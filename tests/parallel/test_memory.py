@@ -49,7 +49,11 @@ def test_sleeping_and_offloading_change_nothing(ranks, models, tmp_path, layout,
         for report in reports:
             assert report["before"]["parameters"] > 0
             assert report["before"]["gradients"] > 0
-            assert {kind: size for kind, size in report["asleep"].items() if kind != "occupied" and size} == {}
+            assert {
+                kind: size for kind, size in report["asleep"].items() if kind != "occupied" and size
+            } == {}
             parked = sum(report["before"][kind] for kind in ("parameters", "gradients", "optimizer"))
-            assert report["before"]["occupied"] - report["asleep"]["occupied"] > 0.4 * parked  # the allocator keeps some of it
+            assert (
+                report["before"]["occupied"] - report["asleep"]["occupied"] > 0.4 * parked
+            )  # the allocator keeps some of it
             assert (report["before"]["optimizer"] == 0) == offload

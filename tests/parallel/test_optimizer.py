@@ -42,7 +42,9 @@ GROUPS = {
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
-    return {name: tiny_model(tmp_path_factory.mktemp(name), name, **options) for name, options in FAMILIES.items()}
+    return {
+        name: tiny_model(tmp_path_factory.mktemp(name), name, **options) for name, options in FAMILIES.items()
+    }
 
 
 def decays(name: str, tied: bool, decay_embeddings: bool) -> bool:
@@ -64,15 +66,25 @@ def test_norms_and_biases_do_not_decay(ranks, families, layout, decay_embeddings
     batch.weight = np.zeros_like(batch.weight)
     found: dict[str, float] = {}
     for result in ranks.run(optimizers.shrunk_by_decay, sizes, spec, batch, TOKEN):
-        assert all(found.setdefault(name, factor) == pytest.approx(factor, abs=1e-6) for name, factor in result.items())
+        assert all(
+            found.setdefault(name, factor) == pytest.approx(factor, abs=1e-6)
+            for name, factor in result.items()
+        )
     tied = FAMILIES[family].get("tied", False)
     expected = {name: 0.95 if decays(name, tied, decay_embeddings) else 1.0 for name in found}
     assert found == pytest.approx(expected, abs=1e-6)
-    kinds = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "decoder.layers.0.input_layernorm.weight"}
+    kinds = {
+        "embedding.word_embeddings.weight",
+        "decoder.final_layernorm.weight",
+        "decoder.layers.0.input_layernorm.weight",
+    }
     kinds |= {
         "qwen2": {"decoder.layers.3.self_attention.linear_qkv.bias"},
         "qwen3": {"decoder.layers.3.self_attention.q_layernorm.weight", "output_layer.weight"},
-        "qwen3_moe": {"decoder.layers.0.mlp.router.weight", "decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight"},
+        "qwen3_moe": {
+            "decoder.layers.0.mlp.router.weight",
+            "decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight",
+        },
     }[family]
     assert kinds <= found.keys()
     if family == "qwen2" and sizes.pp == 2:
@@ -107,7 +119,10 @@ def reference_step(before, gradients, config: OptimizerConfig, clip_grad: float)
         parameter.grad = gradients[name][1].view_as(parameter).clone()
     torch.nn.utils.clip_grad_norm_(parameters.values(), clip_grad)
     groups = [
-        {"params": [p for name, p in parameters.items() if decays(name, False, True) == decayed], "weight_decay": decay}
+        {
+            "params": [p for name, p in parameters.items() if decays(name, False, True) == decayed],
+            "weight_decay": decay,
+        }
         for decayed, decay in ((True, config.weight_decay), (False, 0.0))
     ]
     torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps).step()
@@ -120,14 +135,17 @@ def test_a_clipped_step_is_the_references(ranks, suites, layout):
     model, sizes, options = CLIPPING[layout]
     suite = suites[model]
     one = suite.case(ParallelSizes(), TOKEN)
-    before, expected = ranks.run(optimizers.one_step, ParallelSizes(), replace(one, spec=replace(one.spec, optimizer=CLIPPED)))[
-        0
-    ]
+    before, expected = ranks.run(
+        optimizers.one_step, ParallelSizes(), replace(one, spec=replace(one.spec, optimizer=CLIPPED))
+    )[0]
     norm = math.sqrt(sum(float(flat.double().square().sum()) for _, flat in expected.gradients.values()))
     assert norm > 3 * CLIPPED.clip_grad
     case = suite.case(sizes, TOKEN, options)
     results = [
-        result for _, result in ranks.run(optimizers.one_step, sizes, replace(case, spec=replace(case.spec, optimizer=CLIPPED)))
+        result
+        for _, result in ranks.run(
+            optimizers.one_step, sizes, replace(case, spec=replace(case.spec, optimizer=CLIPPED))
+        )
     ]
 
     def worst(clip_grad: float) -> float:
@@ -148,7 +166,10 @@ DROPPING = {
     "dp2": (ParallelSizes(dp=2), {}),
     "dp2 distributed, overlap": (ParallelSizes(dp=2), {"distributed_optimizer": True, "overlap": True}),
     "dp2 bf16": (ParallelSizes(dp=2), {"precision": Precision.bf16}),
-    "dp2 bf16 distributed": (ParallelSizes(dp=2), {"precision": Precision.bf16, "distributed_optimizer": True}),
+    "dp2 bf16 distributed": (
+        ParallelSizes(dp=2),
+        {"precision": Precision.bf16, "distributed_optimizer": True},
+    ),
     "dp2tp2": (ParallelSizes(dp=2, tp=2), {}),
     "dp2pp2": (ParallelSizes(dp=2, pp=2), {}),
 }
@@ -169,7 +190,9 @@ def assert_same_bits(states, others) -> None:
     for state, other in zip(states, others, strict=True):
         assert state.numbers == other.numbers
         assert state.tensors.keys() == other.tensors.keys()
-        different = [name for name, tensor in state.tensors.items() if not torch.equal(tensor, other.tensors[name])]
+        different = [
+            name for name, tensor in state.tensors.items() if not torch.equal(tensor, other.tensors[name])
+        ]
         assert not different
 
 
@@ -181,10 +204,14 @@ def check_dropping(ranks, spec, fault: str) -> None:
     without = ranks.run(optimizers.states_after_steps, spec.sizes, spec, [first, second], TOKEN)
     for (states, _), (expected, _) in zip(found, without, strict=True):
         assert_same_bits([states[1], states[2], states[3]], [expected[1], expected[1], expected[2]])
-        assert any(not torch.equal(tensor, states[2].tensors[name]) for name, tensor in states[3].tensors.items())
+        assert any(
+            not torch.equal(tensor, states[2].tensors[name]) for name, tensor in states[3].tensors.items()
+        )
     replicas = [results for _, results in found if results[0]]
     assert len(replicas) == spec.sizes.dp
-    assert [[result.dropped for result in results] for results in replicas] == [[False, True, False]] * len(replicas)
+    assert [[result.dropped for result in results] for results in replicas] == [[False, True, False]] * len(
+        replicas
+    )
     assert [result.lr for result in replicas[0]] == pytest.approx([0.0002, 0.0004, 0.0004])
     losses = [results[1].metrics["actor/loss"].value for results in replicas]
     norms = {results[1].grad_norm for results in replicas}
@@ -208,7 +235,9 @@ def test_a_nan_on_one_replica_drops_the_step_on_all(ranks, folder, layout, fault
 @pytest.mark.parametrize("layout", ["dp2", "dp2 bf16 distributed"])
 def test_a_norm_over_the_limit_drops_the_step(ranks, folder, layout):
     sizes, options = DROPPING[layout]
-    check_dropping(ranks, ActorSpec(folder, sizes, replace(WARMING_UP, max_grad_norm_to_step=100.0), **options), "large")
+    check_dropping(
+        ranks, ActorSpec(folder, sizes, replace(WARMING_UP, max_grad_norm_to_step=100.0), **options), "large"
+    )
 
 
 def test_replicas_with_norms_a_last_bit_apart_drop_together(ranks, folder):
@@ -227,17 +256,26 @@ def test_too_many_dropped_steps_stop_the_run(folder, tmp_path):
     try:
         spec = ActorSpec(folder, sizes, OptimizerConfig(max_dropped_steps=2))
         actor = PolicyTrainer(
-            cluster, spec, config.megatron, seed=0, log_dir=str(tmp_path), timeout=120, watch=Watch(str(tmp_path), 600)
+            cluster,
+            spec,
+            config.megatron,
+            seed=0,
+            log_dir=str(tmp_path),
+            timeout=120,
+            watch=Watch(str(tmp_path), 600),
         )
         good, bad = make_batch(0), with_fault(make_batch(2), "advantage")
 
         def step(number: int, batch) -> float:
             plan = schedule(batch.lengths, 160, dp=2)
-            return actor.train_step(batch, plan, PolicyLoss(), key=(number, 0))["actor/dropped_steps"].result()
+            return actor.train_step(batch, plan, PolicyLoss(), key=(number, 0))[
+                "actor/dropped_steps"
+            ].result()
 
         assert [step(number, batch) for number, batch in enumerate([bad, good, bad])] == [1, 0, 1]
         with pytest.raises(
-            UserError, match=r"2 optimizer steps in a row were dropped, the last one in step 3 .* norms nan, nan"
+            UserError,
+            match=r"2 optimizer steps in a row were dropped, the last one in step 3 .* norms nan, nan",
         ):
             step(3, bad)
         actor.close()
@@ -253,9 +291,14 @@ def test_too_many_dropped_steps_stop_the_run(folder, tmp_path):
 def test_updates_below_the_resolution_of_bf16_add_up(ranks, folder, distributed):
     """Weights in [2^-4, 2^-3) lie 2^-11 apart in bf16; updates of less than half of that would be lost, one by one."""
     steps, sizes = 8, ParallelSizes(dp=2)
-    spec = ActorSpec(folder, sizes, OptimizerConfig(lr=1e-4), Precision.bf16, distributed_optimizer=distributed)
+    spec = ActorSpec(
+        folder, sizes, OptimizerConfig(lr=1e-4), Precision.bf16, distributed_optimizer=distributed
+    )
     results = ranks.run(optimizers.masters_after_steps, sizes, spec, make_batch(0), TOKEN, steps)
-    assert {name for result in results for name in result} >= {"decoder.layers.0.mlp.linear_fc1.weight", "output_layer.weight"}
+    assert {name for result in results for name in result} >= {
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "output_layer.weight",
+    }
     watched = moved = 0
     for entry in (entry for result in results for entry in result.values()):
         assert entry.dtypes == {torch.float32}
@@ -290,7 +333,9 @@ def test_a_checkpoint_continues_the_schedule_with_the_present_settings(ranks, fo
 
     def run(config: OptimizerConfig, batches, **where):
         spec = ActorSpec(folder, sizes, config, distributed_optimizer=distributed)
-        return ranks.run(optimizers.rates_and_groups, sizes, spec, batches, TOKEN, where.get("load"), where.get("save"))
+        return ranks.run(
+            optimizers.rates_and_groups, sizes, spec, batches, TOKEN, where.get("load"), where.get("save")
+        )
 
     checkpoint = str(tmp_path / "checkpoint")
     saved = run(COSINE, batches, save=checkpoint)
@@ -298,7 +343,12 @@ def test_a_checkpoint_continues_the_schedule_with_the_present_settings(ranks, fo
     rest = run(COSINE, batches, load=checkpoint)
     assert rest[0].rates == pytest.approx([cosine(k) for k in (4, 5, 6)])
     changed = replace(
-        COSINE, lr_schedule=LrSchedule.linear, lr_min=0.0, lr_decay_steps=10, weight_decay=0.2, decay_embeddings=False
+        COSINE,
+        lr_schedule=LrSchedule.linear,
+        lr_min=0.0,
+        lr_decay_steps=10,
+        weight_decay=0.2,
+        decay_embeddings=False,
     )
     other = run(changed, batches, load=checkpoint)
     assert other[0].rates == pytest.approx([1e-3 * (1 - (k - 2) / 8) for k in (4, 5, 6)])

@@ -31,7 +31,9 @@ def model(request, tmp_path_factory):
     return tiny_qwen3(tmp_path_factory.mktemp("model"), tied=request.param == "tied")
 
 
-@pytest.mark.slow_when(lambda model, layout, packing: (model, packing) != ("untied", True) or layout not in ("tp2pp2", "tp2sp"))
+@pytest.mark.slow_when(
+    lambda model, layout, packing: (model, packing) != ("untied", True) or layout not in ("tp2pp2", "tp2sp")
+)
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logprobs_equal_transformers(ranks, model, batch, layout, packing):

@@ -2,7 +2,15 @@
 
 import pytest
 
-from grpo_megatron.config.schema import ClusterConfig, Config, MegatronConfig, OptimizerConfig, Placement, Precision, Recompute
+from grpo_megatron.config.schema import (
+    ClusterConfig,
+    Config,
+    MegatronConfig,
+    OptimizerConfig,
+    Placement,
+    Precision,
+    Recompute,
+)
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -31,7 +39,11 @@ LAYOUTS = {
         False,
         MegatronConfig(data_parallel=2, distributed_optimizer=True, precision=Precision.fp32),
     ),
-    "experts dp2 distributed": ("qwen3_moe", False, MegatronConfig(data_parallel=2, distributed_optimizer=True)),
+    "experts dp2 distributed": (
+        "qwen3_moe",
+        False,
+        MegatronConfig(data_parallel=2, distributed_optimizer=True),
+    ),
     "ep2 distributed": (
         "qwen3_moe",
         False,
@@ -62,7 +74,9 @@ def resident(ranks, folder, family, tied, megatron, optimizer):
     """(Architecture, bytes by kind of each rank between two steps)"""
     model = tiny_model(folder / "model", family, tied, hidden_size=256, intermediate_size=512)
     options = {"precision": megatron.precision, "distributed_optimizer": megatron.distributed_optimizer}
-    spec = ActorSpec(str(model), ParallelSizes.from_config(megatron), optimizer, offload_folder=str(folder), **options)
+    spec = ActorSpec(
+        str(model), ParallelSizes.from_config(megatron), optimizer, offload_folder=str(folder), **options
+    )
     batches = [make_batch(seed) for seed in range(2)]
     found = ranks.run(memories.train, spec.sizes, spec, batches, TOKEN, True)
     return read_architecture(model), [reports[0]["before"] for _, reports in found]
@@ -93,7 +107,11 @@ def test_offloaded_states_are_where_the_plan_has_them(ranks, tmp_path):
         for kind in ("parameters", "gradients", "optimizer"):
             assert training.items[kind] == pytest.approx(real[kind], rel=0.02), kind
     assert training.items["optimizer"] == 0
-    assert stepping.items["optimizer"] == planned.host["optimizer"] / cluster.gpus_per_node == planned.state.optimizer
+    assert (
+        stepping.items["optimizer"]
+        == planned.host["optimizer"] / cluster.gpus_per_node
+        == planned.state.optimizer
+    )
 
 
 KEPT = {
@@ -116,6 +134,7 @@ def test_activations_are_about_what_real_layers_keep(ranks, tmp_path, case):
     ((kept, tokens),) = ranks.run(memories.kept_for_backward, spec.sizes, spec, make_batch(0), TOKEN)
     ((dense, experts),) = layers_of(arch, spec.sizes)
     expected = tokens * (
-        dense * kept_by_layer(arch, megatron, False) + (experts and experts * kept_by_layer(arch, megatron, True))
+        dense * kept_by_layer(arch, megatron, False)
+        + (experts and experts * kept_by_layer(arch, megatron, True))
     )
     assert 0.95 <= kept / expected <= 1.6, (kept, expected)

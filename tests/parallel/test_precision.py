@@ -38,7 +38,12 @@ def test_bf16_follows_fp32(ranks, tmp_path, layout, distributed):
 
     def run(sizes, precision):
         spec = ActorSpec(
-            model, sizes, OptimizerConfig(lr=1e-3, eps=1e-3), precision, with_reference=True, distributed_optimizer=distributed
+            model,
+            sizes,
+            OptimizerConfig(lr=1e-3, eps=1e-3),
+            precision,
+            with_reference=True,
+            distributed_optimizer=distributed,
         )
         return steps(ranks.run(actors.train_with_reference, sizes, spec, batches, TOKEN))
 
@@ -53,7 +58,9 @@ def test_bf16_follows_fp32(ranks, tmp_path, layout, distributed):
 def test_logprobs_in_bf16_differ_by_their_rounding(ranks, tmp_path, family):
     """What tests/gpu asks of every kind of layers: the local ones meet it, and a small fault does not pass for rounding."""
     model, batch = aligned_model(tmp_path, family), random_batch(count=48, vocab_size=64)
-    exact = transformers_logprobs(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), batch)
+    exact = transformers_logprobs(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), batch
+    )
     (found,) = ranks.run(precisions.errors_in_bf16, ParallelSizes(), model, batch, exact)
     print(found)
     assert 0 < found.sound <= found.allowed < found.faulty

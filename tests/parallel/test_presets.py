@@ -23,7 +23,9 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-3)
 
 
 def configured(*overrides):
-    return load_config(None, ["model.path=m", "data.train=d.jsonl", "rollout.max_response_length=40", *overrides])
+    return load_config(
+        None, ["model.path=m", "data.train=d.jsonl", "rollout.max_response_length=40", *overrides]
+    )
 
 
 def scored_batch(mismatch: float = 0.0) -> TrainBatch:
@@ -63,7 +65,16 @@ def run(ranks, folders, config, sizes, batch, **options):
 
 
 def test_the_eight_presets_are_there():
-    assert NAMES == ["cispo", "dapo", "dr_grpo", "grpo", "grpo_whole_response", "gspo", "reinforce_pp", "rloo"]
+    assert NAMES == [
+        "cispo",
+        "dapo",
+        "dr_grpo",
+        "grpo",
+        "grpo_whole_response",
+        "gspo",
+        "reinforce_pp",
+        "rloo",
+    ]
 
 
 @pytest.mark.slow_when(lambda name: name != "dapo")
@@ -90,7 +101,14 @@ def test_the_presets_differ(ranks, folders):
     """Each makes another step of the same samples than each other one; ratios of 1.3 are clipped by some."""
     norms = {}
     for name in NAMES:
-        step, _ = run(ranks, folders, configured(f"algorithm.preset={name}"), ParallelSizes(), scored_batch(), old_shift=-0.26)
+        step, _ = run(
+            ranks,
+            folders,
+            configured(f"algorithm.preset={name}"),
+            ParallelSizes(),
+            scored_batch(),
+            old_shift=-0.26,
+        )
         norms[name] = step[0].results[0].grad_norm
     ordered = sorted(norms.values())
     assert all(b - a > 1e-4 * b for a, b in itertools.pairwise(ordered)), norms
@@ -103,7 +121,11 @@ INVARIANT = {
     "gspo": ["algorithm.preset=gspo", "algorithm.clip_ratio_low=0.3", "algorithm.clip_ratio_high=0.5"],
     "grpo with the full kl": ["algorithm.preset=grpo", "algorithm.kl_loss_type=full"],
     "icepop in the forward": ["mismatch.correction=icepop", "algorithm.entropy_coeff=0.01"],
-    "sequence masks in the forward": ["mismatch.correction=mis", "mismatch.ratio_high=1e6", "algorithm.preset=cispo"],
+    "sequence masks in the forward": [
+        "mismatch.correction=mis",
+        "mismatch.ratio_high=1e6",
+        "algorithm.preset=cispo",
+    ],
 }
 
 
@@ -118,7 +140,9 @@ def suite(ranks, folders):
 @pytest.mark.parametrize("name", INVARIANT)
 def test_the_layout_changes_nothing(suite, name, layout):
     config = configured(*INVARIANT[name])
-    suite.check(ParallelSizes(**layout), PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=False))
+    suite.check(
+        ParallelSizes(**layout), PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=False)
+    )
 
 
 # --- dropped steps
@@ -144,7 +168,9 @@ def test_extreme_ratios_drop_the_step(ranks, folders, sizes):
 @pytest.mark.slow
 def test_what_is_known_before_training_is_masked_in_every_step(ranks, folders):
     config = configured("mismatch.correction=icepop", "mismatch.ratio_low=0.9", "mismatch.ratio_high=1.1")
-    found, _ = run(ranks, folders, config, ParallelSizes(tp=2), scored_batch(mismatch=0.1), old_shift=0.0, count=2)
+    found, _ = run(
+        ranks, folders, config, ParallelSizes(tp=2), scored_batch(mismatch=0.1), old_shift=0.0, count=2
+    )
     batch = found[0].batch
     assert 0.2 < (batch.policy_factor[batch.loss_mask] == 0).mean() < 0.5
     assert (batch.weight[batch.loss_mask] > 0).all()
@@ -153,7 +179,9 @@ def test_what_is_known_before_training_is_masked_in_every_step(ranks, folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"distributed_optimizer": True, "overlap": True}], ids=["", "overlap"])
+@pytest.mark.parametrize(
+    "options", [{}, {"distributed_optimizer": True, "overlap": True}], ids=["", "overlap"]
+)
 def test_reference_reset(ranks, folders, options):
     batch = scored_batch()
     batch.weight = np.where(batch.loss_mask, 1 / 256, 0).astype(np.float32)

@@ -59,7 +59,9 @@ def test_on_one_rank(ranks, batch, expected, tmp_path_factory):
 def test_layouts(probes, expected, layout):
     found = probes(LAYOUTS[layout])
     for name in ("logprobs", "probe", "doubled"):
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-4 if name == "doubled" else 2e-5)
+        np.testing.assert_allclose(
+            found[name], expected[name], rtol=1e-5, atol=1e-4 if name == "doubled" else 2e-5
+        )
     np.testing.assert_array_equal(found["undone"], found["probe"])
     for dtype in (torch.float32, torch.bfloat16):
         # Other random numbers, but of the same size.

@@ -78,7 +78,9 @@ def test_the_model_knows_what_it_was_trained_on(batch, expected):
 def test_logprobs_equal_transformers(ranks, smollm2, batch, expected, layout, packing):
     sizes = LAYOUTS[layout]
     spec = ActorSpec(str(smollm2), sizes, OptimizerConfig())
-    found = [values for values in ranks.run(actors.logprobs, sizes, spec, batch, packing) if values is not None]
+    found = [
+        values for values in ranks.run(actors.logprobs, sizes, spec, batch, packing) if values is not None
+    ]
     difference = np.abs(sum(found) - expected).max()  # replicas hold disjoint sequences, zero elsewhere
     print(f"{layout}: {difference:.1e}")
     assert difference <= TOLERANCE
@@ -87,5 +89,11 @@ def test_logprobs_equal_transformers(ranks, smollm2, batch, expected, layout, pa
 @pytest.mark.parametrize("layout", ["tp3", "pp2"])
 def test_export_is_bit_identical(ranks, smollm2, tmp_path, layout):
     sizes = LAYOUTS[layout]
-    ranks.run(actors.round_trip, sizes, ActorSpec(str(smollm2), sizes, OptimizerConfig()), str(tmp_path / "hf"), None)
+    ranks.run(
+        actors.round_trip,
+        sizes,
+        ActorSpec(str(smollm2), sizes, OptimizerConfig()),
+        str(tmp_path / "hf"),
+        None,
+    )
     assert_identical(read_all(tmp_path / "hf"), read_all(smollm2))

@@ -82,7 +82,9 @@ def test_hidden_states_beyond_the_bound_wait_on_the_host_and_change_nothing(rank
         for one, two in zip(found[own], found[other], strict=True):
             assert all(torch.equal(one[name], two[name]) for name in one)
     first = found[size][0]
-    assert any(not torch.equal(first[name], found[size][1][name]) for name in first), "the mini-batches are different"
+    assert any(not torch.equal(first[name], found[size][1][name]) for name in first), (
+        "the mini-batches are different"
+    )
 
 
 def test_the_exact_kl_without_hidden_states_is_refused(ranks, models):

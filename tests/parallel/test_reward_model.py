@@ -42,7 +42,9 @@ def make_pairs(seed: int) -> TrainBatch:
         )
 
     lengths = [(97, 60), (2, 3), (41, 41), (5, 18), (66, 9), (30, 2), (12, 31), (7, 7)]
-    return pair_batch([(sample(i, a, rng.uniform(0, 2)), sample(i, b, 0.0)) for i, (a, b) in enumerate(lengths)])
+    return pair_batch(
+        [(sample(i, a, rng.uniform(0, 2)), sample(i, b, 0.0)) for i, (a, b) in enumerate(lengths)]
+    )
 
 
 class Suite:
@@ -68,7 +70,9 @@ class Suite:
         case = self.case(sizes, options, **rest)
         check(self.arch, case, self.ranks.run(two_steps, sizes, case), self.expected)
 
-    def scores(self, sizes: ParallelSizes, folder: str | None = None, fault: str | None = None, **options) -> np.ndarray:
+    def scores(
+        self, sizes: ParallelSizes, folder: str | None = None, fault: str | None = None, **options
+    ) -> np.ndarray:
         spec = replace(self.case(sizes).spec, **options)
         parts = self.ranks.run(reward_models.scores, sizes, spec, self.batches[0], folder, fault)
         return sum(part for part in parts if part is not None)
@@ -171,7 +175,9 @@ def test_a_frozen_one_scores_beside_a_policy_of_another_architecture(ranks, tied
     batch.loss_mask = np.append(batch.tokens[1:] != 0, False)  # all tokens are targets of the policy
     batch.weight = batch.loss_mask.astype(np.float32) / batch.num_tokens
     spec = ActorSpec(policy, sizes, OPTIMIZER, reward_model=str(tmp_path / "reward"))
-    [found] = [r for r in ranks.run(reward_models.scores_beside_a_policy, sizes, spec, batch) if r is not None]
+    [found] = [
+        r for r in ranks.run(reward_models.scores_beside_a_policy, sizes, spec, batch) if r is not None
+    ]
     expected = transformers_scores(str(tmp_path / "reward"), batch)[found["order"]]
     np.testing.assert_allclose(found["scores"], expected, atol=1e-5)
     np.testing.assert_array_equal(found["later"], found["scores"])

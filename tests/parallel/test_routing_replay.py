@@ -42,23 +42,31 @@ def whole(results, batch, k=2):
 
 
 @pytest.mark.slow_when(
-    lambda layout, recompute: layout not in ("cp2", "ep2pp2") or (recompute == Recompute.full) != (layout == "ep2pp2")
+    lambda layout, recompute: (
+        layout not in ("cp2", "ep2pp2") or (recompute == Recompute.full) != (layout == "ep2pp2")
+    )
 )
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full], ids=["", "recompute"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_follows_the_old_policys_routing(ranks, model, layout, recompute):
     """Between the two passes the routers are turned upside down; the replay must not notice."""
     sizes, batch = LAYOUTS[layout], make_batch(0)
-    results = ranks.run(routings.record_flip_train, sizes, spec(model, sizes, OLD_POLICY, recompute=recompute), batch, TOKEN)
+    results = ranks.run(
+        routings.record_flip_train, sizes, spec(model, sizes, OLD_POLICY, recompute=recompute), batch, TOKEN
+    )
     routing = whole([recorded for _, recorded in results], batch)
     with_experts = [0, 2, 3]
     assert (routing[:, with_experts] >= 0).all()
     assert (routing[:, with_experts, 0] != routing[:, with_experts, 1]).all()
     # One rank, given the recorded routing, computes the same entropy with flipped routers...
     given = replace(batch, routing=routing[:, with_experts])
-    (same, _), *_ = ranks.run(routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), ENGINE), given, TOKEN)
+    (same, _), *_ = ranks.run(
+        routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), ENGINE), given, TOKEN
+    )
     # ... and, left to choose, another.
-    (other, _), *_ = ranks.run(routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), MoEConfig()), batch, TOKEN)
+    (other, _), *_ = ranks.run(
+        routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), MoEConfig()), batch, TOKEN
+    )
     entropies = [metrics for metrics, _ in results if metrics is not None]
     ours = sum(total for total, _ in entropies) / sum(count for _, count in entropies)
     np.testing.assert_allclose(ours, same[0] / same[1], rtol=1e-5)
@@ -76,19 +84,29 @@ def test_the_bias_and_groups_of_sigmoid_routing_do_not_change_a_replay(ranks, tm
     pairs = np.sort(routing, axis=2).reshape(*routing.shape[:2], 2, 2)
     assert (pairs[..., 0] // 2 == pairs[..., 1] // 2).all()
     given = replace(batch, routing=routing)
-    (same, _), *_ = ranks.run(routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), ENGINE), given, TOKEN)
+    (same, _), *_ = ranks.run(
+        routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), ENGINE), given, TOKEN
+    )
     ((total, count), _) = results[0]
     np.testing.assert_allclose(total / count, same[0] / same[1], rtol=1e-5)
 
 
 def test_without_a_recorded_pass_there_is_nothing_to_follow(ranks, model):
     with pytest.raises(AssertionError, match="no routing was recorded"):
-        ranks.run(routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), OLD_POLICY), make_batch(0), TOKEN)
+        ranks.run(
+            routings.flip_train,
+            ParallelSizes(),
+            spec(model, ParallelSizes(), OLD_POLICY),
+            make_batch(0),
+            TOKEN,
+        )
 
 
 def test_samples_without_routing_are_refused(ranks, model):
     with pytest.raises(AssertionError, match="the samples carry none"):
-        ranks.run(routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), ENGINE), make_batch(0), TOKEN)
+        ranks.run(
+            routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), ENGINE), make_batch(0), TOKEN
+        )
 
 
 def test_routing_of_another_model_is_refused(ranks, model):

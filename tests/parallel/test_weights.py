@@ -12,11 +12,20 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import tiny_qwen3
 from tests.parallel import actors
 
-LAYOUTS = {"tp1": ParallelSizes(), "tp2": ParallelSizes(tp=2), "pp2": ParallelSizes(pp=2), "tp2pp2": ParallelSizes(tp=2, pp=2)}
+LAYOUTS = {
+    "tp1": ParallelSizes(),
+    "tp2": ParallelSizes(tp=2),
+    "pp2": ParallelSizes(pp=2),
+    "tp2pp2": ParallelSizes(tp=2, pp=2),
+}
 
 
 def read_all(folder) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(Path(folder).glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def assert_identical(ours, original):

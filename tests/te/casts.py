@@ -36,7 +36,10 @@ def scale_of_the_tensor() -> None:
         expected = rounded(x.double() * scale, kind) / scale
         cast = quantizer(x)
         _equal(cast.dequantize(), expected)
-        _equal(cast._transpose.view(16, 24).view(_torch_type(kind)).double() * cast._scale_inv, expected.view(24, 16).T)
+        _equal(
+            cast._transpose.view(16, 24).view(_torch_type(kind)).double() * cast._scale_inv,
+            expected.view(24, 16).T,
+        )
         assert not quantizer(torch.zeros(16, 16)).dequantize().any()
 
 
@@ -62,7 +65,9 @@ def histories_become_scales() -> None:
 
     histories = [torch.tensor([[0.0, 0.0], [8.0, 1.0], [2.0, 3.0]]), torch.zeros(2, 1)]
     scales, of_step = [torch.ones(2), torch.full((1,), 7.0)], torch.tensor([4.0, 5.0, 0.0])
-    tex.fused_amax_and_scale_update_after_reduction(of_step, histories, scales, "max", tex.DType.kFloat8E4M3, 1)
+    tex.fused_amax_and_scale_update_after_reduction(
+        of_step, histories, scales, "max", tex.DType.kFloat8E4M3, 1
+    )
     assert scales[0].tolist() == [448 / 8 / 2, torch.tensor(448 / 5 / 2).item()]
     assert scales[1].tolist() == [7.0]  # nothing was seen
     # The step's values went to the end, and the place for the next ones is free.
@@ -103,7 +108,10 @@ def blocks_as_engines_have_them() -> None:
     from grpo_megatron.weights.fp8_blocks import quantise
 
     recipe = Float8BlockScaling()
-    for settings, dimension, rows in ((recipe.fp8_quant_fwd_weight, 2, 128), (recipe.fp8_quant_fwd_inp, 1, 1)):
+    for settings, dimension, rows in (
+        (recipe.fp8_quant_fwd_weight, 2, 128),
+        (recipe.fp8_quant_fwd_inp, 1, 1),
+    ):
         quantizer = Float8BlockQuantizer(
             _kinds()[0][0],
             rowwise=True,
@@ -126,14 +134,19 @@ def blocks_to_be_gathered() -> None:
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
     number, kind = _kinds()[0]
-    quantizer = Float8BlockQuantizer(number, rowwise=True, columnwise=True, force_pow_2_scales=True, block_scaling_dim=1)
+    quantizer = Float8BlockQuantizer(
+        number, rowwise=True, columnwise=True, force_pow_2_scales=True, block_scaling_dim=1
+    )
     quantizer.all_gather_usage = True
     x = torch.randn(256, 384)
     cast = quantizer(x)
     rows = cast._rowwise_data.view(torch.float8_e4m3fn).double()
     _equal(rows * cast._rowwise_scale_inv.double().repeat_interleave(128, 1), _blocks(x, 1, kind))
     columns = cast._columnwise_data.view(torch.float8_e4m3fn).double()
-    _equal(columns * cast._columnwise_scale_inv.double().repeat_interleave(128, 0), _blocks(x.T.contiguous(), 1, kind).T)
+    _equal(
+        columns * cast._columnwise_scale_inv.double().repeat_interleave(128, 0),
+        _blocks(x.T.contiguous(), 1, kind).T,
+    )
 
 
 def experts_have_their_own_scales() -> None:
@@ -171,7 +184,20 @@ def products_take_multiples_of_16() -> None:
     quantizer = Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, device=torch.device("cpu"))
 
     def product(a, b):
-        rest = (None, None, tex.DType.kFloat32, None, tex.DType.kBFloat16, False, None, False, None, 0, False, False)
+        rest = (
+            None,
+            None,
+            tex.DType.kFloat32,
+            None,
+            tex.DType.kBFloat16,
+            False,
+            None,
+            False,
+            None,
+            0,
+            False,
+            False,
+        )
         return tex.generic_gemm(a, True, b, False, *rest)[0]
 
     weight, x = torch.randn(32, 16), torch.randn(48, 16)

@@ -40,7 +40,9 @@ def real_lengths():
         micro_batch.describe_pack = describe
 
 
-def first_step_with_real_lengths(spec: ActorSpec, batch: TrainBatch, loss, padding_statistics: float) -> FirstStep:
+def first_step_with_real_lengths(
+    spec: ActorSpec, batch: TrainBatch, loss, padding_statistics: float
+) -> FirstStep:
     with real_lengths():
         return first_step(spec, batch, loss, None, padding_statistics)
 

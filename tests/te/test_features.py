@@ -8,7 +8,14 @@ import pytest
 
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.config.fp8 import FP8Config, FP8Format
-from grpo_megatron.config.schema import MoEConfig, OptimizerConfig, Precision, Recompute, RoutingReplay, TransformerImpl
+from grpo_megatron.config.schema import (
+    MoEConfig,
+    OptimizerConfig,
+    Precision,
+    Recompute,
+    RoutingReplay,
+    TransformerImpl,
+)
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.host_syncs import difference
@@ -30,7 +37,10 @@ LOSS = PolicyLoss()
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     families = ("qwen3", "qwen3_moe")
-    return {family: aligned_model(tmp_path_factory.mktemp(family), family, initializer_range=0.03) for family in families}
+    return {
+        family: aligned_model(tmp_path_factory.mktemp(family), family, initializer_range=0.03)
+        for family in families
+    }
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +62,9 @@ def test_what_padding_leaves_in_memory_reaches_nothing(te_ranks, models, batch, 
     spec = te_spec(models["qwen3"], sizes, precision)
     assert finite(te_ranks.run(training.first_step, sizes, spec, batch, LOSS, None, np.nan))
     if layout == "cp2":
-        assert not finite(te_ranks.run(features.first_step_with_real_lengths, sizes, spec, batch, LOSS, np.nan))
+        assert not finite(
+            te_ranks.run(features.first_step_with_real_lengths, sizes, spec, batch, LOSS, np.nan)
+        )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -67,7 +79,9 @@ def test_no_micro_batch_makes_the_host_wait(te_ranks, models, batch, layout, pre
 
     assert per_micro_batch(syncs.of_passes) == {"reference": [], "log-probs": [], "training": []}
     if layout == "cp2" and precision == "bf16":
-        assert all(per_micro_batch(features.syncs_with_real_lengths).values()), "the counter does not see a known one"
+        assert all(per_micro_batch(features.syncs_with_real_lengths).values()), (
+            "the counter does not see a known one"
+        )
 
 
 def test_the_kernels_meant_are_those_that_run(te_ranks, models, batch):
@@ -97,7 +111,11 @@ RECOMPUTES = {
 @pytest.fixture(scope="module")
 def plain(te_ranks, models, batch):
     """precision -> a step of the model with experts without recomputation; made once each."""
-    return cache(lambda precision: te_ranks.run(training.first_step, ONE, of_experts(models, precision), batch, LOSS, None)[0])
+    return cache(
+        lambda precision: te_ranks.run(
+            training.first_step, ONE, of_experts(models, precision), batch, LOSS, None
+        )[0]
+    )
 
 
 def of_experts(models, precision):
@@ -118,7 +136,9 @@ def test_recomputation_changes_nothing(te_ranks, models, batch, plain, recompute
 @pytest.mark.parametrize("precision", ["tensorwise", "blockwise"])
 def test_reference_and_sleep(te_ranks, models, batch, precision):
     """Weights cast to FP8 are given back before engines take room for theirs, and asleep; none is used after its weight changed."""
-    (reports,) = te_ranks.run(features.train_sleep_and_refer, ONE, te_spec(models["qwen3"], precision=precision), batch, LOSS)
+    (reports,) = te_ranks.run(
+        features.train_sleep_and_refer, ONE, te_spec(models["qwen3"], precision=precision), batch, LOSS
+    )
     for report in reports:
         assert report["full"]["fp8_casts"] > 0.5 * report["full"]["parameters"]
         assert report["roomy"] == report["full"] | {"fp8_casts": 0}
@@ -130,7 +150,9 @@ def test_reference_and_sleep(te_ranks, models, batch, precision):
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_the_reference_of_experts_begins_as_the_policy(te_ranks, models, batch, layout, precision):
     sizes = EXPERT_LAYOUTS[layout]
-    results = te_ranks.run(training.first_step, sizes, te_spec(models["qwen3_moe"], sizes, precision), batch, LOSS, None)
+    results = te_ranks.run(
+        training.first_step, sizes, te_spec(models["qwen3_moe"], sizes, precision), batch, LOSS, None
+    )
     assert {result.difference for result in results} - {None} == {0.0}
 
 
@@ -145,7 +167,9 @@ CHECKPOINTS = {
 def test_a_checkpoint_goes_on_bit_for_bit_and_loads_in_another_layout(te_ranks, models, tmp_path, precision):
     family, sizes, options = CHECKPOINTS[precision]
     batches = [make_batch(seed, (3, 4, 2)) for seed in range(3)]
-    spec = te_spec(models[family], sizes, precision, moe=ENGINE if family == "qwen3_moe" else MoEConfig(), **options)
+    spec = te_spec(
+        models[family], sizes, precision, moe=ENGINE if family == "qwen3_moe" else MoEConfig(), **options
+    )
     folder = str(tmp_path / "checkpoint")
     saved = te_ranks.run(checkpoints.save, sizes, spec, batches, TOKEN, folder)
     resumed = te_ranks.run(checkpoints.resume, sizes, spec, batches[-1], TOKEN, folder)
@@ -180,7 +204,9 @@ def test_layers_that_stay_in_bf16(te_ranks, models, batch, ends):
     fp8 = FP8Config(bf16_first_layers=first, bf16_last_layers=last)
     spec = replace(te_spec(models["qwen3"], precision="tensorwise"), fp8=fp8)
     ((_, calls),) = te_ranks.run(features.calls_of, ONE, spec, batch, LOSS)
-    ((_, of_all),) = te_ranks.run(features.calls_of, ONE, te_spec(models["qwen3"], precision="tensorwise"), batch, LOSS)
+    ((_, of_all),) = te_ranks.run(
+        features.calls_of, ONE, te_spec(models["qwen3"], precision="tensorwise"), batch, LOSS
+    )
     assert calls["quantize"] == of_all["quantize"] * (4 - first - last) // 4
 
 

@@ -66,15 +66,25 @@ def test_biases_of_products():
 def test_products_of_experts():
     weights, rows = [torch.randn(6, 4) for _ in range(3)], [2, 0, 5]
     x, grads = torch.randn(7, 4).split(rows), torch.randn(7, 6).split(rows)
-    nothing, output, of_weights = [torch.empty(0)] * 3, torch.full((7, 6), torch.nan), [torch.randn(6, 4) for _ in range(3)]
+    nothing, output, of_weights = (
+        [torch.empty(0)] * 3,
+        torch.full((7, 6), torch.nan),
+        [torch.randn(6, 4) for _ in range(3)],
+    )
     before = [weight.double() for weight in of_weights]
 
     def grouped(a, transa, b, transb, out, single, accumulate):
-        types, ending = (FP32, rows, nothing, BF16, single, nothing), (False, [torch.empty(0)], 0, accumulate, False, 0)
+        types, ending = (
+            (FP32, rows, nothing, BF16, single, nothing),
+            (False, [torch.empty(0)], 0, accumulate, False, 0),
+        )
         layers.te_general_grouped_gemm(a, transa, b, transb, out, *types, *ending)
 
     grouped(weights, True, x, False, [output], single=True, accumulate=False)
-    close(output, torch.cat([part.double() @ weight.T.double() for part, weight in zip(x, weights, strict=True)]))
+    close(
+        output,
+        torch.cat([part.double() @ weight.T.double() for part, weight in zip(x, weights, strict=True)]),
+    )
     grouped(x, False, grads, True, of_weights, single=False, accumulate=True)
     for found, start, grad, part in zip(of_weights, before, grads, x, strict=True):
         close(found, start + grad.T.double() @ part.double())
@@ -105,18 +115,26 @@ def test_rotary_embedding(cp):
     rotated = complex_x * torch.exp(1j * (position[:, None] * frequencies)[:, None].double())
     expected = torch.cat([rotated.real, rotated.imag, x[..., turned:].double()], -1)
     for rank in range(cp):
-        rows = packed_attention.thd_get_partitioned_indices(cu_seqlens, 24, cp, rank) if cp > 1 else torch.arange(24)
+        rows = (
+            packed_attention.thd_get_partitioned_indices(cu_seqlens, 24, cp, rank)
+            if cp > 1
+            else torch.arange(24)
+        )
         options = (None, QKVFormat.NVTE_THD, False, cu_seqlens, cp, rank)
         found = layers.fused_rope_forward(x[rows], freqs, *options)
         close(found, expected[rows], 1e-6)
-        close(layers.fused_rope_backward(found, freqs, *options), x[rows].double(), 1e-6)  # the transpose is the inverse
+        close(
+            layers.fused_rope_backward(found, freqs, *options), x[rows].double(), 1e-6
+        )  # the transpose is the inverse
 
 
 def test_rows_of_experts_are_padded():
     rows, padded = [3, 0, 16, 5], [16, 0, 16, 16]
     source, target = torch.randn(24, 4), torch.full((48, 4), torch.nan)
     layers.fused_multi_row_padding(source, target, rows, padded)
-    expected = torch.cat([F.pad(part, (0, 0, 0, p - len(part))) for part, p in zip(source.split(rows), padded, strict=True)])
+    expected = torch.cat(
+        [F.pad(part, (0, 0, 0, p - len(part))) for part, p in zip(source.split(rows), padded, strict=True)]
+    )
     assert torch.equal(target, expected)
     back = torch.empty_like(source)
     layers.fused_multi_row_unpadding(target, back, padded, rows)
@@ -136,7 +154,10 @@ def test_norms_and_scaling_of_many_tensors():
 
 @pytest.mark.parametrize(("mode", "optimizer"), [(0, torch.optim.Adam), (1, torch.optim.AdamW)])
 def test_adam(mode, optimizer):
-    parameter, settings = torch.randn(4, 3), {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.05}
+    parameter, settings = (
+        torch.randn(4, 3),
+        {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.05},
+    )
     exact = torch.nn.Parameter(parameter.double())
     reference = optimizer([exact], **settings)
     state = [torch.zeros_like(parameter) for _ in range(2)]
@@ -153,7 +174,10 @@ def test_adam(mode, optimizer):
 # --- attention
 
 # starts and lengths of sequences in a pack of 20 rows; the last two rows belong to none
-CU, CU_PADDED = torch.tensor([0, 7, 8, 16], dtype=torch.int32), torch.tensor([0, 8, 10, 18], dtype=torch.int32)
+CU, CU_PADDED = (
+    torch.tensor([0, 7, 8, 16], dtype=torch.int32),
+    torch.tensor([0, 8, 10, 18], dtype=torch.int32),
+)
 
 
 def exact_attention(query, key, value, causal=True, scale=0.3):
@@ -168,7 +192,9 @@ def exact_attention(query, key, value, causal=True, scale=0.3):
 
 def forward(query, key, value, cu=CU, padded=CU_PADDED, mask=MaskType.NVTE_PADDING_CAUSAL_MASK, longest=8):
     settings = (longest, longest, True, 0.3, 0.0, True, None, None, mask, None, None)
-    output, statistics, _ = packed_attention.fused_attn_fwd(*settings, cu, cu, query, key, value, None, padded, padded)
+    output, statistics, _ = packed_attention.fused_attn_fwd(
+        *settings, cu, cu, query, key, value, None, padded, padded
+    )
     return output, statistics
 
 
@@ -186,7 +212,9 @@ def test_attention(monkeypatch, mask):
     for start, length in zip(CU_PADDED[:-1].tolist(), CU.diff().tolist(), strict=True):
         rows = slice(start, start + length)
         real += range(start, start + length)
-        expected, sums = exact_attention(*(x[rows] for x in exact), causal=mask == MaskType.NVTE_PADDING_CAUSAL_MASK)
+        expected, sums = exact_attention(
+            *(x[rows] for x in exact), causal=mask == MaskType.NVTE_PADDING_CAUSAL_MASK
+        )
         close(output[rows], expected.detach(), 0.01)
         close(statistics[rows, :, 0], sums.detach())
         expected.backward(grad[rows].double())
@@ -220,7 +248,9 @@ def test_parts_of_the_keys_add_up_to_all():
     first = [packed_attention.thd_read_half_tensor(x, half, 0) for x in others]
     settings = (10, 10, True, 0.3, 0.0, True, None, None, MaskType.NVTE_PADDING_MASK, None, None)
     query, (key, value) = own[0], first[1:]
-    seen, theirs, _ = packed_attention.fused_attn_fwd(*settings, half, half // 2, query, key, value, None, None, None)
+    seen, theirs, _ = packed_attention.fused_attn_fwd(
+        *settings, half, half // 2, query, key, value, None, None, None
+    )
     total, of_first, of_second = (x[..., 0].T.contiguous() for x in (statistics, statistics, theirs))
     total = torch.logaddexp(total, of_second)
     summed = torch.zeros_like(output, dtype=torch.float32)

@@ -43,7 +43,9 @@ ROUTINGS = {"qwen3_moe": (3, 4, 2), "mixtral": (4, 4, 2), "glm4_moe": (3, 4, 2),
 
 
 def te_spec(folder, sizes=ONE, precision="bf16", **options) -> ActorSpec:
-    layers = {"transformer_impl": TransformerImpl.transformer_engine} | (PRECISIONS | {"float32": FLOAT32})[precision]
+    layers = {"transformer_impl": TransformerImpl.transformer_engine} | (PRECISIONS | {"float32": FLOAT32})[
+        precision
+    ]
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-3)
     return ActorSpec(folder, sizes, optimizer, emulate_kernels=True, with_reference=True, **layers, **options)
 
@@ -51,7 +53,9 @@ def te_spec(folder, sizes=ONE, precision="bf16", **options) -> ActorSpec:
 class Family:
     def __init__(self, te_ranks, folder: str, family: str):
         self._ranks, self.folder, self._one_rank = te_ranks, folder, {}
-        self._moe = MoEConfig(routing_replay=RoutingReplay.engine if family in ROUTINGS else RoutingReplay.off)
+        self._moe = MoEConfig(
+            routing_replay=RoutingReplay.engine if family in ROUTINGS else RoutingReplay.off
+        )
         self.batch = make_batch(0, ROUTINGS.get(family))
         # All good: a gradient of many tokens that agree, against which rounding is small.
         self.batch.advantage = self.batch.loss_mask.astype(np.float32)
@@ -60,14 +64,18 @@ class Family:
 
     def run(self, sizes: ParallelSizes, precision: str, folder=None, padding_statistics: float = 0.0):
         spec = te_spec(self.folder, sizes, precision, moe=self._moe)
-        return self._ranks.run(first_step, sizes, spec, self.batch, PolicyLoss(), folder and str(folder), padding_statistics)
+        return self._ranks.run(
+            first_step, sizes, spec, self.batch, PolicyLoss(), folder and str(folder), padding_statistics
+        )
 
     def one_rank(self, precision: str):
         if precision not in self._one_rank:
             (self._one_rank[precision],) = self.run(ONE, precision)
         return self._one_rank[precision]
 
-    def spare_cosine(self, sizes: ParallelSizes, precision: str, results: list[FirstStep]) -> tuple[float, str]:
+    def spare_cosine(
+        self, sizes: ParallelSizes, precision: str, results: list[FirstStep]
+    ) -> tuple[float, str]:
         """How far the worst gradient's cosine is above the least one allowed, and which gradient that is.
 
         A cosine may also be as far from 1 as six times that between this precision and float32 on one rank, in the layer where
@@ -98,7 +106,9 @@ def families(te_ranks, tmp_path_factory):
     def make(family: str) -> Family:
         if family not in made:
             made[family] = Family(
-                te_ranks, aligned_model(tmp_path_factory.mktemp(family), family, initializer_range=0.03), family
+                te_ranks,
+                aligned_model(tmp_path_factory.mktemp(family), family, initializer_range=0.03),
+                family,
             )
         return made[family]
 
@@ -113,7 +123,9 @@ CASES = [
 ]
 
 
-@pytest.mark.slow_when(lambda family, layout, precision: (family, layout, precision) != ("qwen3", "tp2sp", "blockwise"))
+@pytest.mark.slow_when(
+    lambda family, layout, precision: (family, layout, precision) != ("qwen3", "tp2sp", "blockwise")
+)
 @pytest.mark.parametrize(("family", "layout", "precision"), CASES)
 def test_first_step_as_on_one_rank(families, tmp_path, family, layout, precision):
     model, sizes = families(family), EXPERT_LAYOUTS[layout]
@@ -125,7 +137,9 @@ def test_first_step_as_on_one_rank(families, tmp_path, family, layout, precision
     print(f"norm {off:+.4f}, cosine {spare:+.5f} beyond the least of {worst}")
     assert abs(off) <= WITHIN[precision]
     assert spare >= 0, worst
-    original = {name: tensor.bfloat16() for name, tensor in load_file(f"{model.folder}/model.safetensors").items()}
+    original = {
+        name: tensor.bfloat16() for name, tensor in load_file(f"{model.folder}/model.safetensors").items()
+    }
     ours = read_all(tmp_path / "out")
     assert_identical({name: tensor.bfloat16() for name, tensor in ours.items()}, original)
     # Delayed scaling scales by what it saw before; the reference does not follow the engine's routing.
@@ -139,7 +153,11 @@ def test_a_planted_fault_is_noticed(families, te_ranks, precision):
     """Norms whose gradients each rank has of its own tokens alone. The norm of all gradients hides it."""
     model, sizes = families("qwen3"), LAYOUTS["tp2sp"]
     results = te_ranks.run(
-        first_step_with_unsummed_norms, sizes, te_spec(model.folder, sizes, precision), model.batch, PolicyLoss()
+        first_step_with_unsummed_norms,
+        sizes,
+        te_spec(model.folder, sizes, precision),
+        model.batch,
+        PolicyLoss(),
     )
     spare, worst = model.spare_cosine(sizes, precision, results)
     assert spare < 0, worst

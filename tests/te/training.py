@@ -29,7 +29,12 @@ class FirstStep:
 
 
 def first_step(
-    spec: ActorSpec, batch: TrainBatch, loss, folder: str | None, padding_statistics: float = 0.0, actor: type[Actor] = Actor
+    spec: ActorSpec,
+    batch: TrainBatch,
+    loss,
+    folder: str | None,
+    padding_statistics: float = 0.0,
+    actor: type[Actor] = Actor,
 ) -> FirstStep:
     """Log-probs of policy and reference, an HF export into `folder`, and two optimizer steps, of which the first gradients."""
     packed_attention.PADDING_STATISTICS = padding_statistics

@@ -88,7 +88,10 @@ DEEPSEEK = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|Assistant|>' }}{% endif %}"""
 # R1: the beginning of each turn has the tag that begins thinking.
-R1 = DEEPSEEK.removesuffix("{% endif %}").removesuffix("{{- '<|Assistant|>' }}") + "{{- '<|Assistant|><think>\\n' }}{% endif %}"
+R1 = (
+    DEEPSEEK.removesuffix("{% endif %}").removesuffix("{{- '<|Assistant|>' }}")
+    + "{{- '<|Assistant|><think>\\n' }}{% endif %}"
+)
 # No token ends a turn.
 PLAIN = "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}### assistant: {% endif %}"
 
@@ -111,8 +114,16 @@ SPECIAL = {
         ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"],
     ),
     "mistral": ("<s>", "</s>", ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]),
-    "deepseek": ("<|begin|>", "<|end_of_sentence|>", ["<|User|>", "<|Assistant|>", "<|tool_output|>", "<|tool_call|>"]),
-    "r1": ("<|begin|>", "<|end_of_sentence|>", ["<|User|>", "<|Assistant|>", "<|tool_output|>", "<|tool_call|>"]),
+    "deepseek": (
+        "<|begin|>",
+        "<|end_of_sentence|>",
+        ["<|User|>", "<|Assistant|>", "<|tool_output|>", "<|tool_call|>"],
+    ),
+    "r1": (
+        "<|begin|>",
+        "<|end_of_sentence|>",
+        ["<|User|>", "<|Assistant|>", "<|tool_output|>", "<|tool_call|>"],
+    ),
     "plain": (None, "<|endoftext|>", []),
 }
 PAD = "<|pad|>"
@@ -130,7 +141,9 @@ def save_tokenizer(folder, kind, special=(), around=None, tokens_of_model=None):
 
     bos, end, others = SPECIAL[kind]
     names = [PAD, *filter(None, [bos, end]), *others, *special]
-    vocabulary = {token: number for number, token in enumerate([*names, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary = {
+        token: number for number, token in enumerate([*names, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -144,7 +157,8 @@ def save_tokenizer(folder, kind, special=(), around=None, tokens_of_model=None):
     )
     if around:
         fast.backend_tokenizer.post_processor = TemplateProcessing(
-            single=around, special_tokens=[(token, vocabulary[token]) for token in names if token in around.split()]
+            single=around,
+            special_tokens=[(token, vocabulary[token]) for token in names if token in around.split()],
         )
     fast.chat_template = TEMPLATES[kind]
     fast.save_pretrained(folder)

@@ -8,7 +8,24 @@ from dataclasses import dataclass
 from grpo_megatron.config.load import known_keys
 
 VALUES = [
-    *("", "null", "~", "true", "off", "-1", "0", "1.5", "1e400", ".nan", "-.inf", "9" * 25, "9" * 5000, "0x_", "007", "1:30"),
+    *(
+        "",
+        "null",
+        "~",
+        "true",
+        "off",
+        "-1",
+        "0",
+        "1.5",
+        "1e400",
+        ".nan",
+        "-.inf",
+        "9" * 25,
+        "9" * 5000,
+        "0x_",
+        "007",
+        "1:30",
+    ),
     *(
         "2024-13-45",
         "[",
@@ -24,7 +41,19 @@ VALUES = [
         "!!int x",
         "!x y",
     ),
-    *("*nowhere", "&a [*a]", "<<", "=", "???", "${", "${}", "${rollout.n", "${rollout.m}", "${no:1}", "${oc.env:NO_SUCH}"),
+    *(
+        "*nowhere",
+        "&a [*a]",
+        "<<",
+        "=",
+        "???",
+        "${",
+        "${}",
+        "${rollout.n",
+        "${rollout.m}",
+        "${no:1}",
+        "${oc.env:NO_SUCH}",
+    ),
     *(
         "${rollout}",
         "${data.train}",
@@ -75,7 +104,9 @@ def corrupt(text: str, seed: int) -> Corruption:
     if mutation in _OF_ARGUMENTS:
         return Corruption(mutation, text.encode(), [_OF_ARGUMENTS[mutation](rng)])
     changed = _OF_TEXT[mutation](text.splitlines(), rng)
-    return Corruption(mutation, changed if isinstance(changed, bytes) else ("\n".join(changed) + "\n").encode(), [])
+    return Corruption(
+        mutation, changed if isinstance(changed, bytes) else ("\n".join(changed) + "\n").encode(), []
+    )
 
 
 def _set_line(lines: list[str], number: int, *new: str) -> list[str]:
@@ -115,7 +146,9 @@ def _misspelt_key(lines: list[str], rng: random.Random) -> list[str]:
 
 def _moved_in_or_out(lines: list[str], rng: random.Random) -> list[str]:
     number = rng.randrange(len(lines))
-    line = rng.choice([f" {lines[number]}", f"    {lines[number]}", f"\t{lines[number]}", lines[number].lstrip()])
+    line = rng.choice(
+        [f" {lines[number]}", f"    {lines[number]}", f"\t{lines[number]}", lines[number].lstrip()]
+    )
     return _set_line(lines, number, line)
 
 
@@ -165,7 +198,9 @@ _OF_TEXT: dict[str, Callable[[list[str], random.Random], list[str] | bytes]] = {
         lines, n := _section_line(lines, rng), f"{lines[n]} {rng.choice(VALUES)}"
     ),
     "an unknown section": lambda lines, rng: [*lines, f"{_misspelt('rollout', rng)}x: {{n: 1}}"],
-    "a key from nowhere": lambda lines, rng: _set_line(lines, n := rng.randrange(len(lines)), lines[n], rng.choice(VALUES)),
+    "a key from nowhere": lambda lines, rng: _set_line(
+        lines, n := rng.randrange(len(lines)), lines[n], rng.choice(VALUES)
+    ),
     "deep nesting": _deep,
     "many aliases": _many_aliases,
 }
@@ -182,6 +217,8 @@ def _noise(rng: random.Random) -> str:
 _OF_ARGUMENTS: dict[str, Callable[[random.Random], str]] = {
     "an argument's value": lambda rng: f"{_any_key(rng)}={rng.choice(VALUES)}",
     "an argument's key": lambda rng: f"{_misspelt(_any_key(rng), rng)}=1",
-    "no argument": lambda rng: rng.choice([_any_key(rng), f"={rng.choice(VALUES)}", "." * rng.randint(1, 2000) + "=1"]),
+    "no argument": lambda rng: rng.choice(
+        [_any_key(rng), f"={rng.choice(VALUES)}", "." * rng.randint(1, 2000) + "=1"]
+    ),
     "an argument of noise": lambda rng: f"{rng.choice([_any_key(rng), _noise(rng)])}={_noise(rng)}",
 }

@@ -46,7 +46,9 @@ class Needs:
 GPU = Needs("a GPU", "GPU")
 SLURM = "tests/integration/test_slurm.py"
 BY_HAND = f"{SLURM}::test_a_script_of_a_dry_run_is_queued_by_hand_and_cancelled"
-PIPELINE = "tests/integration/test_quickstart.py::test_a_reward_model_of_preferences_takes_the_place_of_the_answers"
+PIPELINE = (
+    "tests/integration/test_quickstart.py::test_a_reward_model_of_preferences_takes_the_place_of_the_answers"
+)
 CONVERSION = "tests/integration/test_conversion.py::test_there_and_back_is_bit_identical"
 GGUF = "tests/unit/test_gguf.py::test_a_tokenizer_that_splits_otherwise_is_refused"
 BENCHMARK = "tests/integration/test_benchmarks.py::test_it_runs_small"
@@ -71,9 +73,13 @@ PLAN = {
 BEGINNINGS = {
     "grpo-megatron": Run(),
     "grpo-megatron config": Run(QUICKSTART | {"KEY": "rollout.n"}),
-    "grpo-megatron config diff": Run({"A": "configs/quickstart.yaml", "B": "configs/quickstart_fp8.yaml"}, status=1),
+    "grpo-megatron config diff": Run(
+        {"A": "configs/quickstart.yaml", "B": "configs/quickstart_fp8.yaml"}, status=1
+    ),
     "grpo-megatron plan": Run(PLAN),
-    "grpo-megatron report": Run({"RUN_DIR": "{folder}/run", "OTHER_RUN_DIR": "{folder}/run", "FILE": "{folder}/page.html"}),
+    "grpo-megatron report": Run(
+        {"RUN_DIR": "{folder}/run", "OTHER_RUN_DIR": "{folder}/run", "FILE": "{folder}/page.html"}
+    ),
     "grpo-megatron status": Run({"RUN_DIR": "{folder}/run"}),
     "python slurm/submit.py": Run(QUICKSTART, extra=("--dry-run",)),
     # The examples have keys that must be accepted or settled first, which is exit status 2.
@@ -92,12 +98,15 @@ COMMANDS = {
     "grpo-megatron reward-model": Run(),
     "grpo-megatron train": Run(),
     "python tools/engine_settings.py": ByTest(
-        "tests/integration/test_engine_settings.py::test_the_table_is_what_sglang_decides", "table(resolved(given))"
+        "tests/integration/test_engine_settings.py::test_the_table_is_what_sglang_decides",
+        "table(resolved(given))",
     ),
     "srun --gpus=1 .venv/bin/grpo-megatron doctor": GPU,
     "python -m sglang.compile_deep_gemm --model FOLDER --tp N": GPU,
     "nvidia-smi --compute-mode=0": GPU,
-    "grpo-megatron doctor": ByTest("tests/integration/test_doctor.py::test_a_sound_machine", 'main(["doctor"])'),
+    "grpo-megatron doctor": ByTest(
+        "tests/integration/test_doctor.py::test_a_sound_machine", 'main(["doctor"])'
+    ),
     "grpo-megatron eval --config FILE [key=value ...]": ByTest(
         "tests/integration/test_eval_command.py::test_several_data_sets_by_the_command", 'main(["eval"'
     ),
@@ -109,16 +118,20 @@ COMMANDS = {
     "grpo-megatron selftest --config FILE": SELFTEST,
     "grpo-megatron selftest --config FILE [key=value ...]": SELFTEST,
     "grpo-megatron sft --config FILE [key=value ...]": ByTest(
-        "tests/integration/test_train.py::test_sft_lowers_the_loss_and_its_export_is_a_start_for_grpo", 'main(["sft"'
+        "tests/integration/test_train.py::test_sft_lowers_the_loss_and_its_export_is_a_start_for_grpo",
+        'main(["sft"',
     ),
     "grpo-megatron reward-model --config FILE [key=value ...]": ByTest(
         "tests/integration/test_reward_model.py::test_it_prefers_what_was_preferred", 'main(["reward-model"'
     ),
-    "grpo-megatron reward-model --config configs/reward_model_quickstart.yaml": ByTest(PIPELINE, "reward_model_quickstart"),
+    "grpo-megatron reward-model --config configs/reward_model_quickstart.yaml": ByTest(
+        PIPELINE, "reward_model_quickstart"
+    ),
     "grpo-megatron train --config configs/reward_model_grpo.yaml": ByTest(PIPELINE, "reward_model_grpo"),
     "python tools/preference_pipeline.py": ByTest(PIPELINE, "tools/preference_pipeline.py"),
     "grpo-megatron train --config FILE [key=value ...]": ByTest(
-        "tests/integration/test_quickstart.py::test_two_engines_and_two_replicas_learn_it_too", '"train", "--config"'
+        "tests/integration/test_quickstart.py::test_two_engines_and_two_replicas_learn_it_too",
+        '"train", "--config"',
     ),
     "grpo-megatron train --config configs/gsm8k_cpu.yaml data.train=PATH/train.jsonl": ByTest(
         "tests/integration/test_tools.py::test_three_steps_on_the_original_gsm8k_file",
@@ -139,13 +152,15 @@ COMMANDS = {
     "python tools/inspect_checkpoint.py": ByTest(CONVERSION, '"inspect_checkpoint"'),
     "python tools/verify_checkpoint.py": ByTest(CONVERSION, '"verify_checkpoint"'),
     "python tools/plan_recipes.py": ByTest(
-        "tests/unit/test_recipes.py::test_the_documented_table_is_that_of_the_configurations", 'run_tool("plan_recipes")'
+        "tests/unit/test_recipes.py::test_the_documented_table_is_that_of_the_configurations",
+        'run_tool("plan_recipes")',
     ),
     "python tools/plan_weight_sync.py": ByTest(
         "tests/unit/test_reshard_cost.py::test_a_sync_planned_on_paper", 'run_tool("plan_weight_sync"'
     ),
     "python tools/plan_weight_sync.py --table": ByTest(
-        "tests/unit/test_reshard_cost.py::test_the_documented_table_is_that_of_the_tool", '"plan_weight_sync", "--table"'
+        "tests/unit/test_reshard_cost.py::test_the_documented_table_is_that_of_the_tool",
+        '"plan_weight_sync", "--table"',
     ),
     "python tools/plot_runs.py": ByTest(
         "tests/unit/test_plot_runs.py::test_the_picture_shows_a_curve_for_each_run", "tools/plot_runs.py"
@@ -159,12 +174,16 @@ COMMANDS = {
     "pip install gymnasium": INSTALL,
     "pip install minigrid": INSTALL,
     "python tools/frozen_lake.py": ByTest(
-        "tests/integration/test_frozen_lake.py::test_grpo_finds_the_way_on_maps_that_it_has_not_seen", "tools/frozen_lake.py"
+        "tests/integration/test_frozen_lake.py::test_grpo_finds_the_way_on_maps_that_it_has_not_seen",
+        "tools/frozen_lake.py",
     ),
     "make quickstart": ByTest(
-        "tests/integration/test_quickstart.py::test_grpo_learns_what_the_teacher_got_wrong", "tools/quickstart.py"
+        "tests/integration/test_quickstart.py::test_grpo_learns_what_the_teacher_got_wrong",
+        "tools/quickstart.py",
     ),
-    "make quickstart-fp8": ByTest("tests/integration/test_quickstart.py::test_fp8_learns_it_too", "quickstart_fp8"),
+    "make quickstart-fp8": ByTest(
+        "tests/integration/test_quickstart.py::test_fp8_learns_it_too", "quickstart_fp8"
+    ),
     # Too long for a test: the tool's parts are tested, and a step of its configuration.
     "make quickstart-real": ByTest(
         "tests/unit/test_quickstart_arguments.py::test_the_real_model_is_trained", "tools/quickstart_real.py"
@@ -195,7 +214,9 @@ COMMANDS = {
     "python benchmarks/real_model.py": ByTest(
         "tests/integration/test_real_model.py::test_the_benchmark_runs_small", '"benchmarks/real_model.py"'
     ),
-    "python benchmarks/logprob.py": ByTest("tests/parallel/test_head.py::test_benchmark_runs_small", '"logprob.py"'),
+    "python benchmarks/logprob.py": ByTest(
+        "tests/parallel/test_head.py::test_benchmark_runs_small", '"logprob.py"'
+    ),
     "python benchmarks/learning.py": ByTest(
         "tests/integration/test_quickstart.py::test_four_presets_learn_it", "benchmarks/learning.py"
     ),
@@ -212,12 +233,17 @@ COMMANDS = {
     "scontrol write batch_script JOB -": ByTest(BY_HAND, '"scontrol", "write", "batch_script"'),
     "scancel JOB": ByTest(BY_HAND, '"scancel", job'),
     "scancel --batch --signal=USR1 JOB": ByTest(
-        f"{SLURM}::test_a_run_that_slurm_stops_goes_on_after_its_restart", '"scancel", "--batch", "--signal=USR1"'
+        f"{SLURM}::test_a_run_that_slurm_stops_goes_on_after_its_restart",
+        '"scancel", "--batch", "--signal=USR1"',
     ),
-    "scontrol requeue": ByTest(f"{SLURM}::test_a_run_that_slurm_stops_goes_on_after_its_restart", '"Restarts"'),
+    "scontrol requeue": ByTest(
+        f"{SLURM}::test_a_run_that_slurm_stops_goes_on_after_its_restart", '"Restarts"'
+    ),
     "ray start": ByTest(f"{SLURM}::test_one_command_trains_on_two_nodes", "Ray runtime started"),
     "docker build -t grpo-megatron .": Needs("Docker and a package index", "(?i)container|image"),
-    "docker run --gpus all --shm-size=16g --ulimit memlock=-1 grpo-megatron": Needs("Docker and a GPU", "Container"),
+    "docker run --gpus all --shm-size=16g --ulimit memlock=-1 grpo-megatron": Needs(
+        "Docker and a GPU", "Container"
+    ),
     "apptainer build grpo-megatron.sif apptainer.def": Needs("Apptainer and a package index", "Apptainer"),
     "enroot import -o grpo-megatron.sqsh dockerd://grpo-megatron": Needs("Enroot and Docker", "Enroot"),
     "apptainer exec grpo-megatron.sif python slurm/submit.py --config FILE --apptainer grpo-megatron.sif --dry-run > job.sbatch": Needs(

@@ -66,7 +66,10 @@ def ragged(seed: int, spread: float = 0.3, current: bool = False, group_size: in
     def sequence_sum(values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(len(lengths)).index_add(0, sequence, values.detach())[sequence]
 
-    tensors = {name: torch.from_numpy(getattr(batch, name)) for name in ("advantage", "rollout_logp", "ref_logp", "old_logp")}
+    tensors = {
+        name: torch.from_numpy(getattr(batch, name))
+        for name in ("advantage", "rollout_logp", "ref_logp", "old_logp")
+    }
     inputs = LossInputs(mask=torch.from_numpy(mask), sequence_sum=sequence_sum, **tensors)
     if current:
         inputs = replace(inputs, old_logp=None)

@@ -82,14 +82,26 @@ def engine_parameters(plan, tensors=None, dtypes=None):
 class Cluster:
     """Every rank of the trainer and of the engines as a thread, with its own sender or receiver."""
 
-    def __init__(self, layouts, way, folder="", bucket_bytes=700, timeout=10.0, delta=False, dtype=torch.float32):
+    def __init__(
+        self, layouts, way, folder="", bucket_bytes=700, timeout=10.0, delta=False, dtype=torch.float32
+    ):
         self.server = StoreServer("127.0.0.1", timeout=30)
         self.plan = ReshardPlan(layouts)
         dtypes = {name: self.dtype(name, dtype) for name in self.plan.engine_shapes}
-        self.setup = Setup(layouts, way, self.server.address, bucket_bytes, timeout, tuple(dtypes.items()), str(folder), delta)
+        self.setup = Setup(
+            layouts,
+            way,
+            self.server.address,
+            bucket_bytes,
+            timeout,
+            tuple(dtypes.items()),
+            str(folder),
+            delta,
+        )
         self.arrived = engine_parameters(self.plan, dtypes=dtypes)
         made = self.on_all(
-            lambda rank: Sender(self.setup, rank, self.device_of(rank)), lambda me: Receiver(self.setup, me, self.device_of(me))
+            lambda rank: Sender(self.setup, rank, self.device_of(rank)),
+            lambda me: Receiver(self.setup, me, self.device_of(me)),
         )
         self.senders = {rank: made[rank] for rank in range(layouts.sizes.world_size)}
         self.receivers = {me: made[me] for me in self.plan.engine_ranks}
@@ -140,9 +152,9 @@ class Cluster:
         expected = engine_parameters(self.plan, tensors, dict(self.setup.dtypes))
         for me in self.plan.engine_ranks:
             for name, value in expected[me].items():
-                assert torch.equal(self.arrived[me][name].cpu().float().nan_to_num(7.0), value.float().nan_to_num(7.0)), (
-                    f"{name} at {me}"
-                )
+                assert torch.equal(
+                    self.arrived[me][name].cpu().float().nan_to_num(7.0), value.float().nan_to_num(7.0)
+                ), f"{name} at {me}"
 
     def close(self):
         for side in (*self.senders.values(), *self.receivers.values()):

@@ -18,7 +18,9 @@ def with_experts(family):
 
 def test_an_adapter_has_the_names_and_shapes_of_peft():
     entries = adapter_entries(weight_map(ARCH).values(), LoraConfig(rank=8))
-    tensors = {hf: shape for entry in entries.values() for hf, shape in zip(entry.hf, entry.shapes, strict=True)}
+    tensors = {
+        hf: shape for entry in entries.values() for hf, shape in zip(entry.hf, entry.shapes, strict=True)
+    }
     assert len(tensors) == ARCH.num_layers * 7 * 2
     hidden, ffn, kv = ARCH.hidden_size, ARCH.ffn_hidden_size, ARCH.num_kv_heads * ARCH.head_dim
     layer = "base_model.model.model.layers.1"
@@ -26,7 +28,10 @@ def test_an_adapter_has_the_names_and_shapes_of_peft():
     assert tensors[f"{layer}.self_attn.k_proj.lora_B.weight"] == (kv, 8)
     assert tensors[f"{layer}.mlp.down_proj.lora_A.weight"] == (8, ffn)
     assert tensors[f"{layer}.mlp.down_proj.lora_B.weight"] == (hidden, 8)
-    assert entries["decoder.layers.1.self_attention.linear_qkv.lora_a"].hf[2] == f"{layer}.self_attn.v_proj.lora_A.weight"
+    assert (
+        entries["decoder.layers.1.self_attention.linear_qkv.lora_a"].hf[2]
+        == f"{layer}.self_attn.v_proj.lora_A.weight"
+    )
 
 
 def test_without_rank_there_are_none():
@@ -46,5 +51,7 @@ def test_experts_cannot_have_adapters():
 
 def test_latent_attention_cannot_have_adapters():
     latent = Latent(query_rank=None, kv_rank=16, plain_dim=16, rotated_dim=8, value_dim=16)
-    (sentence,) = without_adapter(dataclasses.replace(ARCH, latent=latent), LoraConfig(rank=8, targets=ATTENTION))
+    (sentence,) = without_adapter(
+        dataclasses.replace(ARCH, latent=latent), LoraConfig(rank=8, targets=ATTENTION)
+    )
     assert "over latents" in sentence

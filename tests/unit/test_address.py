@@ -20,7 +20,9 @@ def test_an_interface_has_its_address():
 
 
 def test_an_interface_that_is_not_there_is_an_error_with_those_that_are():
-    with pytest.raises(UserError, match=r"^network interface ib7 is not there on node .+; it has (.+, )?lo \(127\.0\.0\.1\)"):
+    with pytest.raises(
+        UserError, match=r"^network interface ib7 is not there on node .+; it has (.+, )?lo \(127\.0\.0\.1\)"
+    ):
         address.of_interface("ib7")
 
 
@@ -54,7 +56,11 @@ def test_processes_meet_on_loopback_where_a_node_is_known_by_an_address_that_no_
 
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
-    [(["--interface", "lo"], 0, "127.0.0.1\n"), (["--host", "localhost"], 0, "127.0.0.1\n"), (["--interface", "ib7"], 2, "")],
+    [
+        (["--interface", "lo"], 0, "127.0.0.1\n"),
+        (["--host", "localhost"], 0, "127.0.0.1\n"),
+        (["--interface", "ib7"], 2, ""),
+    ],
 )
 def test_a_job_script_gets_the_address_or_an_exit_status(arguments, status, says):
     command = [sys.executable, "-m", "grpo_megatron.cluster.address", *arguments]

@@ -17,7 +17,9 @@ def options(name="grpo", **changes) -> AlgorithmConfig:
     return AlgorithmConfig(adv_estimator=name, **changes)
 
 
-def inputs(rewards, groups, lengths=None, token_reward=None, trained=None, trajectories=None) -> AdvantageInputs:
+def inputs(
+    rewards, groups, lengths=None, token_reward=None, trained=None, trajectories=None
+) -> AdvantageInputs:
     """Sequences of the given numbers of tokens, all trained unless `trained` (one bool a sequence) says otherwise."""
     size = len(rewards)
     lengths = [1] * size if lengths is None else lengths
@@ -41,7 +43,9 @@ def per_sample(name, rewards, groups, **changes) -> list[float]:
 
 def test_grpo():
     # group 7: mean 0.25, deviations squared sum to 0.75, over n-1 = 0.25, std 0.5
-    assert per_sample("grpo", [1.0, 0.0, 0.0, 0.0], [7] * 4) == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
+    assert per_sample("grpo", [1.0, 0.0, 0.0, 0.0], [7] * 4) == pytest.approx(
+        [1.5, -0.5, -0.5, -0.5], rel=1e-5
+    )
     without = per_sample("grpo", [1.0, 0.0, 0.0, 0.0], [7] * 4, norm_adv_by_std_in_grpo=False)
     assert without == pytest.approx([0.75, -0.25, -0.25, -0.25])
 
@@ -55,7 +59,9 @@ def test_rloo():
 
 def test_gpg():
     # 5 trajectories, 2 of them in a group with a signal: alpha 2.5
-    assert per_sample("gpg", [1.0, 0.0, 4.0, 4.0, 4.0], [0, 0, 1, 1, 1]) == pytest.approx([1.25, -1.25, 0, 0, 0])
+    assert per_sample("gpg", [1.0, 0.0, 4.0, 4.0, 4.0], [0, 0, 1, 1, 1]) == pytest.approx(
+        [1.25, -1.25, 0, 0, 0]
+    )
 
 
 def test_reinforce_plus_plus():
@@ -86,11 +92,15 @@ def test_whitening_and_clipping():
     dr_grpo = {"norm_adv_by_std_in_grpo": False, "adv_whiten": True}
     # 0.5 three times and -0.5: mean 0.25, var (3 / 16 + 9 / 16) / 3 = 0.25
     assert advantages(given, options(**dr_grpo)).tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5], rel=1e-6)
-    assert advantages(given, options(**dr_grpo, adv_clip=1.2)).tolist() == pytest.approx([0.5, 0.5, 0.5, -1.2], rel=1e-6)
+    assert advantages(given, options(**dr_grpo, adv_clip=1.2)).tolist() == pytest.approx(
+        [0.5, 0.5, 0.5, -1.2], rel=1e-6
+    )
 
 
 def test_clipping_is_on_both_sides_and_the_result_is_float32():
-    values = advantages(inputs([3.0, -3.0, 0.0], [0, 0, 0]), options(norm_adv_by_std_in_grpo=False, adv_clip=2.0))
+    values = advantages(
+        inputs([3.0, -3.0, 0.0], [0, 0, 0]), options(norm_adv_by_std_in_grpo=False, adv_clip=2.0)
+    )
     assert values.tolist() == [2.0, -2.0, 0.0]
     assert values.dtype == np.float32
 
@@ -136,7 +146,9 @@ def test_fully_masked_sequences_count_nowhere(name):
     """As if they were not there; their reward may even be unknown."""
     rewards, groups, lengths = [1.0, 0.0, 0.5, 0.0], [0, 0, 1, 1], [2, 3, 1, 2]
     without = advantages(inputs(rewards, groups, lengths), options(name))
-    given = inputs([*rewards, math.nan, 1e9], [*groups, 0, 1], [*lengths, 2, 3], trained=[True] * 4 + [False] * 2)
+    given = inputs(
+        [*rewards, math.nan, 1e9], [*groups, 0, 1], [*lengths, 2, 3], trained=[True] * 4 + [False] * 2
+    )
     values = advantages(given, options(name))
     assert values[:8].tolist() == without.tolist()
     assert values[8:].tolist() == [0.0] * 5
@@ -144,12 +156,17 @@ def test_fully_masked_sequences_count_nowhere(name):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_nothing_trained_at_all(name):
-    assert advantages(inputs([1.0, 2.0], [0, 0], trained=[False, False]), options(name)).tolist() == [0.0, 0.0]
+    assert advantages(inputs([1.0, 2.0], [0, 0], trained=[False, False]), options(name)).tolist() == [
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_trajectory_in_two_sequences_counts_once(name):
-    whole = advantages(inputs([1.0, 0.0, 0.0], [0, 0, 0], [4, 2, 3], token_reward=np.arange(9) / 10), options(name))
+    whole = advantages(
+        inputs([1.0, 0.0, 0.0], [0, 0, 0], [4, 2, 3], token_reward=np.arange(9) / 10), options(name)
+    )
     split = inputs([1.0, 1.0, 0.0, 0.0], [0] * 4, [1, 3, 2, 3], np.arange(9) / 10, trajectories=[5, 5, 6, 7])
     np.testing.assert_allclose(advantages(split, options(name)), whole, rtol=1e-6)
 
@@ -182,7 +199,10 @@ rewards = st.floats(-10, 10).map(lambda value: round(value, 3))
 def batches(draw) -> SimpleNamespace:
     """Ragged groups in any order; rows of tokens' rewards and masks."""
     size = draw(st.integers(1, 12))
-    rows = [draw(st.lists(st.tuples(st.booleans(), st.floats(-1, 1)), min_size=1, max_size=6)) for _ in range(size)]
+    rows = [
+        draw(st.lists(st.tuples(st.booleans(), st.floats(-1, 1)), min_size=1, max_size=6))
+        for _ in range(size)
+    ]
     return SimpleNamespace(
         reward=draw(st.lists(rewards, min_size=size, max_size=size)),
         group=draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)),
@@ -220,7 +240,9 @@ def naive(name: str, batch: SimpleNamespace, divide: bool) -> list[list[float]]:
         values = [rows[i][t] for i in present for t, trained in enumerate(batch.masks[i]) if trained]
         mean = sum(values) / max(len(values), 1)
         constant = len(set(values)) < 2
-        deviation = 1.0 if constant else math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) + 1e-8)
+        deviation = (
+            1.0 if constant else math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) + 1e-8)
+        )
         rows = [[0.0 if constant else (value - mean) / deviation for value in row] for row in rows]
     return [[v if m else 0.0 for v, m in zip(rows[i], batch.masks[i], strict=True)] for i in range(len(rows))]
 
@@ -281,4 +303,6 @@ def test_scaling_changes_nothing_with_std_on(values, scale):
 def test_others_scale_with_the_rewards(name, values, scale):
     groups = [0] * len(values)
     scaled = per_sample(name, [value * scale for value in values], groups)
-    np.testing.assert_allclose(scaled, np.array(per_sample(name, values, groups)) * scale, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        scaled, np.array(per_sample(name, values, groups)) * scale, rtol=1e-5, atol=1e-4
+    )

@@ -120,7 +120,8 @@ def test_last_numbers(text, number):
 
 
 @pytest.mark.parametrize(
-    ("text", "plain"), [("3\u22125", "3-5"), ("\u20135", "-5"), ("3\u20135", "3\u20135"), ("a \u2013 5", "a \u2013 5")]
+    ("text", "plain"),
+    [("3\u22125", "3-5"), ("\u20135", "-5"), ("3\u20135", "3\u20135"), ("a \u2013 5", "a \u2013 5")],
 )
 def test_minus_signs(text, plain):
     assert plain_minus(text) == plain

@@ -33,7 +33,16 @@ def answers(model, sequences, top, version=0):
     """What the engine would say about the next token of each sequence."""
     found = torch.log_softmax(model(torch.tensor(sequences)).logits[:, -1], -1).topk(top)
     return [
-        Completion((0, 0), ids[:1], logprobs[:1], "length", (WeightSpan(version, 0, 1),), None, ids[None], logprobs[None])
+        Completion(
+            (0, 0),
+            ids[:1],
+            logprobs[:1],
+            "length",
+            (WeightSpan(version, 0, 1),),
+            None,
+            ids[None],
+            logprobs[None],
+        )
         for ids, logprobs in zip(found.indices.int().numpy(), found.values.numpy(), strict=True)
     ]
 
@@ -66,7 +75,10 @@ def test_it_finds_what_transformers_finds(model, width, ends, length_penalty, ea
 def test_the_cases_differ(model):
     """Else the test above would see one rule only."""
     found = {
-        tuple(beam.ids for _, beam in searched(model, 4, (40, 43), LIMIT, BeamConfig(penalty, stopping)).finished)
+        tuple(
+            beam.ids
+            for _, beam in searched(model, 4, (40, 43), LIMIT, BeamConfig(penalty, stopping)).finished
+        )
         for penalty in (1.0, -0.5, 2.0)
         for stopping in EarlyStopping
     }
@@ -120,7 +132,9 @@ def asked(number):
 
 def prepared(engine, *changes):
     """The manager, and how it is to sample."""
-    config = read_config(None, ["model.path=m", "data.train=d", "rollout.strategy=beam", "rollout.n=3", *changes])
+    config = read_config(
+        None, ["model.path=m", "data.train=d", "rollout.strategy=beam", "rollout.n=3", *changes]
+    )
     manager = RolloutManager(engine, SingleTurn(Rewards()))
     return manager, training_sampling(config.rollout)
 
@@ -151,7 +165,10 @@ def test_a_batch_is_filled_with_groups_of_beams(model):
     manager, sampling = prepared(engine, "rollout.max_response_length=5")
     prompts = iter(asked(8))
     filled = manager.fill(
-        lambda count: [next(prompts) for _ in range(count)], lambda group: group.prompt.uid != 0, sampling, Goal(2, 2, 8)
+        lambda count: [next(prompts) for _ in range(count)],
+        lambda group: group.prompt.uid != 0,
+        sampling,
+        Goal(2, 2, 8),
     )
     assert [len(group.samples) for group in filled.groups] == [3, 3]
     assert {prompt.uid for prompt in filled.dropped} <= {0}
@@ -168,6 +185,8 @@ def test_spans_say_which_weights_each_token_is_from(model):
     search = BeamSearch(2, (2,), 5, BeamConfig())
     for version in (7, 7, 8, 8, 8):
         if not search.done:
-            search.advance(answers(model, [PROMPT + list(beam.ids) for beam in search.live], search.candidates, version))
+            search.advance(
+                answers(model, [PROMPT + list(beam.ids) for beam in search.live], search.candidates, version)
+            )
     whole = next(found for found in search.completions(0) if len(found.response_ids) == 5)
     assert whole.weight_spans == (WeightSpan(7, 0, 2), WeightSpan(8, 2, 5))

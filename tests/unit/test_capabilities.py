@@ -14,7 +14,12 @@ from grpo_megatron.preflight.rules import violations
 
 NEEDED = ["model.path=m", "data.train=d.jsonl"]
 FP8 = "megatron.precision=fp8"
-LARGE = ["--config", "configs/llama3_70b_16node.yaml", "model.path=/nowhere/model", "data.train=/nowhere/train.jsonl"]
+LARGE = [
+    "--config",
+    "configs/llama3_70b_16node.yaml",
+    "model.path=/nowhere/model",
+    "data.train=/nowhere/train.jsonl",
+]
 
 
 def config(*overrides):
@@ -32,7 +37,14 @@ def check(capsys, *arguments) -> tuple[int, str]:
 
 
 # The least that torch was found to name, in GiB, where the memory of such a card had run out.
-REPORTED = {"a100-40g": 39.38, "a100-80g": 79.14, "l40s": 44.34, "h100-80g": 79.11, "h200": 139.72, "b200": 178.35}
+REPORTED = {
+    "a100-40g": 39.38,
+    "a100-80g": 79.14,
+    "l40s": 44.34,
+    "h100-80g": 79.11,
+    "h200": 139.72,
+    "b200": 178.35,
+}
 
 
 @pytest.mark.parametrize("gpu", REPORTED)
@@ -93,12 +105,20 @@ TWO_NODES = ["cluster.gpu=h200", "cluster.nodes=2", "cluster.gpus_per_node=8"]
             [*TWO_NODES, "megatron.tensor_parallel=3", "megatron.data_parallel=3"],
             "megatron.tensor_parallel=3 groups would cross",
         ),
-        ([*TWO_NODES, "megatron.tensor_parallel=16", "cluster.placement=colocated"], "=16 groups would cross nodes"),
+        (
+            [*TWO_NODES, "megatron.tensor_parallel=16", "cluster.placement=colocated"],
+            "=16 groups would cross nodes",
+        ),
         ([*TWO_NODES, "rollout.engine.tensor_parallel=8"], None),
         ([*TWO_NODES, "rollout.engine.tensor_parallel=12"], "it must be a multiple of 8"),
         ([*TWO_NODES, "rollout.engine.tensor_parallel=16", "cluster.placement=colocated"], None),
         (
-            [*TWO_NODES, "rollout.engine.tensor_parallel=8", "megatron.tensor_parallel=3", "cluster.placement=colocated"],
+            [
+                *TWO_NODES,
+                "rollout.engine.tensor_parallel=8",
+                "megatron.tensor_parallel=3",
+                "cluster.placement=colocated",
+            ],
             "would cross nodes; make one a multiple of the other",
         ),
         ([*TWO_NODES, "rollout.engine.tensor_parallel=8", "cluster.placement=colocated"], None),

@@ -63,7 +63,10 @@ def test_a_tag_that_the_template_begins_turns_with_is_there_once(folders, begun,
 @pytest.mark.parametrize(
     ("prompt", "complaint"),
     [
-        ([ASKED, said(None, reasoning_content="hm")], "ends with a turn of the assistant that has reasoning_content"),
+        (
+            [ASKED, said(None, reasoning_content="hm")],
+            "ends with a turn of the assistant that has reasoning_content",
+        ),
         (
             [ASKED, said("", tool_calls=[{"name": "add", "arguments": {}}])],
             "ends with a turn of the assistant that has tool_calls",
@@ -124,7 +127,9 @@ def test_an_episode_keeps_the_tools_of_its_record(folders, history):
 )
 def test_what_a_tokenizer_puts_before_texts_is_there_once(tmp_path, around, prompt, expected):
     """A prompt that a template was applied to before has its BOS, and got another."""
-    tokenizer = PromptTokenizer(save_tokenizer(tmp_path, "mistral", around=around), DataConfig(chat_template="none"))
+    tokenizer = PromptTokenizer(
+        save_tokenizer(tmp_path, "mistral", around=around), DataConfig(chat_template="none")
+    )
     text, ids = tokenizer.prompt(prompt, "f:1")
     assert (text, tokenizer.decode_all(ids)) == (prompt, expected)
 
@@ -135,9 +140,9 @@ def test_a_prompt_that_went_through_the_template_before_is_refused(folders, kind
     for prompt in (tokenizer.text("1+1?"), [{"role": "user", "content": tokenizer.text("1+1?")}]):
         message = refused(folders[kind], prompt)
         assert "so a template was applied to it before; set data.chat_template=none" in message
-    assert PromptTokenizer(folders[kind], DataConfig(chat_template="none")).text(tokenizer.text("1+1?")) == tokenizer.text(
-        "1+1?"
-    )
+    assert PromptTokenizer(folders[kind], DataConfig(chat_template="none")).text(
+        tokenizer.text("1+1?")
+    ) == tokenizer.text("1+1?")
 
 
 # --- settings that had no effect
@@ -149,8 +154,14 @@ def test_a_prompt_that_went_through_the_template_before_is_refused(folders, kind
         ("1", "<|im_start|>user\n1=?<|im_end|>"),
         ([{"role": "user", "content": "1"}], "<|im_start|>user\n1=?<|im_end|>"),
         ([{"role": "user", "content": [{"type": "text", "text": "1"}]}], "<|im_start|>user\n1=?<|im_end|>"),
-        ([{"role": "user", "content": "1"}, said("So ")], "<|im_start|>user\n1=?<|im_end|>\n<|im_start|>assistant\nSo "),
-        ([ASKED, said("2"), {"role": "user", "content": "1"}], "2<|im_end|>\n<|im_start|>user\n1=?<|im_end|>"),
+        (
+            [{"role": "user", "content": "1"}, said("So ")],
+            "<|im_start|>user\n1=?<|im_end|>\n<|im_start|>assistant\nSo ",
+        ),
+        (
+            [ASKED, said("2"), {"role": "user", "content": "1"}],
+            "2<|im_end|>\n<|im_start|>user\n1=?<|im_end|>",
+        ),
         (json.dumps([{"role": "user", "content": "1"}]), "<|im_start|>user\n1=?<|im_end|>"),
     ],
 )
@@ -165,7 +176,9 @@ def test_a_suffix_is_appended_once_to_every_kind_of_prompt(folders, tmp_path, pr
 
 def test_a_suffix_that_has_no_place_is_refused(folders):
     system = [{"role": "system", "content": "1"}]
-    assert "has no message of the user, to which data.prompt_suffix" in refused(folders["chatml"], system, prompt_suffix="?")
+    assert "has no message of the user, to which data.prompt_suffix" in refused(
+        folders["chatml"], system, prompt_suffix="?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -227,7 +240,10 @@ def test_arguments_of_a_template_with_tags_that_transformers_adds(folders, tmp_p
     )
     data = {"chat_template": f"{tmp_path}/t.jinja"}
     args = {"limit": 1, "extra": "!"}
-    assert PromptTokenizer(folders["chatml"], DataConfig(**data, chat_template_args=args)).text([ASKED, ASKED]) == "1+1?!"
+    assert (
+        PromptTokenizer(folders["chatml"], DataConfig(**data, chat_template_args=args)).text([ASKED, ASKED])
+        == "1+1?!"
+    )
     assert "the name loop, so" in refused(folders["chatml"], **data, chat_template_args={"loop": 1})
 
 

@@ -24,7 +24,10 @@ def said(content, **more):
 
 
 def called(content, arguments):
-    return said(content, tool_calls=[{"id": ID, "type": "function", "function": {"name": "add", "arguments": arguments}}])
+    return said(
+        content,
+        tool_calls=[{"id": ID, "type": "function", "function": {"name": "add", "arguments": arguments}}],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,11 @@ ANSWERED = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n
         ("qwen3", [said(None, reasoning_content="2+2")], "[[<think>\n2+2\n</think>\n\n<|im_end|>]]"),
         ("qwen3", [said("4")], f"[[{THOUGHT}4<|im_end|>]]"),
         ("llama3", [said(" 4\n")], "[[4<|eot_id|>]]"),
-        ("chatml", [said([{"type": "text", "text": "4"}, {"type": "text", "text": "2"}])], "[[42<|im_end|>]]"),
+        (
+            "chatml",
+            [said([{"type": "text", "text": "4"}, {"type": "text", "text": "2"}])],
+            "[[42<|im_end|>]]",
+        ),
         ("chatml", [said("4", name="Ada", weight=1)], "[[4<|im_end|>]]"),
         ("chatml", [said("4", tool_calls=[], reasoning_content=None)], "[[4<|im_end|>]]"),
         ("qwen3", [called(None, {"a": 1})], f"[[{THOUGHT}{CALL}<|im_end|>]]"),
@@ -111,7 +118,11 @@ ANSWERED = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n
             "[[<think>\na\n</think>\n\n4<|im_end|>]]\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
             "[[<think>\nb\n</think>\n\n2<|im_end|>]]",
         ),
-        ("plain", [said("4"), ASKED, said("2")], "[[4<|endoftext|>]]\n### user: 1+1?\n### assistant: [[2<|endoftext|>]]"),
+        (
+            "plain",
+            [said("4"), ASKED, said("2")],
+            "[[4<|endoftext|>]]\n### user: 1+1?\n### assistant: [[2<|endoftext|>]]",
+        ),
         ("chatml", json.dumps([said("4"), ASKED, said("2")]), None),
     ],
 )
@@ -136,15 +147,31 @@ def test_a_chat_that_is_learned_has_the_tokens_of_the_template(folders, tmp_path
 @pytest.mark.parametrize(
     ("kind", "response", "complaint"),
     [
-        ("chatml", [said("4", reasoning_content="2+2")], "has reasoning_content, which the chat template leaves out"),
+        (
+            "chatml",
+            [said("4", reasoning_content="2+2")],
+            "has reasoning_content, which the chat template leaves out",
+        ),
         ("chatml", [said("4", reasoning="2+2")], "has reasoning, which the chat template leaves out"),
         ("qwen3", [said("4", thinking="2+2")], "has thinking, which the chat template leaves out"),
         ("chatml", [called(None, {"a": 1})], "has tool_calls, which the chat template leaves out"),
         ("plain", [called("", {}), TOOL, said("2")], "has tool_calls, which the chat template leaves out"),
-        ("llama3", [said("", function_call={"name": "add", "arguments": "{}"})], "has function_call, which the chat template"),
-        ("deepseek", [called("Look:", {"a": 1}), TOOL, said("2")], "has tool_calls, which the chat template leaves out"),
+        (
+            "llama3",
+            [said("", function_call={"name": "add", "arguments": "{}"})],
+            "has function_call, which the chat template",
+        ),
+        (
+            "deepseek",
+            [called("Look:", {"a": 1}), TOOL, said("2")],
+            "has tool_calls, which the chat template leaves out",
+        ),
         ("deepseek", [said("<think>hm</think>4")], "has content of which the chat template cuts off a part"),
-        ("r1", [said("4")], "does not show the assistant's message behind the beginning that it gives to a turn"),
+        (
+            "r1",
+            [said("4")],
+            "does not show the assistant's message behind the beginning that it gives to a turn",
+        ),
         ("llama3", [called(None, "not JSON")], "the arguments of a tool call are 'not JSON'"),
         ("llama3", [said(None, tool_calls="?")], "has the tool_calls '?'; they must be a list of objects"),
         ("llama3", [said(None, tool_calls=[{"id": "1"}])], "has a tool call without a name"),
@@ -194,7 +221,11 @@ def test_tools_of_a_record_are_shown_to_the_model(folders, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "tools", "complaint"),
     [
-        ("llama3", [SCHEMA], "the record offers tools (data.tools_key), which the chat template does not show to the model"),
+        (
+            "llama3",
+            [SCHEMA],
+            "the record offers tools (data.tools_key), which the chat template does not show to the model",
+        ),
         ("qwen3", ["add"], "field 'tools' must be a list of JSON schemas"),
         ("qwen3", "add", "field 'tools' must be a list of JSON schemas"),
         ("qwen3", {"add": 1}, "field 'tools' must be a list of JSON schemas"),
@@ -230,7 +261,9 @@ def test_tokenizers_that_put_a_space_before_texts(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: number for number, token in enumerate(["<s>", "</s>", "▁", *"0123456789+=?|", "▁4", "▁2"])}
+    vocabulary = {
+        token: number for number, token in enumerate(["<s>", "</s>", "▁", *"0123456789+=?|", "▁4", "▁2"])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "4"), ("▁", "2")]))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Metaspace()
@@ -264,7 +297,9 @@ def test_preferred_responses_have_their_calls(folders, tmp_path, kind):
     record = {"chosen": [ASKED, called(None, {"a": 1})], "rejected": [ASKED, said("3")]}
     (tmp_path / "p.jsonl").write_text(json.dumps(record) + "\n")
     tokenizer = PromptTokenizer(folders[kind])
-    [(chosen, rejected)], _ = load_pairs(f"{tmp_path}/p.jsonl", Conversations(tokenizer, None), DataConfig(), 200)
+    [(chosen, rejected)], _ = load_pairs(
+        f"{tmp_path}/p.jsonl", Conversations(tokenizer, None), DataConfig(), 200
+    )
     assert '{"a": 1}' in tokenizer.decode_all(chosen.response_ids)
     assert tokenizer.decode_all(rejected.response_ids).startswith("3")
     assert chosen.prompt_ids.tolist() == rejected.prompt_ids.tolist()

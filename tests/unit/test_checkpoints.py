@@ -114,7 +114,9 @@ def test_a_checkpoint_appears_when_the_ranks_have_written_it(saver, trainer, cap
     assert contents(saver) == {"step_00000002": "2", "step_00000004": "4"}
     saver.finish()
     saver.finish()
-    assert [folder.name for folder in sorted(saver.folder.iterdir())] == [f"step_0000000{step}" for step in (2, 4, 6)]
+    assert [folder.name for folder in sorted(saver.folder.iterdir())] == [
+        f"step_0000000{step}" for step in (2, 4, 6)
+    ]
 
 
 def test_one_that_is_written_is_put_in_place_within_a_step(saver, trainer):
@@ -187,7 +189,9 @@ def test_an_old_one_that_cannot_be_deleted_ends_no_run(made, trainer, monkeypatc
     saver.finish()
     names = sorted(path.name for path in saver.folder.iterdir() if DELETED not in path.suffixes)
     assert names == ["step_00000003"]
-    said = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "could not be deleted" in line]
+    said = [
+        line.split()[0] for line in capsys.readouterr().out.splitlines() if "could not be deleted" in line
+    ]
     names = ("step_00000002.partial.deleted", "step_00000001.deleted.1", "step_00000002.deleted")
     assert said == [str(saver.folder / name) for name in names]
 
@@ -205,7 +209,9 @@ def test_the_rows_are_on_the_disk_before_the_checkpoint_is_there(saver, trainer,
     (saver.folder.parent / "metrics.jsonl").write_text("{}\n")
     run_step(saver, trainer, 2)
     saver.finish()
-    assert {"metrics.jsonl", "trained.jsonl", "manifest.json", "state.json", "step_00000002.partial"} <= set(synced)
+    assert {"metrics.jsonl", "trained.jsonl", "manifest.json", "state.json", "step_00000002.partial"} <= set(
+        synced
+    )
 
 
 def test_one_that_is_there_is_not_written_again(saver, trainer):
@@ -223,7 +229,10 @@ def test_after_one_that_failed_training_goes_on_and_the_next_one_is_tried(saver,
     trainer.full = True
     run_step(saver, trainer, 4)
     run_step(saver, trainer, 6)  # completes that of step 4
-    assert "training goes on, but no space left; the newest checkpoint is step_00000002" in capsys.readouterr().out
+    assert (
+        "training goes on, but no space left; the newest checkpoint is step_00000002"
+        in capsys.readouterr().out
+    )
     assert contents(saver) == {"step_00000002": "2"}
     with pytest.raises(NotWritten, match="no space left"):
         saver.finish()  # of a run that ends without what was due it is an error
@@ -251,8 +260,13 @@ def test_a_disk_that_takes_no_state_is_the_same(saver, trainer, monkeypatch, cap
 
 
 def finish(saver, trainer, tmp_path) -> dict:
-    config, monitor = Config(checkpoint=CheckpointConfig(export_hf=True)), SimpleNamespace(phases=Phases(), tensorboard_dir="")
-    return Run(config, str(tmp_path), monitor, saver, trainer, None, None, None, 0.0, "train").finish({"step": trainer.steps})
+    config, monitor = (
+        Config(checkpoint=CheckpointConfig(export_hf=True)),
+        SimpleNamespace(phases=Phases(), tensorboard_dir=""),
+    )
+    return Run(config, str(tmp_path), monitor, saver, trainer, None, None, None, 0.0, "train").finish(
+        {"step": trainer.steps}
+    )
 
 
 def test_a_model_is_exported_though_its_last_checkpoint_has_no_room(saver, trainer, tmp_path):

@@ -28,7 +28,9 @@ def config(**options) -> RewardConfig:
 
 def score(program: str, answer, record=None, **options) -> dict[str, float]:
     reward = resolve_reward(config(**options))
-    return reward(prompt="", response=f"Like this:\n```python\n{program}\n```\n", answer=answer, record=record or {})
+    return reward(
+        prompt="", response=f"Like this:\n```python\n{program}\n```\n", answer=answer, record=record or {}
+    )
 
 
 def test_streams():
@@ -103,7 +105,9 @@ os._exit(0)
 
 
 @pytest.mark.slow_but(4)
-@pytest.mark.parametrize("answer", [SUMS, CALLS, ASSERTS, CHECK], ids=["streams", "calls", "asserts", "check"])
+@pytest.mark.parametrize(
+    "answer", [SUMS, CALLS, ASSERTS, CHECK], ids=["streams", "calls", "asserts", "check"]
+)
 @pytest.mark.parametrize(
     "program",
     [
@@ -119,7 +123,19 @@ os._exit(0)
         CHANNEL,
         NAMES,
     ],
-    ids=["exit", "quit", "_exit", "raise", "late", "marker", "thread", "equal", "patches", "channel", "names"],
+    ids=[
+        "exit",
+        "quit",
+        "_exit",
+        "raise",
+        "late",
+        "marker",
+        "thread",
+        "equal",
+        "patches",
+        "channel",
+        "names",
+    ],
 )
 def test_what_only_pretends(program, answer):
     assert score(program, answer, {"entry_point": "add"}, score=CodeScore.share)["passed"] == 0.0
@@ -159,7 +175,9 @@ def test_a_program_cannot_find_what_is_expected(answer):
 @pytest.mark.slow
 def test_tests_bring_what_they_need():
     record = {"test_imports": ["import math"], "test_setup_code": "expected = 2.0"}
-    program = "import math\nclass isclose: pass\nmath.isclose = lambda *a: True\ndef root(x):\n    return x ** 0.5"
+    program = (
+        "import math\nclass isclose: pass\nmath.isclose = lambda *a: True\ndef root(x):\n    return x ** 0.5"
+    )
     assert score(program, ["assert math.isclose(root(4), expected)"], record)["reward"] == 1.0
     assert score(program, ["assert math.isclose(root(9), expected)"], record)["reward"] == 0.0
     # Also where they take a module for granted that the program imports.
@@ -177,7 +195,10 @@ def add(a, b): return 99
     for statement in ("abs(add(1, 2) - 3) < 1", "all([add(1, 2) == 3])", "math.isclose(add(1, 2), 3)"):
         assert score(program, [f"assert {statement}"])["reward"] == 0.0
     # But for the one under test, if the record names it.
-    assert score("def sum(a, b): return a + b", ["assert sum(1, 2) == 3"], {"entry_point": "sum"})["reward"] == 1.0
+    assert (
+        score("def sum(a, b): return a + b", ["assert sum(1, 2) == 3"], {"entry_point": "sum"})["reward"]
+        == 1.0
+    )
     assert score("def sum(a, b): return a + b", ["assert sum(1, 2) == 3"])["reward"] == 0.0
 
 
@@ -233,26 +254,35 @@ CONDITIONS = {
 
 def test_an_object_of_the_programs_own_class_is_neither_true_nor_equal_to_anything():
     """A program could return what is true, and equal to whatever a test compares it with."""
-    assert all(eval(condition, {"f": lambda _, found=found: found}) for condition, found in CONDITIONS.items())
+    assert all(
+        eval(condition, {"f": lambda _, found=found: found}) for condition, found in CONDITIONS.items()
+    )
     statements = [f"assert {condition}" for condition in CONDITIONS]
     assert score(OBJECT, statements, score=CodeScore.share)["passed"] == 0.0
 
 
 def test_errors_that_tests_expect():
-    tests = ["try:\n    root(-1)\nexcept ValueError as error:\n    assert 'negative' in str(error)\nelse:\n    assert False"]
+    tests = [
+        "try:\n    root(-1)\nexcept ValueError as error:\n    assert 'negative' in str(error)\nelse:\n    assert False"
+    ]
     assert score("def root(x):\n    raise ValueError('negative')", tests)["reward"] == 1.0
     assert score("def root(x):\n    raise TypeError('negative')", tests)["reward"] == 0.0
 
 
 @pytest.mark.slow
 def test_an_end_of_iteration_ends_no_loop_of_the_tests():
-    tests = ["for found, right in zip(map(f, [1, 2]), [1, 2]):\n    assert found == right", "assert all(map(f, [1]))"]
+    tests = [
+        "for found, right in zip(map(f, [1, 2]), [1, 2]):\n    assert found == right",
+        "assert all(map(f, [1]))",
+    ]
     for error in ("StopIteration", "StopAsyncIteration"):
         assert score(f"def f(x):\n    raise {error}", tests, score=CodeScore.share)["passed"] == 0.0
 
 
 def test_results_of_all_plain_kinds():
-    program = "def f(x):\n    return {1: (1, 2.5, None), 'a': [True, {3}, b'x', 1j, float('inf'), frozenset([1])]}"
+    program = (
+        "def f(x):\n    return {1: (1, 2.5, None), 'a': [True, {3}, b'x', 1j, float('inf'), frozenset([1])]}"
+    )
     tests = ["assert f(0) == {1: (1, 2.5, None), 'a': [True, {3}, b'x', 1j, float('inf'), frozenset([1])]}"]
     assert score(program, tests)["reward"] == 1.0
 
@@ -268,7 +298,9 @@ def test_results_of_all_plain_kinds():
 def test_all_tests_of_a_program_end_before_the_reward_has_used_its_time(program, answer, passed):
     """Else a slow program would be a failed reward, which ends the run, and no response that did not pass."""
     answer = json.dumps(answer)
-    scorer = Scorer(replace(config(score=CodeScore.share), timeout=3.0), lambda ids: f"```python\n{program}\n```")
+    scorer = Scorer(
+        replace(config(score=CodeScore.share), timeout=3.0), lambda ids: f"```python\n{program}\n```"
+    )
     for _ in range(3):  # the tenth of the time that is left can be too short on a busy machine
         (found,) = scorer.work([RewardTask(7, "p", [], answer, {})], 100.0)
         if isinstance(found, Scored):
@@ -285,7 +317,9 @@ def test_a_program_that_hangs():
 
 
 def test_all_tests_together_stay_within_the_time_of_a_reward():
-    reward = resolve_reward(RewardConfig(function="code", timeout=2.0, code=CodeConfig(limits=LIMITS, score=CodeScore.share)))
+    reward = resolve_reward(
+        RewardConfig(function="code", timeout=2.0, code=CodeConfig(limits=LIMITS, score=CodeScore.share))
+    )
     program = "```python\nimport time\ntime.sleep(60)\n```"
     start = time.monotonic()
     found = reward(prompt="", response=program, answer=SUMS, record={})

@@ -14,7 +14,9 @@ def samples(rewards, lengths, first_group=0):
     for i, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
         ids = np.arange(1, length + 1, dtype=np.int32)
         masks = np.ones(length, bool), np.zeros(length, np.float32)
-        made.append(Sample(first_group + i // 2, 10 * first_group + i, ids[:1], ids, *masks, "stop", reward=reward))
+        made.append(
+            Sample(first_group + i // 2, 10 * first_group + i, ids[:1], ids, *masks, "stop", reward=reward)
+        )
     return made
 
 

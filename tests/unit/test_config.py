@@ -55,7 +55,9 @@ def test_a_section_is_not_a_value():
     assert "rollout is a section" in error_of("rollout=3")
 
 
-@pytest.mark.parametrize("value", ["rollout.n=four", "optimizer.lr=fast", "train.old_logprobs=never", "train.packing=perhaps"])
+@pytest.mark.parametrize(
+    "value", ["rollout.n=four", "optimizer.lr=fast", "train.old_logprobs=never", "train.packing=perhaps"]
+)
 def test_wrong_types_name_the_key(value):
     assert value.split("=")[0].split(".")[-1] in error_of(value)
 

@@ -46,7 +46,11 @@ def test_what_show_prints_loads_to_the_same_configuration(path, capsys, tmp_path
 
 def test_show_says_where_each_value_comes_from(capsys):
     lines = config(capsys, "show", "--config", QUICKSTART, "rollout.n=4", "optimizer.lr=3e-4").splitlines()
-    number = next(n for n, line in enumerate(Path(QUICKSTART).read_text().splitlines(), 1) if "max_response_length" in line)
+    number = next(
+        n
+        for n, line in enumerate(Path(QUICKSTART).read_text().splitlines(), 1)
+        if "max_response_length" in line
+    )
     assert f"  max_response_length: 32  # {QUICKSTART}:{number}" in lines
     assert "  n: 4  # command line" in lines
     assert "  lr: 0.0003  # command line" in lines
@@ -54,12 +58,16 @@ def test_show_says_where_each_value_comes_from(capsys):
 
 
 def test_values_can_be_before_and_behind_options(capsys):
-    shown = config(capsys, "show", "rollout.n=4", "--config", QUICKSTART, "rollout.n=5", "--only-set", "run.seed=7")
+    shown = config(
+        capsys, "show", "rollout.n=4", "--config", QUICKSTART, "rollout.n=5", "--only-set", "run.seed=7"
+    )
     assert "  n: 5  # command line" in shown
     assert "  seed: 7  # command line" in shown
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "selftest", "config show", "config check --for sft", "plan --search"])
+@pytest.mark.parametrize(
+    "command", ["train", "sft", "selftest", "config show", "config check --for sft", "plan --search"]
+)
 def test_every_command_reads_values_behind_options(command, capsys):
     assert main([*command.split(), "run.seed=7", "--config", QUICKSTART, "rollout.behind=1"]) == 2
     assert "unknown key 'rollout.behind'" in capsys.readouterr().err
@@ -94,7 +102,25 @@ def test_show_without_a_file_names_what_has_no_value(capsys):
 
 @pytest.mark.slow_but(4)
 @pytest.mark.parametrize(
-    "text", ["a\nb", "#x: y", "", " ", "'", "null", "1", "true", "\\boxed{}", "é", "a: b", "@x", "%", "x" * 300, "1e-6", "[a]"]
+    "text",
+    [
+        "a\nb",
+        "#x: y",
+        "",
+        " ",
+        "'",
+        "null",
+        "1",
+        "true",
+        "\\boxed{}",
+        "é",
+        "a: b",
+        "@x",
+        "%",
+        "x" * 300,
+        "1e-6",
+        "[a]",
+    ],
 )
 def test_text_of_every_kind_survives_show(text, capsys, tmp_path):
     path = tmp_path / "c.yaml"
@@ -105,7 +131,9 @@ def test_text_of_every_kind_survives_show(text, capsys, tmp_path):
     assert (values["data.prompt_suffix"], values["rollout.stop"]) == (text, [text, "a, b"])
 
 
-@pytest.mark.parametrize("value", [1e-6, 1e-10, 3.0, 1e22, 0.1, float("inf"), 5, True, None, [1, 2], [0.5], []])
+@pytest.mark.parametrize(
+    "value", [1e-6, 1e-10, 3.0, 1e22, 0.1, float("inf"), 5, True, None, [1, 2], [0.5], []]
+)
 def test_values_are_written_as_yaml_reads_them(value):
     read = yaml.safe_load(value_text(value))
     assert (read, type(read)) == (value, type(value))
@@ -116,7 +144,13 @@ def test_values_are_written_as_yaml_reads_them(value):
 
 def test_explain_a_key(capsys):
     text = config(capsys, "explain", "train.ppo_mini_batch_size")
-    for part in ("prompts per optimizer step", "integer", "unit     prompts", "default  32", "greater than 0"):
+    for part in (
+        "prompts per optimizer step",
+        "integer",
+        "unit     prompts",
+        "default  32",
+        "greater than 0",
+    ):
         assert part in text
     assert re.search(r"  data.train_batch_size +prompts per step", text)
     assert "  - Mini-batches share the prompts of a step evenly. (train only)\n" in text
@@ -227,7 +261,9 @@ def test_diff_of_equal_configurations(capsys, tmp_path):
 @pytest.mark.slow
 def test_diff_of_the_configurations_here_is_complete(capsys):
     for other in CONFIGS:
-        found = json.loads(config(capsys, "diff", QUICKSTART, other, "--json", status=0 if other == QUICKSTART else 1))
+        found = json.loads(
+            config(capsys, "diff", QUICKSTART, other, "--json", status=0 if other == QUICKSTART else 1)
+        )
         a, b = resolve(QUICKSTART, []).values, resolve(other, []).values
         assert set(found) == {key for key in a if a[key] != b[key]}
 
@@ -239,7 +275,10 @@ def test_diff_of_the_configurations_here_is_complete(capsys):
 def run_files(tmp_path_factory):
     """A model with a tokenizer, and data: what check can look at."""
     folder = tmp_path_factory.mktemp("files")
-    subprocess.run([sys.executable, "tools/make_tiny_model.py", folder / "model", "--hidden", "64", "--ffn", "128"], check=True)
+    subprocess.run(
+        [sys.executable, "tools/make_tiny_model.py", folder / "model", "--hidden", "64", "--ffn", "128"],
+        check=True,
+    )
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -253,7 +292,14 @@ def test_check_lists_every_violation_and_what_it_could_not_look_at(capsys, tmp_p
         "rolout: {n: 3}\ntrain: {packing: perhaps, ppo_mini_batch_size: 5}\noptimizer: {lr: -1}\n",
     )
     text = config(
-        capsys, "check", "--config", path, "rollout.top_p=0.9", "rollout.n=four", "algorithm.nothing_like_it=1", status=2
+        capsys,
+        "check",
+        "--config",
+        path,
+        "rollout.top_p=0.9",
+        "rollout.n=four",
+        "algorithm.nothing_like_it=1",
+        status=2,
     )
     for part in (
         "'rolout'",
@@ -276,17 +322,23 @@ def test_check_passes_a_legal_configuration(capsys):
         text = config(capsys, "check", "--config", path, "model.path=/nowhere", "data.train=/nowhere.jsonl")
         assert "no violations" in text
         assert "checked: schema; rules across keys" in text
-    assert "no violations" in config(capsys, "check", "--for", "sft", "--config", "configs/quickstart_sft.yaml")
+    assert "no violations" in config(
+        capsys, "check", "--for", "sft", "--config", "configs/quickstart_sft.yaml"
+    )
 
 
 def test_check_names_missing_values(capsys):
-    assert "no value for model.path" in config(capsys, "check", "--config", "configs/llama3_70b_16node.yaml", status=2)
+    assert "no value for model.path" in config(
+        capsys, "check", "--config", "configs/llama3_70b_16node.yaml", status=2
+    )
     text = config(capsys, "check", "--for", "sft", "model.path=/nowhere", status=2)
     assert "no value for data.train" in text
 
 
 def test_check_reads_the_reward_function(capsys, tmp_path):
-    text = config(capsys, "check", "model.path=/m", "data.train=/d", "reward.function=no_such_module:f", status=2)
+    text = config(
+        capsys, "check", "model.path=/m", "data.train=/d", "reward.function=no_such_module:f", status=2
+    )
     assert "no_such_module" in text
 
 
@@ -298,9 +350,15 @@ def test_check_looks_into_model_and_data(capsys, run_files):
     assert f"data.train {run_files}/train.jsonl" in text
     assert "not checked" not in text
     assert "positions" in config(capsys, "check", *files, "rollout.max_response_length=4096", status=2)
-    assert "attention heads" in config(capsys, "check", *files, *lengths, "megatron.tensor_parallel=3", status=2)
-    assert "max_prompt_length=2" in config(capsys, "check", *files, *lengths, "data.max_prompt_length=2", status=2)
-    assert "'solution' is missing" in config(capsys, "check", *files, *lengths, "data.answer_key=solution", status=2)
+    assert "attention heads" in config(
+        capsys, "check", *files, *lengths, "megatron.tensor_parallel=3", status=2
+    )
+    assert "max_prompt_length=2" in config(
+        capsys, "check", *files, *lengths, "data.max_prompt_length=2", status=2
+    )
+    assert "'solution' is missing" in config(
+        capsys, "check", *files, *lengths, "data.answer_key=solution", status=2
+    )
 
 
 def test_check_looks_into_data_without_a_model(capsys, run_files):
@@ -336,9 +394,13 @@ def test_check_agrees_with_what_a_run_refuses():
 
 def test_docs_are_current():
     """By a process of its own: here, other tests have registered plug-ins, which the page would list."""
-    made = subprocess.run([sys.executable, "-m", "grpo_megatron.cli", "config", "docs"], capture_output=True, text=True)
+    made = subprocess.run(
+        [sys.executable, "-m", "grpo_megatron.cli", "config", "docs"], capture_output=True, text=True
+    )
     assert made.returncode == 0, made.stderr
-    assert Path("docs/config.md").read_text(encoding="utf-8") == made.stdout, f"docs/config.md is stale; run: {COMMAND}"
+    assert Path("docs/config.md").read_text(encoding="utf-8") == made.stdout, (
+        f"docs/config.md is stale; run: {COMMAND}"
+    )
 
 
 def test_docs_have_every_key(capsys):

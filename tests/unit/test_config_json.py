@@ -89,24 +89,42 @@ READ = {
     "null rope_scaling": {"rope_parameters": THETA, "rope_scaling": None},
     "rope_scaling, as older versions wrote it": {"rope_scaling": LLAMA3 | ORIGINAL, "rope_theta": 500.0},
     "rope_scaling without theta": {"rope_scaling": LLAMA3 | ORIGINAL},
-    "rope_scaling wins": {"rope_scaling": LLAMA3 | ORIGINAL | {"rope_theta": 3000.0}, "rope_parameters": THETA},
-    "rope_scaling wins, theta outside": {"rope_scaling": LLAMA3 | ORIGINAL, "rope_parameters": THETA, "rope_theta": 3000.0},
+    "rope_scaling wins": {
+        "rope_scaling": LLAMA3 | ORIGINAL | {"rope_theta": 3000.0},
+        "rope_parameters": THETA,
+    },
+    "rope_scaling wins, theta outside": {
+        "rope_scaling": LLAMA3 | ORIGINAL,
+        "rope_parameters": THETA,
+        "rope_theta": 3000.0,
+    },
     "rope_scaling turns scaling off": {
         "rope_scaling": {"rope_type": "default", "rope_theta": 3000.0},
         "rope_parameters": LLAMA3 | ORIGINAL | {"rope_theta": 3000.0},
     },
     "type, as older versions called it": {
-        "rope_scaling": {"type": "llama3", **{k: v for k, v in LLAMA3.items() if k != "rope_type"}, **ORIGINAL}
+        "rope_scaling": {
+            "type": "llama3",
+            **{k: v for k, v in LLAMA3.items() if k != "rope_type"},
+            **ORIGINAL,
+        }
     },
     "rope_type wins over type": {"rope_scaling": {"type": "linear", "factor": 2.0, **THETA}},
     "original positions not given": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
     "original positions outside": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
-    "original positions outside win": {"rope_scaling": LLAMA3 | ORIGINAL, "original_max_position_embeddings": 16},
+    "original positions outside win": {
+        "rope_scaling": LLAMA3 | ORIGINAL,
+        "original_max_position_embeddings": 16,
+    },
 }
 
 
 def llama(folder, changes: dict) -> str:
-    full = {key: value for key, value in full_config("llama3").items() if key not in ("rope_parameters", "rope_theta")}
+    full = {
+        key: value
+        for key, value in full_config("llama3").items()
+        if key not in ("rope_parameters", "rope_theta")
+    }
     return written(folder, full | {"max_position_embeddings": 256} | changes)
 
 
@@ -124,12 +142,24 @@ def test_rotary_frequencies_are_transformers(name, tmp_path):
 
 
 REFUSED = [
-    ({"rope_scaling": YARN, "rope_theta": 3000.0, "rope_parameters": THETA}, "rope_scaling: rope type 'yarn' is not supported"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {}}, "rope_scaling: rope type 'linear'"),
+    (
+        {"rope_scaling": YARN, "rope_theta": 3000.0, "rope_parameters": THETA},
+        "rope_scaling: rope type 'yarn' is not supported",
+    ),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {}},
+        "rope_scaling: rope type 'linear'",
+    ),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: rope type 'dynamic'"),
-    ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope_parameters: rope type 'longrope'"),
+    (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
+        "rope_parameters: rope type 'longrope'",
+    ),
     ({"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters: rope type 'proportional'"),
-    ({"rope_scaling": LLAMA3 | ORIGINAL, "rope_parameters": THETA}, "rope_parameters.rope_theta=3000 would be lost"),
+    (
+        {"rope_scaling": LLAMA3 | ORIGINAL, "rope_parameters": THETA},
+        "rope_parameters.rope_theta=3000 would be lost",
+    ),
     ({"rope_scaling": YARN, "rope_parameters": THETA}, "Move the keys of rope_scaling into rope_parameters"),
     (
         {"rope_parameters": {"full_attention": THETA, "sliding_attention": {"rope_theta": 1e4}}},

@@ -143,12 +143,17 @@ def test_there_are_as_many_as_promised():
     assert len({written for written, _ in MISSPELT + ILL_TYPED}) == len(MISSPELT) + len(ILL_TYPED)
 
 
-BOMB = "a0: &a0 [x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 5)}]\n" for n in range(1, 20))
+BOMB = "a0: &a0 [x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 5)}]\n" for n in range(1, 20)
+)
 CHAIN = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 40))
 # (the file, what the message must say)
 FILES = [
     ("rollout:\n  n: 4\n  n: 8\n", "c.yaml:3: rollout.n is already set in line 2"),
-    ("rollout: {n: 4}\ndata: {shuffle: true}\nrollout: {n: 8}\n", "c.yaml:3: rollout is already set in line 1"),
+    (
+        "rollout: {n: 4}\ndata: {shuffle: true}\nrollout: {n: 8}\n",
+        "c.yaml:3: rollout is already set in line 1",
+    ),
     ("data:\n  train: [{a: 1, a: 2}]\n", "c.yaml:2: data.train.a is already set in line 2"),
     ("rollout.n: 4\n", "nest it"),
     ("rollout:\n  n: ${rollout.m}\n", "rollout.m"),
@@ -178,7 +183,10 @@ FILES = [
     ("rollout: {n: 2024-13-45}\n", "integer"),
     ("rollout: {n: 1:30}\n", "integer"),
     ("rollout:\n  n: ???\n", "rollout.n has no value"),
-    ("rollout: {n: 99999999999999999999}\n", "c.yaml:1: rollout.n: 99999999999999999999 is not an integer of 64 bits"),
+    (
+        "rollout: {n: 99999999999999999999}\n",
+        "c.yaml:1: rollout.n: 99999999999999999999 is not an integer of 64 bits",
+    ),
     ("rollout: {n: '99999999999999999999'}\n", "rollout.n is not an integer of 64 bits"),
     ("rollout: {n: " + "9" * 5000 + "}\n", "is not an integer of 64 bits"),
     ("optimizer: {lr: .nan}\n", "optimizer.lr=.nan is not a number"),
@@ -195,8 +203,14 @@ FILES = [
     ("run: {name: !ours a}\n", "the tag !ours means nothing here"),
     ("rollout: {n: !!bool perhaps}\n", "the tag !!bool means nothing here"),
     ("rollout: {n: !!timestamp x}\n", "the tag !!timestamp means nothing here"),
-    ('run: {name: "a\\0b"}\n', "run.name: 'a\\x00b' holds NUL or half of a surrogate pair, which no text has"),
-    ('run: {name: "\\ud800"}\n', "run.name: '\\ud800' holds NUL or half of a surrogate pair, which no text has"),
+    (
+        'run: {name: "a\\0b"}\n',
+        "run.name: 'a\\x00b' holds NUL or half of a surrogate pair, which no text has",
+    ),
+    (
+        'run: {name: "\\ud800"}\n',
+        "run.name: '\\ud800' holds NUL or half of a surrogate pair, which no text has",
+    ),
     ("a: 1\n---\nb: 2\n", "another document"),
     ("%YAML 9.9\n---\nrun: {}\n", "not valid YAML"),
     ("#" * 300_000, "more than 65536 characters"),
@@ -235,11 +249,17 @@ def test_files_that_mean_nothing_are_refused(text, part, capsys, tmp_path):
         ("run.name=\udcff", "not valid YAML: unacceptable character"),
         ("run.name=&a [*a]", ": run.name: an alias within what it stands for has no end"),
         # The key stood missing between two colons: `argument '...': : '\ud800' holds ...`.
-        ('data.prompt_suffix="\\ud800"', ": data.prompt_suffix: '\\ud800' holds NUL or half of a surrogate pair"),
+        (
+            'data.prompt_suffix="\\ud800"',
+            ": data.prompt_suffix: '\\ud800' holds NUL or half of a surrogate pair",
+        ),
         ('run.name="\\0"', ": run.name: '\\x00' holds NUL or half of a surrogate pair"),
         ('data.train=["\\ud800"]', ": data.train: '\\ud800' holds NUL or half of a surrogate pair"),
         ("run.seed=99999999999999999999", ": run.seed: 99999999999999999999 is not an integer of 64 bits"),
-        ("data.chat_template_args={a: 99999999999999999999}", ": data.chat_template_args.a: 99999999999999999999 is not an"),
+        (
+            "data.chat_template_args={a: 99999999999999999999}",
+            ": data.chat_template_args.a: 99999999999999999999 is not an",
+        ),
         ("data.chat_template_args={a: 1, a: 2}", ": data.chat_template_args.a is already set"),
         ("data.chat_template_args={[1]: 2}", "a key of data.chat_template_args is a sequence, not a word"),
         ("data.train=[d.jsonl, 5]", "data.train must be"),
@@ -293,7 +313,9 @@ def test_what_yaml_would_read_into_a_text_stays_text(tmp_path):
 
 def test_anchors_aliases_and_merge_keys_are_legal(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text("rollout: &sampling\n  n: &count 4\n  temperature: 0.5\neval:\n  <<: {every: 3, n: 2}\n  n: *count\n")
+    path.write_text(
+        "rollout: &sampling\n  n: &count 4\n  temperature: 0.5\neval:\n  <<: {every: 3, n: 2}\n  n: *count\n"
+    )
     found = resolve(str(path), [])
     assert (found.values["eval.n"], found.values["eval.every"], found.values["rollout.n"]) == (4, 3, 4)
     assert (found.origins["eval.n"], found.origins["eval.every"]) == (f"{path}:6", f"{path}:5")
@@ -309,7 +331,9 @@ def test_a_module_that_fails_when_imported(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken_plugin.py").write_text("x = 1\nraise KeyError('gone')\n")
     (tmp_path / "unreadable_plugin.py").write_text("def (:\n")
-    assert "cannot be imported: KeyError: 'gone' (" in refusal(capsys, "algorithm.adv_estimator=broken_plugin:f")
+    assert "cannot be imported: KeyError: 'gone' (" in refusal(
+        capsys, "algorithm.adv_estimator=broken_plugin:f"
+    )
     assert "broken_plugin.py:2)" in refusal(capsys, "algorithm.surrogate=broken_plugin:f")
     assert "cannot be imported: SyntaxError" in refusal(capsys, "algorithm.filters=[unreadable_plugin:f]")
     assert main(["config", "check", "model.path=m", "data.train=d", "reward.function=broken_plugin:f"]) == 2

@@ -59,8 +59,12 @@ class Loop(Controller):
     """The loop alone: steps and evaluations are noted, and a request comes in the midst of one."""
 
     def __init__(self, saver, *changes, asked_in=None):
-        config = read_config(None, ["model.path=m", "data.train=d", "run.total_steps=4", "eval.every=2", *changes])
-        nobody = type("Nobody", (), {"state_dict": lambda self: {}, "load_state_dict": lambda self, state: None})()
+        config = read_config(
+            None, ["model.path=m", "data.train=d", "run.total_steps=4", "eval.every=2", *changes]
+        )
+        nobody = type(
+            "Nobody", (), {"state_dict": lambda self: {}, "load_state_dict": lambda self, state: None}
+        )()
         super().__init__(config, nobody, nobody, None, None, None, saver, Monitor(), stop=StopRequest())
         self.done, self.asked_in = [], asked_in
 
@@ -97,7 +101,9 @@ def test_a_run_evaluates_and_saves_when_it_is_due(tmp_path):
         ("step 4", WHOLE[:6], [2, 4]),
     ],
 )
-def test_a_stopped_run_leaves_after_what_it_does_and_continues_to_the_same_end(tmp_path, asked_in, done, saved):
+def test_a_stopped_run_leaves_after_what_it_does_and_continues_to_the_same_end(
+    tmp_path, asked_in, done, saved
+):
     loop = Loop(Saver(tmp_path), asked_in=asked_in)
     with pytest.raises(Stopped):
         loop.run()

@@ -28,6 +28,12 @@ def test_it_is_one_message(unit_is_sent):
         ours.send("unit")
     process.kill()
     process.join()
-    use = partial(_receive, ours, process) if unit_is_sent else partial(next, _distribute({ours: process}, ["unit"], print))
-    with pytest.raises(UserError, match=rf"a process of the conversion \(pid {process.pid}\) was killed by signal 9"):
+    use = (
+        partial(_receive, ours, process)
+        if unit_is_sent
+        else partial(next, _distribute({ours: process}, ["unit"], print))
+    )
+    with pytest.raises(
+        UserError, match=rf"a process of the conversion \(pid {process.pid}\) was killed by signal 9"
+    ):
         use()

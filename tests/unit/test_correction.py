@@ -19,7 +19,12 @@ from grpo_megatron.algorithm.correction import (
 )
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.token_weights import LOSS_AGG_MODES, token_weights
-from grpo_megatron.config.algorithm import MaskAppliesTo, MismatchAction, MismatchCorrection, MismatchRejection
+from grpo_megatron.config.algorithm import (
+    MaskAppliesTo,
+    MismatchAction,
+    MismatchCorrection,
+    MismatchRejection,
+)
 from grpo_megatron.config.schema import Config
 from grpo_megatron.metrics import to_floats
 from tests.unit.ragged import ragged
@@ -31,7 +36,9 @@ ICEPOP = Correction(Weighting(MismatchCorrection.icepop, 0.7, 1.4))
 
 def weighting(kind: str, low: float | None = None, high: float | None = None) -> Correction:
     published = CORRECTION_BOUNDS[MismatchCorrection(kind)]
-    return Correction(Weighting(MismatchCorrection(kind), published[0] if low is None else low, high or published[1]))
+    return Correction(
+        Weighting(MismatchCorrection(kind), published[0] if low is None else low, high or published[1])
+    )
 
 
 def correct(correction: Correction, delta: list[list[float]]):
@@ -93,7 +100,9 @@ REJECTED = [
 def test_rejection_by_hand_only_masks(kind, low, high, expected):
     if kind == "token_k3":
         expected = [math.exp(d) - 1 - d <= high for d in (0.6, -0.2, 0.3, -0.8)]
-    factor, kept = correct(Correction(None, Rejection(MismatchRejection(kind), low, high)), [[0.6, -0.2], [0.3], [-0.8]])
+    factor, kept = correct(
+        Correction(None, Rejection(MismatchRejection(kind), low, high)), [[0.6, -0.2], [0.3], [-0.8]]
+    )
     assert kept == expected
     assert factor == [float(k) for k in expected]
 
@@ -104,13 +113,19 @@ def test_every_rejection_is_tested_by_hand():
 
 def test_masking_single_tokens_comes_in_addition():
     correction = replace(weighting("tis"), max_difference=1.0)
-    assert correct(correction, [[1.5, -1.5, 0.5]]) == (pytest.approx([0, 0, math.exp(0.5)]), [False, False, True])
+    assert correct(correction, [[1.5, -1.5, 0.5]]) == (
+        pytest.approx([0, 0, math.exp(0.5)]),
+        [False, False, True],
+    )
     assert not correct(correction, [[math.nan]])[1][0]
 
 
 @pytest.mark.parametrize("kind", REJECTIONS)
 def test_what_is_not_a_number_is_rejected(kind):
-    assert correct(Correction(None, Rejection(kind, 0.0, 9.0)), [[math.nan], [0.0]]) == ([0, 1], [False, True])
+    assert correct(Correction(None, Rejection(kind, 0.0, 9.0)), [[math.nan], [0.0]]) == (
+        [0, 1],
+        [False, True],
+    )
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("icepop", [True, True]), ("mis", [True, True])])
@@ -119,9 +134,14 @@ def test_the_bounds_themselves_are_inside(kind, expected):
     assert correct(weighting(kind, 0.5, 1.0), [[0.0]])[1] == [True]
     for rejection in ("token_ratio", "seq_ratio", "seq_geometric_ratio"):
         for low, high in ((1.0, 2.0), (0.5, 1.0)):
-            assert correct(Correction(None, Rejection(MismatchRejection(rejection), low, high)), [[0.0, 0.0]])[1] == expected
+            assert (
+                correct(Correction(None, Rejection(MismatchRejection(rejection), low, high)), [[0.0, 0.0]])[1]
+                == expected
+            )
     for rejection in ("token_k2", "seq_sum_k2", "seq_mean_k2", "seq_max_k2"):
-        assert correct(Correction(None, Rejection(MismatchRejection(rejection), 0.0, 0.125)), [[0.5]])[1] == [True]
+        assert correct(Correction(None, Rejection(MismatchRejection(rejection), 0.0, 0.125)), [[0.5]])[1] == [
+            True
+        ]
     assert correct(Correction(max_difference=0.5), [[0.5, -0.5, 0.625]])[1] == [True, True, False]
 
 
@@ -133,7 +153,8 @@ def test_differences_beyond_twenty_nats_count_as_twenty(delta):
     assert correct(Correction(unbounded), [[delta]])[0] == [pytest.approx(math.exp(d))]
     for kind, value in (("token_ratio", math.exp(d)), ("token_k2", 200.0), ("seq_sum_k3", math.expm1(d) - d)):
         kept = [
-            correct(Correction(None, Rejection(MismatchRejection(kind), 0.0, value * by)), [[delta]])[1] for by in (1.01, 0.99)
+            correct(Correction(None, Rejection(MismatchRejection(kind), 0.0, value * by)), [[delta]])[1]
+            for by in (1.01, 0.99)
         ]
         assert kept == [[True], [False]]
 
@@ -162,7 +183,9 @@ def naive_rejection(kind: str, low: float, high: float, delta: list[float]) -> l
     values = [of_token[measure](d) for d in delta]
     if level == "token":
         return [value <= high for value in values]
-    of_sequence = {"seq_sum": sum(values), "seq_mean": sum(values) / len(values), "seq_max": max(values)}[level]
+    of_sequence = {"seq_sum": sum(values), "seq_mean": sum(values) / len(values), "seq_max": max(values)}[
+        level
+    ]
     return [of_sequence <= high] * len(values)
 
 
@@ -174,15 +197,22 @@ def naive_rejection(kind: str, low: float, high: float, delta: list[float]) -> l
 def test_every_weight_with_every_rejection_like_one_sample_at_a_time(kind, rejection, seed, limit):
     given = ragged(seed, spread=0.5)
     bounds, other = (0.8, 1.3), (0.9, 1.2) if rejection in REJECTION_BOUNDS else (0.0, 0.1)
-    correction = Correction(kind and Weighting(kind, *bounds), rejection and Rejection(rejection, *other), limit)
+    correction = Correction(
+        kind and Weighting(kind, *bounds), rejection and Rejection(rejection, *other), limit
+    )
     inputs = given.inputs
     factor, kept = correction(inputs.rollout_logp, inputs.old_logp, inputs.mask, inputs.sequence_sum)
     for row in given.rows:
         tokens = given.trained(row)
         delta = [float(inputs.old_logp[t] - inputs.rollout_logp[t]) for t in tokens]
         weights = naive_weight(kind.value, *bounds, delta) if kind else [1.0] * len(delta)
-        accepted = naive_rejection(rejection.value, *other, delta) if rejection and delta else [True] * len(delta)
-        keeps = [a and w > 0 and (limit is None or abs(d) <= limit) for a, w, d in zip(accepted, weights, delta, strict=True)]
+        accepted = (
+            naive_rejection(rejection.value, *other, delta) if rejection and delta else [True] * len(delta)
+        )
+        keeps = [
+            a and w > 0 and (limit is None or abs(d) <= limit)
+            for a, w, d in zip(accepted, weights, delta, strict=True)
+        ]
         assert [bool(kept[t]) for t in tokens] == keeps
         expected = [w if k else 0.0 for w, k in zip(weights, keeps, strict=True)]
         np.testing.assert_allclose([float(factor[t]) for t in tokens], expected, rtol=1e-6)
@@ -207,7 +237,9 @@ def config_for(mode: str, applies_to: str, renormalize: bool) -> Config:
 def test_renormalized_the_means_are_over_what_is_kept(mode, seed):
     given = ragged(seed, spread=0.5)
     inputs = given.inputs
-    factor, kept = (x.numpy() for x in ICEPOP(inputs.rollout_logp, inputs.old_logp, inputs.mask, inputs.sequence_sum))
+    factor, kept = (
+        x.numpy() for x in ICEPOP(inputs.rollout_logp, inputs.old_logp, inputs.mask, inputs.sequence_sum)
+    )
     trained = given.batch.loss_mask & kept
     kept_weights = token_weights(replace(given.batch, loss_mask=trained), mode, 8)
 
@@ -255,7 +287,9 @@ def test_known_before_training_or_in_the_forward_is_the_same_loss(name, mode, ap
     weight = torch.from_numpy(token_weights(data.batch, mode, 8))
     current = weight * forward(data.logp, data.entropy, data.inputs)[0]
     torch.testing.assert_close(before, current)
-    gradients = [torch.autograd.grad(total.sum(), data.logp, retain_graph=True)[0] for total in (before, current)]
+    gradients = [
+        torch.autograd.grad(total.sum(), data.logp, retain_graph=True)[0] for total in (before, current)
+    ]
     torch.testing.assert_close(*gradients)
 
 
@@ -294,7 +328,9 @@ def test_metrics_say_how_much_is_masked_and_the_mean_factor_of_the_rest(applies_
     assert to_floats(before) == pytest.approx(expected)
     forward = PolicyLoss(correction=correction, mask_applies_to=applies_to)
     _, known_late = forward(inputs.old_logp, given.entropy, inputs)
-    assert {name: value for name, value in to_floats(known_late).items() if name in expected} == pytest.approx(expected)
+    assert {
+        name: value for name, value in to_floats(known_late).items() if name in expected
+    } == pytest.approx(expected)
 
 
 def test_a_correction_is_only_made_where_it_is_asked_for():
@@ -303,10 +339,14 @@ def test_a_correction_is_only_made_where_it_is_asked_for():
     config.action = MismatchAction.mask
     assert Correction.from_config(config) == Correction(None, None, 1.0)
     config.correction, config.ratio_high = MismatchCorrection.icepop, 3.0
-    assert Correction.from_config(config) == Correction(Weighting(MismatchCorrection.icepop, 0.5, 3.0), None, 1.0)
+    assert Correction.from_config(config) == Correction(
+        Weighting(MismatchCorrection.icepop, 0.5, 3.0), None, 1.0
+    )
     config.action, config.rejection = MismatchAction.warn, MismatchRejection.seq_geometric_ratio
     config.rejection_low = 0.9
     rejection = Rejection(MismatchRejection.seq_geometric_ratio, 0.9, 1.001)
-    assert Correction.from_config(config) == Correction(Weighting(MismatchCorrection.icepop, 0.5, 3.0), rejection)
+    assert Correction.from_config(config) == Correction(
+        Weighting(MismatchCorrection.icepop, 0.5, 3.0), rejection
+    )
     config.rejection, config.rejection_low, config.rejection_high = MismatchRejection.seq_max_k2, None, 0.2
     assert Correction.from_config(config).rejection == Rejection(MismatchRejection.seq_max_k2, 0.0, 0.2)

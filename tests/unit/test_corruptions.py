@@ -27,7 +27,9 @@ def files(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("files")
     make(root / "model", hidden=64, ffn=128, seed=0)
-    (root / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
+    (root / "train.jsonl").write_text(
+        '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n'
+    )
     return root
 
 
@@ -70,7 +72,9 @@ def answer(capsys, *arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(25))
 def test_a_damaged_configuration_is_legal_or_refused(batch, texts, capsys, tmp_path):
-    assert [answer(capsys, "config", "check", "--config", _written(tmp_path, text.encode()))[0] for text in texts] == [0, 0]
+    assert [
+        answer(capsys, "config", "check", "--config", _written(tmp_path, text.encode()))[0] for text in texts
+    ] == [0, 0]
     refused = []
     for seed in range(batch * PER_BATCH, (batch + 1) * PER_BATCH):
         damaged = corrupt(texts[seed % len(texts)], seed)
@@ -112,22 +116,40 @@ def change_config(folder, **changes) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 4.0,
+    "high_freq_factor": 1.0,
+}
 CONFIG = [
     *(
         ({key: None}, f"key {key} is missing")
         for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     ),
-    *(({key: None}, f"key {key} is missing") for key in ("intermediate_size", "max_position_embeddings", "rms_norm_eps")),
-    *(({"hidden_size": bad}, "hidden_size must be an integer from 1") for bad in ("64", -64, 0, 64.0, True, [], {}, 10**30)),
-    *(({"rms_norm_eps": bad}, "rms_norm_eps must be a finite number") for bad in ("x", 0, float("nan"), float("inf"))),
+    *(
+        ({key: None}, f"key {key} is missing")
+        for key in ("intermediate_size", "max_position_embeddings", "rms_norm_eps")
+    ),
+    *(
+        ({"hidden_size": bad}, "hidden_size must be an integer from 1")
+        for bad in ("64", -64, 0, 64.0, True, [], {}, 10**30)
+    ),
+    *(
+        ({"rms_norm_eps": bad}, "rms_norm_eps must be a finite number")
+        for bad in ("x", 0, float("nan"), float("inf"))
+    ),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to"),
     ({"num_hidden_layers": 9000, "layer_types": None}, "promises at least 9000 tensors"),
     ({"num_hidden_layers": 3, "layer_types": None}, "model.layers.2.input_layernorm.weight"),
     ({"num_hidden_layers": 1, "layer_types": None}, "promises no tensor model.layers.1."),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
     ({"head_dim": 15}, "must be even"),
-    ({"head_dim": 32}, "model.layers.0.self_attn.q_proj.weight of shape (64, 64), config.json promises (128, 64)"),
+    (
+        {"head_dim": 32},
+        "model.layers.0.self_attn.q_proj.weight of shape (64, 64), config.json promises (128, 64)",
+    ),
     ({"head_dim": None, "num_attention_heads": 6}, "num_attention_heads=6 does not divide hidden_size=64"),
     ({"vocab_size": 30}, "model.embed_tokens.weight of shape (31, 64), config.json promises (30, 64)"),
     ({"intermediate_size": 64}, "mlp.gate_proj.weight of shape (128, 64), config.json promises (64, 64)"),
@@ -150,7 +172,10 @@ CONFIG = [
     ({"attention_bias": True}, "attention_bias=true"),
     ({"hidden_act": {"a": 1}}, "hidden_act must be text"),
     ({"architectures": ["Qwen3MoeForCausalLM"]}, "key num_local_experts is missing"),
-    ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3}, "more than the 2 experts"),
+    (
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3},
+        "more than the 2 experts",
+    ),
     ({"architectures": ["Qwen2ForCausalLM"]}, "tensor model.layers.0.self_attn.q_proj.bias"),
 ]
 
@@ -165,7 +190,17 @@ def test_a_wrong_config_json(changes, said, capsys, files, model):
     assert said in text
 
 
-NO_JSON = [b"", b"[]", b'"x"', b"5", b'{"a": ', b"\xff\x00", b"[" * 10**5, b'{"a": ' * 10**4, b'{"n": ' + b"9" * 10**4 + b"}"]
+NO_JSON = [
+    b"",
+    b"[]",
+    b'"x"',
+    b"5",
+    b'{"a": ',
+    b"\xff\x00",
+    b"[" * 10**5,
+    b'{"a": ' * 10**4,
+    b'{"n": ' + b"9" * 10**4 + b"}",
+]
 
 
 @pytest.mark.slow_but(4)
@@ -282,7 +317,10 @@ def test_things_of_a_wrong_kind_in_place_of_a_file(capsys, files, model):
 def test_what_some_tools_add_is_tolerated(capsys, files, model):
     change_tensors(model, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
     change_tensors(
-        model, lambda t: t.update({Q: t[Q].bfloat16(), DOWN: t[DOWN].half(), "lm_head.weight": t["lm_head.weight"].double()})
+        model,
+        lambda t: t.update(
+            {Q: t[Q].bfloat16(), DOWN: t[DOWN].half(), "lm_head.weight": t["lm_head.weight"].double()}
+        ),
     )
     assert check(capsys, files, model)[0] == 0
     change_tensors(model, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].double()}))

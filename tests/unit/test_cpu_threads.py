@@ -38,7 +38,8 @@ def test_auto_follows_the_usual_variable(setting, variable, expected):
 
 
 @pytest.mark.parametrize(
-    ("quota", "expected"), [("max 100000", 16), ("250000 100000", 2), ("50000 100000", 1), ("9000000 100000", 16), ("", 16)]
+    ("quota", "expected"),
+    [("max 100000", 16), ("250000 100000", 2), ("50000 100000", 1), ("9000000 100000", 16), ("", 16)],
 )
 def test_a_containers_quota_counts(quota, expected, tmp_path, monkeypatch):
     """A container with 2 processors on a machine of 16 sees all 16: threads for each of them would only wait."""

@@ -54,29 +54,48 @@ def test_missing_and_empty_files(tmp_path):
 def test_prompts_get_the_chat_template(tmp_path, tokenizer):
     messages = json.dumps([{"role": "user", "content": "3+4"}])
     path = write(
-        tmp_path / "p.jsonl", '{"prompt": "12+3", "answer": 15, "level": 1}', f'{{"prompt": {messages}, "answer": "7"}}'
+        tmp_path / "p.jsonl",
+        '{"prompt": "12+3", "answer": 15, "level": 1}',
+        f'{{"prompt": {messages}, "answer": "7"}}',
     )
     (first, second), counts = load_prompts(path, tokenizer, DataConfig())
     assert counts == {"skipped": 0, "truncated": 0}
     assert first.text == "<user>12+3<assistant>"
-    assert tokenizer.tokenizer.convert_ids_to_tokens(first.ids.tolist()) == ["<user>", "1", "2", "+", "3", "<assistant>"]
+    assert tokenizer.tokenizer.convert_ids_to_tokens(first.ids.tolist()) == [
+        "<user>",
+        "1",
+        "2",
+        "+",
+        "3",
+        "<assistant>",
+    ]
     assert (first.uid, first.answer, first.fields) == (0, "15", {"level": 1})
     assert second.text == "<user>3+4<assistant>"
 
 
 def test_policies_for_long_prompts(tmp_path, tokenizer):
-    path = write(tmp_path / "p.jsonl", '{"prompt": "12+3", "answer": "15"}', '{"prompt": "1+3", "answer": "4"}')
+    path = write(
+        tmp_path / "p.jsonl", '{"prompt": "12+3", "answer": "15"}', '{"prompt": "1+3", "answer": "4"}'
+    )
 
     def load(policy, longest=5):
         return load_prompts(path, tokenizer, DataConfig(max_prompt_length=longest, overlong_prompts=policy))
 
-    with pytest.raises(UserError, match=r"p.jsonl:1: the prompt has 6 tokens, more than data\.max_prompt_length=5"):
+    with pytest.raises(
+        UserError, match=r"p.jsonl:1: the prompt has 6 tokens, more than data\.max_prompt_length=5"
+    ):
         load(OverlongPrompts.error)
     prompts, counts = load(OverlongPrompts.skip)
     assert [prompt.uid for prompt in prompts] == [1]
     assert counts == {"skipped": 1, "truncated": 0}
     prompts, counts = load(OverlongPrompts.truncate_left)
-    assert tokenizer.tokenizer.convert_ids_to_tokens(prompts[0].ids.tolist()) == ["1", "2", "+", "3", "<assistant>"]
+    assert tokenizer.tokenizer.convert_ids_to_tokens(prompts[0].ids.tolist()) == [
+        "1",
+        "2",
+        "+",
+        "3",
+        "<assistant>",
+    ]
     assert counts == {"skipped": 0, "truncated": 1}
     with pytest.raises(UserError, match="no prompt is left, all 2"):
         load(OverlongPrompts.skip, longest=2)
@@ -84,7 +103,9 @@ def test_policies_for_long_prompts(tmp_path, tokenizer):
 
 def test_system_prompt_and_suffix(tmp_path, tokenizer):
     own = json.dumps([{"role": "system", "content": "7"}, {"role": "user", "content": "1"}])
-    path = write(tmp_path / "p.jsonl", '{"prompt": "12+3", "answer": "15"}', f'{{"prompt": {own}, "answer": "7"}}')
+    path = write(
+        tmp_path / "p.jsonl", '{"prompt": "12+3", "answer": "15"}', f'{{"prompt": {own}, "answer": "7"}}'
+    )
     config = DataConfig(system_prompt="42", prompt_suffix="=?")
     prompts, _ = load_prompts(path, PromptTokenizer(tokenizer.tokenizer.name_or_path, config), config)
     assert prompts[0].text == "<system>42<user>12+3=?<assistant>"
@@ -105,7 +126,9 @@ def test_parquet_reads_like_jsonl(tmp_path):
     path = str(tmp_path / "p.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(records), path)
     assert list(read_records(path, ["prompt"])) == records
-    with pytest.raises(UserError, match="record 0: field 'question' is missing; the record has 'prompt', 'answer', 'level'"):
+    with pytest.raises(
+        UserError, match="record 0: field 'question' is missing; the record has 'prompt', 'answer', 'level'"
+    ):
         read_records(path, ["question"])
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(UserError, match="cannot be read"):

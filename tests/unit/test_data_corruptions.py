@@ -59,7 +59,9 @@ def records() -> list[dict]:
     for i in range(RECORDS):
         prompt = f"What is {i} + {i}?"
         chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": prompt}]
-        rows.append({"prompt": chat, "answer": str(2 * i), "level": i, "source": {"name": "sums", "tags": ["a", "b"]}})
+        rows.append(
+            {"prompt": chat, "answer": str(2 * i), "level": i, "source": {"name": "sums", "tags": ["a", "b"]}}
+        )
     return rows
 
 
@@ -113,12 +115,16 @@ def zero_a_part(rng, content):
 
 def insert_marks(rng, content):
     start = rng.randrange(len(content))
-    marks = rng.choice((b"[" * 5000, b"}" * 3, b'"', b"\\", b",", b"\n", b"\xef\xbb\xbf", b"\xff\xfe", b"\\ud800"))
+    marks = rng.choice(
+        (b"[" * 5000, b"}" * 3, b'"', b"\\", b",", b"\n", b"\xef\xbb\xbf", b"\xff\xfe", b"\\ud800")
+    )
     return content[:start] + marks + content[start:]
 
 
 def reencode(rng, content):
-    return content.decode("latin-1").encode(rng.choice(("utf-16", "utf-16-le", "utf-32", "utf-8-sig", "utf-7")))
+    return content.decode("latin-1").encode(
+        rng.choice(("utf-16", "utf-16-le", "utf-32", "utf-8-sig", "utf-7"))
+    )
 
 
 BYTES = (
@@ -167,13 +173,24 @@ def not_an_object(rng, rows):
 
 
 def other_column(rng, rows):
-    values = rng.choice(([b"\xff"] * RECORDS, [b"1"] * RECORDS, [{"a": 1}] * RECORDS, [1.5] * RECORDS, [None] * RECORDS))
+    values = rng.choice(
+        ([b"\xff"] * RECORDS, [b"1"] * RECORDS, [{"a": 1}] * RECORDS, [1.5] * RECORDS, [None] * RECORDS)
+    )
     name = rng.choice(("prompt", "answer", "level"))
     for row, value in zip(rows, values, strict=True):
         row[name] = value
 
 
-STRUCTURE = (odd_value, odd_value, odd_in_a_message, missing_field, renamed_field, deep_nesting, not_an_object, other_column)
+STRUCTURE = (
+    odd_value,
+    odd_value,
+    odd_in_a_message,
+    missing_field,
+    renamed_field,
+    deep_nesting,
+    not_an_object,
+    other_column,
+)
 
 
 def damaged(rng: random.Random, kind: str, path) -> str:

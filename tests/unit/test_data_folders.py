@@ -98,7 +98,8 @@ def test_check_reads_folders_that_are_here(saved, tmp_path):
     assert any("record 0: field 'question' is missing" in violation for violation in report.violations)
     report = checked(f"{saved}/one")
     assert any(
-        f"{saved}/one is a folder, not a file; name the files in it, or hf:{saved}/one" in one for one in report.violations
+        f"{saved}/one is a folder, not a file; name the files in it, or hf:{saved}/one" in one
+        for one in report.violations
     )
     report = checked("hf:openai/gsm8k:main:train", f"hf:{tmp_path}/nothing")
     assert "data.train: hf:openai/gsm8k:main:train is read from a hub" in report.not_checked
@@ -112,10 +113,16 @@ CALLS = [
     {"function": {"name": "find", "arguments": {"text": "x", "within": {"city": "Ulm"}, "more": [{"c": 3}]}}},
 ]
 TOOLS = [
-    {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}},
     {
         "type": "function",
-        "function": {"name": "find", "parameters": {"properties": {"text": {"enum": ["x"]}}, "required": ["text"]}},
+        "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "parameters": {"properties": {"text": {"enum": ["x"]}}, "required": ["text"]},
+        },
     },
 ]
 CHATS = [
@@ -163,8 +170,12 @@ def test_keys_that_a_record_lacks_are_not_in_its_prompt(tmp_path, qwen3, form):
         data = DataConfig(train=source)
         tokenizer = PromptTokenizer(qwen3, data)
         prompts, _ = load_prompts(source, tokenizer, data)
-        config = Config(model=ModelConfig(path=qwen3), data=data, rollout=RolloutConfig(max_response_length=900))
-        learned = [tokenizer.decode_all(sample.response_ids) for sample in load_examples(config, tokenizer)[0]]
+        config = Config(
+            model=ModelConfig(path=qwen3), data=data, rollout=RolloutConfig(max_response_length=900)
+        )
+        learned = [
+            tokenizer.decode_all(sample.response_ids) for sample in load_examples(config, tokenizer)[0]
+        ]
         texts[kind] = [prompt.text for prompt in prompts], [prompt.tools for prompt in prompts], learned
         assert "null" not in "".join([*texts[kind][0], *learned])
         assert '{"a": 1, "more": [{"b": 2}]}' in learned[0]
@@ -179,7 +190,10 @@ def test_keys_that_a_record_lacks_are_not_in_its_prompt(tmp_path, qwen3, form):
 def test_nulls_that_were_written_stay(tmp_path, qwen3):
     """In JSON an argument that is null was given as null. A reward sees its record as the file has it."""
     call = {"function": {"name": "find", "arguments": {"within": None, "more": [None, 1]}}, "id": None}
-    chat = [{"role": "user", "content": "?", "name": None}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat = [
+        {"role": "user", "content": "?", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
     row = {"prompt": [*chat, {"role": "tool", "content": "1"}], "answer": "2", "info": {"a": None}}
     (tmp_path / "c.jsonl").write_text(json.dumps(row) + "\n")
     [prompt], _ = load_prompts(f"{tmp_path}/c.jsonl", PromptTokenizer(qwen3), DataConfig())

@@ -100,7 +100,9 @@ def test_end_tokens_that_the_model_states(folders, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids.tolist()}))
     assert PromptTokenizer(folder).decode(ids) == "2"
     (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": int(ids[-1]), "pad_token_id": int(ids[0])}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"eos_token_id": int(ids[-1]), "pad_token_id": int(ids[0])})
+    )
     assert PromptTokenizer(folder).decode(ids) == "2"
     assert PromptTokenizer(folder, DataConfig(chat_template="none")).decode(ids) == "2"
 
@@ -112,7 +114,9 @@ def test_every_other_token_is_in_the_text(folders):
             text = tokenizer.decode(np.array([number]))
             is_end = text == ""
             token = tokenizer.tokenizer.convert_ids_to_tokens(number)
-            assert is_end == (token in (PAD, tokenizer.tokenizer.eos_token, tokenizer.template.shape.closing)), token
+            assert is_end == (
+                token in (PAD, tokenizer.tokenizer.eos_token, tokenizer.template.shape.closing)
+            ), token
 
 
 class Engine:
@@ -128,7 +132,9 @@ class Engine:
 
     async def generate(self, request):
         self.parameters.append(request.sampling)
-        return Completion(request.key, np.array([1], np.int32), np.zeros(1, np.float32), "stop", (WeightSpan(0, 0, 1),))
+        return Completion(
+            request.key, np.array([1], np.int32), np.zeros(1, np.float32), "stop", (WeightSpan(0, 0, 1),)
+        )
 
 
 class Rewards:
@@ -141,7 +147,13 @@ class Rewards:
 
 @pytest.mark.parametrize(
     ("kind", "end"),
-    [("chatml", "<|im_end|>"), ("qwen3", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("mistral", "</s>"), ("plain", None)],
+    [
+        ("chatml", "<|im_end|>"),
+        ("qwen3", "<|im_end|>"),
+        ("llama3", "<|eot_id|>"),
+        ("mistral", "</s>"),
+        ("plain", None),
+    ],
 )
 def test_responses_end_where_the_template_ends_turns(folders, kind, end):
     """A base model's files name another end token, so engines did not stop at the one that was learned."""

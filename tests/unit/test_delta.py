@@ -17,8 +17,13 @@ CPU = torch.device("cpu")
 
 def parcel_of(*tensors: tuple[int, torch.dtype]):
     """One parcel with a one-dimensional part for each tensor, named by its place."""
-    parts = [Part(f"megatron{i}", f"engine{i}", Move(f"hf{i}", (0,), (n,), (0,), (0,))) for i, (n, _) in enumerate(tensors)]
-    (parcel,) = make_parcels(LINK, parts, {f"engine{i}": dtype for i, (_, dtype) in enumerate(tensors)}, 10**9)
+    parts = [
+        Part(f"megatron{i}", f"engine{i}", Move(f"hf{i}", (0,), (n,), (0,), (0,)))
+        for i, (n, _) in enumerate(tensors)
+    ]
+    (parcel,) = make_parcels(
+        LINK, parts, {f"engine{i}": dtype for i, (_, dtype) in enumerate(tensors)}, 10**9
+    )
     return parcel
 
 
@@ -31,7 +36,10 @@ def sealed(parcel, parameters, buffer=None) -> torch.Tensor:
 
 
 def weights(generator: np.random.Generator, tensors) -> dict[str, torch.Tensor]:
-    return {f"megatron{i}": torch.from_numpy(generator.normal(size=n)).to(dtype) for i, (n, dtype) in enumerate(tensors)}
+    return {
+        f"megatron{i}": torch.from_numpy(generator.normal(size=n)).to(dtype)
+        for i, (n, dtype) in enumerate(tensors)
+    }
 
 
 def test_parts_of_one_tensor_that_follow_each_other_have_one_digest():
@@ -63,7 +71,9 @@ sizes = st.lists(st.tuples(st.integers(1, 70), dtypes), min_size=1, max_size=4)
 
 @settings(max_examples=60)
 @given(sizes, st.integers(0, 10**6), st.integers(0, 255))
-def test_packing_again_from_what_was_unpacked_gives_the_same_bytes_whatever_was_in_the_buffers(tensors, seed, rubbish):
+def test_packing_again_from_what_was_unpacked_gives_the_same_bytes_whatever_was_in_the_buffers(
+    tensors, seed, rubbish
+):
     """The digest covers the bytes between the parts too, so that rubbish left there would look like wrong weights."""
     parcel, parameters = parcel_of(*tensors), weights(np.random.default_rng(seed), tensors)
     buffer = sealed(parcel, parameters)

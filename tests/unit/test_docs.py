@@ -43,7 +43,9 @@ def of_kind(kind: type) -> list[str]:
 
 
 def test_every_command_is_accounted_for():
-    missing = {command: [found.place for found in FOUND[command]] for command in FOUND if row_of(command) is None}
+    missing = {
+        command: [found.place for found in FOUND[command]] for command in FOUND if row_of(command) is None
+    }
     assert not missing, (
         "these commands have no row in tests/unit/documented_commands.py; give each one: Run to run it here, ByTest to name the "
         "test that runs it, Needs where none can"
@@ -53,14 +55,21 @@ def test_every_command_is_accounted_for():
 def test_every_row_is_of_a_command():
     begun = {beginning_of(command) for command in FOUND if command not in COMMANDS}
     stale = [row for row in (*COMMANDS, *BEGINNINGS) if row not in FOUND and row not in begun]
-    assert not stale, "no document gives these commands any more; take their rows out of tests/unit/documented_commands.py"
+    assert not stale, (
+        "no document gives these commands any more; take their rows out of tests/unit/documented_commands.py"
+    )
 
 
 def test_output_that_is_shown_is_compared():
     unread = [
-        found.place for command in FOUND for found in FOUND[command] if found.output and not isinstance(row_of(command), Run)
+        found.place
+        for command in FOUND
+        for found in FOUND[command]
+        if found.output and not isinstance(row_of(command), Run)
     ]
-    assert not unread, "after `$ ` a page shows what a command prints, and no test compares it: give the command a row Run"
+    assert not unread, (
+        "after `$ ` a page shows what a command prints, and no test compares it: give the command a row Run"
+    )
 
 
 SHAPES = """# A page
@@ -128,9 +137,16 @@ def documented_run(run: Path) -> None:
     config = Config()
     config.run.name, config.model.path = "quickstart", "m"
     OmegaConf.save(OmegaConf.structured(config), run / "config.yaml")
-    of_step = {"reward/mean": 0.9688, "actor/kl_to_reference": 0.01716, "actor/entropy": 0.00863, "actor/grad_norm": 0.2315}
+    of_step = {
+        "reward/mean": 0.9688,
+        "actor/kl_to_reference": 0.01716,
+        "actor/entropy": 0.00863,
+        "actor/grad_norm": 0.2315,
+    }
     of_step |= {"mismatch/max": 2.861e-06, "throughput/tokens_per_second": 1447.0, "time/step": 4.56}
-    (run / "metrics.jsonl").write_text(json.dumps({"step": 38, **of_step, "time/train": 1.5, "time/other": 0.5}) + "\n")
+    (run / "metrics.jsonl").write_text(
+        json.dumps({"step": 38, **of_step, "time/train": 1.5, "time/other": 0.5}) + "\n"
+    )
     status = {
         "run": "quickstart",
         "state": "running",
@@ -145,7 +161,12 @@ def documented_run(run: Path) -> None:
     status |= {"phase": "train", "phase_since": now - 1, "evaluation_step": 0}
     ranks = "rank 3 (tp1 pp0 cp0 dp1 ep0) and 7 more"
     status["processes"] = [{"name": ranks, "phase": "train_step", "since": now - 1, "heard": now - 1}]
-    status["evaluation"] = {"eval/mean@4": 0.3955, "eval/pass@2": 0.6344, "eval/pass@4": 0.8691, "eval/greedy": 0.9238}
+    status["evaluation"] = {
+        "eval/mean@4": 0.3955,
+        "eval/pass@2": 0.6344,
+        "eval/pass@4": 0.8691,
+        "eval/greedy": 0.9238,
+    }
     (run / STATUS).write_text(json.dumps(status))
 
 
@@ -228,14 +249,18 @@ def test_the_test_that_runs_it_is_there(command):
 def test_the_page_says_what_it_needs(command):
     row = row_of(command)
     for found in FOUND[command]:
-        assert re.search(row.says, found.section), f"{found.place}: the section should say that {command} needs {row.what}"
+        assert re.search(row.says, found.section), (
+            f"{found.place}: the section should say that {command} needs {row.what}"
+        )
 
 
 @pytest.mark.parametrize("command", sorted(command for command in FOUND if command.startswith("make ")))
 def test_make_has_the_target(command, tmp_path):
     """And would start what its row says."""
     target = re.sub(r"=\.\.\.", "=python3", command).split()[1]
-    done = subprocess.run(["make", "-n", target, f"VENV={tmp_path}", "PYTHON=python3"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "-n", target, f"VENV={tmp_path}", "PYTHON=python3"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     row = row_of(command)
     assert not isinstance(row, ByTest) or row.shows in done.stdout

@@ -61,7 +61,10 @@ def exists(file: str, test: str) -> bool:
     if not (of_package or (ROOT / first).is_dir()) or first == "runs":  # which users have, and no clone
         return True
     paths = [path for folder in (ROOT, PACKAGE) for path in folder.glob(file.rstrip("/"))]
-    return any(not test or re.search(rf"^def {re.escape(test)}\(", path.read_text(encoding="utf-8"), re.M) for path in paths)
+    return any(
+        not test or re.search(rf"^def {re.escape(test)}\(", path.read_text(encoding="utf-8"), re.M)
+        for path in paths
+    )
 
 
 @cache
@@ -84,10 +87,14 @@ def unknown_keys(page: Path) -> list[str]:
         if part.language == "yaml":
             keys = nested(yaml.safe_load("\n".join(part.lines)))
         else:
-            written = spans(part) if part.language is None else [] if part.language == "python" else part.lines
+            written = (
+                spans(part) if part.language is None else [] if part.language == "python" else part.lines
+            )
             words = [re.split(r"[=:,]", word.strip("[]"))[0] for text in written for word in text.split()]
             keys = [word.removesuffix(".*") for word in words if KEY.fullmatch(word)]
-        found += [f"line {part.line}: {key}" for key in keys if key not in known_keys() and theirs(key) is None]
+        found += [
+            f"line {part.line}: {key}" for key in keys if key not in known_keys() and theirs(key) is None
+        ]
     return found
 
 
@@ -128,7 +135,12 @@ def test_each_fault_is_noticed(tmp_path):
     page.write_text(PLANTED)
     (tmp_path / "README.md").touch()
     assert broken_links(page) == ["line 3: nowhere.md", "line 3: #another-page"]
-    wrong = ("grpo_megatron/cly.py", "megatron/modell.py", "lay_out.py", "tests/unit/test_docs.py::test_nothing")
+    wrong = (
+        "grpo_megatron/cly.py",
+        "megatron/modell.py",
+        "lay_out.py",
+        "tests/unit/test_docs.py::test_nothing",
+    )
     assert missing_paths(page) == [f"line 5: {path}" for path in wrong]
     assert unknown_keys(page) == [
         "line 8: rollout.m",

@@ -48,7 +48,9 @@ class Engine:
         finally:
             self.running -= 1
         spans = (WeightSpan(self.weight_version, 0, 1),)
-        return Completion(request.key, np.array([request.key[1]], np.int32), np.zeros(1, np.float32), "stop", spans)
+        return Completion(
+            request.key, np.array([request.key[1]], np.int32), np.zeros(1, np.float32), "stop", spans
+        )
 
     async def abort(self):
         assert self.running == 0  # nobody waits any more
@@ -69,11 +71,20 @@ class Rewards:
 
 
 def source(shuffle=False) -> PromptSource:
-    return PromptSource([[Prompt(uid, np.array([uid], np.int32), "", "", {}) for uid in range(SIZE)]], seed=1, shuffle=shuffle)
+    return PromptSource(
+        [[Prompt(uid, np.array([uid], np.int32), "", "", {}) for uid in range(SIZE)]], seed=1, shuffle=shuffle
+    )
 
 
 def rollouts(engine, differs, *changes) -> EngineRollouts:
-    given = ["model.path=m", "data.train=d", "data.train_batch_size=4", "rollout.n=2", "algorithm.preset=dapo", *changes]
+    given = [
+        "model.path=m",
+        "data.train=d",
+        "data.train_batch_size=4",
+        "rollout.n=2",
+        "algorithm.preset=dapo",
+        *changes,
+    ]
     episodes = SingleTurn(Rewards(differs))
     return EngineRollouts(RolloutManager(engine, episodes), read_config(None, given))
 
@@ -111,7 +122,9 @@ def test_the_batch_is_full_of_groups_with_a_signal():
 )
 def test_no_more_is_drawn_than_is_missing_minus_what_runs(over_sampling, seconds, asked):
     engine, prompts = Engine(seconds), source()
-    rollouts(engine, lambda uid: True, f"rollout.dynamic_sampling.over_sampling={over_sampling}").sample(1, prompts)
+    rollouts(engine, lambda uid: True, f"rollout.dynamic_sampling.over_sampling={over_sampling}").sample(
+        1, prompts
+    )
     assert sorted(set(engine.asked)) == list(range(asked))
 
 
@@ -138,7 +151,9 @@ def test_groups_that_end_together_with_the_last_of_the_batch_come_again(over_sam
     assert again[-1] == 4 + surplus
 
 
-@pytest.mark.parametrize("seconds", [lambda uid: 0.02 * (9 - uid % 4), lambda uid: 0.01 * (uid * 7 % 5 + 1), lambda uid: 0.001])
+@pytest.mark.parametrize(
+    "seconds", [lambda uid: 0.02 * (9 - uid % 4), lambda uid: 0.01 * (uid * 7 % 5 + 1), lambda uid: 0.001]
+)
 def test_groups_come_in_the_order_in_which_their_prompts_were_drawn(seconds):
     """Whichever ends first; else a run could not be repeated."""
     sampled, prompts = rollouts(Engine(seconds), lambda uid: True), source()

@@ -15,7 +15,10 @@ from grpo_megatron.data.records import open_records
 from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import json_text
 
-RECORDS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "response": str(n), "chosen": str(n), "rejected": "x"} for n in range(9)]
+RECORDS = [
+    {"prompt": f"{n}+1=", "answer": str(n + 1), "response": str(n), "chosen": str(n), "rejected": "x"}
+    for n in range(9)
+]
 SUFFIXES = ["jsonl", "json", "parquet", "hf"]
 
 
@@ -81,7 +84,9 @@ def test_an_edited_file_is_refused(suffix, edit, tmp_path):
     write(tmp_path / f"train.{suffix}", edited(EDITS[edit]))
     with pytest.raises(UserError) as raised:
         order_of(source).must_fit(state)
-    assert f"data.train: what {source} holds has changed since the checkpoint was written" in str(raised.value)
+    assert f"data.train: what {source} holds has changed since the checkpoint was written" in str(
+        raised.value
+    )
     assert "run.resume=none starts anew" in str(raised.value)
 
 

@@ -34,7 +34,12 @@ def environments(monkeypatch):
     monkeypatch.setattr(placement, "_loopback_alone", dict)
 
     def of_both(slot=Slot(0, "node", 3), engine=EngineConfig(), **variables) -> tuple[dict, dict]:
-        for name in (*gpu_environment.NCCL_DEFAULTS, "CUDA_HOME", "CUDA_PATH", "TORCHINDUCTOR_COMPILE_THREADS"):
+        for name in (
+            *gpu_environment.NCCL_DEFAULTS,
+            "CUDA_HOME",
+            "CUDA_PATH",
+            "TORCHINDUCTOR_COMPILE_THREADS",
+        ):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -66,7 +71,9 @@ def test_nccl_is_set_alike_in_ranks_and_engines(environments, variables, expecte
 
 def test_ranks_and_engines_differ_in_nothing_else_of_nccl_and_cuda(environments):
     rank, engine = environments()
-    shared = {name for name in rank.keys() | engine.keys() if name.startswith(("NCCL", "CUDA", "PATH", "LD_"))}
+    shared = {
+        name for name in rank.keys() | engine.keys() if name.startswith(("NCCL", "CUDA", "PATH", "LD_"))
+    }
     # SGLang sets its own number in its schedulers, see docs/gpu.md.
     shared -= {"CUDA_DEVICE_MAX_CONNECTIONS"}
     assert {name: rank.get(name) for name in shared} == {name: engine.get(name) for name in shared}
@@ -88,7 +95,9 @@ def test_programs_of_the_environment_come_first_on_a_nodes_own_path(environments
             update_envs(variables)
             assert filled == os.environ
         assert filled["PATH"] == f"{BIN}:{path}"
-        assert shutil.which(Path(sys.executable).name, path=filled["PATH"]) == str(Path(BIN, Path(sys.executable).name))
+        assert shutil.which(Path(sys.executable).name, path=filled["PATH"]) == str(
+            Path(BIN, Path(sys.executable).name)
+        )
 
 
 @pytest.fixture
@@ -120,7 +129,9 @@ def toolkits(tmp_path, monkeypatch):
         ([], {"PATH": "/bin"}, None),
     ],
 )
-def test_the_toolkit_that_kernels_are_built_with(environments, toolkits, tmp_path, there, variables, expected):
+def test_the_toolkit_that_kernels_are_built_with(
+    environments, toolkits, tmp_path, there, variables, expected
+):
     toolkits(*there)
     (tmp_path / "links").mkdir()
     for folder in there:
@@ -194,7 +205,12 @@ def packages_with(folder: Path, *libraries: str) -> Path:
         (["cu13/lib/libcudart.so.13"], "13.0", None, "{}/nvidia/cu13/lib"),
         (["cu13/lib/libcudart.so.13"], "13.0", "", "{}/nvidia/cu13/lib"),
         (["cu13/lib/libcudart.so.13"], "13.0", "/site/lib:/opt", "{}/nvidia/cu13/lib:/site/lib:/opt"),
-        (["cu13/lib/libcudart.so.13", "cuda_runtime/lib/libcudart.so.12"], "12.8", None, "{}/nvidia/cuda_runtime/lib"),
+        (
+            ["cu13/lib/libcudart.so.13", "cuda_runtime/lib/libcudart.so.12"],
+            "12.8",
+            None,
+            "{}/nvidia/cuda_runtime/lib",
+        ),
         (["cuda_runtime/lib/libcudart.so.12"], "13.0", "/site/lib", None),  # the site's toolkit may have it
         (["cu13/lib/libcudart.so.13"], None, "/site/lib", None),  # torch for CPUs
         ([], "13.0", None, None),
@@ -213,7 +229,15 @@ def test_the_pinned_memory_saver_can_be_preloaded(tmp_path):
         pytest.skip("needs gcc, and the loader of Linux on x86-64")
     library = unpacked("torch_memory_saver==0.0.10") / "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
     packages = unpacked("nvidia-cuda-runtime==13.0.96")
-    driver = ["-shared", "-Wl,-soname,libcuda.so.1", "-o", str(tmp_path / "libcuda.so.1"), "-x", "c", "/dev/null"]
+    driver = [
+        "-shared",
+        "-Wl,-soname,libcuda.so.1",
+        "-o",
+        str(tmp_path / "libcuda.so.1"),
+        "-x",
+        "c",
+        "/dev/null",
+    ]
     subprocess.run([compiler, *driver], check=True)
     environ = {"LD_LIBRARY_PATH": str(tmp_path)}
 
@@ -236,21 +260,31 @@ def test_an_engines_schedulers_inherit_the_library_path(monkeypatch, tmp_path, s
     """SGLang's Engine starts its schedulers with the environment of the process that makes it."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/site/lib")
     monkeypatch.setattr(
-        start, "preload_environment", lambda environ, cuda: {"LD_LIBRARY_PATH": f"/runtime:{environ['LD_LIBRARY_PATH']}"}
+        start,
+        "preload_environment",
+        lambda environ, cuda: {"LD_LIBRARY_PATH": f"/runtime:{environ['LD_LIBRARY_PATH']}"},
     )
     child = "import os; print(os.environ['LD_LIBRARY_PATH'])"
 
     class Engine:
         def __init__(self, **arguments):
-            self.seen = subprocess.run([sys.executable, "-S", "-c", child], capture_output=True, text=True).stdout.strip()
+            self.seen = subprocess.run(
+                [sys.executable, "-S", "-c", child], capture_output=True, text=True
+            ).stdout.strip()
 
     entry = "sglang.srt.entrypoints.engine"
     for name in ("sglang", "sglang.srt", "sglang.srt.entrypoints", entry):
         monkeypatch.setitem(sys.modules, name, type(sys)(name))
-    for name, inner in (("sglang", "srt"), ("sglang.srt", "entrypoints"), ("sglang.srt.entrypoints", "engine")):
+    for name, inner in (
+        ("sglang", "srt"),
+        ("sglang.srt", "entrypoints"),
+        ("sglang.srt.entrypoints", "engine"),
+    ):
         setattr(sys.modules[name], inner, sys.modules[f"{name}.{inner}"])
     sys.modules[entry].Engine = Engine
-    assert start.start_engine({"enable_memory_saver": saver}).seen == ("/runtime:/site/lib" if set_ else "/site/lib")
+    assert start.start_engine({"enable_memory_saver": saver}).seen == (
+        "/runtime:/site/lib" if set_ else "/site/lib"
+    )
 
 
 def test_engines_on_gpus_capture_no_prefill_graphs():
@@ -261,11 +295,18 @@ def test_engines_on_gpus_capture_no_prefill_graphs():
         assert found.get("cuda_graph_backend_prefill") == ("disabled" if gpu else None)
 
 
-@pytest.mark.parametrize(("dtype", "attention"), [("bfloat16", None), ("float16", None), ("float32", "torch_native")])
+@pytest.mark.parametrize(
+    ("dtype", "attention"), [("bfloat16", None), ("float16", None), ("float32", "torch_native")]
+)
 def test_attention_in_float32_is_torchs(dtype, attention):
     """SGLang chooses FlashAttention 3 on Hopper, which has no kernels for float32."""
     found = engine_arguments(
-        EngineConfig(dtype=dtype), ModelConfig("/models/any"), 0, needs_tokenizer=False, gpu=True, routing=False
+        EngineConfig(dtype=dtype),
+        ModelConfig("/models/any"),
+        0,
+        needs_tokenizer=False,
+        gpu=True,
+        routing=False,
     )
     assert found.get("attention_backend") == attention
 
@@ -273,7 +314,11 @@ def test_attention_in_float32_is_torchs(dtype, attention):
 @pytest.mark.parametrize("release", ["sglang==0.5.17", None])
 def test_prefill_graphs_of_the_pinned_releases_have_the_fault(release):
     """Where this fails, SGLang holds the inputs: look whether release.GPU_ARGUMENTS can leave graphs on."""
-    place = unpacked(release) / "sglang" if release else Path(util.find_spec("sglang").submodule_search_locations[0])
+    place = (
+        unpacked(release) / "sglang"
+        if release
+        else Path(util.find_spec("sglang").submodule_search_locations[0])
+    )
     path = place / "srt/model_executor/runner_backend_utils/breakable_cuda_graph/breakable_cuda_graph.py"
     assert "captured_args = tuple(_weak_ref_if_tensor(a) for a in args)" in path.read_text()
     assert GPU_ARGUMENTS["cuda_graph_backend_prefill"] == "disabled"

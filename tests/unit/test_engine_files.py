@@ -49,7 +49,9 @@ def process(title: str, *arguments) -> subprocess.Popen:
 def test_what_an_engine_shares_loses_its_name_and_nothing_else_does(in_memory):
     queue, loads = in_memory("sgl_shm_mq_1_*"), in_memory("sglang_loads_*.shm")
     others = in_memory("sgl_shm_mq_1_*"), in_memory("plasma*")
-    ended = process("sglang::detokenizer")  # nobody has waited for it, so that it is a zombie, of which no title is known
+    ended = process(
+        "sglang::detokenizer"
+    )  # nobody has waited for it, so that it is a zombie, of which no title is known
     ended.kill()
     own, stranger = process("sglang::scheduler", queue, loads, others[1]), process("another", others[0])
     with ended, own, stranger:
@@ -67,7 +69,11 @@ def test_files_of_engines_that_died_in_their_start_go_at_the_next_start(in_memor
     with process("gone") as gone:
         pass
     dead = in_memory(f"sgl_shm_mq_{gone.pid}_*")
-    others = [in_memory(f"sgl_shm_mq_{os.getpid()}_*"), in_memory("sgl_shm_*"), in_memory(f"another_{gone.pid}_*")]
+    others = [
+        in_memory(f"sgl_shm_mq_{os.getpid()}_*"),
+        in_memory("sgl_shm_*"),
+        in_memory(f"another_{gone.pid}_*"),
+    ]
     unlink_files_of_the_dead()
     assert not dead.exists()
     assert all(path.exists() for path in others)

@@ -31,7 +31,11 @@ def violations(model, command, *more):
         ("mixtral", {"head_dim": 24}, "head_dim of 24, which SGLang's Mixtral ignores: it takes .* = 16"),
         ("qwen3", {"tied": True, "head_dim": 24}, None),
         ("deepseek_v3", {}, None),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05, which SGLang takes for the norms of latents"),
+        (
+            "deepseek_v3",
+            {"rms_norm_eps": 1e-5},
+            "rms_norm_eps=1e-05, which SGLang takes for the norms of latents",
+        ),
         ("glm4_moe", {"rms_norm_eps": 1e-5}, None),
     ],
 )
@@ -84,7 +88,11 @@ def test_what_sglang_would_not_find_or_keep_otherwise(tmp_path):
     [
         ("qwen3", {"tensor_parallel": 4}, None),
         ("qwen3", {"tensor_parallel": 8}, "tensor_parallel=8 does not divide the 4 attention heads"),
-        ("qwen3", {"tensor_parallel": 2, "expert_parallel": 2}, "expert_parallel=2 needs a model with experts"),
+        (
+            "qwen3",
+            {"tensor_parallel": 2, "expert_parallel": 2},
+            "expert_parallel=2 needs a model with experts",
+        ),
         (
             "qwen3",
             {"tensor_parallel": 2, "data_parallel_attention": 2},

@@ -28,18 +28,33 @@ def test_an_environment_is_legal():
         (["rollout.max_turns=3"], "rollout.max_turns=3 means nothing without rollout.environment"),
         ([WORLD, "reward.function=math"], "reward.function means nothing with rollout.environment"),
         ([WORLD, "reward.extract=x"], "reward.extract means nothing with rollout.environment"),
-        ([WORLD, "reward.response_from=[boxed]"], "reward.response_from means nothing with rollout.environment"),
-        ([WORLD, "rollout.tools=[calculator,x:y]"], "rollout.tools means nothing without rollout.environment=tools"),
-        ([WORLD, "rollout.gymnasium.id=x"], "rollout.gymnasium means nothing without rollout.environment=gymnasium"),
+        (
+            [WORLD, "reward.response_from=[boxed]"],
+            "reward.response_from means nothing with rollout.environment",
+        ),
+        (
+            [WORLD, "rollout.tools=[calculator,x:y]"],
+            "rollout.tools means nothing without rollout.environment=tools",
+        ),
+        (
+            [WORLD, "rollout.gymnasium.id=x"],
+            "rollout.gymnasium means nothing without rollout.environment=gymnasium",
+        ),
         (["rollout.environment=tools", "rollout.tools=[abacus]"], "rollout.tools=abacus is unknown"),
         (["rollout.environment=tools", "reward.function=mathh"], "reward.function=mathh is unknown"),
         (
-            ["rollout.environment=tools", "reward.terms={right: {function: math}, best: {function: rank, by: right}}"],
+            [
+                "rollout.environment=tools",
+                "reward.terms={right: {function: math}, best: {function: rank, by: right}}",
+            ],
             "reward rank of reward.terms.best compares the answers to a prompt",
         ),
         (["rollout.history=template"], "rollout.history=template means nothing without rollout.environment"),
         ([WORLD, "rollout.history=template", "data.chat_template=none"], "needs a chat template"),
-        ([WORLD, "rollout.history=template", "data.overlong_prompts=truncate_left"], "cannot shorten: use skip or error"),
+        (
+            [WORLD, "rollout.history=template", "data.overlong_prompts=truncate_left"],
+            "cannot shorten: use skip or error",
+        ),
     ],
 )
 def test_what_does_not_go_with_it(overrides, says):

@@ -56,7 +56,9 @@ def test_data_sets_of_one_name_are_all_there(tmp_path, sources, names):
         file.write_text(json.dumps({"prompt": str(number), "answer": "1"}))
     config = Config(data=DataConfig(eval=[str(file) for file in files], chat_template="none"))
     found = held_out_prompts(config, PromptTokenizer(str(tmp_path), config.data))
-    assert [(name, prompt.text) for name, (prompt,) in found.items()] == [(name, str(i)) for i, name in enumerate(names)]
+    assert [(name, prompt.text) for name, (prompt,) in found.items()] == [
+        (name, str(i)) for i, name in enumerate(names)
+    ]
 
 
 def evaluation_of(engines, datasets, folder, show=lambda *text: None, greedy=False, n=4, **reward):
@@ -93,7 +95,11 @@ def test_the_answer_that_most_give_has_its_reward(answers, rewards, right):
         ({"response_from": ["last_number"], "function": "math"}, "pages 3-5", "5"),
         ({"response_from": ["boxed"], "function": "choice"}, r"\boxed{\text{(B) } 12}", "B"),
         ({"response_from": ["boxed"], "function": "choice"}, r"\boxed{12}", None),
-        ({"response_from": ["boxed"], "terms": {"a": {"function": "choice", "letters": "12"}}}, r"\boxed{2) Paris}", "2"),
+        (
+            {"response_from": ["boxed"], "terms": {"a": {"function": "choice", "letters": "12"}}},
+            r"\boxed{2) Paris}",
+            "2",
+        ),
         ({"response_from": ["boxed", "hashes"]}, "#### 7 \nand", "7"),
         ({"response_from": ["boxed"]}, "7", None),
         ({"extract": "is (\\d+)"}, "a is 1, b is 2", "2"),
@@ -128,7 +134,10 @@ def prompts(*pairs):
 
 def test_scores_by_data_set_and_on_average(tmp_path):
     shown = []
-    datasets = {"easy": prompts(("1 1 2 1", "1"), ("3 4 4 3", "4")), "hard": prompts(("5 6 6 x", "5"), ("7 7 8 8", "9"))}
+    datasets = {
+        "easy": prompts(("1 1 2 1", "1"), ("3 4 4 3", "4")),
+        "hard": prompts(("5 6 6 x", "5"), ("7 7 8 8", "9")),
+    }
     evaluation = evaluation_of(
         Engines(), datasets, tmp_path, lambda *text: shown.append(text), True, response_from=["last_number"]
     )
@@ -136,11 +145,17 @@ def test_scores_by_data_set_and_on_average(tmp_path):
     easy = {"mean@4": 5 / 8, "pass@2": (1 + 5 / 6) / 2, "pass@4": 1.0, "maj@4": 0.5, "greedy": 0.5}
     hard = {"mean@4": 1 / 8, "pass@2": 0.25, "pass@4": 0.5, "maj@4": 0.0, "greedy": 0.5}
     average = {name: (easy[name] + hard[name]) / 2 for name in easy}
-    assert scores == {"easy": pytest.approx(easy), "hard": pytest.approx(hard), "average": pytest.approx(average)}
+    assert scores == {
+        "easy": pytest.approx(easy),
+        "hard": pytest.approx(hard),
+        "average": pytest.approx(average),
+    }
     assert list(scores["easy"]) == list(easy)
     assert scalars(scores)["eval/hard/pass@2"] == pytest.approx(0.25)
     assert scalars({"easy": easy})["eval/maj@4"] == 0.5
-    assert [(step, name) for step, name, _ in shown] == [(3, f"eval/{name}/{n}") for name in ("easy", "hard") for n in (0, 1)]
+    assert [(step, name) for step, name, _ in shown] == [
+        (3, f"eval/{name}/{n}") for name in ("easy", "hard") for n in (0, 1)
+    ]
     assert "response 3 of 4: reward 0" in shown[0][2]
     assert [line.split() for line in table(scores).splitlines()][::3] == [
         ["mean@4", "pass@2", "pass@4", "maj@4", "greedy"],
@@ -154,17 +169,25 @@ def test_the_vote_is_over_what_was_scored(tmp_path):
     class Episodes(Engines):
         def generate(self, prompts, sampling):
             (group,) = super().generate(prompts, sampling)
-            samples = (replace(s, response_text=f"{s.response_text} 1", scored_text=s.response_text) for s in group.samples)
+            samples = (
+                replace(s, response_text=f"{s.response_text} 1", scored_text=s.response_text)
+                for s in group.samples
+            )
             return [Group(0, group.prompt, tuple(samples))]
 
-    evaluation = evaluation_of(Episodes(), {"easy": prompts(("x 2 2", "2"))}, tmp_path, n=3, response_from=["last_number"])
+    evaluation = evaluation_of(
+        Episodes(), {"easy": prompts(("x 2 2", "2"))}, tmp_path, n=3, response_from=["last_number"]
+    )
     assert evaluation.scores(0)["easy"]["maj@3"] == 1
 
 
 def test_no_vote_where_no_answer_is_looked_for(tmp_path):
     datasets = {"easy": prompts(("1 1 2 1", "1"))}
     assert "maj@4" not in evaluation_of(Engines(), datasets, tmp_path).scores(0)["easy"]
-    assert "maj@2" not in evaluation_of(Engines(), datasets, tmp_path, n=2, response_from=["whole"]).scores(0)["easy"]
+    assert (
+        "maj@2"
+        not in evaluation_of(Engines(), datasets, tmp_path, n=2, response_from=["whole"]).scores(0)["easy"]
+    )
 
 
 def test_what_is_about_the_trainer_alone_is_not_looked_at():
@@ -176,7 +199,14 @@ def test_what_is_about_the_trainer_alone_is_not_looked_at():
         "rollout.strategy=beam",
     ]
     assert violations(read_config(None, [*given, *training], "eval"), "eval") == []
-    assert len(violations(read_config(None, [*given, "reward.answer_from=[]", "rollout.max_turns=3"], "eval"), "eval")) == 2
+    assert (
+        len(
+            violations(
+                read_config(None, [*given, "reward.answer_from=[]", "rollout.max_turns=3"], "eval"), "eval"
+            )
+        )
+        == 2
+    )
     with pytest.raises(UserError, match=r"no value for data\.eval"):
         read_config(None, given[:1], "eval")
 
@@ -194,7 +224,11 @@ def test_responses_are_no_longer_than_the_model_can_be(tmp_path, command, data, 
     arch = read_architecture(tiny_model(tmp_path, "qwen3"))  # made for 256 positions
     lengths = ["data.max_prompt_length=6", "rollout.max_response_length=251", "eval.max_response_length=1000"]
     config = read_config(None, [f"model.path={tmp_path}", "data.train=d.jsonl", data, *lengths], command)
-    found = [sentence for sentence in architecture_violations(config, arch, command) if "is made for 256 positions" in sentence]
+    found = [
+        sentence
+        for sentence in architecture_violations(config, arch, command)
+        if "is made for 256 positions" in sentence
+    ]
     assert [sentence.split()[2] for sentence in found] == [f"{section}.max_response_length" for section in of]
 
 
@@ -206,13 +240,18 @@ def test_a_checkpoint_of_a_run_is_converted_first(tmp_path):
 
 
 def test_samples_that_have_no_room_are_left_out(tmp_path, capsys):
-    group = Group(0, Prompt(3, np.array([1]), "1+1", "2"), tuple(s.scored(1.0, {}) for s in random_samples(count=2)))
+    group = Group(
+        0, Prompt(3, np.array([1]), "1+1", "2"), tuple(s.scored(1.0, {}) for s in random_samples(count=2))
+    )
     engines = SimpleNamespace(generate=lambda prompts, sampling: [group])
     evaluation = evaluation_of(engines, {"held_out": [group.prompt]}, tmp_path, n=2)
     with no_file_beyond(50):
         assert evaluation.run(1)["eval/mean@2"] == evaluation.run(2)["eval/mean@2"] == 1.0
     assert list((tmp_path / "eval").iterdir()) == []
-    assert capsys.readouterr().out.count("step_00000001_held_out.jsonl could not be written (File too large)") == 1
+    assert (
+        capsys.readouterr().out.count("step_00000001_held_out.jsonl could not be written (File too large)")
+        == 1
+    )
     evaluation.run(3)
     row = json.loads((tmp_path / "eval" / "step_00000003_held_out.jsonl").read_text())
     assert (row["uid"], len(row["responses"])) == (3, 2)

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from grpo_megatron.algorithm.filters import apply_filters, filtered, group_filter, mask_truncated, nonzero_variance
+from grpo_megatron.algorithm.filters import (
+    apply_filters,
+    filtered,
+    group_filter,
+    mask_truncated,
+    nonzero_variance,
+)
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.config.schema import AlgorithmConfig
@@ -53,7 +59,9 @@ def test_filters_come_first_and_the_overlong_filter_last(overlong):
 
 def test_filters_that_leave_nothing_say_so():
     options = AlgorithmConfig(filters=["nonzero_variance"])
-    with pytest.raises(UserError, match=r"\['nonzero_variance'\] leave none of the step's 2 groups.*dynamic_sampling"):
+    with pytest.raises(
+        UserError, match=r"\['nonzero_variance'\] leave none of the step's 2 groups.*dynamic_sampling"
+    ):
         apply_filters([group(0, 1, 1), group(1, 0, 0)], options)
 
 

@@ -179,7 +179,9 @@ CASES = [(find, text) for find, texts in TEXTS.items() for text in texts]
 
 
 @pytest.mark.parametrize(("size", "seconds"), SIZES)
-@pytest.mark.parametrize(("find", "text"), CASES, ids=[f"{find.__name__}-{index}" for index, (find, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("find", "text"), CASES, ids=[f"{find.__name__}-{index}" for index, (find, _) in enumerate(CASES)]
+)
 def test_the_worst_texts(find, text, size, seconds):
     """30 KB of "```py" took the finder of programs 1.5 s, and 120 KB half a minute."""
     text = text.text(size)

@@ -33,8 +33,13 @@ def test_each_matrix_that_cannot_be_taken_is_named_once(tmp_path):
     tiny_model(tmp_path, "qwen3", intermediate_size=100, head_dim=20)
     found = broken(tmp_path)
     assert len(found) == 2
-    assert "a side of self_attention.linear_proj is 80" not in "".join(found)  # 4 heads of 20: a multiple of 16
-    assert "a side of mlp.linear_fc1 is 200 on each rank (megatron.tensor_parallel=1), which is no multiple of 16" in found[0]
+    assert "a side of self_attention.linear_proj is 80" not in "".join(
+        found
+    )  # 4 heads of 20: a multiple of 16
+    assert (
+        "a side of mlp.linear_fc1 is 200 on each rank (megatron.tensor_parallel=1), which is no multiple of 16"
+        in found[0]
+    )
     assert "a side of mlp.linear_fc2 is 100" in found[1]
     # 160 rows of Q, K and V and 40 columns of the projection on each rank
     assert "self_attention.linear_proj is 40" in "".join(broken(tmp_path, *TP2))

@@ -20,7 +20,15 @@ from tests.tools import run_tool
 
 KINDS = {"llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 # Of a byte-level tokenizer, where \u010a stands for the end of a line; 61 like the words of a tiny model.
-TOKENS = ["<pad>", "<bos>", "<eos>", "ab", "\u010a", "\u010a\u010a", *map(chr, range(ord("0"), ord("0") + 55))]
+TOKENS = [
+    "<pad>",
+    "<bos>",
+    "<eos>",
+    "ab",
+    "\u010a",
+    "\u010a\u010a",
+    *map(chr, range(ord("0"), ord("0") + 55)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +72,12 @@ def write_gguf(path, hf: str, changes=None, add=None, drop=(), quantised=False) 
         }
     for key, value in (values | (changes or {})).items():
         if value is not None:
-            adders = {bool: writer.add_bool, str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+            adders = {
+                bool: writer.add_bool,
+                str: writer.add_string,
+                float: writer.add_float32,
+                int: writer.add_uint32,
+            }
             adders[type(value)](key, value)
     for name, tensor in (_tensors(hf, arch, config, kind) | (add or {})).items():
         if name not in drop:
@@ -90,16 +103,27 @@ def _tensors(hf: str, arch, config: dict, kind: str) -> dict[str, np.ndarray]:
             head, number, projection = stem.rsplit(".", 2)
             experts.setdefault(names.get_name(f"{head}.{projection}"), {})[int(number)] = values
             continue
-        if kind == "llama" and ("q_proj" in name or "k_proj" in name):  # as llama.cpp's convert_hf_to_gguf.py permutes them
+        if kind == "llama" and (
+            "q_proj" in name or "k_proj" in name
+        ):  # as llama.cpp's convert_hf_to_gguf.py permutes them
             heads = arch.num_heads if "q_proj" in name else arch.num_kv_heads
             values = values.reshape(heads, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
         found[f"{names.get_name(stem)}.{suffix}"] = np.ascontiguousarray(values)
-    stacks = {f"{name}.weight": np.stack([parts[number] for number in range(len(parts))]) for name, parts in experts.items()}
+    stacks = {
+        f"{name}.weight": np.stack([parts[number] for number in range(len(parts))])
+        for name, parts in experts.items()
+    }
     return found | stacks
 
 
 def model_of(folder, family: str, **changes) -> str:
-    own = {"rope_parameters": None} if family == "llama3" else {"mlp_only_layers": []} if family == "qwen3_moe" else {}
+    own = (
+        {"rope_parameters": None}
+        if family == "llama3"
+        else {"mlp_only_layers": []}
+        if family == "qwen3_moe"
+        else {}
+    )
     return tiny_model(folder, family, num_hidden_layers=2, **{**own, **changes})
 
 
@@ -114,7 +138,10 @@ def test_a_gguf_file_becomes_the_checkpoint_it_was_made_of(family, tied, hf_toke
     source = model_of(tmp_path / "source", family, tied=tied)
     file = write_gguf(tmp_path / "model.gguf", source)
     gguf_to_hf(file, str(tmp_path / "out"), torch.float32, hf_tokenizer)
-    ours, theirs = load_file(tmp_path / "out" / "model.safetensors"), load_file(Path(source, "model.safetensors"))
+    ours, theirs = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_file(Path(source, "model.safetensors")),
+    )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert read_architecture(str(tmp_path / "out")) == read_architecture(source)
@@ -124,15 +151,22 @@ def test_a_gguf_file_becomes_the_checkpoint_it_was_made_of(family, tied, hf_toke
 
 def test_llama3_scaling_is_found_in_its_quotients(hf_tokenizer, tmp_path):
     """A file has no parameters of the scaling, only what each frequency is divided by; without them long texts go wrong."""
-    scaling = FAMILIES["llama3"][1]["rope_parameters"] | {"original_max_position_embeddings": 8192, "factor": 32.0}
-    source = tiny_model(tmp_path / "source", "llama3", num_hidden_layers=1, rope_parameters=scaling, head_dim=64)
+    scaling = FAMILIES["llama3"][1]["rope_parameters"] | {
+        "original_max_position_embeddings": 8192,
+        "factor": 32.0,
+    }
+    source = tiny_model(
+        tmp_path / "source", "llama3", num_hidden_layers=1, rope_parameters=scaling, head_dim=64
+    )
     arch = read_architecture(source)
     plain = 1 / (arch.rope_theta ** (torch.arange(0, 64, 2) / 64))
     add = {"rope_freqs.weight": (plain / arch.rope_frequencies()).numpy()}
     file = write_gguf(tmp_path / "model.gguf", source, add=add)
     gguf_to_hf(file, str(tmp_path / "out"), torch.float32, hf_tokenizer)
     assert read_architecture(str(tmp_path / "out")) == arch
-    file = write_gguf(tmp_path / "other.gguf", source, add={"rope_freqs.weight": np.linspace(1, 8, 32, dtype=np.float32)})
+    file = write_gguf(
+        tmp_path / "other.gguf", source, add={"rope_freqs.weight": np.linspace(1, 8, 32, dtype=np.float32)}
+    )
     with pytest.raises(UserError, match=r"rope_freqs.weight is not Llama 3's scaling"):
         gguf_to_hf(file, str(tmp_path / "other"), torch.float32, hf_tokenizer)
 
@@ -149,23 +183,49 @@ def test_quantised_weights_are_what_transformers_reads(llama, hf_tokenizer, tmp_
     ours = load_file(tmp_path / "out" / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name].bfloat16()) for name in ours)
-    assert not torch.equal(ours["lm_head.weight"], load_file(Path(llama, "model.safetensors"))["lm_head.weight"].bfloat16())
+    assert not torch.equal(
+        ours["lm_head.weight"], load_file(Path(llama, "model.safetensors"))["lm_head.weight"].bfloat16()
+    )
 
 
 REFUSED = {
-    "yarn": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, {}, "rope type 'yarn' is not supported"),
-    "linear": ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {}, "rope type 'linear'"),
-    "an unknown key": ({"llama.attention.sliding_window": 64}, {}, "what llama.attention.sliding_window means is not known"),
+    "yarn": (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
+        {},
+        "rope type 'yarn' is not supported",
+    ),
+    "linear": (
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+        {},
+        "rope type 'linear'",
+    ),
+    "an unknown key": (
+        {"llama.attention.sliding_window": 64},
+        {},
+        "what llama.attention.sliding_window means is not known",
+    ),
     "experts of Mixtral": ({"llama.expert_count": 8}, {}, "what llama.expert_count means is not known"),
-    "a part of several": ({"split.count": 3}, {}, "is one of 3 parts; join them first by `llama-gguf-split --merge"),
+    "a part of several": (
+        {"split.count": 3},
+        {},
+        "is one of 3 parts; join them first by `llama-gguf-split --merge",
+    ),
     "no epsilon": (
         {"llama.attention.layer_norm_rms_epsilon": None},
         {},
         "metadata lack llama.attention.layer_norm_rms_epsilon",
     ),
     "text for a number": ({"llama.block_count": "two"}, {}, "llama.block_count must be one number, is 'two'"),
-    "another architecture": ({"general.architecture": "gemma2"}, {}, "of the architecture gemma2 cannot be converted"),
-    "a tensor of another model": ({}, {"add": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}}, "blk.0.attn_sinks.weight"),
+    "another architecture": (
+        {"general.architecture": "gemma2"},
+        {},
+        "of the architecture gemma2 cannot be converted",
+    ),
+    "a tensor of another model": (
+        {},
+        {"add": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}},
+        "blk.0.attn_sinks.weight",
+    ),
     "a tensor missing": ({}, {"drop": ("blk.1.ffn_up.weight",)}, "tensor blk.1.ffn_up.weight is missing"),
     "other widths of values": ({"llama.attention.value_length": 8}, {}, "attention.value_length=8"),
     "other layers": ({"llama.block_count": 3}, {}, "tensor blk.2.attn_norm.weight is missing"),
@@ -189,7 +249,10 @@ def test_a_damaged_file_is_refused(llama, tmp_path):
         path.write_bytes(damaged)
         _, said = run_tool("convert_gguf_to_hf", path, tmp_path / "out", status=2)
         assert f"{path} cannot be read" in said
-    assert "does not exist" in run_tool("convert_gguf_to_hf", tmp_path / "none.gguf", tmp_path / "out", status=2)[1]
+    assert (
+        "does not exist"
+        in run_tool("convert_gguf_to_hf", tmp_path / "none.gguf", tmp_path / "out", status=2)[1]
+    )
     assert not (tmp_path / "out").exists()
 
 

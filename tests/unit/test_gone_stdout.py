@@ -42,7 +42,9 @@ def ended(stdout: str, *words: str) -> tuple[int, str]:
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", PROGRAM, *words]
     try:
-        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=buffered, text=True, timeout=120)
+        done = subprocess.run(
+            command, stdout=writer, stderr=subprocess.PIPE, env=buffered, text=True, timeout=120
+        )
     finally:
         os.close(writer)
     return done.returncode, done.stderr
@@ -73,7 +75,8 @@ def test_a_run_without_stdout_is_done(closed):
 
 @pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
-    ("what", "status", "said"), [("refuse", 2, "error: planted refusal\n"), ("stop", 75, "stopped on request\n")]
+    ("what", "status", "said"),
+    [("refuse", 2, "error: planted refusal\n"), ("stop", 75, "stopped on request\n")],
 )
 def test_a_run_that_ends_otherwise_has_its_own_status(what, status, said):
     """It was 120, of the interpreter's last flush, where whoever starts a job again looks for 75."""
@@ -85,7 +88,8 @@ FULL = "error: no space left on the disk of what stdout goes to; make room\n"
 
 @pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
-    ("characters", "stdout", "status", "said"), [(9, "gone", 141, ""), (99999, "gone", 141, ""), (9, "full", 2, FULL)]
+    ("characters", "stdout", "status", "said"),
+    [(9, "gone", 141, ""), (99999, "gone", 141, ""), (9, "full", 2, FULL)],
 )
 def test_a_command_that_prints_ends_as_other_tools_do(characters, stdout, status, said):
     """With what waits for the last flush, and with more than is kept for it."""

@@ -28,13 +28,16 @@ def test_the_two_files_hold_the_same_versions(lock):
     lines = [line for line in lock_gpu.LOCK.read_text("utf-8").splitlines() if not line.startswith("#")]
     assert lines == [f"{name}=={own.version}" for name, own in lock.packages.items()]
     for name, own in lock.packages.items():
-        assert name in lock_gpu.SOURCE_ONLY or (own.wheel.endswith(".whl") and re.fullmatch("[0-9a-f]{64}", own.sha256))
+        assert name in lock_gpu.SOURCE_ONLY or (
+            own.wheel.endswith(".whl") and re.fullmatch("[0-9a-f]{64}", own.sha256)
+        )
 
 
 def test_what_this_project_requires_is_locked(lock):
     text = Path("setup.py").read_text("utf-8")
     declared = [
-        Requirement(line) for line in re.findall(r'^\s+"([\w-]+[>=]=?[\d.]+|numpy|psutil|tqdm|xxhash|zstandard)",', text, re.M)
+        Requirement(line)
+        for line in re.findall(r'^\s+"([\w-]+[>=]=?[\d.]+|numpy|psutil|tqdm|xxhash|zstandard)",', text, re.M)
     ]
     assert len(declared) >= 10
     assert lock.problems([*ROOTS, *declared]) == []
@@ -57,7 +60,11 @@ def test_nothing_is_locked_that_nobody_needs(lock):
         ("cuda-bindings", "13.4.4", "cuda-python needs cuda-bindings~=13.0.3"),
         ("triton", "3.7.1", "torch needs triton==3.6.0"),
         ("nvidia-cudnn-cu13", "9.13.0.50", "torch needs nvidia-cudnn-cu13==9.19.0.56"),
-        ("transformer-engine-cu13", "2.12.0", "transformer-engine-torch needs transformer_engine_cu13==2.11.0"),
+        (
+            "transformer-engine-cu13",
+            "2.12.0",
+            "transformer-engine-torch needs transformer_engine_cu13==2.11.0",
+        ),
         # Needed through an extra of another package alone: cuda-toolkit[cublas] of torch.
         ("nvidia-cublas", "13.5.0.1", "cuda-toolkit needs nvidia-cublas==13.1.0.3.*"),
     ],
@@ -83,7 +90,9 @@ def test_a_version_that_one_of_the_pythons_cannot_have_is_noticed(lock, pythons,
     assert any("networkx" in problem and says in problem for problem in lock.problems(ROOTS))
 
 
-@pytest.mark.parametrize("package", ["nvidia-cufft", "ray", "pydantic-core", "importlib-metadata", "antlr4-python3-runtime"])
+@pytest.mark.parametrize(
+    "package", ["nvidia-cufft", "ray", "pydantic-core", "importlib-metadata", "antlr4-python3-runtime"]
+)
 def test_a_missing_package_is_noticed(lock, package):
     del lock.packages[package]
     assert any(problem.endswith("which is not locked") for problem in lock.problems(ROOTS))
@@ -91,7 +100,11 @@ def test_a_missing_package_is_noticed(lock, package):
 
 def test_what_does_not_hold_on_the_target_is_not_asked_for(lock):
     problems = lock.problems(
-        [*ROOTS, Requirement('pywin32; sys_platform == "win32"'), Requirement('tomli; python_version < "3.11"')]
+        [
+            *ROOTS,
+            Requirement('pywin32; sys_platform == "win32"'),
+            Requirement('tomli; python_version < "3.11"'),
+        ]
     )
     assert problems == []
     assert lock.problems([*ROOTS, Requirement("torch[optree]")]) == [

@@ -30,8 +30,17 @@ def test_a_dry_run_lists_parts_sizes_and_scripts():
     sizes = [float(size) for size in re.findall(r"\w+\.\d+ ([\d.]+) MB", text)]
     assert len(sizes) >= 2
     assert all(0 < size <= 60 for size in sizes)
-    assert re.findall(r"^(\d-[\w-]+\.sh)", text, re.M) == ["1-bring-up.sh", "2-speed.sh", "3-precision.sh", "4-engine.sh"]
-    assert re.search(rf"MB  transformer-engine-cu13 {re.escape(LOCK.packages['transformer-engine-cu13'].version)}$", text, re.M)
+    assert re.findall(r"^(\d-[\w-]+\.sh)", text, re.M) == [
+        "1-bring-up.sh",
+        "2-speed.sh",
+        "3-precision.sh",
+        "4-engine.sh",
+    ]
+    assert re.search(
+        rf"MB  transformer-engine-cu13 {re.escape(LOCK.packages['transformer-engine-cu13'].version)}$",
+        text,
+        re.M,
+    )
 
 
 def test_no_call_takes_more_than_ten_minutes():
@@ -46,10 +55,18 @@ def test_no_call_takes_more_than_ten_minutes():
     [
         (["torch==2.11.0+cu130", "numpy==2.5.2"], {"einops", "safetensors", "onnx"}, {"torch", "numpy"}),
         (["transformers==5.17.0"], {"transformers"}, set()),
-        (["transformers==5.12.1", "safetensors"], {"typing-extensions"}, {"transformers", "tokenizers", "safetensors"}),
+        (
+            ["transformers==5.12.1", "safetensors"],
+            {"typing-extensions"},
+            {"transformers", "tokenizers", "safetensors"},
+        ),
         (["Typing_Extensions==4.99", "zstandard"], set(), {"typing-extensions", "zstandard"}),
         (["typing-extensions==3.7"], {"typing-extensions"}, set()),
-        (["ray==2.60.0", "# pydantic", "-e git+x"], {"pydantic", "pydantic-core", "annotated-types"}, {"ray"}),
+        (
+            ["ray==2.60.0", "# pydantic", "-e git+x"],
+            {"pydantic", "pydantic-core", "annotated-types"},
+            {"ray"},
+        ),
     ],
 )
 def test_what_the_machine_lacks_or_has_in_another_version_is_carried(tmp_path, lines, carried, left_out):
@@ -103,7 +120,11 @@ def test_a_damaged_part_is_named(packed, without_pip, damage):
     content = bytearray(part.read_bytes())
     if damage == "changed":
         content[100] ^= 1
-    part.write_bytes({"short": content[:-1], "swapped": (out / "training.1").read_bytes(), "empty": b""}.get(damage, content))
+    part.write_bytes(
+        {"short": content[:-1], "swapped": (out / "training.1").read_bytes(), "empty": b""}.get(
+            damage, content
+        )
+    )
     if damage == "missing":
         part.unlink()
     with pytest.raises(SystemExit, match=r"training\.2 is (missing|damaged)"):
@@ -116,7 +137,9 @@ def run_call(tmp_path, monkeypatch, *steps: Step, seconds: int = 60) -> tuple[in
     monkeypatch.setattr(call, "CALLS", {"bring-up": Call("a test", (), steps)})
     monkeypatch.setattr(call, "CALL_SECONDS", seconds)
     monkeypatch.setattr(call, "_DRY_RUN_FACTOR", 1)
-    monkeypatch.setattr(sys, "argv", ["call.py", "bring-up", str(tmp_path / "results"), "--home", str(tmp_path), "--dry-run"])
+    monkeypatch.setattr(
+        sys, "argv", ["call.py", "bring-up", str(tmp_path / "results"), "--home", str(tmp_path), "--dry-run"]
+    )
     status = call.main()
     return status, json.loads((tmp_path / "results/summary.json").read_text())
 
@@ -126,7 +149,12 @@ def step(name: str, command: str | None, seconds: int = 30, required: bool = Fal
 
 
 def test_steps_after_one_that_fails_still_run(tmp_path, monkeypatch, capsys):
-    steps = step("good", "echo fine"), step("bad", "echo the reason; exit 3"), step("after", "true"), step("nothing", None)
+    steps = (
+        step("good", "echo fine"),
+        step("bad", "echo the reason; exit 3"),
+        step("after", "true"),
+        step("nothing", None),
+    )
     status, summary = run_call(tmp_path, monkeypatch, *steps)
     assert status == 1
     assert {name: one["status"] for name, one in summary["steps"].items()} == {
@@ -143,15 +171,21 @@ def test_steps_after_one_that_fails_still_run(tmp_path, monkeypatch, capsys):
 
 
 def test_nothing_runs_after_a_required_step_that_fails(tmp_path, monkeypatch):
-    _, summary = run_call(tmp_path, monkeypatch, step("import", "exit 1", required=True), step("tests", "true"))
+    _, summary = run_call(
+        tmp_path, monkeypatch, step("import", "exit 1", required=True), step("tests", "true")
+    )
     assert summary["failed"] == ["import", "tests"]
     assert summary["steps"]["tests"]["status"] == "not run"
 
 
 def test_tests_that_run_out_of_time_leave_their_results(tmp_path, monkeypatch):
-    (tmp_path / "test_two.py").write_text("import time\n\ndef test_one(): pass\n\ndef test_two(): time.sleep(60)\n")
+    (tmp_path / "test_two.py").write_text(
+        "import time\n\ndef test_one(): pass\n\ndef test_two(): time.sleep(60)\n"
+    )
     command = f"{call._PYTEST} {tmp_path}/test_two.py --rootdir {tmp_path}"
-    status, summary = run_call(tmp_path, monkeypatch, step("tests", command, seconds=5), step("after", "true"))
+    status, summary = run_call(
+        tmp_path, monkeypatch, step("tests", command, seconds=5), step("after", "true")
+    )
     assert status == 1
     assert summary["steps"]["tests"]["status"] == "timed out"
     assert summary["steps"]["after"]["status"] == "ok"

@@ -46,7 +46,11 @@ def test_a_way_to_the_goal():
     world, first = begin({"desc": ROWS}, **LAKE)
     assert shown(first) == "00 L#DFRFU#"
     results = [world.step(move) for move in ("D", " D\n", "R", "L", "R", "R", "D", "R")]
-    assert [shown(result.observation) for result in results[:3]] == ["10 L#DFRHUS", "20 L#DHRFUF", "21 LFDFRFUH"]
+    assert [shown(result.observation) for result in results[:3]] == [
+        "10 L#DFRHUS",
+        "20 L#DHRFUF",
+        "21 LFDFRFUH",
+    ]
     assert [(result.reward, result.done) for result in results] == [(0, False)] * 7 + [(1, True)]
     world.close()
 
@@ -93,7 +97,10 @@ def test_observations_and_actions_of_any_discrete_task():
         ({"id": "Lake-v1"}, "rollout.gymnasium.id=Lake-v1: .*Lake"),
         ({"id": "no_such_module:Lake-v1"}, "rollout.gymnasium.id=no_such_module:Lake-v1 cannot be imported"),
         ({"id": "Pendulum-v1"}, "has the action space Box.*; only Discrete ones are supported"),
-        ({**LAKE, "text": "grpo_megatron.rollout.frozen_lake:nothing"}, "rollout.gymnasium.text=.* has no function nothing"),
+        (
+            {**LAKE, "text": "grpo_megatron.rollout.frozen_lake:nothing"},
+            "rollout.gymnasium.text=.* has no function nothing",
+        ),
     ],
 )
 def test_what_cannot_be_played(settings, says):
@@ -112,7 +119,13 @@ def test_what_is_missing_is_said_before_a_run():
     assert "needs a package that is not installed: pip install gymnasium" in done.stderr
     with pytest.raises(UserError, match=r"rollout.gymnasium.id=Lake-v1: "):
         load_config(
-            None, ["model.path=m", "data.train=d.jsonl", "rollout.environment=gymnasium", "rollout.gymnasium.id=Lake-v1"]
+            None,
+            [
+                "model.path=m",
+                "data.train=d.jsonl",
+                "rollout.environment=gymnasium",
+                "rollout.gymnasium.id=Lake-v1",
+            ],
         )
 
 
@@ -126,7 +139,10 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lake")
     counts = make(folder, seed=5, train=60, held_out=20, episodes=200, lost=0.5)
     assert counts == {"train": 60, "eval": 20, "sft": 200}
-    read = {name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in counts}
+    read = {
+        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in counts
+    }
     return folder, read
 
 
@@ -170,11 +186,15 @@ def test_a_prompt_with_its_first_observation_is_what_was_learned(files, tmp_path
 
     folder, read = files
     make_tokenizer("bytes").save_pretrained(tmp_path)
-    config = load_config("configs/frozen_lake_sft.yaml", [f"model.path={tmp_path}", f"data.train={folder}/sft.jsonl"], "sft")
+    config = load_config(
+        "configs/frozen_lake_sft.yaml", [f"model.path={tmp_path}", f"data.train={folder}/sft.jsonl"], "sft"
+    )
     tokenizer = PromptTokenizer(str(tmp_path))
     [example, *_], _ = load_examples(config, tokenizer)
     prompts, _ = load_prompts(str(folder / "train.jsonl"), tokenizer, config.data)
-    (prompt,) = [prompt for prompt in prompts if read["sft"][0]["prompt"].startswith(prompt.messages[0]["content"])]
+    (prompt,) = [
+        prompt for prompt in prompts if read["sft"][0]["prompt"].startswith(prompt.messages[0]["content"])
+    ]
     world, first = begin({"desc": prompt.fields["desc"]}, **LAKE)
     history = AppendedHistory(prompt, tokenizer)
     ids = history.begin(first)
@@ -200,7 +220,9 @@ def test_surroundings_of_an_edge():
 @pytest.mark.slow
 def test_minigrid_with_the_text_of_the_documentation(tmp_path, monkeypatch):
     pytest.importorskip("minigrid")
-    (example,) = re.findall(r"```python\n(.*?)```", Path("docs/environments.md").read_text(encoding="utf-8"), re.DOTALL)
+    (example,) = re.findall(
+        r"```python\n(.*?)```", Path("docs/environments.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     (tmp_path / "my_grids.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
     world, first = begin(

@@ -27,11 +27,20 @@ def test_memory_is_as_large_as_asked_for_and_lives_as_long_as_its_tensors():
 
 def test_tensors_of_an_arena_do_not_overlap_and_its_memory_is_used_again():
     arena = HostArena(block_bytes=1000)
-    values = [torch.randn(3, 5), torch.arange(7, dtype=torch.bfloat16), torch.randn(1000), torch.randn(2), torch.ones(1).bool()]
+    values = [
+        torch.randn(3, 5),
+        torch.arange(7, dtype=torch.bfloat16),
+        torch.randn(1000),
+        torch.randn(2),
+        torch.ones(1).bool(),
+    ]
     blocks = []
     for _ in range(2):
         kept = [arena.like(tensor).copy_(tensor) for tensor in values]
-        assert all(torch.equal(own, tensor) and own.dtype == tensor.dtype for own, tensor in zip(kept, values, strict=True))
+        assert all(
+            torch.equal(own, tensor) and own.dtype == tensor.dtype
+            for own, tensor in zip(kept, values, strict=True)
+        )
         blocks.append(sorted({tensor.untyped_storage().data_ptr() for tensor in kept}))
         arena.clear()
     assert blocks[0] == blocks[1]

@@ -6,7 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
-    path for folder in ("grpo_megatron", "tools", "slurm", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in ("grpo_megatron", "tools", "slurm", "benchmarks", "tests")
+    for path in (ROOT / folder).rglob("*.py")
 )
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60
@@ -21,7 +23,9 @@ def complaints(source: str) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
             found += [f"{node.name} of {length} lines"] if length > MOST_LINES_OF_A_FUNCTION else []
-    return found + [f"line {i}: a path of one machine" for i, line in enumerate(lines, 1) if WORKPLACE.search(line)]
+    return found + [
+        f"line {i}: a path of one machine" for i, line in enumerate(lines, 1) if WORKPLACE.search(line)
+    ]
 
 
 def test_sources_keep_the_house_rules():

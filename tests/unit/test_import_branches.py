@@ -61,7 +61,10 @@ def test_arrays_that_a_branch_changes_keep_what_all_branches_have():
     for key in ("algorithm.kl_loss_coef", "rollout.temperature", "data.train_batch_size"):
         assert key not in result.values
     text = result.report()
-    assert 'kl_loss_coef=$<0.002 or 0.01>: depends on case "${DEVICE}"; set it by hand (algorithm.kl_loss_coef)' in text
+    assert (
+        'kl_loss_coef=$<0.002 or 0.01>: depends on case "${DEVICE}"; set it by hand (algorithm.kl_loss_coef)'
+        in text
+    )
     assert "temperature=$<0.7 or not set>: depends on case" in text
     assert "data.train_batch_size=$batch: $batch is 256 or 16, depending on case" in text
     assert "my.key=$<1 or not set>" in text
@@ -86,7 +89,10 @@ def test_keys_that_are_given_settle_what_branches_leave_open():
         "data.train_batch_size": 256,
         "reward.function": "math",
     }
-    result = verl(SCRIPT.replace("+my.key=1", "actor_rollout_ref.rollout.temperature=0.9"), given | {"run.total_steps": 9})
+    result = verl(
+        SCRIPT.replace("+my.key=1", "actor_rollout_ref.rollout.temperature=0.9"),
+        given | {"run.total_steps": 9},
+    )
     assert (result.changes_training, result.unread, result.unknown) == ([], [], [])
     assert not result.needs_acceptance
 
@@ -116,7 +122,11 @@ UNKNOWN = "[ -d /data ]"
     [
         # Arrays, changed in different forms of branches.
         (f"X=(a.b=1)\nif {UNKNOWN}; then X+=(c.d=2); fi", {"a.b": 1, "c.d": "$<2 or not set>"}, []),
-        (f"X=(a.b=1)\n{UNKNOWN} && X+=(c.d=2 e.f=3)", {"a.b": 1, "c.d": "$<2 or not set>", "e.f": "$<3 or not set>"}, []),
+        (
+            f"X=(a.b=1)\n{UNKNOWN} && X+=(c.d=2 e.f=3)",
+            {"a.b": 1, "c.d": "$<2 or not set>", "e.f": "$<3 or not set>"},
+            [],
+        ),
         (f"if {UNKNOWN}; then X=(a.b=1 c.d=2); else X=(a.b=1 c.d=3); fi", {"a.b": 1, "c.d": "$<2 or 3>"}, []),
         (f"X=(a.b=1 c.d=2)\nif {UNKNOWN}; then X=(c.d=2); fi", {"a.b": "$<1 or not set>", "c.d": 2}, []),
         (f"X=(a.b=1)\nif {UNKNOWN}; then X+=(a.b=2); fi\nX+=(a.b=3)", {"a.b": 3}, []),
@@ -125,7 +135,11 @@ UNKNOWN = "[ -d /data ]"
         ("X=(a.b=1)\nfor f in $FILES; do X+=(c.d=$f); done", {"a.b": 1, "c.d": "$<$f or not set>"}, []),
         (f"X=(a.b=1)\nif {UNKNOWN}; then exit 1; fi\nX+=(c.d=2)", {"a.b": 1, "c.d": 2}, []),
         ("X=(a.b=1)\ncase $D in g) X+=(c.d=2);; *) X+=(c.d=2);; esac", {"a.b": 1, "c.d": 2}, []),
-        ("X=(a.b=1)\ncase $D in g) X+=(c.d=2);; h) X+=(c.d=2);; esac", {"a.b": 1, "c.d": "$<2 or not set>"}, []),
+        (
+            "X=(a.b=1)\ncase $D in g) X+=(c.d=2);; h) X+=(c.d=2);; esac",
+            {"a.b": 1, "c.d": "$<2 or not set>"},
+            [],
+        ),
         # Text that is made of settings.
         (f'X="a.b=1"\nif {UNKNOWN}; then X="$X c.d=2"; fi', {"a.b": 1, "c.d": "$<2 or not set>"}, []),
         (f'X=""\nif {UNKNOWN}; then X="a.b=1"; fi', {"a.b": "$<1 or not set>"}, []),
@@ -146,7 +160,11 @@ UNKNOWN = "[ -d /data ]"
         # Variables that commands set are not what they were before.
         ("N=1\nread N < file\nX=(a.b=$N)", {"a.b": "$N"}, []),
         ("N=1\nprintf -v N '%d' 3\nX=(a.b=$N)", {"a.b": "$N"}, []),
-        ("N=1\nwhile getopts n: OPT; do case $OPT in n) N=$OPTARG;; esac; done\nX=(a.b=$N)", {"a.b": "$N"}, []),
+        (
+            "N=1\nwhile getopts n: OPT; do case $OPT in n) N=$OPTARG;; esac; done\nX=(a.b=$N)",
+            {"a.b": "$N"},
+            [],
+        ),
         # Where a variable holds, and where not.
         ("N=1\nN=2 python3 other.py\nX=(a.b=$N)", {"a.b": 1}, []),
         ("N=1\n(N=2; cd /)\nX=(a.b=$N)", {"a.b": 1}, []),
@@ -170,8 +188,12 @@ def test_a_branch_of_case_that_falls_through_is_refused():
 
 
 def test_a_script_of_another_is_not_the_program_itself():
-    result = verl(f"bash run_common.sh {' '.join(('algorithm.adv_estimator=grpo', 'actor_rollout_ref.rollout.n=8'))}")
-    assert any("run_common.sh: another program than verl's main_ppo" in line for line in result.changes_training)
+    result = verl(
+        f"bash run_common.sh {' '.join(('algorithm.adv_estimator=grpo', 'actor_rollout_ref.rollout.n=8'))}"
+    )
+    assert any(
+        "run_common.sh: another program than verl's main_ppo" in line for line in result.changes_training
+    )
 
 
 # what is written can be loaded
@@ -202,12 +224,16 @@ def test_the_name_of_a_run_gives_a_file_that_can_be_loaded(name, expected, tmp_p
 
 
 @pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "data.train_files", "data.prompt_key"])
-@pytest.mark.parametrize("text", ["${A", "$(x ${A[@]:1} y)", "???", "$HOME/${A,,}/x", "a: b", "- a", '"${A}${"', "${a.b}"])
+@pytest.mark.parametrize(
+    "text", ["${A", "$(x ${A[@]:1} y)", "???", "$HOME/${A,,}/x", "a: b", "- a", '"${A}${"', "${a.b}"]
+)
 def test_any_text_gives_a_file_that_can_be_loaded(key, text, tmp_path):
     result = verl(SCRIPT.replace('"$@"', f"{key}='{text}'"), DEVICE="gpu")
     path = tmp_path / "ours.yaml"
     path.write_text(to_yaml(result))
-    load_config(str(path), [f"{ours}=/x" for ours in ("model.path", "data.train") if ours not in result.values])
+    load_config(
+        str(path), [f"{ours}=/x" for ours in ("model.path", "data.train") if ours not in result.values]
+    )
 
 
 # against bash itself
@@ -222,12 +248,20 @@ _BRANCH = st.lists(_CHANGE, max_size=2).map(lambda changes: "\n".join([":", *cha
 
 
 @settings(max_examples=20, deadline=None)
-@given(_CHANGE, st.lists(st.tuples(_BRANCH, _BRANCH), min_size=1, max_size=2), st.lists(st.booleans(), min_size=2, max_size=2))
+@given(
+    _CHANGE,
+    st.lists(st.tuples(_BRANCH, _BRANCH), min_size=1, max_size=2),
+    st.lists(st.booleans(), min_size=2, max_size=2),
+)
 def test_what_is_read_is_what_bash_does_whichever_branch_it_takes(first, branches, taken):
-    body = "\n".join(f'if [ "$B{i}" = 1 ]; then\n{yes}\nelse\n{no}\nfi' for i, (yes, no) in enumerate(branches))
+    body = "\n".join(
+        f'if [ "$B{i}" = 1 ]; then\n{yes}\nelse\n{no}\nfi' for i, (yes, no) in enumerate(branches)
+    )
     script = f"{first}\n{body}\n"
     environment = {f"B{i}": str(int(one)) for i, one in enumerate(taken)}
-    done = subprocess.run(["/bin/bash", "-c", f"{script}echo z.z=0 ${{X[@]}}"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["/bin/bash", "-c", f"{script}echo z.z=0 ${{X[@]}}"], env=environment, capture_output=True, text=True
+    )
     real = dict(word.split("=") for word in done.stdout.split())
     found = read(f'{script}{HEAD} z.z=0 "${{X[@]}}"')
     for key, value in found.values.items():

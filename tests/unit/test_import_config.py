@@ -72,9 +72,7 @@ def imported(system, text):
 
 def verl(*arguments):
     """A minimal legal verl command with further arguments."""
-    base = (
-        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.model.path=/m data.train_files=/d.parquet"
-    )
+    base = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.model.path=/m data.train_files=/d.parquet"
     return imported(VERL, f"python3 -m verl.trainer.main_ppo {base} {' '.join(arguments)}")
 
 
@@ -114,7 +112,11 @@ def test_a_verl_launch_command_gives_our_values(tmp_path):
     assert config.run.name == "qwen2.5-7b-dapo-clip"
     assert config.data.train == ["/data/gsm8k/train.parquet", "/data/math/train.parquet"]
     assert config.data.eval == "/data/gsm8k/test.parquet"
-    assert (config.data.train_batch_size, config.data.max_prompt_length, config.rollout.max_response_length) == (
+    assert (
+        config.data.train_batch_size,
+        config.data.max_prompt_length,
+        config.rollout.max_response_length,
+    ) == (
         512,
         2048,
         6144,
@@ -125,7 +127,11 @@ def test_a_verl_launch_command_gives_our_values(tmp_path):
     algorithm = config.algorithm
     assert (algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo) == ("grpo", False)
     assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c) == (0.2, 0.28, 10.0)
-    assert (algorithm.use_kl_loss, algorithm.kl_loss_coef, algorithm.kl_loss_type) == (True, 0.002, "low_var_kl+")
+    assert (algorithm.use_kl_loss, algorithm.kl_loss_coef, algorithm.kl_loss_type) == (
+        True,
+        0.002,
+        "low_var_kl+",
+    )
     assert (algorithm.loss_agg_mode, algorithm.entropy_coeff) == ("seq-mean-token-sum-norm", 0.001)
     megatron = config.megatron
     # 2 nodes of 8 GPUs: TP 2, PP 2, so DP 4; engines of 4
@@ -154,7 +160,9 @@ def test_what_a_verl_command_has_beyond_ours_is_said():
     assert "not known here" in line_about(left(result), "trainer.total_epochs")
     assert "not known here" in line_about(left(result), "trainer.total_training_steps")
     assert "module:function" in line_about(left(result), "custom_reward_function.path")
-    assert "one partition" in line_about(left(result), "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
+    assert "one partition" in line_about(
+        left(result), "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"
+    )
     for key in ("trainer.my_own_flag", "trainer.logger"):
         line_about(left(result), key)
     assert result.notes == ["$@: further arguments of the script's caller"]
@@ -171,16 +179,25 @@ def test_nothing_is_dropped_silently(system, text):
     result = import_settings(system, settings)
     told = [*result.origins.values(), *result.changed, *left(result), *result.absorbed, *result.unknown]
     assert len(settings.values) > 40
-    assert [key for key, value in settings.values.items() if not any(line.startswith(f"{key}={value}") for line in told)] == []
     assert [
-        line for line in told if line.split(" ")[0].split(":")[0] not in result.report() and line not in to_yaml(result)
+        key
+        for key, value in settings.values.items()
+        if not any(line.startswith(f"{key}={value}") for line in told)
+    ] == []
+    assert [
+        line
+        for line in told
+        if line.split(" ")[0].split(":")[0] not in result.report() and line not in to_yaml(result)
     ] == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("actor_rollout_ref.actor.clip_ratio=0.1", {"algorithm.clip_ratio_low": 0.1, "algorithm.clip_ratio_high": 0.1}),
+        (
+            "actor_rollout_ref.actor.clip_ratio=0.1",
+            {"algorithm.clip_ratio_low": 0.1, "algorithm.clip_ratio_high": 0.1},
+        ),
         (
             "actor_rollout_ref.actor.clip_ratio_high=0.3 actor_rollout_ref.actor.clip_ratio=0.1",
             {"algorithm.clip_ratio_low": 0.1, "algorithm.clip_ratio_high": 0.3},
@@ -191,8 +208,14 @@ def test_nothing_is_dropped_silently(system, text):
         ),
         ("algorithm.adv_estimator=rloo", {"algorithm.adv_estimator": "rloo"}),
         ("actor_rollout_ref.rollout.load_format=dummy_megatron", {"rollout.engine.load_format": "dummy"}),
-        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive", {"algorithm.use_kl_in_reward": True}),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", {"train.max_tokens_per_micro_batch": 4 * 1024}),
+        (
+            "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive",
+            {"algorithm.use_kl_in_reward": True},
+        ),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            {"train.max_tokens_per_micro_batch": 4 * 1024},
+        ),
         (
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512 actor_rollout_ref.actor.use_dynamic_bsz=True",
             {"train.max_tokens_per_micro_batch": 1024},
@@ -267,24 +290,45 @@ def test_an_rlinf_file_gives_our_values(tmp_path):
     config = loaded(imported(RLINF, RLINF_FILE), tmp_path)
     algorithm = config.algorithm
     assert (config.run.name, config.run.total_steps) == ("grpo-16x512", 300)
-    assert (config.rollout.n, config.data.train_batch_size, config.train.ppo_mini_batch_size) == (16, 512, 128)
+    assert (config.rollout.n, config.data.train_batch_size, config.train.ppo_mini_batch_size) == (
+        16,
+        512,
+        128,
+    )
     assert (config.data.max_prompt_length, config.rollout.max_response_length) == (1024, 7168)
     assert config.train.max_tokens_per_micro_batch == 2 * 8192
     assert (algorithm.adv_estimator, algorithm.surrogate, algorithm.ratio_level) == ("grpo", "clip", "token")
     assert (algorithm.loss_agg_mode, algorithm.adv_whiten) == ("token-mean", True)
-    assert (algorithm.use_kl_loss, algorithm.kl_loss_coef, algorithm.kl_loss_type) == (True, 0.001, "low_var_kl")
+    assert (algorithm.use_kl_loss, algorithm.kl_loss_coef, algorithm.kl_loss_type) == (
+        True,
+        0.001,
+        "low_var_kl",
+    )
     assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c) == (0.2, 0.28, None)
     assert (algorithm.entropy_coeff, algorithm.early_stop_imp_ratio) == (0.002, 5.0)
     # token-mean is global here, so the scale that makes theirs global must not act a second time
     assert algorithm.use_valid_token_scale is False
     assert (config.mismatch.correction.name, config.mismatch.ratio_high) == ("tis", 2.0)
-    assert (config.rollout.temperature, config.rollout.top_k, config.train.old_logprobs.name) == (0.9, -1, "recompute")
+    assert (config.rollout.temperature, config.rollout.top_k, config.train.old_logprobs.name) == (
+        0.9,
+        -1,
+        "recompute",
+    )
     assert (config.data.train, config.data.eval) == ("/data/boba.jsonl", ["/data/a.jsonl", "/data/b.jsonl"])
     assert (config.data.answer_key, config.data.overlong_prompts.name) == ("solutions", "skip")
     assert (config.eval.every, config.checkpoint.every) == (10, 0)
-    assert (config.megatron.tensor_parallel, config.megatron.sequence_parallel, config.megatron.sleep) == (2, True, True)
+    assert (config.megatron.tensor_parallel, config.megatron.sequence_parallel, config.megatron.sleep) == (
+        2,
+        True,
+        True,
+    )
     optimizer = config.optimizer
-    assert (optimizer.lr, optimizer.eps, optimizer.weight_decay, optimizer.clip_grad) == (2e-5, 1e-5, 0.05, 0.8)
+    assert (optimizer.lr, optimizer.eps, optimizer.weight_decay, optimizer.clip_grad) == (
+        2e-5,
+        1e-5,
+        0.05,
+        0.8,
+    )
     assert optimizer.lr_warmup_steps == 5
 
 
@@ -295,7 +339,9 @@ def test_what_an_rlinf_file_has_beyond_ours_is_said():
     assert "means nothing to RLinf" in line_about(left(result), "runner.max_tokens_per_mbs")
     assert "data_parallel" in line_about(left(result), "cluster.num_nodes")
     assert "config.json" in line_about(left(result), "actor.model.normalization")
-    assert "mini-batches per step -> prompts per mini-batch" in line_about(result.changed, "algorithm.n_minibatches")
+    assert "mini-batches per step -> prompts per mini-batch" in line_about(
+        result.changed, "algorithm.n_minibatches"
+    )
     assert "prompt and response -> tokens of the response" in line_about(result.changed, "runner.seq_length")
     assert "micro-batch" in line_about(result.changed, "algorithm.early_stop_imp_ratio")
     assert "token-mean always is here" in line_about(result.absorbed, "algorithm.use_valid_token_scale")
@@ -306,14 +352,21 @@ def test_what_an_rlinf_file_has_beyond_ours_is_said():
     [
         ({"algorithm__kl_beta": 0.0}, {"algorithm.use_kl_loss": False}),
         ({"algorithm__calculate_entropy": False}, {"algorithm.entropy_coeff": 0.0}),
-        ({"algorithm__adv_type": "reinpp"}, {"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.adv_whiten": None}),
+        (
+            {"algorithm__adv_type": "reinpp"},
+            {"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.adv_whiten": None},
+        ),
         (
             {"algorithm__adv_type": "reinpp", "algorithm__use_reinpp_baseline": True},
             {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
         ),
         (
             {"algorithm__reinpp_kl_beta": 0.01},
-            {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01, "algorithm.kl_penalty": "low_var_kl"},
+            {
+                "algorithm.use_kl_in_reward": True,
+                "algorithm.kl_ctrl.kl_coef": 0.01,
+                "algorithm.kl_penalty": "low_var_kl",
+            },
         ),
         ({"algorithm__loss_type": "gspo"}, {"algorithm.ratio_level": "sequence"}),
         ({"algorithm__clip_ratio_high": None}, {"algorithm.clip_ratio_high": 0.2}),
@@ -337,7 +390,11 @@ def test_rlinf_values(changes, expected, tmp_path):
     [
         ({"algorithm__adv_type": "gae"}, "algorithm.adv_type", "no critic"),
         ({"algorithm__loss_type": "actor_critic"}, "algorithm.loss_type", "no critic"),
-        ({"algorithm__loss_agg_func": "seq-mean-token-sum"}, "algorithm.use_valid_token_scale", "only with token-mean"),
+        (
+            {"algorithm__loss_agg_func": "seq-mean-token-sum"},
+            "algorithm.use_valid_token_scale",
+            "only with token-mean",
+        ),
         ({"algorithm__n_minibatches": 7}, "algorithm.n_minibatches", "not divisible"),
         ({"actor__global_batch_size": 100}, "actor.global_batch_size", "whole groups"),
     ],
@@ -357,7 +414,9 @@ def test_the_mapping_names_keys_that_exist_and_has_those_asked_for(name):
         assert set(entry.ours) <= leaves, entry.theirs
         assert entry.ours or entry.note, f"{entry.theirs} goes nowhere and does not say why"
         assert not (entry.is_pattern and entry.default is not UNSET), entry.theirs
-        assert not (entry.is_pattern and entry.ours) or entry.convert, f"{entry.theirs}: several keys cannot be one value"
+        assert not (entry.is_pattern and entry.ours) or entry.convert, (
+            f"{entry.theirs}: several keys cannot be one value"
+        )
     names = [entry.theirs for entry in system.entries]
     assert len(names) == len(set(names))
     assert [key for key in ASKED[name] if system.entry_for(key) is None] == []
@@ -366,7 +425,9 @@ def test_the_mapping_names_keys_that_exist_and_has_those_asked_for(name):
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_documentation_holds_the_mapping(name):
     page = Path(f"docs/coming-from-{name}.md").read_text(encoding="utf-8")
-    assert SYSTEMS[name].table() in page, f"put the output of `python tools/import_config.py --table {name}` into the page"
+    assert SYSTEMS[name].table() in page, (
+        f"put the output of `python tools/import_config.py --table {name}` into the page"
+    )
 
 
 # the tool

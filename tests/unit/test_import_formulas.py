@@ -18,10 +18,10 @@ CORRECTION = "algorithm.rollout_correction"
 
 
 def verl(*arguments: str):
-    base = (
-        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.model.path=/m data.train_files=/d.parquet"
+    base = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.model.path=/m data.train_files=/d.parquet"
+    return import_settings(
+        SYSTEMS["verl"], read_settings(f"python3 -m verl.trainer.main_ppo {base} {' '.join(arguments)}")
     )
-    return import_settings(SYSTEMS["verl"], read_settings(f"python3 -m verl.trainer.main_ppo {base} {' '.join(arguments)}"))
 
 
 def as_config(result, folder):
@@ -38,7 +38,11 @@ def correction(**values) -> list[str]:
 
 
 def reason(result, key: str) -> str:
-    (line,) = [line for line in result.not_carried + result.changes_training if line.startswith((f"{key}=", f"{key} "))]
+    (line,) = [
+        line
+        for line in result.not_carried + result.changes_training
+        if line.startswith((f"{key}=", f"{key} "))
+    ]
     return line
 
 
@@ -46,10 +50,16 @@ def reason(result, key: str) -> str:
 
 
 def test_gspo_has_its_own_mean():
-    assert verl(f"{ACTOR}.policy_loss.loss_mode=gspo").values["algorithm.loss_agg_mode"] == "seq-mean-token-mean"
+    assert (
+        verl(f"{ACTOR}.policy_loss.loss_mode=gspo").values["algorithm.loss_agg_mode"] == "seq-mean-token-mean"
+    )
     result = verl(f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=token-mean")
     assert result.values["algorithm.loss_agg_mode"] == "seq-mean-token-mean"
-    result = verl(f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=token-mean", f"{ACTOR}.use_kl_loss=true")
+    result = verl(
+        f"{ACTOR}.policy_loss.loss_mode=gspo",
+        f"{ACTOR}.loss_agg_mode=token-mean",
+        f"{ACTOR}.use_kl_loss=true",
+    )
     assert result.values["algorithm.loss_agg_mode"] == "seq-mean-token-mean"
     assert "for KL and entropy" in reason(result, f"{ACTOR}.loss_agg_mode")
 
@@ -103,7 +113,9 @@ def verl_keeps(option: str, low: float, high: float, delta: list[float]) -> list
     return [low <= over(values) <= high] * len(values)
 
 
-OPTIONS = [f"{level}_{measure}" for level in ("token", "seq_sum", "seq_mean") for measure in ("k1", "k2", "k3")]
+OPTIONS = [
+    f"{level}_{measure}" for level in ("token", "seq_sum", "seq_mean") for measure in ("k1", "k2", "k3")
+]
 OPTIONS += ["seq_max_k2", "seq_max_k3"]
 
 
@@ -111,7 +123,9 @@ OPTIONS += ["seq_max_k2", "seq_max_k3"]
 def imported(request, tmp_path_factory):
     """(option of verl, bounds of its criterion, our correction); bounds that are not each other's reciprocal."""
     of_ratio = request.param.endswith("k1")
-    threshold, bounds = ("0.6_1.25", (math.log(0.6), math.log(1.25))) if of_ratio else ("0.1", (-math.inf, 0.1))
+    threshold, bounds = (
+        ("0.6_1.25", (math.log(0.6), math.log(1.25))) if of_ratio else ("0.1", (-math.inf, 0.1))
+    )
     result = verl(*correction(rollout_rs=request.param, rollout_rs_threshold=threshold))
     config = as_config(result, tmp_path_factory.mktemp("imported"))
     assert config.mismatch.correction.name == "none"
@@ -142,11 +156,20 @@ def test_rollout_rs_keeps_the_same_tokens_and_weighs_none(imported, delta):
     ("values", "expected"),
     [
         # one number is the upper bound, and the lower its reciprocal
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, {"rejection": "token_ratio", "rejection_low": 0.5}),
-        ({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_4.0"}, {"rejection_low": 0.25, "rejection_high": 2}),
+        (
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+            {"rejection": "token_ratio", "rejection_low": 0.5},
+        ),
+        (
+            {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_4.0"},
+            {"rejection_low": 0.25, "rejection_high": 2},
+        ),
         # versions of 2025
         ({"rollout_rs": "token", "rollout_rs_threshold": 4}, {"rejection_low": 0.25, "rejection_high": 4}),
-        ({"rollout_rs": "sequence", "rollout_is_threshold": 4}, {"rejection": "seq_ratio", "rejection_high": 4}),
+        (
+            {"rollout_rs": "sequence", "rollout_is_threshold": 4},
+            {"rejection": "seq_ratio", "rejection_high": 4},
+        ),
         (
             {"rollout_rs": "geometric", "rollout_rs_threshold": 1.1, "rollout_rs_threshold_lower": 0.8},
             {"rejection": "seq_geometric_ratio", "rejection_low": 0.8, "rejection_high": 1.1},
@@ -184,7 +207,11 @@ def test_in_bypass_mode_only_the_policy_term_loses_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("values", "key", "says"),
     [
-        ({"rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "2.0,0.1"}, "rollout_rs", "one criterion"),
+        (
+            {"rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "2.0,0.1"},
+            "rollout_rs",
+            "one criterion",
+        ),
         ({"rollout_rs": "token_k1"}, "rollout_rs", "needs"),
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0}, "rollout_rs", "no such criterion"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.1_0.2"}, "rollout_rs", "upper bound only"),

@@ -78,7 +78,9 @@ def test_the_tool_names_it_whatever_system_is_asked_for(tmp_path):
 def test_a_file_of_which_most_keys_are_unknown_is_none_of_theirs():
     """A file of a system that nobody thought of was taken for RLinf's, since it has a section `data` too."""
     settings = read_settings("generation: {temperature: 1, top_p: 1, n: 4}\ndata: {shuffle: true}\n")
-    with pytest.raises(UserError, match="only 1 of 4 keys are RLinf's: this is a part of a configuration, or"):
+    with pytest.raises(
+        UserError, match="only 1 of 4 keys are RLinf's: this is a part of a configuration, or"
+    ):
         import_settings(RLINF, settings)
 
 

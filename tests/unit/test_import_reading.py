@@ -24,7 +24,8 @@ def value_of(word, setup=""):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "hello", "- 1\n- 2", "set -x\nexport A=b\n", "it's", "\x00\x01", "if true; then", "a: [", "$(("]
+    "text",
+    ["", "hello", "- 1\n- 2", "set -x\nexport A=b\n", "it's", "\x00\x01", "if true; then", "a: [", "$(("],
 )
 def test_a_text_that_is_neither_is_refused(text):
     with pytest.raises(UserError, match="neither"):
@@ -160,8 +161,15 @@ def test_settings_after_a_missing_backslash_are_told():
 def test_verl_settings_as_yaml():
     tree = {
         "algorithm": {"adv_estimator": "grpo"},
-        "data": {"train_files": "/d.parquet", "max_prompt_length": 100, "max_response_length": "${data.max_prompt_length}"},
-        "actor_rollout_ref": {"model": {"path": "/m"}, "rollout": {"n": 4, "response_length": "${oc.select:data.x,7}"}},
+        "data": {
+            "train_files": "/d.parquet",
+            "max_prompt_length": 100,
+            "max_response_length": "${data.max_prompt_length}",
+        },
+        "actor_rollout_ref": {
+            "model": {"path": "/m"},
+            "rollout": {"n": 4, "response_length": "${oc.select:data.x,7}"},
+        },
     }
     values = import_settings(SYSTEMS["verl"], read_settings(yaml.safe_dump(tree))).values
     assert (values["rollout.n"], values["rollout.max_response_length"]) == (4, 100)
@@ -171,9 +179,7 @@ def test_verl_settings_as_yaml():
 
 
 _TEXT = st.text(st.sampled_from("ab/.x "), max_size=6)
-_OPERATIONS = (
-    "${A} ${A:-d} ${A-d} ${A:+s} ${A#*/} ${A##*/} ${A%.*} ${A%%.*} ${A/a/b} ${A//a/b} ${#A} ${A:1:2} ${B:-${A}} '$A' \\$A"
-)
+_OPERATIONS = "${A} ${A:-d} ${A-d} ${A:+s} ${A#*/} ${A##*/} ${A%.*} ${A%%.*} ${A/a/b} ${A//a/b} ${#A} ${A:1:2} ${B:-${A}} '$A' \\$A"
 _OPERATION = st.sampled_from([*_OPERATIONS.split(), '${B:-"x${A}"}'])
 
 
@@ -183,7 +189,8 @@ def test_expansion_is_that_of_bash(text, operations):
     word = "".join(operations)
     setup = f"A='{text}'\nunset B\n"
     done = subprocess.run(
-        ["bash", "-c", f'{setup}for w in k.l="{word}" m.n={word}; do printf \'%s\\n\' "$w"; done'], capture_output=True
+        ["bash", "-c", f'{setup}for w in k.l="{word}" m.n={word}; do printf \'%s\\n\' "$w"; done'],
+        capture_output=True,
     )
     expected = done.stdout.decode().splitlines()
     found = read_script(f'{setup}python3 x.py k.l="{word}" m.n={word}').launches[0].words[2:]
@@ -228,7 +235,11 @@ _JUNK = st.one_of(
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_value_of_any_key_is_carried_with_our_type_or_left_with_a_reason(name, data):
-    keys = [entry.theirs.replace("*", "other") for entry in SYSTEMS[name].entries if entry.theirs != "runner.task_type"]
+    keys = [
+        entry.theirs.replace("*", "other")
+        for entry in SYSTEMS[name].entries
+        if entry.theirs != "runner.task_type"
+    ]
     chosen = data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=8, unique=True))
     values = {key: data.draw(_JUNK, label=key) for key in chosen}
     result = import_settings(SYSTEMS[name], Settings(values))

@@ -10,7 +10,11 @@ import pytest
 from grpo_megatron.config.load import known_keys
 from grpo_megatron.importers import RLINF, SYSTEMS, VERL, Settings, import_settings
 
-ACTOR, ROLLOUT, MEGATRON = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
+ACTOR, ROLLOUT, MEGATRON = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "actor_rollout_ref.actor.megatron",
+)
 OPTIM, OVERRIDE = f"{ACTOR}.optim", f"{MEGATRON}.override_transformer_config"
 BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
 
@@ -59,7 +63,11 @@ VERL_CARRIED = [
 
 def imported(system, values):
     """Import these values in an otherwise legal run, whose steps and reward are given unless it has its own."""
-    start = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 8} if system is VERL else {"reward.reward_type": "math"}
+    start = (
+        {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 8}
+        if system is VERL
+        else {"reward.reward_type": "math"}
+    )
     given = {} if any(key.startswith("reward") for key in values) else {"reward.function": "math"}
     return import_settings(system, Settings(start | values), given | {"run.total_steps": 9})
 
@@ -83,7 +91,10 @@ def test_a_key_of_verl_that_has_a_counterpart_is_carried_over(theirs, ours):
     [
         ({"data.system_prompt": "Think."}, {"data.system_prompt": "Think."}),
         ({"data.use_chat_template": False}, {"data.chat_template": "none"}),
-        ({"data.apply_chat_template_kwargs.enable_thinking": False}, {"data.chat_template_args": {"enable_thinking": False}}),
+        (
+            {"data.apply_chat_template_kwargs.enable_thinking": False},
+            {"data.chat_template_args": {"enable_thinking": False}},
+        ),
         ({"actor.model.expert_tensor_parallel_size": 2}, {"megatron.expert_tensor_parallel": 2}),
         ({"actor.model.virtual_pipeline_model_parallel_size": 2}, {"megatron.virtual_pipeline": 2}),
         ({"actor.model.moe_aux_loss_coeff": 0.001}, {"moe.aux_loss_coeff": 0.001}),
@@ -95,10 +106,16 @@ def test_a_key_of_verl_that_has_a_counterpart_is_carried_over(theirs, ours):
         ({"actor.optim.overlap_param_gather": True}, {"megatron.overlap": True}),
         ({"actor.optim.optimizer_cpu_offload": True}, {"optimizer.offload": True}),
         ({"actor.optim.min_lr": 1e-7, "actor.lr_sched.lr_decay_style": "cosine"}, {"optimizer.lr_min": 1e-7}),
-        ({"actor.lr_sched.lr_decay_style": "WSD", "actor.lr_sched.lr_wsd_decay_iters": 9}, {"optimizer.wsd_decay_steps": 9}),
+        (
+            {"actor.lr_sched.lr_decay_style": "WSD", "actor.lr_sched.lr_wsd_decay_iters": 9},
+            {"optimizer.wsd_decay_steps": 9},
+        ),
         ({"rollout.model.precision": "bf16"}, {"rollout.engine.dtype": "bfloat16"}),
         ({"rollout.vllm.enable_prefix_caching": False}, {"rollout.engine.prefix_cache": False}),
-        ({"rollout.sglang.enable_ep_moe": True, "rollout.tensor_parallel_size": 4}, {"rollout.engine.expert_parallel": 4}),
+        (
+            {"rollout.sglang.enable_ep_moe": True, "rollout.tensor_parallel_size": 4},
+            {"rollout.engine.expert_parallel": 4},
+        ),
         ({"runner.logger.project_name": "mine"}, {"monitor.wandb_project": "mine"}),
     ],
 )
@@ -171,7 +188,9 @@ def test_a_key_that_is_not_carried_over_names_what_serves_its_purpose(system, ke
 )
 def test_a_key_that_trains_something_else_must_be_accepted(system, key, value, says):
     result = imported(system, {key: value})
-    assert any(line.startswith(f"{key}=") and says in line for line in result.changes_training), result.report()
+    assert any(line.startswith(f"{key}=") and says in line for line in result.changes_training), (
+        result.report()
+    )
 
 
 # Defaults of theirs, which Hydra writes beside a run's log, and which change nothing.

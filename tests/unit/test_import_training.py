@@ -21,7 +21,9 @@ GIVEN = {"reward.function": "math"}
 
 
 def command(changes=None, program="verl.trainer.main_ppo"):
-    return f"python3 -m {program} " + " ".join(f"'{key}={value}'" for key, value in (BASE | (changes or {})).items())
+    return f"python3 -m {program} " + " ".join(
+        f"'{key}={value}'" for key, value in (BASE | (changes or {})).items()
+    )
 
 
 def verl(changes=None, given=None, program="verl.trainer.main_ppo"):
@@ -71,7 +73,9 @@ ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "roll
 )
 def test_what_is_trained_otherwise_must_be_accepted(key, value, reason):
     result = verl({key: value}, {} if "reward" in key else GIVEN)
-    assert any(line.startswith(f"{key}=") and reason in line for line in result.changes_training), result.changes_training
+    assert any(line.startswith(f"{key}=") and reason in line for line in result.changes_training), (
+        result.changes_training
+    )
     assert result.needs_acceptance
     assert result.report().startswith("changes what is trained")
 
@@ -120,7 +124,10 @@ def test_steps_and_reward_are_settled_by_hand():
         ({f"{ACTOR}.router_replay.mode": "R3"}, {"moe.routing_replay": "engine"}),
         ({f"{ACTOR}.router_replay.mode": "disabled"}, {"moe.routing_replay": "off"}),
         ({f"{ACTOR}.fsdp_config.optimizer_offload": True}, {"optimizer.offload": True}),
-        ({f"+{ACTOR}.megatron.override_transformer_config.moe_z_loss_coeff": 0.001}, {"moe.z_loss_coeff": 0.001}),
+        (
+            {f"+{ACTOR}.megatron.override_transformer_config.moe_z_loss_coeff": 0.001},
+            {"moe.z_loss_coeff": 0.001},
+        ),
         ({"data.max_response_length": 40000}, {"train.max_tokens_per_micro_batch": 40512}),
     ],
 )
@@ -132,10 +139,14 @@ def test_what_has_a_counterpart_is_carried(changes, expected):
 
 def test_another_trainer_and_another_base_configuration_must_be_accepted():
     assert "main_dapo" in verl(given=GIVEN, program="recipe.dapo.main_dapo").changes_training[0]
-    based = import_settings(VERL, read_settings(f"{command()} --config-name my_base --config-path ./config"), GIVEN)
+    based = import_settings(
+        VERL, read_settings(f"{command()} --config-name my_base --config-path ./config"), GIVEN
+    )
     assert "--config-name=my_base" in based.changes_training[0]
     shipped = import_settings(
-        VERL, read_settings(f"{command()} --config-path=config --config-name=ppo_megatron_trainer.yaml"), GIVEN
+        VERL,
+        read_settings(f"{command()} --config-path=config --config-name=ppo_megatron_trainer.yaml"),
+        GIVEN,
     )
     assert shipped.changes_training == []
     with pytest.raises(UserError, match="no reinforcement learning"):
@@ -152,7 +163,11 @@ def test_rlinf_tasks_and_parts_that_are_not_here():
         "data": {"image_keys": ["image"]},
         "agentloop": {"max_turns": 2},
         "rollout": {"model": {"model_type": "qwen2.5_vl"}},
-        "defaults": ["override hydra/job_logging", {"../hybrid_engines/fsdp@actor.fsdp_config": None}, "base_train"],
+        "defaults": [
+            "override hydra/job_logging",
+            {"../hybrid_engines/fsdp@actor.fsdp_config": None},
+            "base_train",
+        ],
     }
     lines = " ".join(rlinf(other).changes_training)
     for part in ("image_keys", "agentloop.max_turns", "model_type=qwen2.5_vl", "base_train"):
@@ -162,7 +177,9 @@ def test_rlinf_tasks_and_parts_that_are_not_here():
 
 def test_verl_without_an_estimator_is_not_grpo():
     result = import_settings(VERL, read_settings("python3 -m verl.trainer.main_ppo data.train_batch_size=8"))
-    assert any(line.startswith("algorithm.adv_estimator ") and "gae" in line for line in result.changes_training)
+    assert any(
+        line.startswith("algorithm.adv_estimator ") and "gae" in line for line in result.changes_training
+    )
 
 
 # the tool

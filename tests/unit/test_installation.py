@@ -86,7 +86,11 @@ def test_an_environment_for_gpus_stays_one(tmp_path):
 def sources_of(container: str, text: str) -> list[str]:
     """The files that a container is made of."""
     if container == "Dockerfile":
-        return [source for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.M) for source in sources.split()]
+        return [
+            source
+            for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.M)
+            for source in sources.split()
+        ]
     copied = [line.split() for line in text.partition("%files\n")[2].partition("\n\n")[0].splitlines()]
     assert all(target == f"/opt/grpo_megatron/{source}" for source, target in copied)
     return [source for source, _ in copied]
@@ -116,7 +120,11 @@ def test_a_container_is_made_of_what_is_here(container):
 def test_both_containers_are_of_the_same():
     def parts(name: str) -> tuple:
         text = Path(name).read_text()
-        return re.findall(r"nvidia/cuda:\S+", text), re.findall(r"make install-gpu .+", text), re.findall(r"/opt/\S+/bin", text)
+        return (
+            re.findall(r"nvidia/cuda:\S+", text),
+            re.findall(r"make install-gpu .+", text),
+            re.findall(r"/opt/\S+/bin", text),
+        )
 
     assert parts("Dockerfile") == parts("apptainer.def")
     assert all(len(part) == 1 for part in parts("Dockerfile"))

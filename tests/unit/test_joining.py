@@ -54,7 +54,9 @@ def not_joined(reason):
 
 
 def no_token():
-    raise ray.exceptions.AuthenticationError("Token authentication is enabled but no authentication token was found")
+    raise ray.exceptions.AuthenticationError(
+        "Token authentication is enabled but no authentication token was found"
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,10 @@ def no_token():
             no_token,
             r"^the Ray cluster at cluster\.ray_address=127\.\S+ asks for a token, .* set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
         ),
-        (lambda: not_joined("RPC error: InvalidAuthToken: Authentication token is missing or incorrect"), "asks for a token"),
+        (
+            lambda: not_joined("RPC error: InvalidAuthToken: Authentication token is missing or incorrect"),
+            "asks for a token",
+        ),
         (
             lambda: not_joined("TimedOut"),
             r"is not to be joined: Failed to connect to Ray cluster at head:1; it must be that of a Ray",
@@ -83,7 +88,8 @@ def test_a_folder_whose_name_is_too_long_for_sockets(variable, somebody_listens,
     monkeypatch.setenv(variable, folder := "/tmp/" + "x" * 90)
     raises(monkeypatch, lambda: validate_socket_filepath(f"{folder}/ray/session/sockets/plasma_store"))
     with pytest.raises(
-        UserError, match=rf"^the name of Ray's socket {folder}/\S+ is too long for the system; set {variable} to a folder"
+        UserError,
+        match=rf"^the name of Ray's socket {folder}/\S+ is too long for the system; set {variable} to a folder",
     ):
         connect(None, 2)
 
@@ -95,7 +101,8 @@ def test_a_folder_that_cannot_be_made(variable, monkeypatch):
     monkeypatch.setenv(variable, "/proc/nope")
     raises(monkeypatch, lambda: pytest.fail("Ray has no place for its files"))
     with pytest.raises(
-        UserError, match=rf"^/proc/nope cannot have the files of Ray: .*; set {variable} to a folder that can be"
+        UserError,
+        match=rf"^/proc/nope cannot have the files of Ray: .*; set {variable} to a folder that can be",
     ):
         connect(None, 2)
 
@@ -141,7 +148,10 @@ def test_the_ray_of_a_run_has_a_token_of_its_own_unless_the_user_has_said_otherw
     )
     seen = []
     raises(
-        monkeypatch, lambda: seen.append({name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")})
+        monkeypatch,
+        lambda: seen.append(
+            {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+        ),
     )
     for _ in range(2):
         monkeypatch.setattr(os, "environ", environment)

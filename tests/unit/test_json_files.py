@@ -38,7 +38,10 @@ def strict(text):
         ([{"a": [1.0, math.nan]}, (math.inf, 2)], [{"a": [1.0, None]}, [None, 2]]),
         ({"deep": {"er": {"list": [[math.nan]]}}}, {"deep": {"er": {"list": [[None]]}}}),
         (math.nan, None),
-        ({"a": 0.1, "b": "NaN", "c": True, "d": None, "e": 10**30}, {"a": 0.1, "b": "NaN", "c": True, "d": None, "e": 10**30}),
+        (
+            {"a": 0.1, "b": "NaN", "c": True, "d": None, "e": 10**30},
+            {"a": 0.1, "b": "NaN", "c": True, "d": None, "e": 10**30},
+        ),
     ],
 )
 def test_there_is_no_bare_nan(value, read):
@@ -54,7 +57,10 @@ def test_a_number_that_was_not_finite_is_read_as_nan():
 
 
 def test_other_programs_read_the_rows():
-    rows = "".join(json_text({"step": step, "loss": loss}) + "\n" for step, loss in enumerate([0.5, math.nan, -math.inf], 1))
+    rows = "".join(
+        json_text({"step": step, "loss": loss}) + "\n"
+        for step, loss in enumerate([0.5, math.nan, -math.inf], 1)
+    )
     pandas = pytest.importorskip("pandas")
     table = pandas.read_json(io.StringIO(rows), lines=True)
     assert table["loss"].dtype == "float64"
@@ -65,6 +71,12 @@ def test_other_programs_read_the_rows():
 
 
 def test_there_is_one_writer():
-    sources = (path for folder in ("grpo_megatron", "tools", "slurm") for path in (ROOT / folder).rglob("*.py"))
-    found = {str(path.relative_to(ROOT)) for path in sources if re.search(r"\bjson\.dumps?\(", path.read_text("utf-8"))}
+    sources = (
+        path for folder in ("grpo_megatron", "tools", "slurm") for path in (ROOT / folder).rglob("*.py")
+    )
+    found = {
+        str(path.relative_to(ROOT))
+        for path in sources
+        if re.search(r"\bjson\.dumps?\(", path.read_text("utf-8"))
+    }
     assert {path for path in found if not path.startswith(OTHERS)} == set()

@@ -111,7 +111,10 @@ class Kept:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("KEPT") == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get("KEPT") == str(self.folder)
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
             except psutil.Error:
                 continue
@@ -193,7 +196,9 @@ def test_a_step_that_takes_too_long_is_not_waited_for(kept, tmp_path):
     status, errors = run.end()
     assert status == 75
     assert 3 <= time.monotonic() - start < 30
-    assert errors.endswith(f"newest checkpoint is {tmp_path}/checkpoints/step_00000006, the same command continues\n")
+    assert errors.endswith(
+        f"newest checkpoint is {tmp_path}/checkpoints/step_00000006, the same command continues\n"
+    )
 
 
 @pytest.mark.slow
@@ -201,7 +206,10 @@ def test_before_the_first_step_nothing_is_waited_for(kept):
     run = kept("wait").up()
     run.keeper.send_signal(signal.SIGTERM)
     status, errors = run.end()
-    assert (status, errors) == (75, "stopped on request (SIGTERM) with no step to finish; it had no checkpoint yet\n")
+    assert (status, errors) == (
+        75,
+        "stopped on request (SIGTERM) with no step to finish; it had no checkpoint yet\n",
+    )
 
 
 @pytest.mark.slow
@@ -220,9 +228,15 @@ def test_a_second_interrupt_leaves_at_once(kept):
     [
         ("wait", [signal.SIGTERM], "interrupted", "stopped on request (SIGTERM) with no step to finish; "),
         pytest.param(
-            "long step", [signal.SIGTERM], "interrupted", "stopped on request (SIGTERM) in step 7, ", marks=pytest.mark.slow
+            "long step",
+            [signal.SIGTERM],
+            "interrupted",
+            "stopped on request (SIGTERM) in step 7, ",
+            marks=pytest.mark.slow,
         ),
-        pytest.param("long step", [signal.SIGINT] * 2, "interrupted", "interrupted; ", marks=pytest.mark.slow),
+        pytest.param(
+            "long step", [signal.SIGINT] * 2, "interrupted", "interrupted; ", marks=pytest.mark.slow
+        ),
         pytest.param("needs its port", [], "failed", "Ray's GCS closed its port", marks=pytest.mark.slow),
     ],
 )
@@ -239,7 +253,9 @@ def test_the_status_says_how_the_guard_has_ended_the_run(kept, tmp_path, what, b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("disk", "said"), [("hangs", "does not answer"), ("is stale", "cannot be read .*Stale file handle.*")])
+@pytest.mark.parametrize(
+    ("disk", "said"), [("hangs", "does not answer"), ("is stale", "cannot be read .*Stale file handle.*")]
+)
 def test_a_disk_that_fails_keeps_nobody_from_leaving(kept, tmp_path, disk, said):
     """The driver looks for the newest checkpoint before it leaves. Its thread stayed there for ever, or died of the error; from then
     on no signal ended the run."""
@@ -248,7 +264,8 @@ def test_a_disk_that_fails_keeps_nobody_from_leaving(kept, tmp_path, disk, said)
     status, errors = run.end()
     assert status == 75
     assert re.search(
-        f"in step 7, .*; {tmp_path} {said}, so its newest checkpoint is not known; the same command continues", errors
+        f"in step 7, .*; {tmp_path} {said}, so its newest checkpoint is not known; the same command continues",
+        errors,
     )
 
 
@@ -294,7 +311,8 @@ def test_a_driver_that_is_killed_has_its_end_told_by_the_keeper(kept, by):
     status, errors = run.end()
     assert status == 128 + by
     assert re.fullmatch(
-        rf"error: the driver \(process {driver}\) was killed by {by.name}.*; it had no checkpoint yet\n", errors
+        rf"error: the driver \(process {driver}\) was killed by {by.name}.*; it had no checkpoint yet\n",
+        errors,
     )
 
 
@@ -335,7 +353,9 @@ def test_a_port_that_the_run_needs_is_missed(kept):
     """SIGTERM makes Ray's GCS close its port and stay; Ray ended the driver a minute later, with status 1 and without a word."""
     status, errors = kept("needs its port").end()
     assert status == 3
-    assert re.fullmatch(r"error: Ray's GCS closed its port \d+, and the run with it; it had no checkpoint yet\n", errors)
+    assert re.fullmatch(
+        r"error: Ray's GCS closed its port \d+, and the run with it; it had no checkpoint yet\n", errors
+    )
 
 
 @pytest.mark.slow

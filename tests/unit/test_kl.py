@@ -82,7 +82,9 @@ def test_log_probs_that_are_far_apart_count_as_twenty_nats(difference, sign):
     d = 20.0 * sign
     expected = {"k1": -d, "abs": 20.0, "k2": 200.0, "k3": math.expm1(d) - d}
     for name, value in expected.items():
-        kl = kl_penalty(torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.0 + sign * difference]).double(), name)
+        kl = kl_penalty(
+            torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.0 + sign * difference]).double(), name
+        )
         assert kl.item() == pytest.approx(value)
     weighted = unbiased_kl(torch.tensor([3.0]).double(), torch.tensor([sign * difference]).double())
     assert weighted.item() == pytest.approx(3 * math.exp(d))
@@ -118,7 +120,9 @@ def test_straight_through_has_the_gradient_of_the_kl(seed):
 
     def sampled(name):
         # The gradient of an estimate passes through the sample's own log-prob only.
-        return torch.autograd.grad((logp.exp().detach() * kl_penalty(logp, ref, name)).sum(), logits, retain_graph=True)[0]
+        return torch.autograd.grad(
+            (logp.exp().detach() * kl_penalty(logp, ref, name)).sum(), logits, retain_graph=True
+        )[0]
 
     torch.testing.assert_close(sampled("k3+"), expected)
     assert not torch.allclose(sampled("k3"), expected, rtol=1e-3)

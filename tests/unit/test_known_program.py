@@ -35,9 +35,10 @@ def violations(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(("preamble", "says"), REFUSED)
 def test_a_preamble_that_would_fail_every_program_is_refused(preamble, says):
     (sentence,) = violations("reward.function=code", f"reward.code.preamble={json.dumps(preamble)}")
-    assert re.search(f"reward.code.preamble makes a right program fail, and so it would every other one: .*{says}", sentence), (
-        sentence
-    )
+    assert re.search(
+        f"reward.code.preamble makes a right program fail, and so it would every other one: .*{says}",
+        sentence,
+    ), sentence
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,9 @@ def test_a_term_is_looked_at_too():
     broken = "reward.code.preamble=import ("
     assert len(violations("reward.terms={right: {function: code}}", broken)) == 1
     assert violations(broken) == []  # nothing runs programs
-    assert violations("rollout.environment=tools", "rollout.tools=[python]", broken) == []  # the tool has no preamble
+    assert (
+        violations("rollout.environment=tools", "rollout.tools=[python]", broken) == []
+    )  # the tool has no preamble
 
 
 @pytest.mark.parametrize(

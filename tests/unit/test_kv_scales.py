@@ -84,7 +84,9 @@ def test_a_comparison_changes_nothing(monkeypatch):
 def test_the_scales_are_those_that_sglang_makes(monkeypatch):
     kv_cache = pytest.importorskip("sglang.srt.layers.quantization.kv_cache")
     whole, made = model(kv_cache.BaseKVCacheMethod(None).create_weights), model()
-    shapes = [{name: (own.shape, own.dtype) for name, own in each.named_parameters()} for each in (whole, made)]
+    shapes = [
+        {name: (own.shape, own.dtype) for name, own in each.named_parameters()} for each in (whole, made)
+    ]
     assert shapes[0] == shapes[1]
     synced(whole, Task.transfer, monkeypatch)
     assert whole.layers[1].attn.v_scale.item() == 1.0

@@ -65,9 +65,7 @@ ValueError: /models/x/model.safetensors cannot be loaded
 """
 SAMPLER = ['  File "/site-packages/sglang/srt/layers/sampler.py", line 80, in forward']
 SAMPLER += ["RuntimeError: probability tensor contains either `inf`, `nan` or element < 0"]
-BROKEN = (
-    "Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file."
-)
+BROKEN = "Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file."
 
 
 @pytest.mark.parametrize(
@@ -86,8 +84,18 @@ BROKEN = (
             ],
         ),
         ("bye\n", "Worker exits with an exit code 4.", "(with exit status 4)", ["bye"]),
-        ("", "Task was killed due to the node running low on memory.", "(ended by Ray because its node was out of memory)", []),
-        ("bye\n", "Worker exit detail: The process receives a SIGTERM.", " (The process receives a SIGTERM)", ["bye"]),
+        (
+            "",
+            "Task was killed due to the node running low on memory.",
+            "(ended by Ray because its node was out of memory)",
+            [],
+        ),
+        (
+            "bye\n",
+            "Worker exit detail: The process receives a SIGTERM.",
+            " (The process receives a SIGTERM)",
+            ["bye"],
+        ),
         ("last\n", "", "in `step`; its log", ["last"]),
         (ENGINE_NOISE, BROKEN, "by SIGKILL", []),
         (ENGINE_NOISE + SCHEDULER + ENGINE_NOISE, BROKEN, "by SIGKILL", SAMPLER),
@@ -96,7 +104,10 @@ BROKEN = (
             CHAINED + ENGINE_NOISE,
             "",
             "in `step`",
-            ['  File "loader.py", line 9, in load', "ValueError: /models/x/model.safetensors cannot be loaded"],
+            [
+                '  File "loader.py", line 9, in load',
+                "ValueError: /models/x/model.safetensors cannot be loaded",
+            ],
         ),
         (
             ENGINE_NOISE + "CUDA error: out of memory\nstep 7\nstep 8\nstep 9\nstep 10\n",
@@ -105,13 +116,21 @@ BROKEN = (
             ["CUDA error: out of memory"],
         ),
         (
-            "[10:00 TP0] ERROR one\nINFO fine\n[10:01 TP0] ERROR two\n" + ENGINE_NOISE + PARENT.splitlines()[-1] + "\n",
+            "[10:00 TP0] ERROR one\nINFO fine\n[10:01 TP0] ERROR two\n"
+            + ENGINE_NOISE
+            + PARENT.splitlines()[-1]
+            + "\n",
             "",
             "in `step`",
             ["[10:00 TP0] ERROR one", "[10:01 TP0] ERROR two"],
         ),
         (PARENT, "", "in `step`", None),
-        ("a\n" + "  Traceback (most recent call last):\n", "", "in `step`", ["a", "  Traceback (most recent call last):"]),
+        (
+            "a\n" + "  Traceback (most recent call last):\n",
+            "",
+            "in `step`",
+            ["a", "  Traceback (most recent call last):"],
+        ),
     ],
 )
 def test_the_message(tmp_path, log, report, how, lines):
@@ -127,12 +146,16 @@ def test_the_message(tmp_path, log, report, how, lines):
 
 
 @pytest.mark.parametrize(("address", "was_here"), [("127.0.0.1", True), ("192.0.2.7", False), ("", False)])
-def test_the_kernels_kills_are_counted_for_processes_of_this_machine(address, was_here, tmp_path, monkeypatch):
+def test_the_kernels_kills_are_counted_for_processes_of_this_machine(
+    address, was_here, tmp_path, monkeypatch
+):
     """As Ray reports a death; 192.0.2.0/24 is nobody's, and Ray leaves out an address that it does not know."""
     (tmp_path / "log").touch()
     process = Process("engine 0", str(tmp_path / "log"))
     monkeypatch.setattr(last_words, "_killed_before", last_words.killed_for_memory() - 1)
-    context = ActorDiedErrorContext(actor_id=bytes(16), class_name="Engine", node_ip_address=address, error_message=BROKEN)
+    context = ActorDiedErrorContext(
+        actor_id=bytes(16), class_name="Engine", node_ip_address=address, error_message=BROKEN
+    )
     said = str(process.died("generate", ActorDiedError(context)))
     assert ("this machine was out of memory" in said) == was_here
     assert ("by hand, or by the kernel for lack of memory" in said) != was_here
@@ -140,4 +163,7 @@ def test_the_kernels_kills_are_counted_for_processes_of_this_machine(address, wa
 
 def test_a_log_elsewhere_and_a_death_without_report():
     said = str(Process("engine 0", "/nowhere/engine0.log").died("generate", ActorDiedError()))
-    assert said == "engine 0 died in `generate`; its log is /nowhere/engine0.log\n  | (the log cannot be read from here)"
+    assert (
+        said
+        == "engine 0 died in `generate`; its log is /nowhere/engine0.log\n  | (the log cannot be read from here)"
+    )

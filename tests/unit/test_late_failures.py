@@ -26,8 +26,19 @@ def model(tmp_path_factory):
 
 def arguments(tmp_path, *changes):
     """Without a model and data, which these checks do without."""
-    given = ["model.path=/nowhere", "data.train=/nowhere.jsonl", f"run.root={tmp_path}", "data.max_prompt_length=16"]
-    return [*given, "rollout.max_response_length=12", "data.train_batch_size=4", "train.ppo_mini_batch_size=4", *changes]
+    given = [
+        "model.path=/nowhere",
+        "data.train=/nowhere.jsonl",
+        f"run.root={tmp_path}",
+        "data.max_prompt_length=16",
+    ]
+    return [
+        *given,
+        "rollout.max_response_length=12",
+        "data.train_batch_size=4",
+        "train.ppo_mini_batch_size=4",
+        *changes,
+    ]
 
 
 def violations(tmp_path, *changes, command="train"):
@@ -38,9 +49,18 @@ def violations(tmp_path, *changes, command="train"):
     ("changes", "says"),
     [
         # Seen from outside.
-        (["rollout.engine.max_total_tokens=8"], "rollout.engine.max_total_tokens=8 does not hold the longest request"),
-        (["rollout.temperature=1e-300"], "rollout.temperature must be at least 0.01 and at most 100, is 1e-300"),
-        (["rollout.record=/proc/nope/x"], "rollout.record: /proc/nope/x cannot be written: /proc/nope cannot be written to"),
+        (
+            ["rollout.engine.max_total_tokens=8"],
+            "rollout.engine.max_total_tokens=8 does not hold the longest request",
+        ),
+        (
+            ["rollout.temperature=1e-300"],
+            "rollout.temperature must be at least 0.01 and at most 100, is 1e-300",
+        ),
+        (
+            ["rollout.record=/proc/nope/x"],
+            "rollout.record: /proc/nope/x cannot be written: /proc/nope cannot be written to",
+        ),
         (
             ["megatron.sleep=true", "megatron.offload_folder=README.md"],
             "megatron.offload_folder=README.md is a file, not a folder; it must be a folder that the run can make and write to",
@@ -68,15 +88,27 @@ def violations(tmp_path, *changes, command="train"):
         ),
         (["run.root=README.md/runs"], "run.root=README.md/runs lies below a file as if"),
         (["run.root=/proc/nope"], "run.root=/proc/nope cannot be written to: "),
-        (["rollout.record=README.md/x"], "rollout.record: README.md/x lies below a file as if that were a folder"),
+        (
+            ["rollout.record=README.md/x"],
+            "rollout.record: README.md/x lies below a file as if that were a folder",
+        ),
         (["rollout.record=docs"], "rollout.record: docs is a folder, not a file"),
         (["optimizer.eps=1e-300"], "optimizer.eps must be between 1e-18 and 1e+18 in magnitude"),
         (["optimizer.lr=1e300"], "optimizer.lr must be between 1e-18 and 1e+18 in magnitude"),
         (["algorithm.clip_ratio_high=1e300"], "algorithm.clip_ratio_high must be between"),
-        (["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=1e300"], "algorithm.kl_loss_coef must be between"),
+        (
+            ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=1e300"],
+            "algorithm.kl_loss_coef must be between",
+        ),
         (["optimizer.clip_grad=1e-300"], "optimizer.clip_grad must be between"),
-        (["megatron.cpu_threads=100000"], "megatron.cpu_threads must be auto, or a whole number from 1 to 1024"),
-        (["rollout.engine.cpu_threads=100000"], "rollout.engine.cpu_threads must be auto, or a whole number from 1 to 1024"),
+        (
+            ["megatron.cpu_threads=100000"],
+            "megatron.cpu_threads must be auto, or a whole number from 1 to 1024",
+        ),
+        (
+            ["rollout.engine.cpu_threads=100000"],
+            "rollout.engine.cpu_threads must be auto, or a whole number from 1 to 1024",
+        ),
         (["reward.workers=100000"], "reward.workers must be greater than 0 and at most 1024"),
         (["cluster.call_timeout=1e300"], "cluster.call_timeout must be"),
     ],
@@ -107,7 +139,8 @@ def test_what_is_right_passes_and_leaves_no_trace(tmp_path, changes):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "absent"), [("99999999", "99999999"), ("3,10000", "10000"), (str(2**40), str(2**40)), ("0,3", None), ("", None)]
+    ("tokens", "absent"),
+    [("99999999", "99999999"), ("3,10000", "10000"), (str(2**40), str(2**40)), ("0,3", None), ("", None)],
 )
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_token_that_the_model_cannot_write_ends_no_response(command, tokens, absent, model, tmp_path):
@@ -120,9 +153,14 @@ def test_a_token_that_the_model_cannot_write_ends_no_response(command, tokens, a
 
 
 def test_a_path_that_is_wrong_here_may_be_right_on_the_cluster(tmp_path):
-    report = check(None, arguments(tmp_path, "run.root=README.md", "cluster.gpu=none", "cluster.nodes=1"), "train")
+    report = check(
+        None, arguments(tmp_path, "run.root=README.md", "cluster.gpu=none", "cluster.nodes=1"), "train"
+    )
     assert not any("run.root" in one for one in report.violations)
-    assert any(one.startswith("run.root: here, run.root=README.md is a file, not a folder") for one in report.not_checked)
+    assert any(
+        one.startswith("run.root: here, run.root=README.md is a file, not a folder")
+        for one in report.not_checked
+    )
 
 
 @pytest.mark.parametrize("key", ["run.root", "megatron.offload_folder", "rollout.record"])
@@ -137,7 +175,10 @@ def test_a_path_of_another_machine_is_not_judged(key, tmp_path):
     ("changes", "says"),
     [
         (["megatron.offload_folder=README.md"], "megatron.offload_folder=README.md is a file"),
-        (["weight_sync.transport=disk", "weight_sync.folder=/proc/nope"], "weight_sync.folder=/proc/nope cannot be"),
+        (
+            ["weight_sync.transport=disk", "weight_sync.folder=/proc/nope"],
+            "weight_sync.folder=/proc/nope cannot be",
+        ),
     ],
 )
 def test_a_start_refuses_it_before_any_process(tmp_path, changes, says):
@@ -149,11 +190,16 @@ def test_a_start_refuses_it_before_any_process(tmp_path, changes, says):
 
 
 def test_a_folder_of_the_nodes_is_for_the_ranks_to_say(tmp_path):
-    config = load_config(None, arguments(tmp_path, "megatron.offload_folder=README.md", "cluster.ray_address=head:1"))
+    config = load_config(
+        None, arguments(tmp_path, "megatron.offload_folder=README.md", "cluster.ray_address=head:1")
+    )
     check_output_folders(config, "train")
     with pytest.raises(UserError) as raised:
         Parking("README.md")
-    assert str(raised.value) == f"megatron.offload_folder=README.md is a file, not a folder (on {socket.gethostname()})"
+    assert (
+        str(raised.value)
+        == f"megatron.offload_folder=README.md is a file, not a folder (on {socket.gethostname()})"
+    )
 
 
 def test_parking_in_a_folder_that_is_not_there_yet(tmp_path):

@@ -69,7 +69,9 @@ def prompts(*texts):
 
 def generated(episodes, *texts, n=3):
     asked = prompts(*texts)
-    return RolloutManager(Engine(asked), episodes).generate(asked, Sampling(n=n, temperature=1.0, max_response_length=9))
+    return RolloutManager(Engine(asked), episodes).generate(
+        asked, Sampling(n=n, temperature=1.0, max_response_length=9)
+    )
 
 
 def single_turns(function="score", **options):
@@ -83,7 +85,10 @@ def test_a_response_whose_reward_fails_is_not_in_its_group():
     assert [group.failed for group in groups] == [1, 0, 3, 2]
     assert [sample.trajectory_id for sample in groups[0].samples] == [0, 2]
     said = episodes._rewards.said
-    assert "could not convert string to float: 'x'; this sample is left out (reward.on_failure=leave_out)" in said[0]
+    assert (
+        "could not convert string to float: 'x'; this sample is left out (reward.on_failure=leave_out)"
+        in said[0]
+    )
     assert len(said) == 6
 
 
@@ -159,7 +164,9 @@ def only_one(prompt, response, answer, record):
 
 
 def configured(*overrides):
-    return read_config(None, ["model.path=m", "data.train=d", "rollout.n=3", "reward.on_failure=leave_out", *overrides])
+    return read_config(
+        None, ["model.path=m", "data.train=d", "rollout.n=3", "reward.on_failure=leave_out", *overrides]
+    )
 
 
 class Source:
@@ -182,7 +189,9 @@ def sampled(config, *texts) -> Rollout:
 @pytest.mark.parametrize("estimator", [*GROUP_RELATIVE, "reinforce_plus_plus"])
 def test_a_group_with_too_few_for_the_estimator_is_left_out(estimator, tmp_path):
     record = tmp_path / "r.jsonl"
-    config = configured(f"algorithm.adv_estimator={estimator}", "data.train_batch_size=4", f"rollout.record={record}")
+    config = configured(
+        f"algorithm.adv_estimator={estimator}", "data.train_batch_size=4", f"rollout.record={record}"
+    )
     found = sampled(config, "1 x 3", "x 2 x", "x x x", "1 2 3")
     alone = [] if estimator in GROUP_RELATIVE else [1]
     assert [group.prompt.uid for group in found.groups] == [0, *alone, 3]
@@ -193,7 +202,9 @@ def test_a_group_with_too_few_for_the_estimator_is_left_out(estimator, tmp_path)
     assert scalars["rollout/failed_groups"] == len(found.failed)
     assert scalars["reward/filtered_groups"] == 0
     replayed = Replay(str(record)).read(1)
-    assert [(group.rewards, group.failed) for group in replayed] == [(group.rewards, group.failed) for group in found.groups]
+    assert [(group.rewards, group.failed) for group in replayed] == [
+        (group.rewards, group.failed) for group in found.groups
+    ]
 
 
 def test_a_step_without_any_group_is_an_error():
@@ -202,15 +213,29 @@ def test_a_step_without_any_group_is_an_error():
 
 
 def test_dynamic_sampling_replaces_groups_that_are_too_small():
-    given = ["data.train_batch_size=2", "rollout.dynamic_sampling.enabled=true", "algorithm.filters=[nonzero_variance]"]
+    given = [
+        "data.train_batch_size=2",
+        "rollout.dynamic_sampling.enabled=true",
+        "algorithm.filters=[nonzero_variance]",
+    ]
     found = sampled(
-        configured(*given, "rollout.dynamic_sampling.over_sampling=1"), "x x x", "1 1 x", "1 2 x", "1 x x", "1 2 3", "1 2 2"
+        configured(*given, "rollout.dynamic_sampling.over_sampling=1"),
+        "x x x",
+        "1 1 x",
+        "1 2 x",
+        "1 x x",
+        "1 2 3",
+        "1 2 2",
     )
     assert [group.prompt.uid for group in found.groups] == [2, 4]
     assert sorted(group.prompt.uid for group in found.failed) == [0, 3]
     assert found.dropped == 1
-    with pytest.raises(UserError, match=r"left 1 of the 2 groups of .*, and failed rewards left too few samples of 3: choose"):
-        sampled(configured(*given, "rollout.dynamic_sampling.max_batches=2"), "x x x", "1 2 x", "x x x", "x x x")
+    with pytest.raises(
+        UserError, match=r"left 1 of the 2 groups of .*, and failed rewards left too few samples of 3: choose"
+    ):
+        sampled(
+            configured(*given, "rollout.dynamic_sampling.max_batches=2"), "x x x", "1 2 x", "x x x", "x x x"
+        )
 
 
 @pytest.mark.parametrize("estimator", [*GROUP_RELATIVE, "reinforce_plus_plus"])
@@ -219,9 +244,13 @@ def test_advantages_are_those_of_the_smaller_groups(estimator):
     config = configured(f"algorithm.adv_estimator={estimator}", "data.train_batch_size=2")
     groups = sampled(config, "1 x 4", "1 2 6").groups
     batch = TrainBatch.from_samples([sample for group in groups for sample in group.samples])
-    given = AdvantageInputs(batch.reward, batch.group_id, batch.trajectory_id, batch.sequence_id, batch.loss_mask)
+    given = AdvantageInputs(
+        batch.reward, batch.group_id, batch.trajectory_id, batch.sequence_id, batch.loss_mask
+    )
     ids = np.arange(5)
-    expected = AdvantageInputs(np.array([1.0, 4, 1, 2, 6]), np.array([0, 0, 1, 1, 1]), ids, ids, np.ones(5, bool))
+    expected = AdvantageInputs(
+        np.array([1.0, 4, 1, 2, 6]), np.array([0, 0, 1, 1, 1]), ids, ids, np.ones(5, bool)
+    )
     found = advantages(given, config.algorithm)[batch.loss_mask]
     assert found.tolist() == advantages(expected, config.algorithm).tolist()
     assert found.any()
@@ -231,10 +260,14 @@ def test_advantages_are_those_of_the_smaller_groups(estimator):
 
 
 def evaluated(tmp_path, *texts, **options):
-    config = configured("eval.n=3", "eval.greedy=true", "eval.save_samples=false", *(f"{k}={v}" for k, v in options.items()))
+    config = configured(
+        "eval.n=3", "eval.greedy=true", "eval.save_samples=false", *(f"{k}={v}" for k, v in options.items())
+    )
     asked = prompts(*texts)
     manager = RolloutManager(Engine(asked), single_turns())
-    return Evaluation(manager, {"held_out": asked}, config, str(tmp_path), lambda *_: None).scores(1)["held_out"]
+    return Evaluation(manager, {"held_out": asked}, config, str(tmp_path), lambda *_: None).scores(1)[
+        "held_out"
+    ]
 
 
 def test_an_evaluation_counts_what_is_left(tmp_path):
@@ -246,7 +279,9 @@ def test_an_evaluation_counts_what_is_left(tmp_path):
 
 
 def test_an_evaluation_of_nothing_is_an_error(tmp_path):
-    with pytest.raises(UserError, match=r"the evaluation of held_out has no reward: .* none of its 1 prompts a sample"):
+    with pytest.raises(
+        UserError, match=r"the evaluation of held_out has no reward: .* none of its 1 prompts a sample"
+    ):
         evaluated(tmp_path, "x x x")
 
 
@@ -262,8 +297,16 @@ def test_statistics_of_groups_of_several_sizes():
 def test_what_it_goes_with():
     assert violations(configured()) == []
     (sentence,) = violations(configured("reward.failure_value=-1"))
-    assert "reward.failure_value=-1.0 means nothing with reward.on_failure=leave_out; set it to value" in sentence
+    assert (
+        "reward.failure_value=-1.0 means nothing with reward.on_failure=leave_out; set it to value"
+        in sentence
+    )
     two = ["megatron.data_parallel=2", "train.packing=false"]
-    assert ["groups of any size" in sentence for sentence in violations(configured(*two, "rollout.n=4"))] == [True]
+    assert ["groups of any size" in sentence for sentence in violations(configured(*two, "rollout.n=4"))] == [
+        True
+    ]
     assert violations(configured(two[0])) == violations(configured(two[1])) == []
-    assert "reward.on_failure" in check(None, ["model.path=m", "data.train=d", "reward.on_failure=skip"]).violations[0]
+    assert (
+        "reward.on_failure"
+        in check(None, ["model.path=m", "data.train=d", "reward.on_failure=skip"]).violations[0]
+    )

@@ -45,7 +45,12 @@ NUMBERS = [key for key, field in leaves().items() if kinds(field) & {int, float}
 TEXTS = [key for key, field in leaves().items() if str in kinds(field)]
 
 # Numbers that may be anything finite, and texts that may be anything: each a decision.
-UNLIMITED = {"algorithm.entropy_coeff", "eval.pass_reward", "reward.failure_value", "rollout.gymnasium.invalid_reward"}
+UNLIMITED = {
+    "algorithm.entropy_coeff",
+    "eval.pass_reward",
+    "reward.failure_value",
+    "rollout.gymnasium.invalid_reward",
+}
 ANY_TEXT = {"data.system_prompt", "data.prompt_suffix", "reward.code.preamble"}
 
 

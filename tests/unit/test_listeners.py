@@ -30,7 +30,9 @@ def configured(*listeners: str) -> Config:
 def test_a_package_that_is_missing_is_named_before_anything_starts(name, package, monkeypatch):
     check_listeners(configured())
     monkeypatch.setitem(optional._PACKAGES, name, f"no_such_{package}")
-    with pytest.raises(UserError, match=f"monitor.listeners has {name}, which needs the package no_such_{package}"):
+    with pytest.raises(
+        UserError, match=f"monitor.listeners has {name}, which needs the package no_such_{package}"
+    ):
         check_listeners(configured(name))
 
 
@@ -74,7 +76,10 @@ def test_a_listener_that_cannot_start_ends_a_new_run_and_no_resumed_one(service,
 def test_restarts_keep_the_listeners(service, tmp_path):
     """A monitor is made for each attempt; a service that could not be reached again ended the run that it only had to show."""
     config = configured("prometheus")
-    with StatusFile(str(tmp_path), "run", 4) as status, listening(config, str(tmp_path), resumed=False) as listeners:
+    with (
+        StatusFile(str(tmp_path), "run", 4) as status,
+        listening(config, str(tmp_path), resumed=False) as listeners,
+    ):
         for attempt in (1, 2):
             monitor = Monitor(str(tmp_path), config, status, listeners=listeners)
             monitor.evaluated(attempt, {"eval/greedy": 0.5})
@@ -92,7 +97,10 @@ def test_a_service_that_does_not_end_is_left_alone(service, tmp_path, monkeypatc
     try:
         with listening(configured("prometheus"), str(tmp_path), resumed=False):
             pass
-        assert capsys.readouterr().out == "Service may miss the end of this run: TimeoutError: it was not done within 0 s\n"
+        assert (
+            capsys.readouterr().out
+            == "Service may miss the end of this run: TimeoutError: it was not done within 0 s\n"
+        )
     finally:
         answered.set()
     service.taken.clear()
@@ -121,7 +129,9 @@ def test_prometheus_gets_the_newest_scalars(tmp_path):
         assert r'grpo_megatron_scalar{name="eval/pass@2",run="a \"run\""} 1.0' in lines
         assert r'grpo_megatron_step{run="a \"run\""} 2.0' in lines
         with (
-            pytest.raises(UserError, match=f"prometheus_port={config.monitor.prometheus_port}.*choose others"),
+            pytest.raises(
+                UserError, match=f"prometheus_port={config.monitor.prometheus_port}.*choose others"
+            ),
             listening(config, str(tmp_path), resumed=False),
         ):
             pass

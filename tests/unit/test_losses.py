@@ -71,7 +71,9 @@ def test_ratios_beyond_twenty_nats_stay_finite(difference):
 def test_the_worst_tokens_keep_their_numbers():
     """The report of a mismatch finds the text of a token by its number in the step."""
     logp = torch.tensor([-1.0, -2.0, -3.0])
-    given = inputs([True, True, False], rollout_logp=torch.tensor([-1.5, -2.0, -9.0]), number=torch.tensor([70, 71, 72]))
+    given = inputs(
+        [True, True, False], rollout_logp=torch.tensor([-1.5, -2.0, -9.0]), number=torch.tensor([70, 71, 72])
+    )
     _, metrics = PolicyLoss()(logp, torch.zeros(3), given)
     assert [row[:2] for row in metrics["mismatch/worst"].result()] == [(0.5, 70), (0.0, 71)]
 
@@ -171,7 +173,8 @@ def naive_aggregate(mode: str, rows: list[list[torch.Tensor]], groups: list[int]
         return torch.stack(sums).mean() / LONGEST
     if mode == "group-sum":
         in_group = {
-            group: torch.stack([m for m, (_, g) in zip(means, present, strict=True) if g == group]) for _, group in present
+            group: torch.stack([m for m, (_, g) in zip(means, present, strict=True) if g == group])
+            for _, group in present
         }
         return torch.stack([values.sum() for values in in_group.values()]).mean()
     raise AssertionError(mode)
@@ -188,13 +191,17 @@ def naive_losses(loss: PolicyLoss, data: Ragged) -> list[list[torch.Tensor]]:
         logp = data.logp[tokens]
         old = logp.detach() if data.inputs.old_logp is None else data.inputs.old_logp[tokens]
         log_ratio = logp - old
-        level = {"token": log_ratio, "sequence": log_ratio.mean(), "sequence_sum": log_ratio.sum()}[loss.ratio_level]
+        level = {"token": log_ratio, "sequence": log_ratio.mean(), "sequence_sum": log_ratio.sum()}[
+            loss.ratio_level
+        ]
         ratios = level.exp().expand(len(tokens))
         rows.append([naive_token(loss, data, t, ratios[i], log_ratio[i]) for i, t in enumerate(tokens)])
     return rows
 
 
-def naive_token(loss: PolicyLoss, data: Ragged, t: int, ratio: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
+def naive_token(
+    loss: PolicyLoss, data: Ragged, t: int, ratio: torch.Tensor, log_ratio: torch.Tensor
+) -> torch.Tensor:
     advantage, logp = data.inputs.advantage[t], data.logp[t]
     low, high = 1 - loss.clip_ratio_low, 1 + loss.clip_ratio_high
     if loss.surrogate == "clip":
@@ -240,7 +247,9 @@ def check_against_naive(loss: PolicyLoss, mode: str, data: Ragged) -> None:
     np.testing.assert_allclose(ours.item(), expected.item(), rtol=1e-6, atol=1e-6)
     for leaf in (data.logp, data.entropy):
         pairs = [
-            torch.autograd.grad(total, leaf, retain_graph=True, allow_unused=True)[0] if total.requires_grad else None
+            torch.autograd.grad(total, leaf, retain_graph=True, allow_unused=True)[0]
+            if total.requires_grad
+            else None
             for total in (ours, expected)
         ]
         ours_gradient, expected_gradient = (torch.zeros_like(leaf) if g is None else g for g in pairs)
@@ -279,7 +288,13 @@ def test_policy_factor_multiplies_the_policy_term_only(seed):
 
 # --- properties
 
-SURROGATES = [("clip", "token"), ("cispo", "token"), ("reinforce", "token"), ("clip", "sequence"), ("cispo", "sequence")]
+SURROGATES = [
+    ("clip", "token"),
+    ("cispo", "token"),
+    ("reinforce", "token"),
+    ("clip", "sequence"),
+    ("cispo", "sequence"),
+]
 
 
 @pytest.mark.slow_but(2)
@@ -300,7 +315,9 @@ def test_gspo_has_the_gradient_of_the_sequence_ratio():
     advantage = torch.tensor([0.7, 0.7, 0.7, -1.3, -1.3])
     weight = torch.tensor([1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2])
     loss = PolicyLoss(clip_ratio_low=0.9, clip_ratio_high=0.9, ratio_level="sequence")
-    value, _ = loss(logp, torch.zeros(5), inputs([True] * 5, old, sequence_id=[0, 0, 0, 1, 1], advantage=advantage))
+    value, _ = loss(
+        logp, torch.zeros(5), inputs([True] * 5, old, sequence_id=[0, 0, 0, 1, 1], advantage=advantage)
+    )
     ours = torch.autograd.grad((weight * value).sum(), logp)[0]
     ratios = [(logp - old)[part].mean().exp() for part in (slice(0, 3), slice(3, 5))]
     whole = -(0.7 * ratios[0] - 1.3 * ratios[1])
@@ -313,7 +330,11 @@ def test_gspo_has_the_gradient_of_the_sequence_ratio():
 
 def test_the_loss_has_every_option_of_the_same_name():
     config = Config()
-    config.algorithm.clip_ratio_high, config.algorithm.clip_ratio_c, config.algorithm.surrogate = 0.28, 3.0, "cispo"
+    config.algorithm.clip_ratio_high, config.algorithm.clip_ratio_c, config.algorithm.surrogate = (
+        0.28,
+        3.0,
+        "cispo",
+    )
     config.mismatch.correction = type(config.mismatch.correction).tis
     before = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=True)
     assert (before.clip_ratio_high, before.clip_ratio_c, before.surrogate) == (0.28, 3.0, "cispo")
@@ -328,6 +349,8 @@ def test_limits():
     assert PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=False).limits == {}
     config.algorithm.early_stop_imp_ratio = 5.0
     config.mismatch.action, config.mismatch.threshold = type(config.mismatch.action).stop, 0.3
-    assert PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=True).limits == {"actor/ratio": 5.0}
+    assert PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=True).limits == {
+        "actor/ratio": 5.0
+    }
     forward = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=False)
     assert forward.limits == {"actor/ratio": 5.0, "mismatch/max": 0.3}

@@ -61,7 +61,19 @@ def test_commas(reward, response, answer, expected):
 
 @pytest.mark.parametrize(
     "text",
-    ["1,23", "1.234,56", "1.234,567", "0,234", "12,34,567", "1234,567", "1,2345", "1,234,5", "(3,4)", "2{,}5", r"(3,\,4)"],
+    [
+        "1,23",
+        "1.234,56",
+        "1.234,567",
+        "0,234",
+        "12,34,567",
+        "1234,567",
+        "1,2345",
+        "1,234,5",
+        "(3,4)",
+        "2{,}5",
+        r"(3,\,4)",
+    ],
 )
 def test_other_commas_stay_as_they_are(text):
     """European decimals, lists and points lost their commas."""
@@ -90,7 +102,9 @@ def test_the_last_number_has_only_its_own_commas(text, number):
 
 def test_votes_differ_where_commas_do():
     """maj@n counted (1,23), (12,3) and 123 as one answer, and `(3,4)` and `(3, 4)` as two."""
-    assert len(set(map(answer_key, ["(1,23)", "(12,3)", "123", "1,23", "(1,234)", "1,234", "2 3", "23"]))) == 8
+    assert (
+        len(set(map(answer_key, ["(1,23)", "(12,3)", "123", "1,23", "(1,234)", "1,234", "2 3", "23"]))) == 8
+    )
     assert len(set(map(answer_key, ["(3,4)", "(3, 4)", r"(3,\,4)", r" ( 3,4 ) ", "$(3,4)$."]))) == 1
     assert len(set(map(answer_key, ["1,234", "1234", "1{,}234", r"1\,234", r"\$1,234", "1.234e3"]))) == 1
 

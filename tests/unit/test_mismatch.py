@@ -7,7 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_megatron.algorithm.mismatch import describe_worst, measure_mismatch, mismatch_metrics, mismatch_report
+from grpo_megatron.algorithm.mismatch import (
+    describe_worst,
+    measure_mismatch,
+    mismatch_metrics,
+    mismatch_report,
+)
 from grpo_megatron.config.schema import Config
 from grpo_megatron.metrics import concrete, merge, to_floats
 from tests.unit.ragged import ragged
@@ -79,7 +84,9 @@ def test_quantiles_and_worst_tokens_do_not_depend_on_how_tokens_are_divided(delt
     ordered = np.sort(delta)
     for name, share in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
         exact = ordered[max(1, math.ceil(share * len(delta))) - 1]
-        assert math.log(to_floats(merged)[f"mismatch/ratio_{name}"]) == pytest.approx(exact, rel=0.08, abs=1e-6)
+        assert math.log(to_floats(merged)[f"mismatch/ratio_{name}"]) == pytest.approx(
+            exact, rel=0.08, abs=1e-6
+        )
     worst = [row[0] for row in merged["mismatch/worst"].result()]
     assert worst == sorted(np.abs(delta).tolist(), reverse=True)[:5]
 
@@ -101,13 +108,16 @@ def test_worst_tokens_at_both_ends_of_a_sequence_show_no_token_of_the_neighbours
     rows = [(2.0, 4, -1.0, -3.0), (1.0, 12, -1.0, -2.0)]  # the second token of sequence 1, and its last
     first, last = describe_worst(rows, tokens, cu_seqlens, str, context=8).splitlines()
     assert first.endswith("token 1 of 10 in sequence 1: '[14]>>[15]<<[16 17 18 19]'")
-    wide = describe_worst([(2.0, 18, -1.0, -3.0)], np.arange(100, 140), np.array([0, 4, 40]), lambda ids: f"{ids[0]}-{ids[-1]}")
+    wide = describe_worst(
+        [(2.0, 18, -1.0, -3.0)], np.arange(100, 140), np.array([0, 4, 40]), lambda ids: f"{ids[0]}-{ids[-1]}"
+    )
     assert wide.endswith("'107-118>>119-119<<120-125'")  # twelve before and six after
     assert last.endswith("token 9 of 10 in sequence 1: '[15 16 17 18 19 20 21 22]>>[23]<<[]'")
 
 
 @pytest.mark.parametrize(
-    ("action", "says", "stops"), [("off", False, False), ("warn", True, False), ("mask", False, False), ("stop", True, True)]
+    ("action", "says", "stops"),
+    [("off", False, False), ("warn", True, False), ("mask", False, False), ("stop", True, True)],
 )
 def test_what_is_done_about_it(action, says, stops):
     given = ragged(4, spread=0.5)
@@ -125,5 +135,7 @@ def test_what_is_done_about_it(action, says, stops):
     config.threshold = largest
     assert not mismatch_report(metrics, [batch], config, None).text
     rows = metrics["mismatch/worst"].result()
-    assert all(f">>{int(row[1]) + 101}<<" in line for row, line in zip(rows, report.worst.splitlines(), strict=True))
+    assert all(
+        f">>{int(row[1]) + 101}<<" in line for row, line in zip(rows, report.worst.splitlines(), strict=True)
+    )
     assert all(re.search(r": '[\d ]*>>\d+<<[\d ]*'$", line) for line in report.worst.splitlines())

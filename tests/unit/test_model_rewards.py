@@ -36,7 +36,11 @@ def save(folder: Path, kind: str, template: str | None = None, reward_model: boo
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     if reward_model:
-        config |= {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "reward"}, "pad_token_id": 0}
+        config |= {
+            "architectures": ["Qwen3ForSequenceClassification"],
+            "id2label": {"0": "reward"},
+            "pad_token_id": 0,
+        }
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -58,7 +62,9 @@ class Ranks:
         self.sizes, self._score, self.batch = sizes, score, None
 
     def scores(self, batch, plan) -> np.ndarray:
-        assert sorted(i for rank in range(self.sizes.dp) for i in plan.sequences(rank)) == list(range(batch.num_sequences))
+        assert sorted(i for rank in range(self.sizes.dp) for i in plan.sequences(rank)) == list(
+            range(batch.num_sequences)
+        )
         self.batch = batch
         return np.array([self._score(length) for length in batch.lengths], np.float32)
 
@@ -68,7 +74,12 @@ class Ranks:
 
 
 def setup(folders, which: str, ranks: Ranks, *overrides: str) -> tuple[ModelRewards, PromptTokenizer]:
-    changes = [f"model.path={folders['policy']}", "data.train=d.jsonl", "train.max_tokens_per_micro_batch=64", *overrides]
+    changes = [
+        f"model.path={folders['policy']}",
+        "data.train=d.jsonl",
+        "train.max_tokens_per_micro_batch=64",
+        *overrides,
+    ]
     config = read_config(None, [*changes, "reward.function=model", f"reward.model.path={folders[which]}"])
     conversations = conversations_of(folders[which], folders["policy"], config.data)
     return ModelRewards(config, ranks, conversations, ranks_turn=lambda: None), conversations.tokenizer
@@ -104,7 +115,9 @@ def test_with_the_same_tokenizer_tokens_are_read_as_they_were_sampled(folders):
     assert ranks.read(tokenizer) == ["<user>1+1<assistant>2<eos>", "<user>1+1<assistant>3<eos>"]
     assert group.rewards == [7.0, 7.0]
     assert [sample.reward_components for sample in group.samples] == [{"other": 1.0, "model": 7.0}] * 2
-    assert [sample.response_ids.tolist() for sample in group.samples] == [s.response_ids.tolist() for s in before[0].samples]
+    assert [sample.response_ids.tolist() for sample in group.samples] == [
+        s.response_ids.tolist() for s in before[0].samples
+    ]
 
 
 def test_with_another_tokenizer_the_text_is_read_in_its_own_template(folders):
@@ -118,11 +131,16 @@ def test_with_another_tokenizer_the_text_is_read_in_its_own_template(folders):
 FILE_TEMPLATE = "{% for m in messages %}({{ style }}{{ m['content'] }}){% endfor %}"
 
 
-@pytest.mark.parametrize(("which", "reads"), [("other", "[user]1+1|[assistant]2|"), ("same", "<user>1+1<assistant>2)")])
+@pytest.mark.parametrize(
+    ("which", "reads"), [("other", "[user]1+1|[assistant]2|"), ("same", "<user>1+1<assistant>2)")]
+)
 def test_a_template_file_is_the_policys(folders, tmp_path, which, reads):
     """A reward model that reads the policy's tokens has what that template puts behind a response."""
     (tmp_path / "t.jinja").write_text(FILE_TEMPLATE)
-    ranks, changes = Ranks(), [f"data.chat_template={tmp_path}/t.jinja", "data.chat_template_args={style: '7'}"]
+    ranks, changes = (
+        Ranks(),
+        [f"data.chat_template={tmp_path}/t.jinja", "data.chat_template_args={style: '7'}"],
+    )
     score, tokenizer = setup(folders, which, ranks, *changes)
     score(groups(folders, responses=("2",)))
     assert ranks.read(tokenizer) == [reads]
@@ -138,7 +156,9 @@ def test_a_reward_model_with_another_tokenizer_needs_a_template(folders, tmp_pat
     (folder / "config.json").write_text("{}")
     for template in ("tokenizer", f"{tmp_path}/t.jinja"):
         data = DataConfig(chat_template=template)
-        with pytest.raises(UserError, match=r"^reward\.model\.path: .*bare: .* no chat template; put .*chat_template\.jinja"):
+        with pytest.raises(
+            UserError, match=r"^reward\.model\.path: .*bare: .* no chat template; put .*chat_template\.jinja"
+        ):
             conversations_of(str(folder), folders["policy"], data)
     conversations_of(str(folder), folders["policy"], DataConfig(chat_template="none"))
     (folder / "chat_template.jinja").write_text(OTHER_TEMPLATE)
@@ -212,7 +232,9 @@ def test_a_reward_model_that_does_not_divide(folders, tmp_path):
     config |= {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "reward"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = violations(folders, str(tmp_path), "megatron.pipeline_parallel=2", "data.train_batch_size=32")
-    assert any("cannot be divided as megatron.* says" in sentence and "layers" in sentence for sentence in found)
+    assert any(
+        "cannot be divided as megatron.* says" in sentence and "layers" in sentence for sentence in found
+    )
     assert any("score.weight is missing" in sentence for sentence in found)  # of a language model's weights
 
 
@@ -240,5 +262,7 @@ def test_its_tokenizer_is_looked_at_where_the_policy_is_here(folders):
     arguments = ["data.train=d.jsonl", "reward.function=model", f"reward.model.path={folders['other']}"]
     what = f"tokenizer of reward.model.path {folders['other']}"
     assert what in check(None, [*arguments, f"model.path={folders['policy']}"]).checked
-    (sentence,) = [one for one in check(None, [*arguments, "model.path=elsewhere"]).not_checked if one.startswith(what)]
+    (sentence,) = [
+        one for one in check(None, [*arguments, "model.path=elsewhere"]).not_checked if one.startswith(what)
+    ]
     assert "model.path, which is not a folder here" in sentence

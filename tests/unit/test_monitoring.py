@@ -97,11 +97,15 @@ def a_step(monitor: Monitor, step: int, groups: list[Group], scalars=None, secon
         time.sleep(seconds)
     with monitor.phases("train"):
         time.sleep(seconds)
-    return monitor.finish_step(step, {"reward/mean": 0.5} if scalars is None else scalars, [batch_of(groups)], groups)
+    return monitor.finish_step(
+        step, {"reward/mean": 0.5} if scalars is None else scalars, [batch_of(groups)], groups
+    )
 
 
 def events(folder) -> EventAccumulator:
-    return EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0, "histograms": 0}).Reload()
+    return EventAccumulator(
+        str(folder / "tensorboard"), size_guidance={"tensors": 0, "histograms": 0}
+    ).Reload()
 
 
 def test_a_step_in_every_file(monitor_of, tmp_path, capsys):
@@ -112,7 +116,9 @@ def test_a_step_in_every_file(monitor_of, tmp_path, capsys):
     monitor.line(2, scalars)
     monitor.close()
     assert re.search(
-        r"^step +2/10 \| reward 0.5 \| \d+ tok/s \| \d+\.\d\d s \(generate .* ETA", capsys.readouterr().out, re.MULTILINE
+        r"^step +2/10 \| reward 0.5 \| \d+ tok/s \| \d+\.\d\d s \(generate .* ETA",
+        capsys.readouterr().out,
+        re.MULTILINE,
     )
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [next(iter(row)) for row in rows] == ["step", "step"]
@@ -138,7 +144,9 @@ def test_a_step_in_every_file(monitor_of, tmp_path, capsys):
 def test_times_and_throughput_add_up(monitor_of, tmp_path):
     monitor = monitor_of(configured())
     scalars = a_step(monitor, 1, [group(0, (0.0, 1.0))])
-    assert scalars["time/generate"] + scalars["time/train"] + scalars["time/other"] == pytest.approx(scalars["time/step"])
+    assert scalars["time/generate"] + scalars["time/train"] + scalars["time/other"] == pytest.approx(
+        scalars["time/step"]
+    )
     assert scalars["throughput/tokens_per_second"] == pytest.approx(10 / scalars["time/step"])
     assert scalars["throughput/tokens_per_second_per_device"] == pytest.approx(10 / scalars["time/step"] / 3)
     assert scalars["idle/trainer"] == pytest.approx(1 - scalars["time/train"] / scalars["time/step"])
@@ -177,17 +185,25 @@ def test_a_phase_within_another_counts_once():
 def test_utilisation_counts_forward_and_backward_of_every_epoch():
     batch = batch_of([group(0, (0.0, 1.0))])  # two sequences of 5 tokens
     throughput = Throughput(CostModel(per_token=10.0, per_pair=2.0), ranks=2, engine_devices=4, peak=1000.0)
-    scalars = throughput.scalars([batch], epochs=2, seconds=10.0, phases={"train": 2.0, "generate": 5.0, "sync": 1.0})
+    scalars = throughput.scalars(
+        [batch], epochs=2, seconds=10.0, phases={"train": 2.0, "generate": 5.0, "sync": 1.0}
+    )
     flops = 3 * 2 * 2 * (10 * 5 + 2 * 15)
     assert scalars["throughput/mfu_train"] == pytest.approx(flops / (2.0 * 2 * 1000))
     assert scalars["throughput/mfu_step"] == pytest.approx(flops / (10.0 * 6 * 1000))
     assert scalars["idle/trainer"] == pytest.approx(0.7)
     assert scalars["idle/engines"] == pytest.approx(0.4)
-    scoring = throughput.scalars([batch], epochs=2, seconds=10.0, phases={"train": 2.0, "generate": 5.0, "score": 3.0})
-    assert (scoring["idle/trainer"], scoring["idle/engines"]) == pytest.approx((0.5, 0.5))  # a reward model is on the ranks
+    scoring = throughput.scalars(
+        [batch], epochs=2, seconds=10.0, phases={"train": 2.0, "generate": 5.0, "score": 3.0}
+    )
+    assert (scoring["idle/trainer"], scoring["idle/engines"]) == pytest.approx(
+        (0.5, 0.5)
+    )  # a reward model is on the ranks
     shared = Throughput(CostModel(), ranks=4, engine_devices=4, shared=True)
     assert shared.devices == 4
-    assert Throughput(CostModel(), ranks=2, engine_devices=0).scalars([batch], 1, 1.0, {}).keys() >= {"idle/trainer"}
+    assert Throughput(CostModel(), ranks=2, engine_devices=0).scalars([batch], 1, 1.0, {}).keys() >= {
+        "idle/trainer"
+    }
 
 
 def test_a_reward_model_that_is_trained_has_no_vocabulary_head_to_count():
@@ -210,10 +226,16 @@ def test_a_resumed_run_takes_back_what_came_later(monitor_of, tmp_path):
     monitor = monitor_of(configured(samples_every=1), resumed=2)
     a_step(monitor, 3, groups, {"reward/mean": 0.75})
     monitor.close()
-    assert [(event.step, event.value) for event in events(tmp_path).Scalars("reward/mean")] == [(1, 0.5), (2, 0.5), (3, 0.75)]
+    assert [(event.step, event.value) for event in events(tmp_path).Scalars("reward/mean")] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.75),
+    ]
     texts = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
     assert [text["step"] for text in texts if text["name"] == "samples/0"] == [1, 2, 3]
-    steps = [event["name"] for event in read_timeline(tmp_path / TIMELINE) if event["name"].startswith("step")]
+    steps = [
+        event["name"] for event in read_timeline(tmp_path / TIMELINE) if event["name"].startswith("step")
+    ]
     assert steps == ["step 1", "step 2", "step 3"]
 
 
@@ -274,7 +296,12 @@ def test_distributions_can_be_switched_off(monitor_of, tmp_path):
     assert not any(tag.startswith("samples") for tag in found.Tags()["tensors"])
 
 
-@given(st.text(alphabet=st.characters(codec=None, categories=("L", "N", "P", "S", "Zl", "Zp", "Cc", "Cs")), max_size=60))
+@given(
+    st.text(
+        alphabet=st.characters(codec=None, categories=("L", "N", "P", "S", "Zl", "Zp", "Cc", "Cs")),
+        max_size=60,
+    )
+)
 def test_tensorboard_shows_a_text_as_it_is(text):
     html = plugin_util.markdown_to_safe_html(verbatim(MARKUP + text + MARKUP))
     assert set(re.findall(r"</?(\w+)", html)) == {"pre", "code"}

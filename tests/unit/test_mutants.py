@@ -51,7 +51,14 @@ def values_of(source: str) -> list:
     with pytest.raises(ValueError, match="9"):
         thing.size = 9
     with names["opened"]() as opened:
-        return [names["one"](1), names["one"].cache_info().misses, thing.size, thing.twice, thing.still(), opened]
+        return [
+            names["one"](1),
+            names["one"].cache_info().misses,
+            thing.size,
+            thing.twice,
+            thing.still(),
+            opened,
+        ]
 
 
 def test_functions_that_are_decorated_later_do_the_same():

@@ -15,7 +15,9 @@ from grpo_megatron.preflight.load import load_config
 from grpo_megatron.trainer.policy import DroppedSteps
 
 # lr 1, down to 0.2 at step 12, 4 steps of warm-up; wsd decays in steps 9 to 12.
-CONFIG = OptimizerConfig(lr=1.0, lr_min=0.2, lr_warmup_steps=4, lr_decay_steps=12, wsd_decay_steps=4, weight_decay=0.1)
+CONFIG = OptimizerConfig(
+    lr=1.0, lr_min=0.2, lr_warmup_steps=4, lr_decay_steps=12, wsd_decay_steps=4, weight_decay=0.1
+)
 WARM_UP = [0.25, 0.5, 0.75, 1.0]
 WSD = {
     WsdDecayStyle.linear: [0.8, 0.6, 0.4, 0.2],
@@ -46,7 +48,9 @@ SCHEDULES = {
 def adam(config: OptimizerConfig) -> torch.optim.Optimizer:
     """Two groups as Megatron makes them: with weight decay and without."""
     rates = {"max_lr": config.lr, "min_lr": config.lr_min}
-    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "wd_mult": wd_mult, **rates} for wd_mult in (1.0, 0.0)]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.ones(2))], "wd_mult": wd_mult, **rates} for wd_mult in (1.0, 0.0)
+    ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
@@ -145,8 +149,14 @@ BROKEN = {
         "optimizer.lr_warmup_steps=9 is more than the 8 steps of the schedule",
     ),
     "no length": (["optimizer.lr_decay_steps=0"], "optimizer.lr_decay_steps must be greater than 0, is 0"),
-    "wsd without a decay": (["optimizer.lr_schedule=wsd"], "optimizer.lr_schedule=wsd needs optimizer.wsd_decay_steps"),
-    "wsd decay of nothing": (["optimizer.wsd_decay_steps=0"], "optimizer.wsd_decay_steps must be greater than 0, is 0"),
+    "wsd without a decay": (
+        ["optimizer.lr_schedule=wsd"],
+        "optimizer.lr_schedule=wsd needs optimizer.wsd_decay_steps",
+    ),
+    "wsd decay of nothing": (
+        ["optimizer.wsd_decay_steps=0"],
+        "optimizer.wsd_decay_steps must be greater than 0, is 0",
+    ),
     "wsd decay too long": (
         ["optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps=101"],
         "optimizer.wsd_decay_steps=101 after optimizer.lr_warmup_steps=0 is more than the 100 steps of the schedule",
@@ -155,8 +165,14 @@ BROKEN = {
         ["optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps=60", "optimizer.lr_warmup_steps=41"],
         "optimizer.wsd_decay_steps=60 after optimizer.lr_warmup_steps=41 is more than the 100 steps of the schedule",
     ),
-    "never a step": (["optimizer.max_grad_norm_to_step=0"], "optimizer.max_grad_norm_to_step must be greater than 0, is 0"),
-    "no dropped step": (["optimizer.max_dropped_steps=0"], "optimizer.max_dropped_steps must be greater than 0, is 0"),
+    "never a step": (
+        ["optimizer.max_grad_norm_to_step=0"],
+        "optimizer.max_grad_norm_to_step must be greater than 0, is 0",
+    ),
+    "no dropped step": (
+        ["optimizer.max_dropped_steps=0"],
+        "optimizer.max_dropped_steps must be greater than 0, is 0",
+    ),
     "unknown schedule": (["optimizer.lr_schedule=polynomial"], "lr_schedule"),
     "unknown decay": (["optimizer.wsd_decay_style=polynomial"], "wsd_decay_style"),
 }
@@ -186,7 +202,12 @@ def test_the_limits_themselves_are_legal():
 
 
 def test_the_schedule_is_as_long_as_the_run():
-    run = ["run.total_steps=10", "data.train_batch_size=32", "train.ppo_mini_batch_size=8", "train.ppo_epochs=3"]
+    run = [
+        "run.total_steps=10",
+        "data.train_batch_size=32",
+        "train.ppo_mini_batch_size=8",
+        "train.ppo_epochs=3",
+    ]
     config = load_config(None, [*NEEDED, *run])
     assert lr_decay_steps(config, "train") == 10 * 4 * 3
     assert lr_decay_steps(config, "sft") == 10
@@ -204,7 +225,9 @@ def test_dropped_steps_in_a_row_stop_the_run():
     watch.note(False, 1.0, 0.5, 3)  # a good one in between
     for step in (4, 5):
         watch.note(True, math.nan, math.nan, step)
-    with pytest.raises(UserError, match=r"3 optimizer steps in a row were dropped, the last one in step 6 ") as caught:
+    with pytest.raises(
+        UserError, match=r"3 optimizer steps in a row were dropped, the last one in step 6 "
+    ) as caught:
         watch.note(True, math.inf, 0.25, 6)
     message = str(caught.value)
     assert "gradient norms nan, nan, inf, losses nan, nan, 0.25" in message

@@ -30,7 +30,14 @@ ARCH = Architecture(
 )
 EXPERTS = {"moe": MoE(num_experts=6, top_k=2, ffn_hidden_size=100, normalize=True, layers=(True,) * 12)}
 
-HEADS, KV, FFN, HIDDEN, LAYERS, ROWS = "attention heads", "KV heads", "intermediate size", "hidden size", "layers", "rows of Q"
+HEADS, KV, FFN, HIDDEN, LAYERS, ROWS = (
+    "attention heads",
+    "KV heads",
+    "intermediate size",
+    "hidden size",
+    "layers",
+    "rows of Q",
+)
 CASES = [
     ({"tp": 5}, {}, [HEADS, KV, FFN]),
     ({"tp": 8}, {}, [HEADS]),
@@ -43,7 +50,11 @@ CASES = [
     ({"pp": 7}, {}, [LAYERS]),
     ({"pp": 24}, {}, [LAYERS]),
     ({"tp": 5, "pp": 5}, {}, [HEADS, KV, FFN, LAYERS]),
-    ({"tp": 7, "pp": 8, "ep": 5}, {}, [HEADS, KV, FFN, LAYERS, "does not divide the 7 ranks", "this one is dense"]),
+    (
+        {"tp": 7, "pp": 8, "ep": 5},
+        {},
+        [HEADS, KV, FFN, LAYERS, "does not divide the 7 ranks", "this one is dense"],
+    ),
     ({"vpp": 2}, {}, ["virtual_pipeline=2 needs"]),
     ({"pp": 2, "vpp": 5}, {}, [LAYERS]),
     ({"pp": 3, "pipeline_layers": (4, 4)}, {}, ["must be 3 numbers"]),

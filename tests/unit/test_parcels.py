@@ -92,7 +92,9 @@ def test_parts_of_parcels_cover_what_a_rank_sends_exactly_once(max_bytes):
     parcels = list(parcels_of(plan, torch.float32, max_bytes))
     assert sum(part.move.numel for parcel in parcels for part in parcel.parts) == sent
     for link, of_link in itertools.groupby(parcels, key=lambda parcel: parcel.link):
-        assert [parcel.number for parcel in of_link] == list(range(sum(parcel.link == link for parcel in parcels)))
+        assert [parcel.number for parcel in of_link] == list(
+            range(sum(parcel.link == link for parcel in parcels))
+        )
     assert all(dataclasses.astuple(parcel)[4][0] == 0 for parcel in parcels)
 
 
@@ -111,11 +113,15 @@ def test_everybodys_order_of_parcels_is_part_of_one_order(arch, multicast):
     whole = names(everything)
     assert len(set(whole)) == len(whole)
     place = {name: i for i, name in enumerate(whole)}
-    own_orders = [names(plan.outgoing(rank)) for rank in ranks] + [names(plan.incoming(one)) for one in plan.engine_ranks]
+    own_orders = [names(plan.outgoing(rank)) for rank in ranks] + [
+        names(plan.incoming(one)) for one in plan.engine_ranks
+    ]
     for own in own_orders:
         assert own == sorted(own, key=place.__getitem__)
         assert [number for _, number in own] == sorted(number for _, number in own)
     if not multicast:
-        first = [link for name, number in whole if number == 0 for link in everything if link.name == name][: len(ranks)]
+        first = [link for name, number in whole if number == 0 for link in everything if link.name == name][
+            : len(ranks)
+        ]
         assert {link.sender for link in first} == set(ranks)  # All senders begin at once,
         assert len({link.receivers for link in first}) == len(ranks)  # each with a receiver of its own.

@@ -50,7 +50,10 @@ def filled(shape, pieces, tensors):
 
 def megatron_shards(entry, parts):
     tensors = hf_tensors(entry)
-    return [filled(entry.megatron_shape(parts), entry.megatron_pieces(parts, rank), tensors) for rank in range(parts)]
+    return [
+        filled(entry.megatron_shape(parts), entry.megatron_pieces(parts, rank), tensors)
+        for rank in range(parts)
+    ]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
@@ -65,7 +68,9 @@ def test_megatrons_shards_are_cut_from_its_fused_tensor(name, parts):
         fused = torch.cat(grouped, dim=1).flatten(0, 1)
         expected = fused.chunk(parts)
     elif name == "gate_up":
-        expected = [torch.cat(halves) for halves in zip(*(tensor.chunk(parts) for tensor in tensors), strict=True)]
+        expected = [
+            torch.cat(halves) for halves in zip(*(tensor.chunk(parts) for tensor in tensors), strict=True)
+        ]
     elif name == "vocab":
         rows = -(-61 // parts)
         padded = torch.cat([tensors[0], tensors[0].new_zeros(rows * parts - 61, HIDDEN)])
@@ -86,15 +91,21 @@ def test_the_engines_qkv_is_queries_then_keys_then_values_of_each_rank(tp, kv_he
         kept = max(1, kv_heads // tp)
         first = rank * kv_heads // tp
         heads["k"] = heads["v"] = range(first, first + kept)
-        expected = [tensors[name].view(-1, HEAD_DIM, HIDDEN)[list(heads[name])].flatten(0, 1) for name in "qkv"]
-        local = filled(entry.engine_shape(EngineLayout(tp)), entry.engine_pieces(EngineLayout(tp), rank), tensors)
+        expected = [
+            tensors[name].view(-1, HEAD_DIM, HIDDEN)[list(heads[name])].flatten(0, 1) for name in "qkv"
+        ]
+        local = filled(
+            entry.engine_shape(EngineLayout(tp)), entry.engine_pieces(EngineLayout(tp), rank), tensors
+        )
         assert torch.equal(local, torch.cat(expected))
 
 
 def test_the_engines_vocabulary_is_padded_to_64_words():
     entry = ENTRIES["vocab"]
     shards = [
-        filled(entry.engine_shape(EngineLayout(2)), entry.engine_pieces(EngineLayout(2), rank), hf_tensors(entry))
+        filled(
+            entry.engine_shape(EngineLayout(2)), entry.engine_pieces(EngineLayout(2), rank), hf_tensors(entry)
+        )
         for rank in (0, 1)
     ]
     assert [len(shard) for shard in shards] == [32, 32]
@@ -105,7 +116,16 @@ def test_the_engines_vocabulary_is_padded_to_64_words():
 def test_the_engines_experts_are_stacked(tp, ep):
     count, layout = 4, EngineLayout(tp, ep)
     entries = [
-        Entry((f"g{n}", f"u{n}"), ((24, HIDDEN),) * 2, f"fc1.{n}", 0, "w13", 0, GateUp(), expert=Expert(n, count))
+        Entry(
+            (f"g{n}", f"u{n}"),
+            ((24, HIDDEN),) * 2,
+            f"fc1.{n}",
+            0,
+            "w13",
+            0,
+            GateUp(),
+            expert=Expert(n, count),
+        )
         for n in range(count)
     ]
     tensors = [hf_tensors(entry) for entry in entries]
@@ -118,12 +138,18 @@ def test_the_engines_experts_are_stacked(tp, ep):
                 piece.of(local).copy_(own[piece.hf][box(piece.start, piece.shape)])
         held = range(rank // layout.moe_tp * count // ep, (rank // layout.moe_tp + 1) * count // ep)
         for number, expert in enumerate(held):
-            parts = [tensors[expert][f"{kind}{expert}"].chunk(layout.moe_tp)[rank % layout.moe_tp] for kind in "gu"]
+            parts = [
+                tensors[expert][f"{kind}{expert}"].chunk(layout.moe_tp)[rank % layout.moe_tp] for kind in "gu"
+            ]
             assert torch.equal(local[number], torch.cat(parts))
 
 
 @settings(max_examples=200, deadline=None)
-@given(name=st.sampled_from(sorted(ENTRIES)), parts=st.sampled_from([1, 2, 4, 8]), tp=st.sampled_from([1, 2, 4, 8]))
+@given(
+    name=st.sampled_from(sorted(ENTRIES)),
+    parts=st.sampled_from([1, 2, 4, 8]),
+    tp=st.sampled_from([1, 2, 4, 8]),
+)
 def test_moves_carry_every_element_from_megatrons_shards_to_the_engines(name, parts, tp):
     entry, layout = ENTRIES[name], EngineLayout(tp)
     shards, tensors = megatron_shards(entry, parts), hf_tensors(entry)
@@ -139,4 +165,7 @@ def test_moves_carry_every_element_from_megatrons_shards_to_the_engines(name, pa
 
 
 def test_pieces_without_anything_in_common_make_no_move():
-    assert moves([Piece("a", (0,), (4,), (0,))], [Piece("a", (4,), (4,), (0,)), Piece("b", (0,), (4,), (0,))]) == []
+    assert (
+        moves([Piece("a", (0,), (4,), (0,))], [Piece("a", (4,), (4,), (0,)), Piece("b", (0,), (4,), (0,))])
+        == []
+    )

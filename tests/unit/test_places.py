@@ -38,7 +38,9 @@ def test_stages_of_a_replica_are_on_neighbouring_nodes():
     ],
 )
 def test_what_has_nothing_to_gain_stays_in_order(sizes, per_node):
-    assert neighbouring_stages(list(range(sizes.world_size)), sizes, per_node) == list(range(sizes.world_size))
+    assert neighbouring_stages(list(range(sizes.world_size)), sizes, per_node) == list(
+        range(sizes.world_size)
+    )
 
 
 def test_replicas_share_a_node_before_stages_do():
@@ -53,9 +55,13 @@ def test_experts_that_exchange_tokens_stay_neighbours():
 
 
 def test_the_recipe_for_70b_has_its_two_stages_on_pairs_of_nodes():
-    sizes = ParallelSizes.from_config(read_config("configs/llama3_70b_16node.yaml", ["model.path=/nowhere"]).megatron)
+    sizes = ParallelSizes.from_config(
+        read_config("configs/llama3_70b_16node.yaml", ["model.path=/nowhere"]).megatron
+    )
     nodes = nodes_of_ranks(sizes, per_node=8)
-    assert [(nodes[rank], nodes[rank + 64]) for rank in range(0, 64, 8)] == [(first, first + 1) for first in range(0, 16, 2)]
+    assert [(nodes[rank], nodes[rank + 64]) for rank in range(0, 64, 8)] == [
+        (first, first + 1) for first in range(0, 16, 2)
+    ]
 
 
 def test_a_port_that_is_taken_is_passed_over():
@@ -95,7 +101,9 @@ wait.alive_nodes("127.0.0.1:1")
 """
 
     def askers():
-        processes = [process for process in psutil.process_iter(["name"]) if process.info["name"] == "asks-for-nodes"]
+        processes = [
+            process for process in psutil.process_iter(["name"]) if process.info["name"] == "asks-for-nodes"
+        ]
         return [process for process in processes if process.status() != psutil.STATUS_ZOMBIE]
 
     with subprocess.Popen([sys.executable, "-c", starter]) as started:
@@ -104,7 +112,9 @@ wait.alive_nodes("127.0.0.1:1")
     wait_until(lambda: not askers())
 
 
-@pytest.mark.parametrize(("said", "nodes"), [("a pool.\\nnodes alive: 2\\nmore", 2), ("nodes alive: many", 0), ("", 0)])
+@pytest.mark.parametrize(
+    ("said", "nodes"), [("a pool.\\nnodes alive: 2\\nmore", 2), ("nodes alive: many", 0), ("", 0)]
+)
 def test_nodes_are_counted_whatever_else_ray_prints(monkeypatch, said, nodes):
     monkeypatch.setattr(wait, "_COUNT", f'print("{said}")')
     with socket.socket() as listener:

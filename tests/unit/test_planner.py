@@ -39,7 +39,9 @@ SMALL = (
 
 
 def planned(config, **lengths):
-    return plan(config, read_architecture(config.model.path), Lengths(**lengths) if lengths else None, with_sync=False)
+    return plan(
+        config, read_architecture(config.model.path), Lengths(**lengths) if lengths else None, with_sync=False
+    )
 
 
 def small(*overrides):
@@ -58,7 +60,11 @@ def test_a_dense_model_by_hand():
     # The last stage has the output layer as the first has the embedding, and a norm more.
     elements = 40 * of_a_layer + 128256 * 8192 // 8 + 8192
     state = found.memory.state
-    assert (state.parameters, state.gradients, state.optimizer) == (2 * elements, 4 * elements, 12 * (elements // 8))
+    assert (state.parameters, state.gradients, state.optimizer) == (
+        2 * elements,
+        4 * elements,
+        12 * (elements // 8),
+    )
     items = moments(found)["training"].items
     # Norms: their inputs and outputs; attention: queries twice, keys, values; MLP: gate, up and their product. Two micro-batches.
     of_a_token = 4 * 8192 // 8 + 2 * 8192 // 8 + 2 * 1024 // 8 + 3 * 28672 // 8
@@ -68,7 +74,10 @@ def test_a_dense_model_by_hand():
     assert weights == 2 * (model // 8 + 80 * 2 * 8192 + 8192)
     # A key and a value of one of eight heads in each layer, in bf16.
     assert found.memory.kv_tokens == (POOL - weights) // (80 * 2 * 128 * 2)
-    assert found.memory.host == {"sleeping parameters": 8 * 2 * elements, "optimizer": 8 * 12 * (elements // 8)}
+    assert found.memory.host == {
+        "sleeping parameters": 8 * 2 * elements,
+        "optimizer": 8 * 12 * (elements // 8),
+    }
     assert found.memory.rank_asleep == items[CONTEXT] + items[COMMUNICATION]
     assert moments(found)["generation"].total == found.memory.rank_asleep + POOL + ENGINE_CONTEXT
 
@@ -95,7 +104,9 @@ def test_a_pass_on_one_gpu_by_hand():
     products = 2 * weights * length
     seconds = 3 * sequences * (products / (PRODUCTS * 989e12) + attention / (ATTENTION * 989e12))
     assert found.times.seconds["training"] == pytest.approx(seconds, rel=1e-3)
-    assert found.times.mfu == pytest.approx(3 * sequences * (products + attention) / seconds / 989e12, rel=1e-3)
+    assert found.times.mfu == pytest.approx(
+        3 * sequences * (products + attention) / seconds / 989e12, rel=1e-3
+    )
     assert found.times.tokens == sequences * length
     assert found.times.tokens_per_second_per_gpu == pytest.approx(sequences * length / found.times.step / 2)
 
@@ -144,8 +155,16 @@ def test_a_reward_model_takes_its_transfer_and_a_forward_pass_without_an_output_
 
 def test_a_pipeline_idles_by_its_bubble():
     """Two stages, equally busy but for the output layer; four micro-batches of two sequences each."""
-    sizes = ("train.max_tokens_per_micro_batch=1024", "data.train_batch_size=8", "train.ppo_mini_batch_size=8", "rollout.n=1")
-    whole, staged = small(*sizes), small(*sizes, "megatron.pipeline_parallel=2", "train.constant_length_packs=true")
+    sizes = (
+        "train.max_tokens_per_micro_batch=1024",
+        "data.train_batch_size=8",
+        "train.ppo_mini_batch_size=8",
+        "rollout.n=1",
+    )
+    whole, staged = (
+        small(*sizes),
+        small(*sizes, "megatron.pipeline_parallel=2", "train.constant_length_packs=true"),
+    )
     layers, head = 28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072), 1024 * 151936
     busiest = (layers / 2 + head) / (layers + head)
     ratio = staged.times.seconds["training"] / whole.times.seconds["training"]
@@ -154,7 +173,12 @@ def test_a_pipeline_idles_by_its_bubble():
 
 def test_a_virtual_pipeline_shrinks_the_bubble():
     """A stage of two chunks waits for half a stage when the pipeline fills and drains (arXiv:2104.04473, section 2.2)."""
-    sizes = ("train.max_tokens_per_micro_batch=1024", "data.train_batch_size=8", "train.ppo_mini_batch_size=8", "rollout.n=1")
+    sizes = (
+        "train.max_tokens_per_micro_batch=1024",
+        "data.train_batch_size=8",
+        "train.ppo_mini_batch_size=8",
+        "rollout.n=1",
+    )
     staged = (*sizes, "megatron.pipeline_parallel=2", "train.constant_length_packs=true")
     plain, virtual = small(*staged), small(*staged, "megatron.virtual_pipeline=2")
     ratio = virtual.times.seconds["training"] / plain.times.seconds["training"]
@@ -219,11 +243,29 @@ def test_copies_in_fp8_stay_until_ranks_sleep_or_make_room_for_engines(tmp_path)
 def test_the_exact_kl_by_hand():
     """A step of two samples of 1024 tokens on the last of two stages, of which two ranks share the sequence's positions; with a bound
     that lets half of it on the device."""
-    sizes = ("data.train_batch_size=1", "train.ppo_mini_batch_size=1", "rollout.n=2", "data.max_prompt_length=512")
-    sizes += ("rollout.max_response_length=512", "megatron.pipeline_parallel=2", "train.constant_length_packs=true")
-    sizes += ("megatron.tensor_parallel=2", "megatron.sequence_parallel=true", "train.max_tokens_per_micro_batch=1024")
+    sizes = (
+        "data.train_batch_size=1",
+        "train.ppo_mini_batch_size=1",
+        "rollout.n=2",
+        "data.max_prompt_length=512",
+    )
+    sizes += (
+        "rollout.max_response_length=512",
+        "megatron.pipeline_parallel=2",
+        "train.constant_length_packs=true",
+    )
+    sizes += (
+        "megatron.tensor_parallel=2",
+        "megatron.sequence_parallel=true",
+        "train.max_tokens_per_micro_batch=1024",
+    )
     of_a_rank = 2 * 1024 * 1024 * 2 // 2
-    exact = (*sizes, "algorithm.use_kl_loss=true", "algorithm.kl_loss_type=full", f"ref.hidden_gib={of_a_rank / 2**31}")
+    exact = (
+        *sizes,
+        "algorithm.use_kl_loss=true",
+        "algorithm.kl_loss_type=full",
+        f"ref.hidden_gib={of_a_rank / 2**31}",
+    )
     found, on_device = small(*exact), small(*exact, "ref.offload=false")
     # Ranks of the last stage alone have any: two of the four.
     assert found.memory.host["reference's hidden states"] == 2 * of_a_rank // 2
@@ -255,7 +297,12 @@ def test_a_cache_in_fp8_has_twice_the_tokens():
 )
 def test_engines_keep_the_experts_of_cached_tokens_on_the_host(changes, ranks):
     """3.3 GB a rank, pinned, which was in no plan."""
-    arguments = ["model.path=configs/models/qwen3-30b-a3b", "cluster.nodes=8", "megatron.data_parallel=8", *changes]
+    arguments = [
+        "model.path=configs/models/qwen3-30b-a3b",
+        "cluster.nodes=8",
+        "megatron.data_parallel=8",
+        *changes,
+    ]
     config = read_config("configs/qwen3_30b_a3b_4node.yaml", arguments)
     found = plan(config, read_architecture(config.model.path), with_sync=False).memory
     item = found.host.get("experts of cached tokens")
@@ -289,7 +336,10 @@ def test_colocated_engines_that_do_not_take_turns_are_beside_the_trainer_all_the
 
 def full_cost(config, arch):
     """Of every expert of its own."""
-    sizes, engine = ParallelSizes.from_config(config.megatron), EngineLayout.from_config(config.rollout.engine)
+    sizes, engine = (
+        ParallelSizes.from_config(config.megatron),
+        EngineLayout.from_config(config.rollout.engine),
+    )
     layouts = on_nodes(Layouts(arch, sizes, engine, config.rollout.engine.num_engines), 8, colocated=True)
     return cost(layouts, Machine(50.0, LINKS * 450), config.weight_sync.bucket_bytes).seconds
 
@@ -317,7 +367,9 @@ def test_published_runs_fit(name):
     found = planned(config, prompt=256, response=response)
     assert found.problems == ()
     assert 1 < run.step / found.times.step < 6
-    row = next(line for line in Path("docs/planner.md").read_text().splitlines() if line.startswith(f"| {name} |"))
+    row = next(
+        line for line in Path("docs/planner.md").read_text().splitlines() if line.startswith(f"| {name} |")
+    )
     fullest = f"{found.memory.fullest.total / 1e9:.1f} of 80.7 GB ({found.memory.fullest.name})"
     assert row.endswith(f"| {fullest} | {run.step} | {found.times.step:.0f} |")
 
@@ -325,7 +377,9 @@ def test_published_runs_fit(name):
 @pytest.mark.slow
 def test_the_benchmark_of_mlperf_is_refused_by_its_family_and_its_experts_fit(tmp_path):
     model = json.loads(Path("configs/models/qwen3-30b-a3b/config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(model | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(model | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]})
+    )
     config = read_config(None, [*MLPERF, f"model.path={tmp_path}"])
     with pytest.raises(UserError, match="no weight map for the architecture Qwen3_5Moe"):
         planned_architecture(config)

@@ -70,7 +70,9 @@ def test_none_that_was_not_tried_is_quicker():
 
 def test_rules_beyond_those_of_layouts_hold_too():
     """A step of two samples cannot be shared by eight replicas, which would fit."""
-    config = with_values(with_values(recipe("qwen3_8b_1node"), "cluster", gpu="h200"), "data", train_batch_size=1)
+    config = with_values(
+        with_values(recipe("qwen3_8b_1node"), "cluster", gpu="h200"), "data", train_batch_size=1
+    )
     config = with_values(with_values(config, "train", ppo_mini_batch_size=1), "rollout", n=2)
     arch, lengths = model_of(config), Lengths.given(config)
     replicas = [each for each in searching._candidates(config, arch) if each.megatron.data_parallel == 8]
@@ -85,7 +87,12 @@ QWEN3_8B = ("configs/qwen3_8b_1node.yaml", ["model.path=configs/models/qwen3-8b"
 @pytest.mark.slow
 def test_what_is_found_has_room_for_a_reward_model_and_divides_it(tmp_path):
     """With 30 layers it cannot have four stages; of its heads 24 can be divided by eight, and six KV heads by two at most."""
-    sizes = {"num_hidden_layers": 30, "num_attention_heads": 24, "num_key_value_heads": 6, "hidden_size": 6144}
+    sizes = {
+        "num_hidden_layers": 30,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 6,
+        "hidden_size": 6144,
+    }
     path, model = QWEN3_8B
     config = read_config(path, [*model, *scored_by(tmp_path, "qwen3-8b", **sizes)])
     found = search(config, model_of(config), Lengths.given(config), count=20)
@@ -98,7 +105,9 @@ def test_what_is_found_has_room_for_a_reward_model_and_divides_it(tmp_path):
 
 def test_a_search_reads_a_reward_model_once(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(reward_model, "read_architecture", lambda path: read.append(path) or read_architecture(path))
+    monkeypatch.setattr(
+        reward_model, "read_architecture", lambda path: read.append(path) or read_architecture(path)
+    )
     path, model = QWEN3_8B
     config = read_config(path, [*model, *scored_by(tmp_path)])
     assert search(config, model_of(config), Lengths.given(config), count=1)
@@ -110,7 +119,9 @@ def test_a_reward_model_for_which_there_is_no_room_is_refused(tmp_path):
     scored = scored_by(tmp_path, "qwen3-8b", num_hidden_layers=360)
     assert fits(read_config(path, model))
     text = refusal(read_config(path, [*model, *scored]))
-    assert "scoring takes 114.3 GB of a GPU, more than 80.7 of the 84.9 GB of h100-80g: reward model 70" in text
+    assert (
+        "scoring takes 114.3 GB of a GPU, more than 80.7 of the 84.9 GB of h100-80g: reward model 70" in text
+    )
     assert all(fits(read_config(path, [*model, *scored, *words])) for words in suggestions(text))
     config = read_config(path, [*model, *scored, "reward.model.path=configs/models/qwen3-8b"])
     assert "configs/models/qwen3-8b is a language model; a reward model of it" in refusal(config)
@@ -200,8 +211,18 @@ def test_a_share_of_the_engine_with_which_nothing_fits_is_told_another(fraction)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_share_that_is_proposed_is_the_largest_beside_any_sleeping_rank(gpu):
     """Of this layout a rank is in all groups that there are."""
-    parts = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel")
-    layout = [f"megatron.{part}=2" for part in parts] + ["megatron.data_parallel=4", f"cluster.gpu={gpu}", "cluster.nodes=4"]
+    parts = (
+        "tensor_parallel",
+        "pipeline_parallel",
+        "context_parallel",
+        "expert_parallel",
+        "expert_tensor_parallel",
+    )
+    layout = [f"megatron.{part}=2" for part in parts] + [
+        "megatron.data_parallel=4",
+        f"cluster.gpu={gpu}",
+        "cluster.nodes=4",
+    ]
     model = "model.path=configs/models/qwen3-30b-a3b"
     config = read_config("configs/qwen3_30b_a3b_4node.yaml", [model, *layout])
     fraction = most_engine_fraction(gpu)
@@ -217,7 +238,9 @@ def run(capsys, *arguments):
 
 
 def test_the_command_on_a_recipe(capsys):
-    status, out, err = run(capsys, "--config", "configs/qwen3_8b_1node.yaml", "model.path=configs/models/qwen3-8b")
+    status, out, err = run(
+        capsys, "--config", "configs/qwen3_8b_1node.yaml", "model.path=configs/models/qwen3-8b"
+    )
     assert (status, err) == (0, "")
     for line in (
         "parameters  ",
@@ -245,18 +268,25 @@ def test_what_is_parked_in_files_is_not_the_memory_of_the_host(capsys):
     common = ["--config", "configs/qwen3_8b_1node.yaml", "model.path=configs/models/qwen3-8b"]
     out = run(capsys, *common, "megatron.offload_folder=/nvme")[1]
     assert "host memory of a node: 66 GB (reference 66)\n" in out
-    assert "in files of megatron.offload_folder, of a node: 164 GB (sleeping parameters 66, optimizer 98)\n" in out
+    assert (
+        "in files of megatron.offload_folder, of a node: 164 GB (sleeping parameters 66, optimizer 98)\n"
+        in out
+    )
     assert "offload_folder" not in run(capsys, *common)[1]
 
 
 def test_nodes_gpu_and_lengths_of_the_command_line(capsys):
     common = ["--config", "configs/qwen3_8b_1node.yaml", "model.path=configs/models/qwen3-8b"]
-    out = run(capsys, *common, "--nodes", 2, "--gpu", "h200", "--prompt-tokens", 100, "--response-tokens", 900)[1]
+    out = run(
+        capsys, *common, "--nodes", 2, "--gpu", "h200", "--prompt-tokens", 100, "--response-tokens", 900
+    )[1]
     assert "on 2 nodes of 8 h200; 8 of 16 GPUs are idle" in out
     assert "prompts of 100 and responses of 900 tokens" in out
     status, out, err = run(capsys, *common, "--response-tokens", 10**6)
     assert (status, out) == (2, "")
-    assert err == "error: a mean of 1e+06 tokens must be above 0 and at most the longest response, 7168 tokens\n"
+    assert (
+        err == "error: a mean of 1e+06 tokens must be above 0 and at most the longest response, 7168 tokens\n"
+    )
 
 
 @pytest.mark.slow_when(lambda path: path.stem not in ("quickstart", "qwen3_8b_1node", "llama3_70b_16node"))
@@ -264,7 +294,14 @@ def test_nodes_gpu_and_lengths_of_the_command_line(capsys):
 def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys, tmp_path):
     """Those for CPUs as if they were for one node of eight GPUs; emulated kernels are not for GPUs."""
     model = RECIPES.get(path.stem, "qwen3-0.6b")
-    arguments = ["--gpu", "h100-80g", "--config", path, f"model.path=configs/models/{model}", "cluster.gpus_per_node=8"]
+    arguments = [
+        "--gpu",
+        "h100-80g",
+        "--config",
+        path,
+        f"model.path=configs/models/{model}",
+        "cluster.gpus_per_node=8",
+    ]
     arguments += [] if path.stem in RECIPES else ["cluster.nodes=1", "data.train=prompts.jsonl"]
     arguments += scored_by(tmp_path) if path.stem == "reward_model_grpo" else []
     status, out, err = run(capsys, *arguments)
@@ -286,10 +323,16 @@ def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys, 
     [
         (["--gpu", "none"], "there are no plans for machines without a GPU"),
         (["--nodes", "0"], "cluster.nodes"),
-        (["--gpu", "H100"], "cluster.gpu=H100 is unknown; choose one of a100-40g, a100-80g, l40s, h100-80g, h200, b200, gb300"),
+        (
+            ["--gpu", "H100"],
+            "cluster.gpu=H100 is unknown; choose one of a100-40g, a100-80g, l40s, h100-80g, h200, b200, gb300",
+        ),
         (["megatron.tensor_parallel=3"], "megatron.tensor_parallel=3 does not divide"),
         (["model.path=nowhere"], "nowhere does not exist"),
-        (["train.ppo_mini_batch_size=7", "--search"], "train.ppo_mini_batch_size=7 does not divide data.train_batch_size=128"),
+        (
+            ["train.ppo_mini_batch_size=7", "--search"],
+            "train.ppo_mini_batch_size=7 does not divide data.train_batch_size=128",
+        ),
         (["megatron.lora.rank=8", "--search"], "it cannot be made with megatron.lora.rank"),
     ],
 )

@@ -18,7 +18,9 @@ def log(folder, values: dict[int, float], name="eval/mean@4"):
 
 
 def plot(*arguments):
-    return subprocess.run([sys.executable, "tools/plot_runs.py", *map(str, arguments)], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "tools/plot_runs.py", *map(str, arguments)], capture_output=True, text=True
+    )
 
 
 def test_every_point_is_read(tmp_path):
@@ -44,7 +46,9 @@ def test_the_picture_shows_a_curve_for_each_run(tmp_path):
     done = plot(tmp_path / "one.png", tmp_path / "a")
     assert done.returncode == 0, done.stderr
     assert plot(tmp_path / "two.png", tmp_path / "a", f"other={tmp_path / 'b'}").returncode == 0
-    one, two = (np.asarray(Image.open(tmp_path / name).convert("RGB")).astype(int) for name in ("one.png", "two.png"))
+    one, two = (
+        np.asarray(Image.open(tmp_path / name).convert("RGB")).astype(int) for name in ("one.png", "two.png")
+    )
     assert one.shape == two.shape == (546, 910, 3)
     coloured = [(np.ptp(picture, axis=2) > 60).sum() for picture in (one, two)]
     assert coloured[0] > 500

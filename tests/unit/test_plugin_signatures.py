@@ -36,7 +36,12 @@ def trl_without_prompts(completions, answer, **kwargs):
 
 
 def openrlhf(queries, prompts, labels):
-    return {"rewards": [float(query == prompt + label) for query, prompt, label in zip(queries, prompts, labels, strict=True)]}
+    return {
+        "rewards": [
+            float(query == prompt + label)
+            for query, prompt, label in zip(queries, prompts, labels, strict=True)
+        ]
+    }
 
 
 def areal(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):
@@ -68,7 +73,10 @@ def test_a_function_of_another_stack_is_recognised_and_the_advice_works(function
     """It passed `config check` and failed at the first response, after minutes of starting."""
     (sentence,) = violations(f"reward.function={HERE}:{function}")
     assert "the reward is called with (prompt=..., response=..., answer=..., record=..." in sentence
-    assert f"It has the parameters of a reward function for {stack}; name a function of this kind instead: " in sentence
+    assert (
+        f"It has the parameters of a reward function for {stack}; name a function of this kind instead: "
+        in sentence
+    )
     names = dict(globals())
     definition = sentence.partition("instead: ")[2]
     exec(definition, names)

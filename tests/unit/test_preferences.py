@@ -89,7 +89,9 @@ def test_equal_scores_are_not_accurate():
 @given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=5), min_size=1, max_size=4))
 def test_a_standard_deviation_of_parts_is_that_of_the_whole(parts):
     whole = merge([{"std": Std.of(torch.tensor(part))} for part in parts])["std"].concrete()
-    assert whole.result() == pytest.approx(np.std(np.concatenate(parts).astype(np.float32).astype(np.float64)), abs=1e-4)
+    assert whole.result() == pytest.approx(
+        np.std(np.concatenate(parts).astype(np.float32).astype(np.float64)), abs=1e-4
+    )
 
 
 # --- micro-batches
@@ -156,7 +158,11 @@ FORMS = {
     "messages as prompt": {"prompt": ASKED, "chosen": "2", "rejected": "3"},
     "messages of the assistant": {"prompt": PROMPT, "chosen": [said("2")], "rejected": [said("3")]},
     "whole conversations": {"chosen": [*ASKED, said("2")], "rejected": [*ASKED, said("3")]},
-    "a prompt that conversations repeat": {"prompt": PROMPT, "chosen": [*ASKED, said("2")], "rejected": [*ASKED, said("3")]},
+    "a prompt that conversations repeat": {
+        "prompt": PROMPT,
+        "chosen": [*ASKED, said("2")],
+        "rejected": [*ASKED, said("3")],
+    },
 }
 
 
@@ -171,7 +177,9 @@ def test_a_pair_in_every_form(tmp_path, conversations, form):
 
 def test_a_conversation_of_several_turns(tmp_path, conversations):
     more = [said("2"), {"role": "user", "content": "2+2"}]
-    [(chosen, _)], _ = load(tmp_path, conversations, {"prompt": PROMPT, "chosen": [*more, said("4")], "rejected": "5"})
+    [(chosen, _)], _ = load(
+        tmp_path, conversations, {"prompt": PROMPT, "chosen": [*more, said("4")], "rejected": "5"}
+    )
     assert text(conversations, chosen.prompt_ids) == "<user>1+1<assistant>2<eos><user>2+2<assistant>"
 
 
@@ -192,11 +200,23 @@ def test_weights_and_margins_of_a_batch(tmp_path, conversations):
         ({"chosen": "2", "rejected": "3"}, "field 'prompt' is missing"),
         ({"prompt": PROMPT, "chosen": 2, "rejected": "3"}, "field 'chosen'"),
         ({"prompt": PROMPT, "chosen": [], "rejected": "3"}, "field 'chosen'"),
-        ({"prompt": PROMPT, "chosen": ASKED, "rejected": "3"}, "ends with a message of 'user', not of the assistant"),
-        ({"prompt": PROMPT, "chosen": "", "rejected": "3"}, "makes no token of the response in field 'chosen'"),
-        ({"prompt": PROMPT, "chosen": "2", "rejected": "3", "by": "much"}, "field 'by' must be a finite number"),
+        (
+            {"prompt": PROMPT, "chosen": ASKED, "rejected": "3"},
+            "ends with a message of 'user', not of the assistant",
+        ),
+        (
+            {"prompt": PROMPT, "chosen": "", "rejected": "3"},
+            "makes no token of the response in field 'chosen'",
+        ),
+        (
+            {"prompt": PROMPT, "chosen": "2", "rejected": "3", "by": "much"},
+            "field 'by' must be a finite number",
+        ),
         ({"prompt": PROMPT, "chosen": "2", "rejected": "3", "by": -1}, "field 'by' must be a finite number"),
-        ({"prompt": PROMPT * 9, "chosen": "2", "rejected": "3", "by": 0}, "has 29 prompt and 2 response tokens"),
+        (
+            {"prompt": PROMPT * 9, "chosen": "2", "rejected": "3", "by": 0},
+            "has 29 prompt and 2 response tokens",
+        ),
         ({"prompt": PROMPT, "chosen": "2" * 16, "rejected": "3", "by": 0}, "17 response tokens, more than"),
     ],
 )
@@ -214,7 +234,9 @@ def test_what_is_too_long_or_alike_is_left_out_and_counted(tmp_path, conversatio
         {"prompt": PROMPT, "chosen": "2", "rejected": "2"},
         {"prompt": PROMPT, "chosen": "2", "rejected": "3"},
     ]
-    pairs, counts = load(tmp_path, conversations, *records, max_prompt_length=20, overlong_prompts=OverlongPrompts.skip)
+    pairs, counts = load(
+        tmp_path, conversations, *records, max_prompt_length=20, overlong_prompts=OverlongPrompts.skip
+    )
     assert len(pairs) == 1
     assert counts == {"too long": 2, "with two responses that are alike": 1}
     with pytest.raises(UserError, match="no pair is left"):
@@ -223,7 +245,9 @@ def test_what_is_too_long_or_alike_is_left_out_and_counted(tmp_path, conversatio
 
 def test_prompts_can_be_cut_and_responses_not(tmp_path, conversations):
     cut = {"max_prompt_length": 20, "overlong_prompts": OverlongPrompts.truncate_left}
-    [(chosen, _)], _ = load(tmp_path, conversations, {"prompt": PROMPT * 9, "chosen": "2", "rejected": "3"}, **cut)
+    [(chosen, _)], _ = load(
+        tmp_path, conversations, {"prompt": PROMPT * 9, "chosen": "2", "rejected": "3"}, **cut
+    )
     assert text(conversations, chosen.prompt_ids).endswith("1+1<assistant>")
     assert len(chosen.prompt_ids) == 20
     with pytest.raises(UserError, match="17 response tokens"):
@@ -258,7 +282,9 @@ def test_a_last_token_that_is_padding_is_left_out(folder):
 
 
 def test_a_template_without_responses_is_refused(folder, tmp_path):
-    (tmp_path / "deaf.jinja").write_text("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}")
+    (tmp_path / "deaf.jinja").write_text(
+        "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+    )
     tokenizer = PromptTokenizer(folder, DataConfig(chat_template=str(tmp_path / "deaf.jinja")))
     with pytest.raises(UserError, match="leaves out what the assistant says"):
         Conversations(tokenizer, pad=None)
@@ -279,7 +305,9 @@ class Ranks:
     cost_model = CostModel()
 
     def scores(self, batch, plan) -> np.ndarray:
-        assert sorted(i for rank in range(3) for i in plan.sequences(rank)) == list(range(batch.num_sequences))
+        assert sorted(i for rank in range(3) for i in plan.sequences(rank)) == list(
+            range(batch.num_sequences)
+        )
         return batch.lengths.astype(np.float32)
 
 
@@ -288,7 +316,10 @@ class Ranks:
 def test_held_out_pairs_that_replicas_cannot_share_evenly(tmp_path, conversations, packing, count):
     overrides = ["model.path=m", "data.train=d.jsonl", "megatron.data_parallel=3", f"train.packing={packing}"]
     config = read_config(None, overrides, "reward-model")
-    records = [{"prompt": "1+1", "chosen": "2" * (3 + number % 2), "rejected": "2" * (1 + number)} for number in range(count)]
+    records = [
+        {"prompt": "1+1", "chosen": "2" * (3 + number % 2), "rejected": "2" * (1 + number)}
+        for number in range(count)
+    ]
     held_out, _ = load(tmp_path, conversations, *[r for r in records if r["chosen"] != r["rejected"]])
     monitor = SimpleNamespace(phases=lambda name: nullcontext(), evaluated=lambda step, scalars: None)
     run = SimpleNamespace(config=config, state=None, trainer=Ranks(), monitor=monitor)

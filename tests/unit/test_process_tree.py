@@ -15,7 +15,9 @@ HELD = "import ctypes, sys; ctypes.CDLL(None).prctl(15, sys.argv[1].encode(), 0,
 
 @pytest.mark.parametrize("name", ["plain", "a) S (b 1 2"])
 def test_a_process_is_known_by_its_start_whatever_its_name(name):
-    process = subprocess.Popen([sys.executable, "-c", HELD, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HELD, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     process.stdout.readline()
     mark = start_mark(process.pid)
     try:

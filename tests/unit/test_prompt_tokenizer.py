@@ -27,7 +27,9 @@ def save(folder, kind="characters", around=None, template=True):
 
     tokenizer = make_tokenizer(kind)
     if around:
-        special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<bos>", "<eos>") if token in around]
+        special = [
+            (token, tokenizer.convert_tokens_to_ids(token)) for token in ("<bos>", "<eos>") if token in around
+        ]
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=special)
     if not template:
         tokenizer.chat_template = None
@@ -96,7 +98,9 @@ def test_a_template_of_ones_own_and_its_arguments(base, tmp_path):
 
 
 def test_template_arguments_on_the_command_line(tmp_path):
-    (tmp_path / "c.yaml").write_text("data: {train: a, chat_template_args: {enable_thinking: true, style: short}}")
+    (tmp_path / "c.yaml").write_text(
+        "data: {train: a, chat_template_args: {enable_thinking: true, style: short}}"
+    )
     arguments = ["model.path=m", "data.chat_template_args.enable_thinking=false"]
     config = read_config(str(tmp_path / "c.yaml"), arguments)
     assert config.data.chat_template_args == {"enable_thinking": False, "style": "short"}
@@ -105,9 +109,15 @@ def test_template_arguments_on_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"chat_template": "Tokenizer"}, "data.chat_template=Tokenizer is none of tokenizer, none, and a file that is here"),
+        (
+            {"chat_template": "Tokenizer"},
+            "data.chat_template=Tokenizer is none of tokenizer, none, and a file that is here",
+        ),
         ({"chat_template": "none", "system_prompt": "s"}, "data.system_prompt needs a chat template"),
-        ({"chat_template": "none", "chat_template_args": {"a": 1}}, "data.chat_template_args needs a chat template"),
+        (
+            {"chat_template": "none", "chat_template_args": {"a": 1}},
+            "data.chat_template_args needs a chat template",
+        ),
         ({"chat_template_args": {"tokenize": True}}, "data.chat_template_args: tokenize cannot be set"),
     ],
 )
@@ -120,7 +130,10 @@ def test_settings_that_do_not_go_together(chat, settings, complaint):
     [
         ("", "is an empty file"),
         ("{% for %}", "the chat template cannot be read: TemplateSyntaxError"),
-        ("{{ raise_exception('roles must alternate') }}", "f:1: the chat template fails: TemplateError: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "f:1: the chat template fails: TemplateError: roles must alternate",
+        ),
         ("{{ messages[7]['content'] + 1 }}", "f:1: the chat template fails: UndefinedError"),
         (" {# nothing #} \n", "f:1: the prompt is empty"),
     ],
@@ -141,7 +154,9 @@ def test_a_prompt_of_token_ids_is_taken_as_it_is(chat, tmp_path):
 
 def test_ids_beyond_the_models_vocabulary(chat, tmp_path):
     known = len(PromptTokenizer(chat).tokenizer)
-    assert f"f:1: token id {known} of the prompt is not among the model's 0 to {known - 1}" in refused(chat, None, [1, known])
+    assert f"f:1: token id {known} of the prompt is not among the model's 0 to {known - 1}" in refused(
+        chat, None, [1, known]
+    )
     assert "token id -1" in refused(chat, None, [-1])
     assert "data.system_prompt cannot be applied" in refused(chat, DataConfig(system_prompt="7"), [1])
     assert "data.prompt_suffix cannot be applied" in refused(chat, DataConfig(prompt_suffix="=?"), [1])
@@ -167,7 +182,10 @@ def test_parts_of_a_message_that_are_text_are_joined(chat):
         ("", "the prompt is empty"),
         (" \n\t", "the prompt is empty"),
         ([], "the prompt is empty, a list without messages"),
-        (5, "the prompt must be a string, a list of messages with role and content, or a list of token ids; it is 5"),
+        (
+            5,
+            "the prompt must be a string, a list of messages with role and content, or a list of token ids; it is 5",
+        ),
         ({"role": "user", "content": "1"}, "the prompt must be a string"),
         (["1", "2"], "the prompt must be a string"),
         ([1, 2.5], "the prompt must be a string"),
@@ -229,7 +247,9 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
     assert tokens(tokenizer, examples[2].prompt_ids) == ["<bos>", "1", "+", "1", "="]
     assert tokens(tokenizer, examples[2].response_ids) == ["2", "<eos>"]
     assert examples[3].prompt_ids.tolist() == [8, 9]
-    (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": "2"}\n{"prompt": "1", "response": "234"}\n')
+    (tmp_path / "b.jsonl").write_text(
+        '{"prompt": "1", "response": "2"}\n{"prompt": "1", "response": "234"}\n'
+    )
     with pytest.raises(UserError, match=r"b.jsonl:2 has 2 prompt and 4 response tokens, more than"):
         load_examples(config, tokenizer)
     config.data.overlong_prompts = OverlongPrompts.skip
@@ -240,14 +260,18 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
     with pytest.raises(UserError, match=r"b\.jsonl: no example is left, all 1 are too long"):
         load_examples(config, tokenizer)
     config.data.overlong_prompts, data.max_prompt_length = OverlongPrompts.truncate_left, 2
-    with pytest.raises(UserError, match=r"b\.jsonl:1 has 2 prompt and 4 response tokens"):  # a response is never cut
+    with pytest.raises(
+        UserError, match=r"b\.jsonl:1 has 2 prompt and 4 response tokens"
+    ):  # a response is never cut
         load_examples(config, tokenizer)
     (tmp_path / "b.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
     examples, left_out = load_examples(config, tokenizer)
     assert tokens(tokenizer, examples[2].prompt_ids) == ["1", "="]
     assert left_out == 0
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": ["2"]}\n')
-    with pytest.raises(UserError, match=r"b.jsonl:1: field 'response' must be a string, or a list .*; is \['2'\]"):
+    with pytest.raises(
+        UserError, match=r"b.jsonl:1: field 'response' must be a string, or a list .*; is \['2'\]"
+    ):
         load_examples(config, tokenizer)
 
 

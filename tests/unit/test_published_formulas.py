@@ -51,8 +51,13 @@ def groups_of(data: Ragged) -> Groups:
     for i, row in enumerate(data.rows):
         tokens = data.trained(row)
         if tokens:
-            arrays = [values[tokens] for values in (data.logp, inputs.old_logp, inputs.ref_logp, inputs.rollout_logp)]
-            found.setdefault(int(data.batch.group_id[i]), []).append(Response(*arrays, float(data.batch.reward[i])))
+            arrays = [
+                values[tokens]
+                for values in (data.logp, inputs.old_logp, inputs.ref_logp, inputs.rollout_logp)
+            ]
+            found.setdefault(int(data.batch.group_id[i]), []).append(
+                Response(*arrays, float(data.batch.reward[i]))
+            )
     return list(found.values())
 
 
@@ -95,25 +100,34 @@ def grpo(groups: Groups, factor: Callable = lambda response: 1.0) -> torch.Tenso
 
 def dr_grpo(groups: Groups) -> torch.Tensor:
     """arXiv:2503.20783 section 3.2: sums over tokens, divided by a constant, here the response's length limit."""
-    terms = [clipped_gain(o.ratio, advantage).sum() / LONGEST for o, advantage in with_advantages(groups, centred)]
+    terms = [
+        clipped_gain(o.ratio, advantage).sum() / LONGEST for o, advantage in with_advantages(groups, centred)
+    ]
     return torch.stack(terms).mean()
 
 
 def dapo(groups: Groups, factor: Callable = lambda response: 1.0) -> torch.Tensor:
     """Equation 8 of arXiv:2503.14476: one mean over all tokens of the batch."""
-    terms = [factor(o) * clipped_gain(o.ratio, advantage, 0.2, 0.28) for o, advantage in with_advantages(groups)]
+    terms = [
+        factor(o) * clipped_gain(o.ratio, advantage, 0.2, 0.28) for o, advantage in with_advantages(groups)
+    ]
     return torch.cat(terms).mean()
 
 
 def gspo(groups: Groups) -> torch.Tensor:
     """Equations 5 to 7 of arXiv:2507.18071, the gradient through the ratio of the whole sequence."""
-    terms = [clipped_gain((o.logp - o.old).mean().exp(), advantage, 3e-4, 4e-4) for o, advantage in with_advantages(groups)]
+    terms = [
+        clipped_gain((o.logp - o.old).mean().exp(), advantage, 3e-4, 4e-4)
+        for o, advantage in with_advantages(groups)
+    ]
     return torch.stack(terms).mean()
 
 
 def cispo(groups: Groups) -> torch.Tensor:
     """Equations 4 and 5 of arXiv:2506.13585 without a lower limit; at most 5."""
-    return torch.cat([o.ratio.detach().clamp(max=5.0) * a * o.logp for o, a in with_advantages(groups)]).mean()
+    return torch.cat(
+        [o.ratio.detach().clamp(max=5.0) * a * o.logp for o, a in with_advantages(groups)]
+    ).mean()
 
 
 def rloo(groups: Groups) -> torch.Tensor:
@@ -149,14 +163,18 @@ def reinforce_pp(groups: Groups) -> torch.Tensor:
 def grpo_whole_response(groups: Groups) -> torch.Tensor:
     """Equations 1 to 3 of arXiv:2501.12948 with a sum over the group, and the KL as in arXiv:2402.03300."""
     of_groups = [
-        sum(clipped_gain((o.logp - o.old).sum().exp(), a) - 0.04 * k3(o).mean() for o, a in with_advantages([group]))
+        sum(
+            clipped_gain((o.logp - o.old).sum().exp(), a) - 0.04 * k3(o).mean()
+            for o, a in with_advantages([group])
+        )
         for group in groups
     ]
     return torch.stack(of_groups).mean()
 
 
 OBJECTIVES = {
-    function.__name__: function for function in (grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, grpo_whole_response)
+    function.__name__: function
+    for function in (grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, grpo_whole_response)
 }
 
 
@@ -166,13 +184,17 @@ OBJECTIVES = {
 @cache
 def configured(*overrides: str) -> Config:
     """Never changed, and slow to make."""
-    return read_config(None, ["model.path=m", "data.train=d", f"rollout.max_response_length={LONGEST}", *overrides])
+    return read_config(
+        None, ["model.path=m", "data.train=d", f"rollout.max_response_length={LONGEST}", *overrides]
+    )
 
 
 def our_loss(config: Config, data: Ragged) -> torch.Tensor:
     """The sum over tokens that the trainer differentiates, for one optimizer step."""
     batch = data.batch
-    (advantage,), _ = step_advantages([batch], config.algorithm, KLController.from_config(config.algorithm.kl_ctrl))
+    (advantage,), _ = step_advantages(
+        [batch], config.algorithm, KLController.from_config(config.algorithm.kl_ctrl)
+    )
     found, _ = step_coefficients(batch, config, Correction.from_config(config.mismatch))
     factor = None if found.policy_factor is None else torch.from_numpy(found.policy_factor)
     inputs = replace(
@@ -205,7 +227,11 @@ def batch_of(seed: int, spread: float) -> Ragged | None:
 def test_a_preset_is_its_papers_objective(name, seed, spread):
     data = batch_of(seed, spread)
     if data is not None:
-        assert_same(our_loss(configured(f"algorithm.preset={name}"), data), OBJECTIVES[name](groups_of(data)), data.logp)
+        assert_same(
+            our_loss(configured(f"algorithm.preset={name}"), data),
+            OBJECTIVES[name](groups_of(data)),
+            data.logp,
+        )
 
 
 # --- the mismatch between engine and trainer, on top of grpo and dapo
@@ -241,12 +267,14 @@ FACTORS = {
         ~outside(token_ratio(o), 0.8, 1.3)
     ).double(),
     "mismatch.rejection=seq_geometric_ratio mismatch.rejection_low=0.9 mismatch.rejection_high=1.1": lambda o: (
-        ~outside(geometric(o), 0.9, 1.1)
-    ).double(),
+        (~outside(geometric(o), 0.9, 1.1)).double()
+    ),
     "mismatch.action=mask mismatch.threshold=0.2": lambda o: (token_ratio(o).log().abs() <= 0.2).double(),
     # both
     "mismatch.correction=tis mismatch.ratio_high=1.1 mismatch.rejection=seq_geometric_ratio mismatch.rejection_low=0.9 "
-    "mismatch.rejection_high=1.1": lambda o: torch.where(outside(geometric(o), 0.9, 1.1), 0, token_ratio(o).clamp(max=1.1)),
+    "mismatch.rejection_high=1.1": lambda o: torch.where(
+        outside(geometric(o), 0.9, 1.1), 0, token_ratio(o).clamp(max=1.1)
+    ),
 }
 
 
@@ -269,7 +297,8 @@ def kept_only(data: Ragged, low: float, high: float) -> Groups:
     for group in groups_of(data):
         kept = [~outside(token_ratio(o), low, high) for o in group]
         parts = [
-            replace(o, logp=o.logp[k], old=o.old[k], ref=o.ref[k], engine=o.engine[k]) for o, k in zip(group, kept, strict=True)
+            replace(o, logp=o.logp[k], old=o.old[k], ref=o.ref[k], engine=o.engine[k])
+            for o, k in zip(group, kept, strict=True)
         ]
         groups.append(parts)
     return groups
@@ -281,7 +310,9 @@ def test_renormalized_the_mean_is_over_the_tokens_that_are_kept(seed):
     data = batch_of(seed, 0.3)
     if data is None or not sum(len(o.logp) for group in kept_only(data, 0.8, 1.3) for o in group):
         return
-    keys = "mismatch.correction=icepop mismatch.ratio_low=0.8 mismatch.ratio_high=1.3 mismatch.renormalize=true"
+    keys = (
+        "mismatch.correction=icepop mismatch.ratio_low=0.8 mismatch.ratio_high=1.3 mismatch.renormalize=true"
+    )
     config = configured("algorithm.preset=dapo", *keys.split())
     assert_same(our_loss(config, data), dapo(kept_only(data, 0.8, 1.3), token_ratio), data.logp)
 
@@ -292,7 +323,10 @@ def test_renormalized_the_mean_is_over_the_tokens_that_are_kept(seed):
 def whole_response_with(factor: Callable, groups: Groups) -> torch.Tensor:
     """The definition: every token's loss has the response's ratio, whose gradient is that of all of its tokens."""
     of_groups = [
-        sum((factor(o) * clipped_gain((o.logp - o.old).sum().exp(), a)).mean() for o, a in with_advantages([group]))
+        sum(
+            (factor(o) * clipped_gain((o.logp - o.old).sum().exp(), a)).mean()
+            for o, a in with_advantages([group])
+        )
         for group in groups
     ]
     return torch.stack(of_groups).mean()
@@ -309,11 +343,15 @@ def test_the_ratio_of_the_whole_response_is_exact_or_refused(keys):
         if data is None:
             continue
         try:
-            assert_same(our_loss(config, data), whole_response_with(FACTORS[keys], groups_of(data)), data.logp)
+            assert_same(
+                our_loss(config, data), whole_response_with(FACTORS[keys], groups_of(data)), data.logp
+            )
         except AssertionError:
             wrong += 1
     assert (wrong > 0) == bool(refused), (wrong, refused)
-    assert bool(refused) == ("token_ratio" in keys or "=tis" in keys or "icepop" in keys or "action=mask" in keys)
+    assert bool(refused) == (
+        "token_ratio" in keys or "=tis" in keys or "icepop" in keys or "action=mask" in keys
+    )
 
 
 def test_advantages_that_differ_within_a_response_are_refused_with_its_ratio():

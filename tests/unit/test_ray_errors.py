@@ -49,7 +49,9 @@ def subclasses(kind):
     return [found for one in kind.__subclasses__() for found in (one, *subclasses(one))]
 
 
-@pytest.mark.parametrize("kind", sorted({one for one in subclasses(RayError) if one.__module__ == "ray.exceptions"}, key=str))
+@pytest.mark.parametrize(
+    "kind", sorted({one for one in subclasses(RayError) if one.__module__ == "ray.exceptions"}, key=str)
+)
 def test_every_error_of_ray_has_a_meaning(kind):
     """A rank that Ray's memory monitor killed ended the run with status 1, because OutOfMemoryError is no
     RayActorError. A class that a newer Ray brings has to be put into one of these kinds, too."""
@@ -68,7 +70,10 @@ def test_lack_of_memory_is_a_lost_process_and_says_what_needed_the_memory(report
             "trainer rank 1 of 2 died in `train_step` (ended by Ray because its node 192.0.2.2 was out of memory: 61.44 of 62.54 GB "
             "were used); its log is /runs/x/logs/rank1.log"
         )
-        assert "ray::_Worker.call (process 18443) with 31.08 GB, sglang::scheduler (process 17449) with 20.17 GB, " in most
+        assert (
+            "ray::_Worker.call (process 18443) with 31.08 GB, sglang::scheduler (process 17449) with 20.17 GB, "
+            in most
+        )
         assert "IDLE" not in most
     else:
         assert "10.0.0.7 was out of memory: 61.15 of 62.25 GB" in head
@@ -111,9 +116,18 @@ def test_a_lost_process_is_replaced(error, says, tmp_path):
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (given.ObjectStoreFullError("Failed to put object"), "Ray's object store is full; give it more memory"),
-        (given.OutOfDiskError("Local disk is full"), "the disk with Ray's temporary folder is full; make room"),
-        (given.RuntimeEnvSetupError("[Errno 28] No space left on device"), "Ray says: [Errno 28] No space left on device"),
+        (
+            given.ObjectStoreFullError("Failed to put object"),
+            "Ray's object store is full; give it more memory",
+        ),
+        (
+            given.OutOfDiskError("Local disk is full"),
+            "the disk with Ray's temporary folder is full; make room",
+        ),
+        (
+            given.RuntimeEnvSetupError("[Errno 28] No space left on device"),
+            "Ray says: [Errno 28] No space left on device",
+        ),
         (given.AuthenticationError("Token authentication is enabled"), "RAY_AUTH_TOKEN"),
     ],
 )
@@ -126,18 +140,31 @@ def test_what_a_machine_lacks_ends_the_run_with_what_to_do(error, says):
     assert says in str(found)
 
 
-def of_a_task(cause, words="\x1b[36mray::_Worker.call()\x1b[39m (pid=7, ip=127.0.0.1)\n  File \"a.py\", line 3\nKeyError: 'x'"):
-    return RayTaskError("call", words, cause, proctitle="ray::_Worker.call", pid=7, ip="127.0.0.1").as_instanceof_cause()
+def of_a_task(
+    cause,
+    words="\x1b[36mray::_Worker.call()\x1b[39m (pid=7, ip=127.0.0.1)\n  File \"a.py\", line 3\nKeyError: 'x'",
+):
+    return RayTaskError(
+        "call", words, cause, proctitle="ray::_Worker.call", pid=7, ip="127.0.0.1"
+    ).as_instanceof_cause()
 
 
 @pytest.mark.parametrize(
     ("cause", "kind", "says"),
     [
         (UserError("rollout.n is too large"), UserError, "rollout.n is too large"),
-        (given.ObjectLostError("ab12", None, ""), ProcessDied, "trainer rank 1 of 2 was lost in `train_step`"),
+        (
+            given.ObjectLostError("ab12", None, ""),
+            ProcessDied,
+            "trainer rank 1 of 2 was lost in `train_step`",
+        ),
         (given.OutOfMemoryError(OOM), ProcessDied, "out of memory: 61.44 of 62.54 GB"),
         (given.OutOfDiskError("full"), UserError, "make room"),
-        (ValueError("no such layer\nmore"), RuntimeError, "failed in `train_step`: ValueError: no such layer; its log is"),
+        (
+            ValueError("no such layer\nmore"),
+            RuntimeError,
+            "failed in `train_step`: ValueError: no such layer; its log is",
+        ),
         (KeyError("x"), RuntimeError, "failed in `train_step`: KeyError: 'x'; its log is"),
         (AssertionError(), RuntimeError, "failed in `train_step`: AssertionError; its log is"),
     ],

@@ -36,16 +36,28 @@ def test_a_layout_that_the_model_does_not_allow_would_be_noticed(recipe):
     name, _, arch = recipe
     model = f"configs/models/{RECIPES[name]}"
     other = read_config(f"configs/{name}.yaml", [f"model.path={model}", "megatron.tensor_parallel=7"])
-    assert any("megatron.tensor_parallel=7 does not divide" in violation for violation in architecture_violations(other, arch))
+    assert any(
+        "megatron.tensor_parallel=7 does not divide" in violation
+        for violation in architecture_violations(other, arch)
+    )
 
 
 def test_it_uses_the_whole_cluster(recipe):
     _, config, _ = recipe
     cluster, megatron, engine = config.cluster, config.megatron, config.rollout.engine
     gpus = cluster.nodes * cluster.gpus_per_node
-    ranks = megatron.tensor_parallel * megatron.pipeline_parallel * megatron.data_parallel * megatron.context_parallel
+    ranks = (
+        megatron.tensor_parallel
+        * megatron.pipeline_parallel
+        * megatron.data_parallel
+        * megatron.context_parallel
+    )
     engines = engine.num_engines * engine.tensor_parallel
-    assert (ranks, engines) == (gpus, gpus) if cluster.placement.value == "colocated" else ranks + engines == gpus
+    assert (
+        (ranks, engines) == (gpus, gpus)
+        if cluster.placement.value == "colocated"
+        else ranks + engines == gpus
+    )
 
 
 @pytest.mark.slow_but(2)
@@ -64,7 +76,9 @@ def test_pipelines_need_not_exchange_shapes(recipe):
 
 
 def test_it_says_why_in_two_lines(recipe):
-    comments = [line for line in Path(f"configs/{recipe[0]}.yaml").read_text().splitlines() if line.startswith("#")]
+    comments = [
+        line for line in Path(f"configs/{recipe[0]}.yaml").read_text().splitlines() if line.startswith("#")
+    ]
     assert len(comments) == 2
     assert "docs/recipes.md" in comments[1]
 

@@ -65,7 +65,9 @@ def test_a_record_that_cannot_be_scored_is_named_before_a_run(model, tmp_path, o
 
 @each
 def test_what_is_refused_would_have_failed_when_it_was_drawn(options, good, bad, says):
-    scorer = Scorer(read_config(None, ["model.path=m", "data.train=d", *options]).reward, lambda ids: "The answer is (A)")
+    scorer = Scorer(
+        read_config(None, ["model.path=m", "data.train=d", *options]).reward, lambda ids: "The answer is (A)"
+    )
     records = [record | {"test_imports": record.get("test_imports", [])} for record in (good, bad)]
     found = scorer.work([RewardTask(7, "p", [], record.pop("answer"), record) for record in records], 100.0)
     assert [type(one) for one in found] == [Scored, Failed]

@@ -91,9 +91,21 @@ def test_an_array_longer_than_the_blocks_it_is_read_in(tmp_path):
         ("p.jsonl", LINES.encode("utf-16"), "p.jsonl: the file is UTF-16"),
         ("p.jsonl", '{"prompt": "1", "prompt": "2"}', "p.jsonl:1: key 'prompt' occurs twice"),
         ("p.jsonl", '{"prompt": ' + "[" * 100000 + "]" * 100000 + "}", "p.jsonl:1: nested too deeply"),
-        ("p.jsonl", '{"prompt": ' + "[" * 100 + "]" * 100 + "}", "p.jsonl:1: field 'prompt' is nested more than 64"),
-        ("p.jsonl", '{"prompt": "1\\ud800"}', "p.jsonl:1: field 'prompt' has half of a surrogate pair ('\\ud800')"),
-        ("p.jsonl", '{"prompt": "1", "a": {"\\udc00": 1}}', "p.jsonl:1: field 'a' has half of a surrogate pair"),
+        (
+            "p.jsonl",
+            '{"prompt": ' + "[" * 100 + "]" * 100 + "}",
+            "p.jsonl:1: field 'prompt' is nested more than 64",
+        ),
+        (
+            "p.jsonl",
+            '{"prompt": "1\\ud800"}',
+            "p.jsonl:1: field 'prompt' has half of a surrogate pair ('\\ud800')",
+        ),
+        (
+            "p.jsonl",
+            '{"prompt": "1", "a": {"\\udc00": 1}}',
+            "p.jsonl:1: field 'a' has half of a surrogate pair",
+        ),
         ("p.jsonl", '{"prompt": ' + "1" * 5000 + "}", "p.jsonl:1: Exceeds the limit"),
         ("p.jsonl", '{"prompt": null}', "p.jsonl:1: field 'prompt' is null"),
         ("p.jsonl", '{"Prompt": "1"}', "p.jsonl:1: field 'prompt' is missing; the record has 'Prompt'"),
@@ -150,7 +162,9 @@ def test_values_of_parquet_columns_become_plain_python(tmp_path):
 
 
 def test_parquet_files_that_cannot_be_read(tmp_path):
-    path = write_table(tmp_path / "p.parquet", {"prompt": [f"{i:09d}" for i in range(5000)]}, compression="none")
+    path = write_table(
+        tmp_path / "p.parquet", {"prompt": [f"{i:09d}" for i in range(5000)]}, compression="none"
+    )
     whole = (tmp_path / "p.parquet").read_bytes()
     for content in (b"", b"PAR1", b"PAR1" * 10, whole[: len(whole) // 2], whole[10:], whole[:-9] + bytes(9)):
         assert "cannot be read" in refused(write(tmp_path / "p.parquet", content))
@@ -192,9 +206,13 @@ def test_verls_own_files(tmp_path, tokenizer):
     [prompt], _ = load_prompts(path, tokenizer, DataConfig(answer_key="reward_model.ground_truth"))
     assert (prompt.text, prompt.answer) == ("<user>1+1<assistant>", "2")
     assert prompt.fields == {key: value for key, value in rows[0].items() if key != "prompt"}
-    with pytest.raises(UserError, match=r"record 0: field 'answer' is missing; the record has 'data_source', 'prompt'"):
+    with pytest.raises(
+        UserError, match=r"record 0: field 'answer' is missing; the record has 'data_source', 'prompt'"
+    ):
         load_prompts(path, tokenizer, DataConfig())
-    with pytest.raises(UserError, match=r"field 'reward_model' is \{'style'.*data.answer_key may name a field of an object"):
+    with pytest.raises(
+        UserError, match=r"field 'reward_model' is \{'style'.*data.answer_key may name a field of an object"
+    ):
         load_prompts(path, tokenizer, DataConfig(answer_key="reward_model"))
 
 
@@ -234,7 +252,9 @@ def test_answers_as_text(tmp_path, tokenizer, answer, text):
     ],
 )
 def test_answers_that_reward_nothing(tmp_path, tokenizer, answer, complaint):
-    path = write(tmp_path / "p.jsonl", f'{{"prompt": "1", "answer": "1"}}\n{{"prompt": "1", "answer": {answer}}}')
+    path = write(
+        tmp_path / "p.jsonl", f'{{"prompt": "1", "answer": "1"}}\n{{"prompt": "1", "answer": {answer}}}'
+    )
     with pytest.raises(UserError, match=f"p.jsonl:2: field 'answer'.* ?{complaint}"):
         load_prompts(path, tokenizer, DataConfig())
 
@@ -313,7 +333,11 @@ def test_resident_memory_stays_bounded_on_a_large_file(tmp_path, tokenizer):
     small, path = write_big(tmp_path / "small.jsonl", 100), write_big(tmp_path / "p.jsonl", 15_000)
     assert os.path.getsize(path) > 300e6
     arguments = [tokenizer.tokenizer.name_or_path, small, path]
-    out = subprocess.run([sys.executable, "-c", LOAD, *arguments], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", LOAD, *arguments], capture_output=True, text=True, check=True
+    ).stdout
     before, loaded, after = map(int, out.split())
-    print(f"resident at most: {before / 1e6:.0f} MB before, {loaded / 1e6:.0f} once loaded, {after / 1e6:.0f} after 100 steps")
+    print(
+        f"resident at most: {before / 1e6:.0f} MB before, {loaded / 1e6:.0f} once loaded, {after / 1e6:.0f} after 100 steps"
+    )
     assert after - before < 20e6

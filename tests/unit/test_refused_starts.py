@@ -19,7 +19,11 @@ from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, 
 
 
 def contents(folder) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "owner.json"}
+    return {
+        str(path): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "owner.json"
+    }
 
 
 def earlier_run(tmp_path):
@@ -53,7 +57,11 @@ def source(count: int) -> PromptSource:
 
 
 def tell(monkeypatch, module, **instead) -> None:
-    for name, value in {"finished_result": lambda *_: None, "check_start": lambda *_: None, **instead}.items():
+    for name, value in {
+        "finished_result": lambda *_: None,
+        "check_start": lambda *_: None,
+        **instead,
+    }.items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -71,13 +79,32 @@ def test_every_command_looks_whether_its_data_are_the_checkpoints(command, tmp_p
     nothing = {"open_site": open_site, "PromptTokenizer": lambda *_: None}
     if command == "train":
         run, state = train.train, lambda count: {"prompts": source(count).state_dict()}
-        given = {"offered_tools": lambda *_: None, "record_check": lambda *_: None, "held_out_prompts": lambda *_: {}}
-        tell(monkeypatch, train, training_prompts=lambda *_: source(4), scores_on_ranks=lambda _: False, **given, **nothing)
+        given = {
+            "offered_tools": lambda *_: None,
+            "record_check": lambda *_: None,
+            "held_out_prompts": lambda *_: {},
+        }
+        tell(
+            monkeypatch,
+            train,
+            training_prompts=lambda *_: source(4),
+            scores_on_ranks=lambda _: False,
+            **given,
+            **nothing,
+        )
     else:
         module = sft if command == "sft" else reward_model
         run, state = getattr(module, module.__name__.split(".")[-1]), None
-        several = {"offered_tools": lambda *_: None, "load_examples": lambda *_: ([0] * 4, 0)} if command == "sft" else {}
-        several = several or {"pad_token": lambda _: 0, "Conversations": lambda *_: None, "_load": lambda *_: [0] * 4}
+        several = (
+            {"offered_tools": lambda *_: None, "load_examples": lambda *_: ([0] * 4, 0)}
+            if command == "sft"
+            else {}
+        )
+        several = several or {
+            "pad_token": lambda _: 0,
+            "Conversations": lambda *_: None,
+            "_load": lambda *_: [0] * 4,
+        }
         tell(monkeypatch, module, **several, **nothing)
         state = lambda count: {"order": EpochOrder(count, config.run.seed, config.data.shuffle).state_dict()}  # noqa: E731
     with pytest.raises(InterruptedError):
@@ -126,7 +153,9 @@ def test_rows_stay_until_a_named_checkpoint_has_been_loaded(place, tmp_path):
         assert not (folder / "result.json").exists()
 
 
-def test_a_rank_that_is_lost_while_a_named_checkpoint_is_loaded_does_not_bring_back_what_the_user_left(place, tmp_path):
+def test_a_rank_that_is_lost_while_a_named_checkpoint_is_loaded_does_not_bring_back_what_the_user_left(
+    place, tmp_path
+):
     folder, begun = run_with(tmp_path, 2, 4), []
 
     def load(*_):

@@ -102,7 +102,9 @@ def test_all_that_is_known_is_on_the_page(tmp_path, capsys):
 def test_samples_of_evaluations_are_the_first_and_last_of_every_data_set(tmp_path):
     folder = make_run(tmp_path / "mine")
     names = [f"eval/{name}/{number}" for name in ("sums", "<i>", "words") for number in range(2)]
-    rows = [{"step": step, "name": name, "text": f"{name} after {step}"} for step in (3, 6, 9) for name in names]
+    rows = [
+        {"step": step, "name": name, "text": f"{name} after {step}"} for step in (3, 6, 9) for name in names
+    ]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = Elements(page_of(folder)).text
     shown = re.findall(r"step (\d): (\S+/\d)(\S+) after (\d)", text)
@@ -141,7 +143,9 @@ def test_against_another_run(tmp_path):
     page = page_of(mine, "--against", str(other))
     assert "run.seed1234" + "7" in Elements(page).text
     assert page.count('stroke-dasharray="5 3"') > 3
-    assert "run.n" not in re.search(r"What differs.*?</table>", page, re.DOTALL)[0].replace("run.name", "run.n ame")
+    assert "run.n" not in re.search(r"What differs.*?</table>", page, re.DOTALL)[0].replace(
+        "run.name", "run.n ame"
+    )
     same = page_of(mine, "--against", str(make_run(tmp_path / "same")))
     assert "Both have the same configuration." in same
     (other / "config.yaml").write_text("run: {sead: 1}")

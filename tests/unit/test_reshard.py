@@ -58,7 +58,9 @@ ENGINE_LAYOUTS = [
     nodes=st.sampled_from([0, 1, 2]),
     spread=st.booleans(),
 )
-def test_every_element_reaches_every_engine_rank_exactly_once(sizes, experts, layout, num_engines, multicast, nodes, spread):
+def test_every_element_reaches_every_engine_rank_exactly_once(
+    sizes, experts, layout, num_engines, multicast, nodes, spread
+):
     arch = EXPERTS if experts else DENSE
     sizes = dataclasses.replace(sizes, sequence_parallel=experts and sizes.tp > 1)
     assume(not layout_violations(sizes) and not layout_violations_of_model(sizes, arch))
@@ -69,7 +71,9 @@ def test_every_element_reaches_every_engine_rank_exactly_once(sizes, experts, la
         where = {
             "rank_nodes": tuple(str(rank * nodes // sizes.world_size) for rank in range(sizes.world_size)),
             "engine_nodes": tuple(
-                str((rank * nodes // tp if spread else engine) % nodes) for engine in range(num_engines) for rank in range(tp)
+                str((rank * nodes // tp if spread else engine) % nodes)
+                for engine in range(num_engines)
+                for rank in range(tp)
             ),
         }
         assume(not multicast or set(where["engine_nodes"]) <= set(where["rank_nodes"]))
@@ -141,10 +145,15 @@ def test_every_transport_brings_every_parameter_and_its_digest(cluster, way, mul
 def test_ranks_of_engines_get_their_weights_from_a_rank_of_their_node(cluster, delta, engine_nodes, expected):
     """Stage 0 is on one node and stage 1 on the other, engines within one of them or over both: each needs what both have."""
     layouts = dataclasses.replace(
-        tp2_pp2_to_two_engines(True), within_nodes=True, rank_nodes=("a", "a", "b", "b"), engine_nodes=tuple(engine_nodes)
+        tp2_pp2_to_two_engines(True),
+        within_nodes=True,
+        rank_nodes=("a", "a", "b", "b"),
+        engine_nodes=tuple(engine_nodes),
     )
     one = cluster(layouts, Way.shared_memory, delta=delta)
-    carriers = {link.carrier for rank in range(4) for link in one.plan.outgoing(rank) if link.carrier != link.sender}
+    carriers = {
+        link.carrier for rank in range(4) for link in one.plan.outgoing(rank) if link.carrier != link.sender
+    }
     assert carriers == expected
     for seed in (1, 2):
         tensors = hf_tensors(DENSE, seed)
@@ -167,7 +176,9 @@ def test_weights_are_cast_to_what_the_engine_has(cluster):
     tensors = hf_tensors(DENSE)
     answers = one.sync(tensors)
     one.check(tensors)
-    assert sum(answers[rank].bytes for rank in range(4)) < 2.2 * sum(tensor.numel() for tensor in tensors.values())
+    assert sum(answers[rank].bytes for rank in range(4)) < 2.2 * sum(
+        tensor.numel() for tensor in tensors.values()
+    )
 
 
 def test_a_verification_sends_digests_alone_and_finds_what_was_changed(cluster):
@@ -178,7 +189,9 @@ def test_a_verification_sends_digests_alone_and_finds_what_was_changed(cluster):
     me = EngineRank(1, 0)
     assert not any(verified[receiver].wrong for receiver in one.plan.engine_ranks)
     assert verified[me].seals == transferred[me].seals
-    assert sum(verified[rank].bytes for rank in range(4)) < 0.1 * sum(transferred[rank].bytes for rank in range(4))
+    assert sum(verified[rank].bytes for rank in range(4)) < 0.1 * sum(
+        transferred[rank].bytes for rank in range(4)
+    )
     one.arrived[me]["model.layers.2.self_attn.qkv_proj.weight"][0, 0] += 1e-3
     verified = one.sync(tensors, Task.verify)
     assert verified[me].wrong == ("model.layers.2.self_attn.q_proj.weight",)

@@ -8,12 +8,20 @@ import pytest
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.weights.sync.cost import Machine, broadcast_is_cheaper, cost, full_tensors_seconds, on_nodes
+from grpo_megatron.weights.sync.cost import (
+    Machine,
+    broadcast_is_cheaper,
+    cost,
+    full_tensors_seconds,
+    on_nodes,
+)
 from grpo_megatron.weights.sync.plan import Layouts
 from tests.tools import run_tool
 
 LLAMA_70B = read_architecture("configs/models/llama-3.1-70b")
-SMALL = replace(LLAMA_70B, num_layers=4, hidden_size=1024, ffn_hidden_size=4096, num_heads=16, num_kv_heads=8, head_dim=64)
+SMALL = replace(
+    LLAMA_70B, num_layers=4, hidden_size=1024, ffn_hidden_size=4096, num_heads=16, num_kv_heads=8, head_dim=64
+)
 BUCKET = 64 * 2**20
 PARAMETERS = 70_553_706_496
 
@@ -21,7 +29,9 @@ PARAMETERS = 70_553_706_496
 def on_128_gpus(engines=16, **changes):
     sizes = ParallelSizes(tp=8, pp=4, dp=4, sequence_parallel=True)
     return on_nodes(
-        Layouts(LLAMA_70B, sizes, EngineLayout(8), engines), gpus_per_node=8, colocated=changes.get("colocated", False)
+        Layouts(LLAMA_70B, sizes, EngineLayout(8), engines),
+        gpus_per_node=8,
+        colocated=changes.get("colocated", False),
     )
 
 
@@ -57,13 +67,19 @@ def test_experts_of_an_engine_on_two_nodes_come_from_all_who_hold_them():
     arch = read_architecture("configs/models/qwen3-30b-a3b")
     arch = replace(arch, num_layers=2, vocab_size=1024, moe=replace(arch.moe, layers=(True, True)))
     sizes = ParallelSizes(tp=4, ep=16, dp=8, sequence_parallel=True)
-    found = cost(on_nodes(Layouts(arch, sizes, EngineLayout(16, 16), 4), gpus_per_node=8, colocated=False), Machine(), BUCKET)
+    found = cost(
+        on_nodes(Layouts(arch, sizes, EngineLayout(16, 16), 4), gpus_per_node=8, colocated=False),
+        Machine(),
+        BUCKET,
+    )
     assert found.sent_gb < 1.2 * found.network_gb / sizes.world_size
 
 
 @pytest.mark.parametrize(("engines", "broadcast"), [(1, False), (64, True)])
 def test_a_small_model_is_broadcast_to_many_engines(engines, broadcast):
-    layouts = on_nodes(Layouts(SMALL, ParallelSizes(), EngineLayout(1), engines), gpus_per_node=8, colocated=False)
+    layouts = on_nodes(
+        Layouts(SMALL, ParallelSizes(), EngineLayout(1), engines), gpus_per_node=8, colocated=False
+    )
     assert broadcast_is_cheaper(layouts, BUCKET) == broadcast
 
 
@@ -80,7 +96,10 @@ def test_a_sync_planned_on_paper(capsys):
     assert "point to point" in text
     links, _ = run_tool("plan_weight_sync", *arguments, "--links")
     assert "rank 0 (node0) -> rank 0 of engine 0: " in links
-    assert "does not divide the model's 80 layers" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,pp=3", status=2)[1]
+    assert (
+        "does not divide the model's 80 layers"
+        in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,pp=3", status=2)[1]
+    )
     assert "must be one of tp, pp" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,xp=3", status=2)[1]
 
 

@@ -26,7 +26,14 @@ from tests.unit.test_reshard import ENGINE_LAYOUTS
 
 # Heads of 32: a block has rows of four, between which Megatron has rows of others.
 SMALL_HEADS = dataclasses.replace(
-    DENSE, num_layers=2, hidden_size=256, ffn_hidden_size=512, num_heads=16, num_kv_heads=8, head_dim=32, qkv_bias=True
+    DENSE,
+    num_layers=2,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=32,
+    qkv_bias=True,
 )
 LARGE_HEADS = dataclasses.replace(
     DENSE, family="qwen3", num_layers=2, hidden_size=256, ffn_hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=128,
@@ -50,9 +57,14 @@ def in_bf16(tensors):
 def quantised(arch, tensors):
     """The same, and the weights of linear layers in FP8 with their scales, each tensor as a whole."""
     matrices = [hf for entry in weight_map(arch).values() if is_block_scaled(entry) for hf in entry.hf]
-    assert not any("norm" in name or "embed" in name or "head" in name or ".gate." in name for name in matrices)
+    assert not any(
+        "norm" in name or "embed" in name or "head" in name or ".gate." in name for name in matrices
+    )
     assert sum(".self_attn." in name for name in matrices) == 4 * arch.num_layers
-    of_layers = [3 * (arch.moe.num_experts + (arch.moe.shared_ffn_hidden_size > 0)) if has else 3 for has in layers(arch)]
+    of_layers = [
+        3 * (arch.moe.num_experts + (arch.moe.shared_ffn_hidden_size > 0)) if has else 3
+        for has in layers(arch)
+    ]
     assert len(matrices) == 4 * arch.num_layers + sum(of_layers)
     found = dict(tensors)
     for name in matrices:
@@ -74,7 +86,9 @@ def dtype_in(plan, name):
 def shards(plan, tensors):
     """{rank: {Megatron name: its shard in bfloat16}}"""
     layouts = plan.layouts
-    unquantised = ReshardPlan(dataclasses.replace(layouts, engine=dataclasses.replace(layouts.engine, fp8=False)))
+    unquantised = ReshardPlan(
+        dataclasses.replace(layouts, engine=dataclasses.replace(layouts.engine, fp8=False))
+    )
     of_ranks = trainer_parameters(unquantised, tensors)
     return {rank: {name: value.bfloat16() for name, value in own.items()} for rank, own in of_ranks.items()}
 
@@ -157,18 +171,25 @@ def test_a_plan_quantises_whole_tensors_unless_preflight_refuses_it(arch, sizes,
         return
     tensors = in_bf16(hf_tensors(arch))
     dtypes = {name: dtype_in(plan, name) for name in plan.engine_shapes}
-    arrived, expected = engine_parameters(plan, dtypes=dtypes), engine_parameters(plan, quantised(arch, tensors), dtypes)
+    arrived, expected = (
+        engine_parameters(plan, dtypes=dtypes),
+        engine_parameters(plan, quantised(arch, tensors), dtypes),
+    )
     for rank, own in shards(plan, tensors).items():
         sent = Quantised(own, plan.quantised(rank))
         for link, parts in plan.outgoing(rank).items():
             for part in parts:
                 for receiver in link.receivers:
-                    part.move.target(arrived[receiver][part.engine]).copy_(part.move.source(sent[part.megatron]))
+                    part.move.target(arrived[receiver][part.engine]).copy_(
+                        part.move.source(sent[part.megatron])
+                    )
     for receiver, values in expected.items():
         for name, value in values.items():
             found = arrived[receiver][name]
             assert found.dtype == value.dtype
-            assert torch.equal(found.float().nan_to_num(7.0), value.float().nan_to_num(7.0)), f"{name} at {receiver}"
+            assert torch.equal(found.float().nan_to_num(7.0), value.float().nan_to_num(7.0)), (
+                f"{name} at {receiver}"
+            )
 
 
 @pytest.mark.slow
@@ -191,7 +212,11 @@ def test_experts_with_each_others_scales_are_found(cluster):
     me = EngineRank(0, 0)
     scales = one.arrived[me][f"{name}.w13_weight_scale_inv"]
     scales[[1, 2]] = scales[[2, 1]]
-    found = {f"{name}.{number}.{projection}_proj.weight_scale_inv" for number in (1, 2) for projection in ("gate", "up")}
+    found = {
+        f"{name}.{number}.{projection}_proj.weight_scale_inv"
+        for number in (1, 2)
+        for projection in ("gate", "up")
+    }
     assert set(one.sync(tensors, Task.verify)[me].wrong) == found
 
 
@@ -242,7 +267,9 @@ def test_blocks_of_megatrons_rows_would_be_noticed(cluster, monkeypatch):
     (sender,) = one.senders.values()
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
     whole = sender._quantised[name]
-    monkeypatch.setitem(sender._quantised, name, [dataclasses.replace(move, target_at=move.source_at) for move in whole])
+    monkeypatch.setitem(
+        sender._quantised, name, [dataclasses.replace(move, target_at=move.source_at) for move in whole]
+    )
     tensors = in_bf16(hf_tensors(SMALL_HEADS))
     one.sync(tensors)
     with pytest.raises(AssertionError, match=r"layers.0.self_attn.qkv_proj.weight"):
@@ -254,7 +281,8 @@ def test_infinite_weights_are_not_sent(cluster):
     tensors = in_bf16(hf_tensors(SMALL_HEADS))
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.inf
     with pytest.raises(
-        ValueError, match=r"decoder.layers.1.mlp.linear_fc1.weight cannot be quantised for the engines: it has NaN or inf"
+        ValueError,
+        match=r"decoder.layers.1.mlp.linear_fc1.weight cannot be quantised for the engines: it has NaN or inf",
     ):
         one.sync(tensors)
 
@@ -286,10 +314,14 @@ def test_engines_that_hold_them_otherwise_are_found(monkeypatch, tmp_path):
     resharding = Resharding(layouts, Way.shared_memory, WeightSyncConfig(), str(tmp_path), call_timeout=1.0)
     plan = ReshardPlan(layouts)
     have = {name: (shape, dtype_in(plan, name)) for name, shape in plan.engine_shapes.items()}
-    monkeypatch.setattr(resharding, "_asked", lambda target, task: {EngineRank(0, 0): Answer({}, {}, parameters=have)})
+    monkeypatch.setattr(
+        resharding, "_asked", lambda target, task: {EngineRank(0, 0): Answer({}, {}, parameters=have)}
+    )
     assert resharding.describe(None) == []
     name = "model.layers.1.mlp.down_proj.weight_scale_inv"
     have[name] = ((2, 4), torch.int32)
-    assert resharding.describe(None) == [f"rank 0 of engine 0 has {name} in torch.int32, planned torch.float32"]
+    assert resharding.describe(None) == [
+        f"rank 0 of engine 0 has {name} in torch.int32, planned torch.float32"
+    ]
     have[name] = ((256, 1), torch.int32)
     assert resharding.describe(None)[0] == f"rank 0 of engine 0 has {name} of shape (256, 1), planned (2, 4)"

@@ -14,7 +14,13 @@ from grpo_megatron.weights.sync.plan import EngineRank, ReshardPlan
 from grpo_megatron.weights.sync.receiver import Receiver
 from grpo_megatron.weights.sync.resharding import Resharding
 from grpo_megatron.weights.sync.sender import Sender
-from tests.unit.sync_cluster import DENSE, engine_parameters, hf_tensors, tp2_pp2_to_two_engines, trainer_parameters
+from tests.unit.sync_cluster import (
+    DENSE,
+    engine_parameters,
+    hf_tensors,
+    tp2_pp2_to_two_engines,
+    trainer_parameters,
+)
 from tests.unit.test_reshard import changed
 
 CPU = torch.device("cpu")
@@ -57,7 +63,9 @@ class Source(Processes):
         self.orders.append(order)
         have = trainer_parameters(self.plan, self.tensors)
         return [
-            self._threads.submit(lambda rank=rank: self._side(Sender, order.setup, rank).send(order, have[rank]))
+            self._threads.submit(
+                lambda rank=rank: self._side(Sender, order.setup, rank).send(order, have[rank])
+            )
             for rank in self.processes
         ]
 
@@ -103,7 +111,9 @@ class Driver:
         for me, parameters in self.target.parameters.items():
             for name, value in parameters.items():
                 # Padding of the vocabulary is never written, and stays NaN on both sides.
-                assert torch.equal(value.nan_to_num(7.0), expected[me][name].nan_to_num(7.0)), f"{name} at {me}"
+                assert torch.equal(value.nan_to_num(7.0), expected[me][name].nan_to_num(7.0)), (
+                    f"{name} at {me}"
+                )
 
     def was_full(self):
         return [order.full for order in self.source.orders]
@@ -182,8 +192,11 @@ def test_a_link_whose_checksum_is_not_the_senders_is_refused(driver, alter, culp
 
 
 def test_a_tensor_whose_digest_differs_is_named(driver):
-    driver.target.alter = lambda me, answer: replace(answer, wrong=("model.norm.weight",)) if me.engine else answer
+    driver.target.alter = lambda me, answer: (
+        replace(answer, wrong=("model.norm.weight",)) if me.engine else answer
+    )
     with pytest.raises(
-        RuntimeError, match=r"model\.norm\.weight at rank 0 of engine 1, model\.norm\.weight at rank 1 of engine 1"
+        RuntimeError,
+        match=r"model\.norm\.weight at rank 0 of engine 1, model\.norm\.weight at rank 1 of engine 1",
     ):
         driver.sync(hf_tensors(DENSE, 1))

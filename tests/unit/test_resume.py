@@ -44,7 +44,9 @@ def test_a_state_that_does_not_fit_is_one_message(state, said, capsys, tmp_path)
     with pytest.raises(UserError, match=r"state\.json") as caught:
         open_checkpoint(folder, "train")
     assert said in str(caught.value)
-    assert main(["config", "check", "model.path=/nowhere", "data.train=/nowhere", f"run.resume={folder}"]) == 2
+    assert (
+        main(["config", "check", "model.path=/nowhere", "data.train=/nowhere", f"run.resume={folder}"]) == 2
+    )
     assert said in capsys.readouterr().err
 
 
@@ -122,7 +124,9 @@ def test_a_truncated_file_is_damage_though_this_command_does_not_read_it(tmp_pat
     """A checkpoint may hold files for another layout or command. A truncated one says that the disk lost data."""
     folder = checkpoint(tmp_path / "step_00000004", state_of(4))
     (folder / "notes").write_bytes(bytes(1000))
-    write_manifest(folder, {name: record_of(folder / name) for name in ("state.json", "actor/weights", "notes")})
+    write_manifest(
+        folder, {name: record_of(folder / name) for name in ("state.json", "actor/weights", "notes")}
+    )
     open_checkpoint(folder, "train")
     os.truncate(folder / "notes", 999)
     with pytest.raises(DamagedCheckpoint, match="notes has 999 bytes, 1000 were written"):
@@ -170,7 +174,9 @@ def test_where_all_are_damaged_nothing_begins(tmp_path):
     folder = run_with(tmp_path, 2, 4)
     for step in (2, 4):
         _flip(folder / "checkpoints" / f"step_0000000{step}" / "state.json")
-    with pytest.raises(UserError, match=r"none of the 2 checkpoints .* is sound; run\.resume=none starts anew"):
+    with pytest.raises(
+        UserError, match=r"none of the 2 checkpoints .* is sound; run\.resume=none starts anew"
+    ):
         beginning(config_of(tmp_path), "train", print)
     assert beginning(config_of(tmp_path, "none"), "train", print) is None
 
@@ -287,6 +293,8 @@ def test_a_finished_run_ends_at_once(result, resume, finished, tmp_path, capsys)
 
 def test_a_finished_run_of_another_command_is_not_this_one(tmp_path):
     (run_with(tmp_path) / "result.json").write_text(json.dumps({"step": 200, "command": "sft"}))
-    with pytest.raises(UserError, match=r"is a finished run of `sft`, not of `train`: choose another run\.name"):
+    with pytest.raises(
+        UserError, match=r"is a finished run of `sft`, not of `train`: choose another run\.name"
+    ):
         finished_result(config_of(tmp_path), "train", print)
     assert finished_result(config_of(tmp_path, "none"), "train", print) is None

@@ -10,9 +10,9 @@ from grpo_megatron.rewards import resolve_rewards
 
 
 def value(function, response, answer="", tokens=None, components=None, **args):
-    reward = resolve_rewards(RewardConfig(terms={"right": {"function": "exact_match"}, "own": {"function": function, **args}}))[
-        1
-    ]
+    reward = resolve_rewards(
+        RewardConfig(terms={"right": {"function": "exact_match"}, "own": {"function": function, **args}})
+    )[1]
     optional = {"tokens": tokens, "components": components}
     given = {name: optional[name] for name in reward.wants - {"args"}}
     return reward.function(prompt="", response=response, answer=answer, record={}, **given)
@@ -35,7 +35,9 @@ def value(function, response, answer="", tokens=None, components=None, **args):
     ],
 )
 def test_choice(response, letter):
-    assert [value("choice", response, answer) for answer in "ABCD"] == [float(answer == letter) for answer in "ABCD"]
+    assert [value("choice", response, answer) for answer in "ABCD"] == [
+        float(answer == letter) for answer in "ABCD"
+    ]
 
 
 def test_choice_of_places_and_letters():
@@ -84,7 +86,9 @@ def test_format_with_other_tags():
     assert value("format", "<a>1</a>", tags=["a"]) == 1.0
 
 
-@pytest.mark.parametrize(("tokens", "both", "one"), [(100, 1, 1), (50, 0.5, 1), (0, 0, 1), (150, 0.5, 0.5), (250, 0, 0)])
+@pytest.mark.parametrize(
+    ("tokens", "both", "one"), [(100, 1, 1), (50, 0.5, 1), (0, 0, 1), (150, 0.5, 0.5), (250, 0, 0)]
+)
 def test_linear_length(tokens, both, one):
     assert value("linear_length", "", tokens=tokens, target=100, width=100) == both
     assert value("linear_length", "", tokens=tokens, target=100, width=100, shorter_is_free=True) == one
@@ -104,10 +108,12 @@ def test_cosine_length(tokens, right):
 
 def group(function, tokens, rights, **args):
     components = [{"right": right} for right in rights]
-    reward = resolve_rewards(RewardConfig(terms={"right": {"function": "exact_match"}, "own": {"function": function, **args}}))[
-        1
-    ]
-    return reward.function(prompt="", responses=[""] * len(tokens), answer="", record={}, tokens=tokens, components=components)
+    reward = resolve_rewards(
+        RewardConfig(terms={"right": {"function": "exact_match"}, "own": {"function": function, **args}})
+    )[1]
+    return reward.function(
+        prompt="", responses=[""] * len(tokens), answer="", record={}, tokens=tokens, components=components
+    )
 
 
 def test_group_length():

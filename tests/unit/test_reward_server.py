@@ -44,7 +44,9 @@ class Server:
                 self.answer(todo, body["response"])
 
             def answer(self, todo, responses):
-                answer = {"rewards": [{"reward": len(text), "upper": int(text.isupper())} for text in responses]}
+                answer = {
+                    "rewards": [{"reward": len(text), "upper": int(text.isupper())} for text in responses]
+                }
                 texts = {"garbage": "<html>", "few": '{"rewards": []}', "deep": "[" * 10**5}
                 text = todo if todo.startswith("{") else texts.get(todo, json.dumps(answer))
                 self.wfile.write(gzip.compress(text.encode()) if todo == "compressed" else text.encode())
@@ -144,23 +146,33 @@ def test_a_token_is_sent_and_shown_nowhere(server, monkeypatch):
     args = {"url": server.url, "token_env": "MY_TOKEN"}
     asked(server, "one", secrets={"MY_TOKEN": "s3cret"}, token_env="MY_TOKEN")
     assert server.asked[0][1] == "Bearer s3cret"
-    assert "s3cret" not in repr(ScorerSpec(RewardConfig(function="http", args=args), decode, {"MY_TOKEN": "s3cret"}))
+    assert "s3cret" not in repr(
+        ScorerSpec(RewardConfig(function="http", args=args), decode, {"MY_TOKEN": "s3cret"})
+    )
     monkeypatch.delenv("MY_TOKEN", raising=False)
-    with pytest.raises(UserError, match="environment variable MY_TOKEN, which a reward of this run asks for, is not set"):
+    with pytest.raises(
+        UserError, match="environment variable MY_TOKEN, which a reward of this run asks for, is not set"
+    ):
         RewardWorkers(RewardConfig(function="http", args=args), decode, [])
 
 
 @pytest.mark.parametrize("value", ["s3cret\nX-Other: 1", "s3cret\x7f", "s3crét"])
 def test_a_token_that_no_header_can_hold_is_refused_at_the_start(server, monkeypatch, value):
-    rewards = resolve_rewards(RewardConfig(function="http", args={"url": server.url, "token_env": "MY_TOKEN"}))
+    rewards = resolve_rewards(
+        RewardConfig(function="http", args={"url": server.url, "token_env": "MY_TOKEN"})
+    )
     monkeypatch.setenv("MY_TOKEN", value)
-    with pytest.raises(UserError, match=r"MY_TOKEN, .* which no HTTP header can hold; set it to the token alone") as found:
+    with pytest.raises(
+        UserError, match=r"MY_TOKEN, .* which no HTTP header can hold; set it to the token alone"
+    ) as found:
         read_secrets(rewards)
     assert "s3cr" not in str(found.value)
 
 
 def test_the_newline_of_a_file_is_no_part_of_a_token(server, monkeypatch):
-    rewards = resolve_rewards(RewardConfig(function="http", args={"url": server.url, "token_env": "MY_TOKEN"}))
+    rewards = resolve_rewards(
+        RewardConfig(function="http", args={"url": server.url, "token_env": "MY_TOKEN"})
+    )
     monkeypatch.setenv("MY_TOKEN", "s3cret\n")
     asked(server, "one", secrets=read_secrets(rewards), token_env="MY_TOKEN")
     assert server.asked[0][1] == "Bearer s3cret"
@@ -177,7 +189,9 @@ def test_a_server_may_be_asked_in_one_event_loop_after_another(server):
 
 def test_the_scorer_names_no_secret(server):
     server.todo = ["403"]
-    scorer = Scorer(RewardConfig(function="http", args={"url": server.url, "token_env": "T"}), decode, {"T": "s3cret"})
+    scorer = Scorer(
+        RewardConfig(function="http", args={"url": server.url, "token_env": "T"}), decode, {"T": "s3cret"}
+    )
     (found,) = scorer.work([RewardTask(7, "p", encode("x"), "a", {})], 1.0)
     assert "s3cret" not in found.why
 

@@ -41,7 +41,9 @@ def configured(**terms):
 
 
 def scored(config, *responses):
-    return Scorer(config, decode).work([RewardTask(7, "p", encode(one), "yes", {}) for one in responses], 100.0)
+    return Scorer(config, decode).work(
+        [RewardTask(7, "p", encode(one), "yes", {}) for one in responses], 100.0
+    )
 
 
 RIGHT = {"function": "exact_match"}
@@ -95,19 +97,28 @@ def test_one_function_with_options():
     [
         ({"right": {"weight": 1}}, r"reward.terms.right must say its function"),
         ({"right": "math"}, r"reward.terms.right must say its function"),
-        ({"right": RIGHT | {"wieght": 1}}, r"reward.terms.right: unknown option 'wieght'; did you mean 'weight'\?"),
+        (
+            {"right": RIGHT | {"wieght": 1}},
+            r"reward.terms.right: unknown option 'wieght'; did you mean 'weight'\?",
+        ),
         (
             {"form": {"function": "regex", "patern": "x"}},
             r"reward.terms.form: unknown option 'patern'; did you mean 'pattern'\?",
         ),
-        ({"form": {"function": "regex", "pattern": "("}}, r"reward.terms.form.pattern must be a regular expression"),
+        (
+            {"form": {"function": "regex", "pattern": "("}},
+            r"reward.terms.form.pattern must be a regular expression",
+        ),
         ({"form": {"function": "regex"}}, r"reward.terms.form.pattern must be a regular expression"),
         ({"right": RIGHT | {"weight": "much"}}, r"reward.terms.right: Value 'much'"),
         ({"right": RIGHT | {"weight": float("inf")}}, r"reward.terms.right.weight must be a finite number"),
         ({"right": RIGHT | {"response_from": ["box"]}}, r"reward.terms.right.response_from=box is unknown"),
         ({"reward": RIGHT}, r"reward.terms.reward: a term's name"),
         ({"a b": RIGHT}, r"a term's name is a word"),
-        ({"right": {"function": "exactly"}}, r"reward.function=exactly is unknown; choose one of exact_match, math"),
+        (
+            {"right": {"function": "exactly"}},
+            r"reward.function=exactly is unknown; choose one of exact_match, math",
+        ),
         ({"a": {"function": f"{HERE}:score", "x": 1}}, r"reward.terms.a: .*:score has no parameter `args`"),
         ({"a": {"function": "cosine_length"}}, r"reward.terms.a: cosine_length needs right"),
         (
@@ -118,10 +129,22 @@ def test_one_function_with_options():
         ({"a": {"function": "rank", "by": "b"}}, r"reward.terms.a reads the term 'b'"),
         ({"form": {"function": "format", "tags": []}}, r"reward.terms.form.tags is empty"),
         ({"a": {"function": "linear_length"}}, r"linear_length needs target and width"),
-        ({"a": {"function": "http", "url": "ftp://x"}}, r"reward.terms.a.url must be of the form http://HOST"),
-        ({"a": {"function": "http", "url": "http://me:secret@x/"}}, r"reward.terms.a.url must not have a user or a password"),
-        ({"a": {"function": "http", "url": "htp//me:secret@x/"}}, r"reward.terms.a.url must not have a user or a password"),
-        ({"a": {"function": "http", "url": "me:secret@x"}}, r"reward.terms.a.url must not have a user or a password"),
+        (
+            {"a": {"function": "http", "url": "ftp://x"}},
+            r"reward.terms.a.url must be of the form http://HOST",
+        ),
+        (
+            {"a": {"function": "http", "url": "http://me:secret@x/"}},
+            r"reward.terms.a.url must not have a user or a password",
+        ),
+        (
+            {"a": {"function": "http", "url": "htp//me:secret@x/"}},
+            r"reward.terms.a.url must not have a user or a password",
+        ),
+        (
+            {"a": {"function": "http", "url": "me:secret@x"}},
+            r"reward.terms.a.url must not have a user or a password",
+        ),
         (
             {"a": {"function": "http", "url": "http://x:99999/@?key=secret"}},
             r"form http://HOST:PORT/PATH, is 'http://x:99999/@'",
@@ -137,7 +160,12 @@ def test_what_is_no_term(terms, says):
 
 
 def test_from_the_command_line():
-    given = ["model.path=m", "data.train=d", "reward.terms.right.function=math", "reward.terms.right.weight=1e-1"]
+    given = [
+        "model.path=m",
+        "data.train=d",
+        "reward.terms.right.function=math",
+        "reward.terms.right.weight=1e-1",
+    ]
     config = load_config(None, [*given, "reward.terms.short={function: rank, among: right, weight: 0.2}"])
     assert [(term.name, term.weight) for term in terms_of(config.reward)] == [("right", 0.1), ("short", 0.2)]
     with pytest.raises(UserError, match=r"reward.terms.right: unknown option 'wight'"):
@@ -145,7 +173,9 @@ def test_from_the_command_line():
 
 
 def test_options_of_one_function_need_a_parameter():
-    with pytest.raises(UserError, match=r"reward.args: .*:score has no parameter `args` that could take factor"):
+    with pytest.raises(
+        UserError, match=r"reward.args: .*:score has no parameter `args` that could take factor"
+    ):
         resolve_rewards(RewardConfig(function=f"{HERE}:score", args={"factor": 1}))
 
 

@@ -105,7 +105,9 @@ def test_every_kind_of_number_is_one(value, number):
     assert scored(value).components == {"reward": number}
     assert scored({"reward": value, "part": value}).components == {"reward": number, "part": number}
     assert scored_as_group([value, 0]).values["reward"] == [number, 0.0]
-    assert stepped(StepResult(reward=value, components={"part": value})) == StepResult("", number, False, {"part": number})
+    assert stepped(StepResult(reward=value, components={"part": value})) == StepResult(
+        "", number, False, {"part": number}
+    )
     assert type(scored(value).components["reward"]) is float
 
 
@@ -138,7 +140,12 @@ NO_NUMBERS = [
 @pytest.mark.parametrize(("value", "says"), NO_NUMBERS, ids=lambda value: type(value).__name__)
 def test_what_is_no_number_is_a_failure_that_says_why(value, says):
     """A number of 400 digits raised OverflowError out of the worker, also with reward.on_failure=value."""
-    for found in (scored(value), scored({"reward": value}), scored({"reward": 1, "part": value}), scored_as_group([1, value])):
+    for found in (
+        scored(value),
+        scored({"reward": value}),
+        scored({"reward": 1, "part": value}),
+        scored_as_group([1, value]),
+    ):
         assert isinstance(found, Failed)
         assert re.search(says, found.why)
         assert found.why.isprintable()
@@ -159,7 +166,10 @@ def test_what_is_no_number_is_a_failure_that_says_why(value, says):
         ({"reward": 1, "\x1b[2J": 3}, r"must be 1 to 100 printable characters, is '\\x1b\[2J'"),
         ({"reward": 1, "\u202eabc": 3}, r"must be 1 to 100 printable characters, is '\\u202eabc'"),
         ({"reward": 1, "x" * 101: 3}, "must be 1 to 100 printable characters, is 'xxx"),
-        ({"reward": 1} | dict.fromkeys(map(str, range(101)), 1.0), "at most 100 numbers beside the reward, not 101"),
+        (
+            {"reward": 1} | dict.fromkeys(map(str, range(101)), 1.0),
+            "at most 100 numbers beside the reward, not 101",
+        ),
     ],
 )
 def test_what_is_no_component(value, says):
@@ -202,7 +212,14 @@ def test_an_error_of_any_text_can_be_shown(error, says):
 
 
 def test_lists_of_every_kind():
-    for value in ([1, 0], (1, 0), np.array([1, 0]), torch.tensor([1.0, 0.0]), iter([1, 0]), [np.float32(1), Fraction(0)]):
+    for value in (
+        [1, 0],
+        (1, 0),
+        np.array([1, 0]),
+        torch.tensor([1.0, 0.0]),
+        iter([1, 0]),
+        [np.float32(1), Fraction(0)],
+    ):
         assert scored_as_group(value).values["reward"] == [1.0, 0.0]
 
 
@@ -226,7 +243,9 @@ def test_lists_of_every_kind():
 def test_what_a_program_writes_for_its_result_is_no_failure_of_the_reward(written):
     """A program that wrote a number of 400 digits to the channel of its result ended the run."""
     reward = resolve_reward(
-        RewardConfig(function="code", code=CodeConfig(score=CodeScore.share, limits=SandboxLimits(seconds=20)))
+        RewardConfig(
+            function="code", code=CodeConfig(score=CodeScore.share, limits=SandboxLimits(seconds=20))
+        )
     )
     program = f"import os\ndef f(x):\n    os.write(3, {written!r}.encode())\n    os._exit(0)"
     answer = json.dumps({"fn_name": "f", "inputs": [[1]], "outputs": [1]})

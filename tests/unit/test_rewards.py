@@ -95,7 +95,9 @@ def test_ways_are_tried_in_order():
     assert find_answer("none", ways) is None
 
 
-GSM8K = RewardConfig(function="math", answer_from=["hashes"], response_from=["boxed", "hashes", "last_number"])
+GSM8K = RewardConfig(
+    function="math", answer_from=["hashes"], response_from=["boxed", "hashes", "last_number"]
+)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +174,16 @@ def obey(prompt, response, answer, record):
 
 def scored(*responses, record=None, seconds=100.0, timeout=3.0):
     scorer = Scorer(RewardConfig(function="tests.unit.test_rewards:obey", timeout=timeout), decode)
-    return scorer.work([RewardTask(7, "p", encode(response), "a", record or {}) for response in responses], seconds)
+    return scorer.work(
+        [RewardTask(7, "p", encode(response), "a", record or {}) for response in responses], seconds
+    )
 
 
 def test_numbers_and_components():
-    assert scored("fine", "parts") == [Scored("fine", {"reward": 1.0}), Scored("parts", {"reward": 0.5, "length": 3.0})]
+    assert scored("fine", "parts") == [
+        Scored("fine", {"reward": 1.0}),
+        Scored("parts", {"reward": 0.5, "length": 3.0}),
+    ]
     assert scored("record", record={"bonus": 2}) == [Scored("record", {"reward": 2.0})]
 
 

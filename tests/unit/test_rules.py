@@ -38,12 +38,20 @@ BROKEN = {
         "rollout.dynamic_sampling.enabled=true",
         "algorithm.filters=[nonzero_variance]",
     ],
-    "recorded_samples_have_rewards": ["reward.function=model", "reward.model.path=r", "rollout.record=s.jsonl"],
+    "recorded_samples_have_rewards": [
+        "reward.function=model",
+        "reward.model.path=r",
+        "rollout.record=s.jsonl",
+    ],
     "longest_pair_fits": ["train.max_tokens_per_micro_batch=2047"],
     "reward_models_are_trained_whole": ["megatron.lora.rank=4"],
     "longest_sequence_fits": ["train.max_tokens_per_micro_batch=1023"],
     "fp32_has_its_layers": ["megatron.precision=fp32", "megatron.transformer_impl=transformer_engine"],
-    "delayed_is_for_all_layers": ["megatron.precision=fp8", "megatron.fp8.recipe=delayed", "megatron.fp8.bf16_last_layers=1"],
+    "delayed_is_for_all_layers": [
+        "megatron.precision=fp8",
+        "megatron.fp8.recipe=delayed",
+        "megatron.fp8.bf16_last_layers=1",
+    ],
     "delayed_recomputes_whole_layers": [
         "megatron.precision=fp8",
         "megatron.fp8.recipe=delayed",
@@ -57,8 +65,16 @@ BROKEN = {
     "old_routing_has_its_pass": ["moe.routing_replay=old_policy", "train.old_logprobs=rollout"],
     "lr_falls": ["optimizer.lr_min=1"],
     "wsd_has_a_decay": ["optimizer.lr_schedule=wsd"],
-    "schedule_of_train_fits": ["optimizer.lr_schedule=cosine", "optimizer.lr_warmup_steps=201", "train.ppo_epochs=2"],
-    "schedule_of_sft_fits": ["optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps=101", "train.ppo_epochs=2"],
+    "schedule_of_train_fits": [
+        "optimizer.lr_schedule=cosine",
+        "optimizer.lr_warmup_steps=201",
+        "train.ppo_epochs=2",
+    ],
+    "schedule_of_sft_fits": [
+        "optimizer.lr_schedule=wsd",
+        "optimizer.wsd_decay_steps=101",
+        "train.ppo_epochs=2",
+    ],
     "training_data_is_named": ["data.train=[d.jsonl,5]"],
     "held_out_data_is_named": ["data.eval={a: 1}"],
     "weights_match_the_sources": ["data.train_weights=[1.0,2.0]"],
@@ -70,7 +86,11 @@ BROKEN = {
     "a_right_program_passes": ["reward.function=code", "reward.code.preamble=import ("],
     "terms_or_one_function": ["reward.terms={right: {function: math}}", "reward.function=math"],
     "failure_value_is_used": ["reward.failure_value=-1"],
-    "smaller_groups_can_be_shared": ["reward.on_failure=leave_out", "train.packing=false", "megatron.data_parallel=2"],
+    "smaller_groups_can_be_shared": [
+        "reward.on_failure=leave_out",
+        "train.packing=false",
+        "megatron.data_parallel=2",
+    ],
     "programs_end_before_the_reward": ["reward.function=code", "reward.code.limits.seconds=30"],
     "sampling_is_of_the_full_distribution": ["rollout.top_k=20"],
     "replay_has_no_evaluation": ["rollout.replay=r.jsonl", "data.eval=e.jsonl"],
@@ -150,9 +170,17 @@ BROKEN = {
     "bounds_are_in_order": ["mismatch.correction=icepop", "mismatch.ratio_low=3", "mismatch.ratio_high=2"],
     "bounds_have_a_rejection": ["mismatch.rejection_high=3"],
     "kl_rejection_has_its_bound": ["mismatch.rejection=token_k3"],
-    "rejection_bounds_are_in_order": ["mismatch.rejection=seq_ratio", "mismatch.rejection_low=3", "mismatch.rejection_high=2"],
+    "rejection_bounds_are_in_order": [
+        "mismatch.rejection=seq_ratio",
+        "mismatch.rejection_low=3",
+        "mismatch.rejection_high=2",
+    ],
     "renormalize_has_a_mask": ["mismatch.renormalize=true"],
-    "renormalize_knows_in_time": ["mismatch.renormalize=true", "mismatch.rejection=seq_ratio", "train.old_logprobs=rollout"],
+    "renormalize_knows_in_time": [
+        "mismatch.renormalize=true",
+        "mismatch.rejection=seq_ratio",
+        "train.old_logprobs=rollout",
+    ],
     "sequence_sum_has_one_factor": [
         "algorithm.ratio_level=sequence_sum",
         "algorithm.loss_agg_mode=group-sum",
@@ -161,7 +189,9 @@ BROKEN = {
     "threshold_has_an_action": ["mismatch.action=off", "mismatch.threshold=0.5"],
 }
 
-EXPERTS = dataclasses.replace(ARCH, moe=MoE(num_experts=6, top_k=2, ffn_hidden_size=100, normalize=True, layers=(True,) * 12))
+EXPERTS = dataclasses.replace(
+    ARCH, moe=MoE(num_experts=6, top_k=2, ffn_hidden_size=100, normalize=True, layers=(True,) * 12)
+)
 OF_EXPERTS = ("expert_parallel_divides", "experts_size_divides", "experts_with_tp_need_sp")
 
 # The keys that the fields of ParallelSizes are.
@@ -245,11 +275,15 @@ def test_a_rule_reads_no_key_that_it_does_not_name(rule):
     """It would be asked where that key is out of its limits, and `config explain` would not know of it."""
     _, read = ask(rule)
     # ParallelSizes takes all sizes from the configuration, whichever of them are asked for.
-    assert read <= set(rule.keys) | set(SIZE_KEYS.values() if rule not in SIZES.rules + SIZES_OF_MODEL.rules else ())
+    assert read <= set(rule.keys) | set(
+        SIZE_KEYS.values() if rule not in SIZES.rules + SIZES_OF_MODEL.rules else ()
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [rule for rule in all_rules() if rule not in SIZES_OF_MODEL.rules], ids=by_name)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in all_rules() if rule not in SIZES_OF_MODEL.rules], ids=by_name
+)
 def test_a_broken_rule_is_reported_by_the_commands_it_is_for(rule):
     config = config_that_breaks(rule)
     for command in COMMANDS:

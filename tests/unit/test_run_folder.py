@@ -14,7 +14,15 @@ from grpo_megatron.cli import main
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.run_files import RunFiles
 from grpo_megatron.process_tree import start_mark
-from grpo_megatron.run.folder import METRICS, TRAINED, beginning, kept_rows, open_run_folder, set_aside, take_back
+from grpo_megatron.run.folder import (
+    METRICS,
+    TRAINED,
+    beginning,
+    kept_rows,
+    open_run_folder,
+    set_aside,
+    take_back,
+)
 from grpo_megatron.run.lock import Ownership, is_in_use
 from grpo_megatron.run.resume import open_checkpoint
 from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
@@ -30,7 +38,10 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
     take_back(str(folder), begun, print)
     set_aside(str(folder), begun, print)
     assert (folder / METRICS).read_text() == (folder / TRAINED).read_text() == rows(1, 2)
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000002", "step_00000004.aside"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step_00000002",
+        "step_00000004.aside",
+    ]
     assert not (folder / "result.json").exists()
 
 
@@ -91,8 +102,12 @@ def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
     begun = open_checkpoint(checkpoints / "step_00000002", "train")
     take_back(str(folder), begun, print)
     left = ["step_00000004.deleted", "step_00000006.partial.deleted"]
-    assert [line.split()[0] for line in sorted(capsys.readouterr().out.splitlines())] == [str(checkpoints / n) for n in left]
-    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(["step_00000002", "step_00000004", *left])
+    assert [line.split()[0] for line in sorted(capsys.readouterr().out.splitlines())] == [
+        str(checkpoints / n) for n in left
+    ]
+    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(
+        ["step_00000002", "step_00000004", *left]
+    )
     assert all([path.name for path in (checkpoints / name).iterdir()] == ["held"] for name in left)
     take_back(str(folder), begun, print)  # the next start
     assert capsys.readouterr().out.count("could not be deleted") == 2
@@ -116,7 +131,10 @@ def _begin(folder) -> None:
         '{"step": 2, "l' + 100 * "\0",
         100 * "\0",
         100 * "\0" + "\n",
-        '{"step": 3, ' + 100 * "\0" + '"loss": 0.5}\n' + rows(5),  # a part of the file that did not come to the disk
+        '{"step": 3, '
+        + 100 * "\0"
+        + '"loss": 0.5}\n'
+        + rows(5),  # a part of the file that did not come to the disk
     ],
 )
 def test_what_the_loss_of_a_node_leaves_at_the_end_goes(name, torn, tmp_path, capsys):
@@ -149,7 +167,9 @@ def test_a_damaged_row_of_the_metrics_goes(row, tmp_path, capsys):
 
 def _with_damage(tmp_path, name, row):
     folder = run_with(tmp_path, 2)
-    (folder / name).write_bytes(rows(1).encode() + (row if isinstance(row, bytes) else row.encode()) + rows(2).encode())
+    (folder / name).write_bytes(
+        rows(1).encode() + (row if isinstance(row, bytes) else row.encode()) + rows(2).encode()
+    )
     return folder
 
 
@@ -213,7 +233,10 @@ sys.stdin.read()
 def owner(tmp_path):
     """Another process that owns the run's folder, as a subprocess.Popen."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / NAME)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(tmp_path / NAME)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     process.stdout.readline()
     yield process
@@ -261,8 +284,16 @@ def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(t
     [
         ({}, None, False),
         ({"host": "here", "pid": os.getpid(), "started": start_mark(os.getpid())}, None, True),
-        ({"host": "here", "pid": os.getpid(), "started": "boot:1"}, None, False),  # the number is another process's now
-        ({"host": "here", "pid": os.getpid(), "started": psutil.Process().create_time() + 1}, None, True),  # earlier versions
+        (
+            {"host": "here", "pid": os.getpid(), "started": "boot:1"},
+            None,
+            False,
+        ),  # the number is another process's now
+        (
+            {"host": "here", "pid": os.getpid(), "started": psutil.Process().create_time() + 1},
+            None,
+            True,
+        ),  # earlier versions
         ({"host": "here", "pid": os.getpid(), "started": 1.0}, None, False),
         ({"host": "here", "pid": "?"}, None, False),
         ({"host": "there", "pid": 1}, None, True),
@@ -282,7 +313,9 @@ def test_without_locks_the_owner_is_asked_for(owner, job, refused, tmp_path, mon
     folder = run_with(tmp_path)
     (folder / "owner.json").write_text(json.dumps(owner) if owner else '{"half')
     if refused:
-        with pytest.raises(UserError, match=r"another run writes .*; if that run has ended, delete .*owner\.json"):
+        with pytest.raises(
+            UserError, match=r"another run writes .*; if that run has ended, delete .*owner\.json"
+        ):
             Ownership(folder, print)
         return
     with open_run_folder(config_of(tmp_path), "train", print):

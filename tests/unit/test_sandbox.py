@@ -24,7 +24,9 @@ def attempt(**attempts):
             continue
         print(name, result)
 """
-LIMITS = SandboxLimits(seconds=20, cpu_seconds=10, memory_mib=256, threads=16, files_mib=4, files=32, output_kib=64)
+LIMITS = SandboxLimits(
+    seconds=20, cpu_seconds=10, memory_mib=256, threads=16, files_mib=4, files=32, output_kib=64
+)
 
 
 @pytest.fixture
@@ -150,9 +152,14 @@ print(libc.shmget(0, 1 << 20, 0o1600))
 
 
 def test_threads(run):
-    source = "import threading, time\nfor _ in range(64): threading.Thread(target=time.sleep, args=(5,)).start()"
+    source = (
+        "import threading, time\nfor _ in range(64): threading.Thread(target=time.sleep, args=(5,)).start()"
+    )
     assert run(source, memory_mib=1024).ended == Ended.threads
-    assert run("import threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()").stdout == "1\n"
+    assert (
+        run("import threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()").stdout
+        == "1\n"
+    )
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -302,7 +309,10 @@ attempt(
 
 
 def test_no_network(run, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as local:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as local,
+    ):
         server.settimeout(0.2)
         local.settimeout(0.2)
         path = str(tmp_path / "socket")

@@ -49,7 +49,10 @@ def test_a_program_ends_with_its_sandbox(containment, way):
 
     handler = signal.signal(signal.SIGALRM, leave)
     signal.setitimer(signal.ITIMER_REAL, 3.0)
-    with Sandbox(SandboxLimits(seconds=60), containment=containment) as sandbox, pytest.raises((TimeoutError, RuntimeError)):
+    with (
+        Sandbox(SandboxLimits(seconds=60), containment=containment) as sandbox,
+        pytest.raises((TimeoutError, RuntimeError)),
+    ):
         sandbox.run(Program("import time\ntime.sleep(60)"), within=60)
     signal.signal(signal.SIGALRM, handler)
     # Left by a closed pipe alone, it ends what it runs and then itself.
@@ -115,10 +118,15 @@ with Sandbox(isolation=Isolation.no_network) as sandbox:
 
 def test_a_machine_that_cannot_contain_programs_refuses_to_run_them():
     found = subprocess.run(
-        [sys.executable, "-c", ON_A_POOR_MACHINE], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", ON_A_POOR_MACHINE],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
     )
     message, containment, *rest = found.stdout.splitlines()
-    assert re.search("namespaces: [^;]*unshare: Operation not permitted; landlock: [^;]*Function not implemented", message)
+    assert re.search(
+        "namespaces: [^;]*unshare: Operation not permitted; landlock: [^;]*Function not implemented", message
+    )
     assert "reward.code.isolation=no_network" in message
     assert containment == "nothing"
     assert rest[-2].startswith("PermissionError")
@@ -137,10 +145,14 @@ def test_numbers_of_system_calls_are_those_of_the_kernel(column):
     header = Path(HEADERS[column])
     if not header.is_file():
         pytest.skip(f"{header} is not here")
-    known = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", header.read_text())}
+    known = {
+        name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", header.read_text())
+    }
     ours = {name: numbers[column] for name, numbers in system_calls._FORBIDDEN.items()}
     ours |= {name: numbers[column] for name, (numbers, _) in system_calls._conditional(1).items()}
-    ours = {name: number for name, number in ours.items() if number is not None} | system_calls._COMMON_ALLOWED
+    ours = {
+        name: number for name, number in ours.items() if number is not None
+    } | system_calls._COMMON_ALLOWED
     # The kernel's generic header has two of them under another name; a header can be older than a call.
     known |= {"fcntl": known.get("fcntl", 25), "truncate": known.get("truncate", 45)}
     assert {name: number for name, number in ours.items() if known.get(name, number) != number} == {}

@@ -21,7 +21,9 @@ def flops(plan, lengths, cost=CostModel()) -> np.ndarray:
 
 def tokens(plan, lengths) -> np.ndarray:
     """[dp, micro-batches]"""
-    return np.array([[np.asarray(lengths)[list(chosen)].sum() for chosen in rank] for rank in plan.micro_batches])
+    return np.array(
+        [[np.asarray(lengths)[list(chosen)].sum() for chosen in rank] for rank in plan.micro_batches]
+    )
 
 
 def log_normal(count: int, sigma: float, longest: int, seed: int = 0) -> np.ndarray:
@@ -65,7 +67,9 @@ def test_every_sequence_once_within_the_limit(
 
 
 @pytest.mark.parametrize("sigma", [0.8, 1.0, 1.3])
-@pytest.mark.parametrize("cost", [CostModel(), CostModel(0.0, 1.0), CostModel(1.0, 0.0)], ids=["7B", "attention", "linear"])
+@pytest.mark.parametrize(
+    "cost", [CostModel(), CostModel(0.0, 1.0), CostModel(1.0, 0.0)], ids=["7B", "attention", "linear"]
+)
 def test_ranks_do_equal_work_in_total_and_at_every_moment(sigma, cost):
     lengths = log_normal(8000, sigma, 32768)
     work = flops(schedule(lengths, 32768, dp=16, cost=cost), lengths, cost)
@@ -83,14 +87,18 @@ def test_cheap_micro_batches_come_first_and_last():
     assert (np.diff(work[middle:]) <= 0).all()
 
 
-@pytest.mark.parametrize(("count", "dp", "seed"), list(itertools.product([32, 128, 512], [1, 2, 8], range(3))))
+@pytest.mark.parametrize(
+    ("count", "dp", "seed"), list(itertools.product([32, 128, 512], [1, 2, 8], range(3)))
+)
 def test_small_batches_are_even(count, dp, seed):
     lengths = np.random.default_rng(seed).integers(100, 400, count)
     plan = schedule(lengths, 4000, dp)
     held = tokens(plan, lengths)
     assert plan.num_micro_batches == -(-lengths.sum() // (4000 * dp))
     assert held.max() / held.mean() < 1.05
-    assert flops(plan, lengths).sum(axis=1).max() / flops(plan, lengths).sum(axis=1).mean() < (1.02 if count < 100 else 1.001)
+    assert flops(plan, lengths).sum(axis=1).max() / flops(plan, lengths).sum(axis=1).mean() < (
+        1.02 if count < 100 else 1.001
+    )
 
 
 @pytest.mark.parametrize(("seed", "max_tokens"), list(itertools.product(range(6), [8000, 16000])))
@@ -118,7 +126,9 @@ def test_exchanges_empty_no_micro_batch():
 
 def test_a_rank_with_an_overlong_sequence_gets_less_of_the_rest_unless_in_lockstep():
     lengths = [1000] + [100] * 30 + [50] * 20
-    apart, together = (schedule(lengths, 1000, dp=2, multiple_of=4, lockstep=lockstep) for lockstep in (False, True))
+    apart, together = (
+        schedule(lengths, 1000, dp=2, multiple_of=4, lockstep=lockstep) for lockstep in (False, True)
+    )
     assert apart.num_micro_batches == together.num_micro_batches == 4
     (work, steady) = (flops(plan, lengths) for plan in (apart, together))
     assert work.sum(axis=1).max() < 1.02 * work.sum(axis=1).mean()
@@ -181,7 +191,9 @@ def test_thousands_of_sequences_in_a_micro_batch():
 def test_too_long_a_sequence_is_named():
     with pytest.raises(UserError, match="sequence 1 has 200 tokens, but a micro-batch may hold 100; raise"):
         schedule([10, 200], 100)
-    with pytest.raises(UserError, match=r"sequence 0 has 99 tokens \(104 with the padding of context parallelism\)"):
+    with pytest.raises(
+        UserError, match=r"sequence 0 has 99 tokens \(104 with the padding of context parallelism\)"
+    ):
         schedule([99, 20], 100, sequence_multiple=8)
 
 
@@ -189,13 +201,21 @@ def test_too_long_a_sequence_is_named():
     ("lengths", "options", "message"),
     [
         ([10], {"dp": 2}, "1 sequences cannot be shared by 2 .* at least 2 are needed"),
-        ([10] * 7, {"dp": 2, "multiple_of": 4}, "a multiple of 4 for the virtual pipeline; at least 8 are needed"),
+        (
+            [10] * 7,
+            {"dp": 2, "multiple_of": 4},
+            "a multiple of 4 for the virtual pipeline; at least 8 are needed",
+        ),
         (
             [10] * 3,
             {"dp": 2, "packing": False},
             "one per micro-batch, .* make their number a multiple of 2, or use train.packing",
         ),
-        ([90] * 5, {"dp": 2}, "raise train.max_tokens_per_micro_batch, or make the number of sequences a multiple of 2"),
+        (
+            [90] * 5,
+            {"dp": 2},
+            "raise train.max_tokens_per_micro_batch, or make the number of sequences a multiple of 2",
+        ),
         ([], {}, "no sequences"),
     ],
 )
@@ -232,12 +252,22 @@ def test_cost_of_a_dense_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     # Weights of a layer: q and o 8·8 each, k and v 8·4 each, the MLP 3·8·20; the head 8·50.
     weights = 3 * (2 * 64 + 2 * 32 + 480) + 400
-    assert read_architecture(str(tmp_path)).cost_model == CostModel(per_token=2.0 * weights, per_pair=4.0 * 3 * 8)
+    assert read_architecture(str(tmp_path)).cost_model == CostModel(
+        per_token=2.0 * weights, per_pair=4.0 * 3 * 8
+    )
 
 
 def test_cost_of_a_model_with_experts(tmp_path):
-    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "mlp_only_layers": [0], "head_dim": 2}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | experts | {"architectures": ["Qwen3MoeForCausalLM"]}))
+    experts = {
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 6,
+        "mlp_only_layers": [0],
+        "head_dim": 2,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(CONFIG | experts | {"architectures": ["Qwen3MoeForCausalLM"]})
+    )
     # The first layer has a dense MLP; in the others a router 8·16 chooses 2 experts of 3·8·6 each.
     weights = 3 * (2 * 64 + 2 * 32) + 480 + 2 * (128 + 2 * 144) + 400
     assert read_architecture(str(tmp_path)).cost_model.per_token == 2.0 * weights

@@ -70,7 +70,9 @@ def test_the_program_refuses_them_all_at_once(capsys):
     assert "n7" not in error
 
 
-@pytest.mark.parametrize("argument", ["--exclusive=user", "--mem=64G", "--mem-per-cpu=1G", "--oversubscribe", "-s", "-HQs"])
+@pytest.mark.parametrize(
+    "argument", ["--exclusive=user", "--mem=64G", "--mem-per-cpu=1G", "--oversubscribe", "-s", "-HQs"]
+)
 def test_whole_nodes_leave_no_choice_of_memory_or_sharing(argument):
     """With --cpus-per-node, which asks for a part of a node, the same options are legal."""
     assert "the job takes whole nodes" in found(WHOLE, argument)[0]
@@ -80,8 +82,23 @@ def test_whole_nodes_leave_no_choice_of_memory_or_sharing(argument):
 @pytest.mark.parametrize(
     "argument",
     [
-        *("--exclude=n7", "-xn7", "--switches=1", "--nodelist=n[1-4]", "-wn1", "-HQ", "--mail-type=END", "--begin=now"),
-        *("--dependency=afterok:7", "--error=e.log", "--export=ALL", "--time-min=60", "--gres-flags=enforce-binding"),
+        *(
+            "--exclude=n7",
+            "-xn7",
+            "--switches=1",
+            "--nodelist=n[1-4]",
+            "-wn1",
+            "-HQ",
+            "--mail-type=END",
+            "--begin=now",
+        ),
+        *(
+            "--dependency=afterok:7",
+            "--error=e.log",
+            "--export=ALL",
+            "--time-min=60",
+            "--gres-flags=enforce-binding",
+        ),
         # Some clusters know GPUs only as --gres.
         *("--gres=gpu:8", "--gres=nvme:2,gpu:h100:8", "--gres=nvme:2"),
     ],

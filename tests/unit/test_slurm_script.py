@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 from render import TEMPLATE, Job, render
 
-JOB = Job("run", 2, "/runs/run", "/here", "/env/bin", ["--config", "a.yaml", "data.eval=code.jsonl"], cpus_per_node=3)
+JOB = Job(
+    "run",
+    2,
+    "/runs/run",
+    "/here",
+    "/env/bin",
+    ["--config", "a.yaml", "data.eval=code.jsonl"],
+    cpus_per_node=3,
+)
 
 
 def part_of_script(*parts: str, **env) -> subprocess.CompletedProcess:
@@ -38,9 +46,13 @@ def test_a_signal_while_the_driver_is_being_started_stops_the_run(tmp_path):
     (tmp_path / "grpo-megatron").write_text("#!/bin/sh\nexec sleep 45\n")
     (tmp_path / "grpo-megatron").chmod(0o755)
     start = '"${here[@]}" "$bin/grpo-megatron"'
-    just_before = "trap 'case $BASH_COMMAND in *bin/grpo-megatron*) trap - DEBUG; kill -s USR1 $$;; esac' DEBUG"
+    just_before = (
+        "trap 'case $BASH_COMMAND in *bin/grpo-megatron*) trap - DEBUG; kill -s USR1 $$;; esac' DEBUG"
+    )
     _, _, from_start = TEMPLATE.read_text().partition(start)
-    done = part_of_script("", "here=() address=", just_before, start + from_start, bin=str(tmp_path), GRPO_REQUEUE="")
+    done = part_of_script(
+        "", "here=() address=", just_before, start + from_start, bin=str(tmp_path), GRPO_REQUEUE=""
+    )
     assert (done.returncode, done.stderr) == (75, "")
 
 
@@ -48,7 +60,12 @@ def test_what_a_sites_prolog_prints_is_no_node(tmp_path):
     """TaskProlog prints to each task's output, and a job may have more tasks than nodes."""
     script = TEMPLATE.read_text()
     places = re.search(r"^places=.*?^mapfile [^\n]*\n", script, flags=re.MULTILINE | re.DOTALL)[0]
-    of = "node-order s2.node10 node10", "node-order s2.node9 node9", "node-order s1.node11 node11", "node-order s2.node9 node9"
+    of = (
+        "node-order s2.node10 node10",
+        "node-order s2.node9 node9",
+        "node-order s1.node11 node11",
+        "node-order s2.node9 node9",
+    )
     printed = "\n".join(f"welcome\n{line}" for line in of)
     srun = f"srun() {{ printf '%s\\n' {shlex.quote(printed)}; }}"
     done = part_of_script(srun, "SLURM_JOB_NUM_NODES=3", places, 'echo "${nodes[*]}"')
@@ -78,7 +95,12 @@ def whole_script(job: Job, folder: Path, bin: Path | None = None, **more: str) -
     env = {f"SLURM_{name}": value for name, value in slurm.items()} | {"SLURMD_NODENAME": "node1"}
     env = {**os.environ, **env, "PATH": f"{folder}:{os.environ['PATH']}", **more}
     return subprocess.run(
-        ["bash"], input=render(replace(job, bin=str(bin or folder))), env=env, capture_output=True, text=True, timeout=60
+        ["bash"],
+        input=render(replace(job, bin=str(bin or folder))),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -89,7 +111,10 @@ def test_what_another_job_has_left_since_this_one_was_queued_does_not_end_it(com
     result.write_text('{"step": 50}')
     os.utime(result, (time.time() + 3600,) * 2)
     done = whole_script(replace(JOB, folder=str(tmp_path), command=command), tmp_path)
-    assert f"run {command} --config a.yaml data.eval=code.jsonl cluster.ray_address=10.0.0.1:20000\n" in done.stdout
+    assert (
+        f"run {command} --config a.yaml data.eval=code.jsonl cluster.ray_address=10.0.0.1:20000\n"
+        in done.stdout
+    )
     assert (done.returncode, done.stderr) == (3, "")
 
 
@@ -98,7 +123,9 @@ def test_ray_and_the_run_find_what_kernels_are_built_with(tmp_path, home):
     """Programs were called by their paths, and did not find the programs that they call in turn."""
     (tmp_path / "stand-ins").mkdir()
     (tmp_path / "bin").symlink_to(tmp_path / "stand-ins")
-    done = whole_script(replace(JOB, folder=str(tmp_path)), tmp_path / "stand-ins", tmp_path / "bin", CUDA_HOME=home)
+    done = whole_script(
+        replace(JOB, folder=str(tmp_path)), tmp_path / "stand-ins", tmp_path / "bin", CUDA_HOME=home
+    )
     found = [line.split(" ") for line in done.stdout.splitlines() if line.startswith(("ray ", "driver "))]
     assert {who for who, *_ in found} == {"ray", "driver"}, done.stdout + done.stderr
     for _, path, cuda_home in found:

@@ -16,7 +16,15 @@ from grpo_megatron.config.load import read_config
 from grpo_megatron.errors import UserError
 
 HOSTILE = """it's "$HOME" \\ `id` #1 * ; $(false) %j {task}"""
-JOB = Job("run", 2, "/runs/run", "/here", "/env/bin", ["--config", "a.yaml", f"model.path={HOSTILE}"], cpus_per_node=3)
+JOB = Job(
+    "run",
+    2,
+    "/runs/run",
+    "/here",
+    "/env/bin",
+    ["--config", "a.yaml", f"model.path={HOSTILE}"],
+    cpus_per_node=3,
+)
 # A model of which nothing is on this machine.
 ABSENT = "model.path=/nowhere"
 
@@ -36,7 +44,9 @@ def header(script: str) -> list[str]:
 def shell_words(script: str, expression: str) -> list[str]:
     """What bash makes of a script's head, up to the part that needs Slurm: the words of `expression`, such as "$@"."""
     head = script.partition("\nset -euo pipefail\n")[0]
-    shown = subprocess.run(["bash", "-c", f"{head}\nprintf '%s\\0' {expression}"], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        ["bash", "-c", f"{head}\nprintf '%s\\0' {expression}"], capture_output=True, text=True, check=True
+    )
     return shown.stdout.split("\0")[:-1]
 
 
@@ -44,18 +54,40 @@ def shell_words(script: str, expression: str) -> list[str]:
 def test_every_recipe_is_a_job_of_its_cluster(capsys, name):
     model = f"configs/models/{RECIPES[name]}"
     script = submit(
-        capsys, "--config", f"configs/{name}.yaml", "--dry-run", "--architecture", model, "--time", "8:00:00", ABSENT
+        capsys,
+        "--config",
+        f"configs/{name}.yaml",
+        "--dry-run",
+        "--architecture",
+        model,
+        "--time",
+        "8:00:00",
+        ABSENT,
     )
     nodes = int(re.search(r"_(\d+)node$", name)[1])
-    assert {f"--nodes={nodes}", "--gpus-per-node=8", "--ntasks-per-node=1", "--exclusive", "--time=8:00:00"} <= set(
-        header(script)
-    )
-    assert shell_words(script, '"$@"')[-3:] == ["cluster.gpu=h100-80g", f"cluster.nodes={nodes}", "cluster.gpus_per_node=8"]
+    assert {
+        f"--nodes={nodes}",
+        "--gpus-per-node=8",
+        "--ntasks-per-node=1",
+        "--exclusive",
+        "--time=8:00:00",
+    } <= set(header(script))
+    assert shell_words(script, '"$@"')[-3:] == [
+        "cluster.gpu=h100-80g",
+        f"cluster.nodes={nodes}",
+        "cluster.gpus_per_node=8",
+    ]
 
 
 def test_no_value_changes_its_meaning_on_the_way(tmp_path):
     variables, launcher = {"SECRET_OF_NONE": HOSTILE}, ["apptainer", "exec", HOSTILE]
-    job = replace(JOB, variables=variables, launcher=launcher, step_options=[f"--container-image={HOSTILE}"], bin=HOSTILE)
+    job = replace(
+        JOB,
+        variables=variables,
+        launcher=launcher,
+        step_options=[f"--container-image={HOSTILE}"],
+        bin=HOSTILE,
+    )
     script = render(job)
     assert shell_words(script, '"$@"') == job.arguments
     assert shell_words(script, '"$SECRET_OF_NONE" "$GRPO_BIN"') == [HOSTILE, HOSTILE]
@@ -67,14 +99,20 @@ def test_no_value_changes_its_meaning_on_the_way(tmp_path):
 
 def test_setup_is_run_in_the_scripts_shell_and_ends_the_job_if_it_fails():
     def begun(*setup):
-        return subprocess.run(["bash"], input=render(replace(JOB, setup=list(setup))), capture_output=True, text=True)
+        return subprocess.run(
+            ["bash"], input=render(replace(JOB, setup=list(setup))), capture_output=True, text=True
+        )
 
     script = render(replace(JOB, setup=[f"X={shlex.quote(HOSTILE)} # set", "Y=2; Z=$Y"]))
     assert shell_words(script, '"$X" "$Z"') == [HOSTILE, "2"]
     for failing, status in (("module load cuda # first", "127"), ("(exit 3)", "3"), ("it's", "[12]")):
         done = begun(failing, "echo not reached")
         assert (done.returncode, done.stdout) == (2, "")
-        assert re.search(rf"^error: --setup {re.escape(failing)}: it failed with status {status}$", done.stderr, re.MULTILINE)
+        assert re.search(
+            rf"^error: --setup {re.escape(failing)}: it failed with status {status}$",
+            done.stderr,
+            re.MULTILINE,
+        )
 
 
 def test_slurm_reads_each_value_as_it_is_or_it_is_refused():
@@ -83,7 +121,9 @@ def test_slurm_reads_each_value_as_it_is_or_it_is_refused():
     assert directive('--comment=a "b" \\ #1') == '--comment="a \\"b\\" \\\\ #1"'
     with pytest.raises(UserError, match="characters that sbatch cannot be given"):
         directive("--comment=a\n#SBATCH --nodes=999")
-    output = next(line for line in header(render(replace(JOB, folder="/runs/100%j"))) if line.startswith("--output="))
+    output = next(
+        line for line in header(render(replace(JOB, folder="/runs/100%j"))) if line.startswith("--output=")
+    )
     assert output == "--output=/runs/100%%j/slurm/%j.log"
     with pytest.raises(UserError, match="has a backslash"):
         render(replace(JOB, folder="/runs/a\\b"))
@@ -103,12 +143,16 @@ def test_tasks_of_an_array_have_runs_of_their_own(capsys):
     assert "run.seed must be at least 0" in says
 
 
-@pytest.mark.parametrize(("spec", "numbers"), [("3", [3]), ("0-2", [0, 1, 2]), ("0-6:3,9", [0, 3, 6, 9]), ("1,2%1", [1, 2])])
+@pytest.mark.parametrize(
+    ("spec", "numbers"), [("3", [3]), ("0-2", [0, 1, 2]), ("0-6:3,9", [0, 3, 6, 9]), ("1,2%1", [1, 2])]
+)
 def test_numbers_of_an_array(spec, numbers):
     assert task_numbers(spec) == numbers
 
 
-@pytest.mark.parametrize("spec", ["", "a", "3-", "-1", "0-4:0", "0-4%", "0-4%0", "4-0", "0-5000", "1%2%3", "1\n", "²"])
+@pytest.mark.parametrize(
+    "spec", ["", "a", "3-", "-1", "0-4:0", "0-4%", "0-4%0", "4-0", "0-5000", "1%2%3", "1\n", "²"]
+)
 def test_what_is_no_array_is_refused(spec):
     with pytest.raises(UserError, match="--array"):
         task_numbers(spec)
@@ -143,15 +187,30 @@ def test_time_limits_are_read_as_slurm_does(text, seconds):
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "cluster.gpu=h100-80g"],
             "but how many of a node? Give --gpus-per-node",
         ),
-        (["--config", "configs/quickstart.yaml", "--nodes", 1, "megatron.precision=fp8"], "not possible with cluster.gpu=none"),
-        (["--config", "configs/quickstart.yaml", "--nodes", 1, "--time", "1h"], "--time 1h: it must be MINUTES"),
-        (["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "--time", "11"], "less than a minute after"),
+        (
+            ["--config", "configs/quickstart.yaml", "--nodes", 1, "megatron.precision=fp8"],
+            "not possible with cluster.gpu=none",
+        ),
+        (
+            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--time", "1h"],
+            "--time 1h: it must be MINUTES",
+        ),
+        (
+            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "--time", "11"],
+            "less than a minute after",
+        ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--array", "1", "run.root=a{task}"],
             "{task} goes into run.name",
         ),
-        (["--config", "configs/quickstart.yaml", "--nodes", 1, "--env", "A-B=1"], "--env A-B=1: it must be NAME=VALUE"),
-        (["--config", "configs/quickstart.yaml", "--nodes", 1, "--sbatch-arg", "gpu"], "an option of sbatch begins with -"),
+        (
+            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--env", "A-B=1"],
+            "--env A-B=1: it must be NAME=VALUE",
+        ),
+        (
+            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--sbatch-arg", "gpu"],
+            "an option of sbatch begins with -",
+        ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--pyxis", "a.sqsh", "--mount", "b:c"],
             "--mount b:c: it must be",
@@ -160,19 +219,35 @@ def test_time_limits_are_read_as_slurm_does(text, seconds):
             ["--config", "configs/llama3_70b_16node.yaml", "--nodes", 8, ABSENT],
             "needs 128 GPUs; with cluster.gpu=h100-80g there are 64",
         ),
-        (["--config", "configs/llama3_70b_16node.yaml", "--gpus-per-node", 4, ABSENT], "groups would cross nodes"),
+        (
+            ["--config", "configs/llama3_70b_16node.yaml", "--gpus-per-node", 4, ABSENT],
+            "groups would cross nodes",
+        ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "run.resume=here"],
             "--dependency-chain) need run.resume=auto",
         ),
-        (["--config", "configs/quickstart.yaml", "--nodes", 1, "--cpus-per-node", 2], "this run needs 3 on a node"),
-        (["--config", "configs/llama3_70b_16node.yaml", "--cpus-per-node", 7, ABSENT], "this run needs 8 on a node"),
+        (
+            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--cpus-per-node", 2],
+            "this run needs 3 on a node",
+        ),
+        (
+            ["--config", "configs/llama3_70b_16node.yaml", "--cpus-per-node", 7, ABSENT],
+            "this run needs 8 on a node",
+        ),
         (
             ["--config", "configs/llama3_70b_16node.yaml", ABSENT, "--architecture", "/no/such"],
             "--architecture /no/such does not exist; it must be a folder",
         ),
         (
-            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--architecture", "configs/models/llama-3.1-70b/config.json"],
+            [
+                "--config",
+                "configs/quickstart.yaml",
+                "--nodes",
+                1,
+                "--architecture",
+                "configs/models/llama-3.1-70b/config.json",
+            ],
             "is a file, not a folder; it must be a folder with the model's config.json",
         ),
         (
@@ -195,7 +270,9 @@ def test_what_cannot_run_is_refused_with_a_message(capsys, arguments, says):
     assert message.startswith("error: ")
 
 
-@pytest.mark.parametrize(("root", "why"), [("/proc/runs", "No such file or directory"), ("setup.py", "Not a directory")])
+@pytest.mark.parametrize(
+    ("root", "why"), [("/proc/runs", "No such file or directory"), ("setup.py", "Not a directory")]
+)
 def test_nothing_is_queued_where_the_logs_cannot_be_written(capsys, root, why):
     run = (f"run.root={root}", "run.resume=none")
     message = submit(capsys, "--config", "configs/quickstart.yaml", "--nodes", 1, *run, status=2)
@@ -211,7 +288,9 @@ def test_an_evaluation_is_a_job_of_its_engines_in_a_folder_of_its_own(capsys, tm
     engines = ("rollout.engine.num_engines=2", "rollout.engine.tensor_parallel=2")
     script = submit(capsys, *EVALUATION, *ranks, *engines, "--dry-run", "--nodes", 1, "--gpus-per-node", 4)
     folder = Path("runs/qwen3_8b_eval").absolute()
-    assert {"--nodes=1", "--gpus-per-node=4", f"--output={folder}/slurm/%j.log", "--no-requeue"} <= set(header(script))
+    assert {"--nodes=1", "--gpus-per-node=4", f"--output={folder}/slurm/%j.log", "--no-requeue"} <= set(
+        header(script)
+    )
     assert shell_words(script, '"$GRPO_COMMAND"') == ["eval"]
     tasks = submit(capsys, *EVALUATION, "--dry-run", "--array", "0-1", "run.seed={task}")
     assert shell_words(tasks, '"$GRPO_LOGS"') == [f"{Path('runs').absolute()}/qwen3_8b_{{task}}_eval/slurm"]
@@ -228,8 +307,14 @@ def test_an_evaluation_is_a_job_of_its_engines_in_a_folder_of_its_own(capsys, tm
         (["--dependency-chain", 2], "an evaluation cannot be continued"),
         (["--stop-before", 90], "an evaluation cannot be continued"),
         (["rollout.engine.num_engines=9"], "need 9 GPUs; with cluster.gpu=h100-80g there are 8"),
-        (["rollout.engine.num_engines=1", "rollout.engine.tensor_parallel=12", "--nodes", 2], "takes all GPUs of each"),
-        (["rollout.engine.tensor_parallel=3", "rollout.engine.num_engines=2", "--cpus-per-node", 5], "needs 6 on a node"),
+        (
+            ["rollout.engine.num_engines=1", "rollout.engine.tensor_parallel=12", "--nodes", 2],
+            "takes all GPUs of each",
+        ),
+        (
+            ["rollout.engine.tensor_parallel=3", "rollout.engine.num_engines=2", "--cpus-per-node", 5],
+            "needs 6 on a node",
+        ),
         (["reward.function=model", "reward.model.path=r"], "eval has engines alone; choose another reward"),
     ],
 )
@@ -239,7 +324,10 @@ def test_an_evaluation_that_cannot_be_is_refused(capsys, arguments, says):
 
 def test_what_could_not_be_checked_is_said(capsys):
     assert main(["--config", "configs/llama3_70b_16node.yaml", "--dry-run", ABSENT]) == 0
-    assert "not checked: memory: /nowhere is not a folder here; --architecture names one" in capsys.readouterr().err
+    assert (
+        "not checked: memory: /nowhere is not a folder here; --architecture names one"
+        in capsys.readouterr().err
+    )
     unused = ("--architecture", "configs/models/llama-3.1-70b", "run.root=setup.py", "run.resume=none")
     assert main(["--config", "configs/quickstart.yaml", "--nodes", "1", "--dry-run", *unused]) == 0
     says = capsys.readouterr().err
@@ -248,9 +336,18 @@ def test_what_could_not_be_checked_is_said(capsys):
 
 
 def test_without_the_reward_model_the_memory_is_not_known(capsys):
-    model = ("--architecture", "configs/models/qwen3-8b", ABSENT, "reward.function=model", "reward.model.path=/nowhere")
+    model = (
+        "--architecture",
+        "configs/models/qwen3-8b",
+        ABSENT,
+        "reward.function=model",
+        "reward.model.path=/nowhere",
+    )
     assert main(["--config", "configs/qwen3_8b_1node.yaml", "--dry-run", *model]) == 0
-    assert "not checked: memory: the reward model /nowhere, which takes its share of it, is not" in capsys.readouterr().err
+    assert (
+        "not checked: memory: the reward model /nowhere, which takes its share of it, is not"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
@@ -268,7 +365,12 @@ def test_every_process_of_a_run_on_cpus_has_a_cpu():
     assert slots(1, command="eval") == 1
     assert slots(1, "rollout.engine.num_engines=3", "rollout.engine.tensor_parallel=2", command="eval") == 6
     # Engines that share the ranks' GPUs share their CPUs too, and a run may leave GPUs of a node alone.
-    on_gpus = ("megatron.tensor_parallel=1", "cluster.gpu=h100-80g", "cluster.gpus_per_node=8", "cluster.placement=colocated")
+    on_gpus = (
+        "megatron.tensor_parallel=1",
+        "cluster.gpu=h100-80g",
+        "cluster.gpus_per_node=8",
+        "cluster.placement=colocated",
+    )
     assert slots(1, "megatron.data_parallel=4", *on_gpus) == 4
     assert slots(2, "megatron.data_parallel=16", *on_gpus) == 8
 
@@ -277,7 +379,11 @@ def test_containers():
     image = ["apptainer", "exec", "--nv", "--bind", "/a", "--bind", "/b:/c:ro", "i.sif"]
     assert apptainer("i.sif", ["/a", "/b:/c:ro"], gpus=True) == image
     assert "--nv" not in apptainer("i.sif", [], gpus=False)
-    options = ["--container-image=i.sqsh", "--container-mounts=/a:/a,/b:/c:ro,/tmp:/tmp", "--container-workdir=/w"]
+    options = [
+        "--container-image=i.sqsh",
+        "--container-mounts=/a:/a,/b:/c:ro,/tmp:/tmp",
+        "--container-workdir=/w",
+    ]
     assert pyxis("i.sqsh", ["/a", "/b:/c:ro"], "/w") == options
     assert "--container-mounts=/fast:/tmp" in pyxis("i.sqsh", ["/fast:/tmp"], "/w")
 
@@ -313,7 +419,9 @@ def test_what_submits_the_job_does_not_set_it_up(monkeypatch):
 def test_a_job_that_is_queued_again_is_told_before_its_time_is_up(capsys):
     common = ("--config", "configs/quickstart.yaml", "--nodes", 1, "--dry-run", "run.resume=auto")
     assert {"--requeue", "--signal=B:USR1@600"} <= set(header(submit(capsys, *common, "--requeue")))
-    assert "--signal=B:USR1@90" in header(submit(capsys, *common, "--dependency-chain", 2, "--stop-before", 90))
+    assert "--signal=B:USR1@90" in header(
+        submit(capsys, *common, "--dependency-chain", 2, "--stop-before", 90)
+    )
     plain = header(submit(capsys, *common))
     assert "--no-requeue" in plain
     assert not any(argument.startswith("--signal") for argument in plain)
@@ -331,7 +439,9 @@ def test_a_run_that_is_told_to_stop_leaves_time_for_the_end_of_its_job(capsys, t
     assert grace(*quickstart, "--requeue", "--stop-before", 90) == ["run.grace_usr1=45"]
     assert grace(*quickstart, "--requeue", "run.grace_usr1=7") == ["run.grace_usr1=7"]
     file = tmp_path / "own.yaml"
-    file.write_text(Path("configs/quickstart.yaml").read_text().replace("\nrun:\n", "\nrun:\n  grace_usr1: 7\n"))
+    file.write_text(
+        Path("configs/quickstart.yaml").read_text().replace("\nrun:\n", "\nrun:\n  grace_usr1: 7\n")
+    )
     assert "grace_usr1" in file.read_text()
     assert grace("--config", file, "--requeue") == []
 
@@ -340,7 +450,9 @@ def test_options_go_before_what_the_shell_tells_sbatch(capsys, monkeypatch, tmp_
     """sbatch takes its arguments before SBATCH_* variables, and those before what a script says."""
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
-    sbatch.write_text(f"#!/bin/sh\ncat > {tmp_path}/script\nprintf '%s\\0' \"$@\" > {tmp_path}/arguments\necho 7\n")
+    sbatch.write_text(
+        f"#!/bin/sh\ncat > {tmp_path}/script\nprintf '%s\\0' \"$@\" > {tmp_path}/arguments\necho 7\n"
+    )
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
     options = ("--partition", "gold", f"--sbatch-arg=--comment={HOSTILE}", f"run.root={tmp_path}")

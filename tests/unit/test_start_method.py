@@ -19,7 +19,11 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.ranks import rank_pool
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [path for folder in ("tests", "benchmarks", "tools", "grpo_megatron") for path in (ROOT / folder).rglob("*.py")]
+SOURCES = [
+    path
+    for folder in ("tests", "benchmarks", "tools", "grpo_megatron")
+    for path in (ROOT / folder).rglob("*.py")
+]
 # None of these processes has imported torch before it forks, or uses torch afterwards.
 FORKS_WITHOUT_TORCH = {
     "grpo_megatron/commands/keeper.py",
@@ -99,7 +103,9 @@ def test_the_build_of_torch_decides(monkeypatch, cuda, method):
 def test_ranks_are_spawned_where_torch_is_a_cuda_build(monkeypatch, cuda):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with rank_pool() as pool:
-        forked = [pool.run(parent_imported_megatron, sizes) for sizes in (ParallelSizes(), ParallelSizes(tp=2))]
+        forked = [
+            pool.run(parent_imported_megatron, sizes) for sizes in (ParallelSizes(), ParallelSizes(tp=2))
+        ]
     assert forked == [[cuda is None], [cuda is None] * 2]
 
 
@@ -132,7 +138,11 @@ print(*sorted(names))
 @pytest.mark.slow
 def test_what_is_measured_on_a_gpu_needs_no_ray():
     """A machine without a network may have no Ray. Every section then ended in an ImportError."""
-    tests = [f"tests.gpu.{path.stem}" for path in sorted((ROOT / "tests" / "gpu").glob("*.py")) if path.stem != "__init__"]
+    tests = [
+        f"tests.gpu.{path.stem}"
+        for path in sorted((ROOT / "tests" / "gpu").glob("*.py"))
+        if path.stem != "__init__"
+    ]
     assert {"tests.gpu.checks", "tests.gpu.test_smoke", "tests.gpu.test_host_memory"} <= set(tests)
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_RAY, *tests]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)

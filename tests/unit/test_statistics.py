@@ -25,7 +25,9 @@ def group(number: int, *samples: Sample, failed: int = 0) -> Group:
 FIRST = group(
     0,
     sample(0, 1.0, 2, turns=2, reward_components={"format": 1.0, "length": -1.0}),
-    sample(0, 1.0, 3, turns=1, reward_components={"format": 1.0, "length": -1.0}),  # the same trajectory goes on
+    sample(
+        0, 1.0, 3, turns=1, reward_components={"format": 1.0, "length": -1.0}
+    ),  # the same trajectory goes on
     sample(1, 0.5, 4, "length", reward_components={"format": 0.0}),
     sample(2, 0.0, 1, "max_turns", turns=4, reward_failed=True),
     sample(3, 0.5, 8),
@@ -65,19 +67,28 @@ def test_what_a_step_left_out():
     assert (scalars["rollout/aborted_groups"], scalars["rollout/failed_groups"]) == (7, 2)
     assert scalars["reward/failed"] == 0 + 4 + 3
     assert scalars["reward/mean"] == 2
-    assert step_statistics([FIRST, SECOND], rollout, pass_reward=1.0, version=None)["reward/failed"] == 2 + 4 + 3
+    assert (
+        step_statistics([FIRST, SECOND], rollout, pass_reward=1.0, version=None)["reward/failed"] == 2 + 4 + 3
+    )
 
 
 def test_staleness_counts_tokens_and_not_spans():
     """A response that goes on over a sync of weights has several spans."""
     spans = (WeightSpan(4, 0, 6), WeightSpan(7, 6, 8))
-    groups = [group(0, sample(0, 1.0, 8, weight_spans=spans)), group(1, sample(1, 0.0, 2, weight_spans=(WeightSpan(6, 0, 2),)))]
-    assert staleness(groups, version=7) == pytest.approx({"staleness/mean": (6 * 3 + 2 * 0 + 2 * 1) / 10, "staleness/max": 3})
+    groups = [
+        group(0, sample(0, 1.0, 8, weight_spans=spans)),
+        group(1, sample(1, 0.0, 2, weight_spans=(WeightSpan(6, 0, 2),))),
+    ]
+    assert staleness(groups, version=7) == pytest.approx(
+        {"staleness/mean": (6 * 3 + 2 * 0 + 2 * 1) / 10, "staleness/max": 3}
+    )
     assert staleness([group(0, sample(0, 1.0, 1, weight_spans=()))], version=7) == {}
     assert staleness([group(0, sample(0, 1.0, 1, weight_spans=(WeightSpan(4, 0, 0),)))], version=7) == {}
 
 
-@pytest.mark.parametrize(("samples", "correct", "k"), [(1, 1, 1), (4, 0, 2), (4, 1, 2), (4, 2, 4), (6, 2, 3), (8, 8, 1)])
+@pytest.mark.parametrize(
+    ("samples", "correct", "k"), [(1, 1, 1), (4, 0, 2), (4, 1, 2), (4, 2, 4), (6, 2, 3), (8, 8, 1)]
+)
 def test_pass_at_k_is_the_share_of_choices_with_a_right_one(samples, correct, k):
     choices = list(itertools.combinations([True] * correct + [False] * (samples - correct), k))
     assert pass_at_k(samples, correct, k) == pytest.approx(np.mean([any(choice) for choice in choices]))

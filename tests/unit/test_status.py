@@ -23,7 +23,14 @@ def test_a_run_that_goes_on(tmp_path, capsys):
         metrics = {"time/step": 2.0, "throughput/tokens_per_second": 100.0, "reward/mean": 0.25}
         status.note(step=10, metrics=metrics, eta=3700.0, restarts=2)
         status.note(
-            processes=[{"name": "trainer rank 3", "phase": "weight_sync", "since": time.time() - 620, "heard": time.time()}]
+            processes=[
+                {
+                    "name": "trainer rank 3",
+                    "phase": "weight_sync",
+                    "since": time.time() - 620,
+                    "heard": time.time(),
+                }
+            ]
         )
         status.phase("generate")
         # The last change of several within a second is written too, although nothing follows it.
@@ -32,7 +39,16 @@ def test_a_run_that_goes_on(tmp_path, capsys):
         (tmp_path / "checkpoints" / "step_00000010.partial").mkdir()
         assert main(["status", str(tmp_path)]) == 0
         shown = capsys.readouterr().out
-    for text in ("mine", "running", "10 of 40", "ETA 1:01:40", "generate", "100 tokens/s", "reward 0.25", "step_00000008"):
+    for text in (
+        "mine",
+        "running",
+        "10 of 40",
+        "ETA 1:01:40",
+        "generate",
+        "100 tokens/s",
+        "reward 0.25",
+        "step_00000008",
+    ):
         assert text in shown
     assert "restarts        2" in shown
     assert "trainer rank 3  weight_sync for 10:2" in shown
@@ -186,7 +202,9 @@ def test_a_file_that_stays_unreadable_is_one_message(tmp_path, monkeypatch, caps
 def test_a_checkpoint_that_went_since_it_was_listed(tmp_path, monkeypatch, capsys):
     """As with checkpoint.keep=1, where the next one has just taken its place."""
     recorded(tmp_path)
-    monkeypatch.setattr("grpo_megatron.commands.status.newest_folder", lambda folder: tmp_path / "step_00000008")
+    monkeypatch.setattr(
+        "grpo_megatron.commands.status.newest_folder", lambda folder: tmp_path / "step_00000008"
+    )
     assert main(["status", str(tmp_path)]) == 0
     assert "step_00000008, of unknown age (No such file or directory)" in capsys.readouterr().out
 

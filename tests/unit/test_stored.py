@@ -19,7 +19,9 @@ NAME = "model.layers.1.self_attn.kv_b_proj.weight"
 
 
 def test_each_element_times_the_scale_of_its_block():
-    values = torch.tensor([[1.0, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]).to(torch.float8_e4m3fn)
+    values = torch.tensor([[1.0, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]).to(
+        torch.float8_e4m3fn
+    )
     scales = torch.tensor([[1.0, 10.0], [100.0, 0.5]])
     expected = torch.tensor([[1.0, 2, 3, 4, 50]] * 3 + [[100, 200, 300, 400, 2.5]])
     assert scales_shape((4, 5), BLOCK) == (2, 2)
@@ -31,7 +33,13 @@ def test_slices_are_those_of_the_whole():
     values = torch.randn(11, 14, generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(scales_shape((11, 14), BLOCK), generator=generator)
     whole = dequantised(values, scales, (0, 0), BLOCK)
-    for start, shape in [((0, 0), (11, 14)), ((2, 3), (1, 2)), ((5, 7), (6, 7)), ((3, 4), (3, 4)), ((10, 13), (1, 1))]:
+    for start, shape in [
+        ((0, 0), (11, 14)),
+        ((2, 3), (1, 2)),
+        ((5, 7), (6, 7)),
+        ((3, 4), (3, 4)),
+        ((10, 13), (1, 1)),
+    ]:
         (row, column), (rows, columns) = scales_box(start, shape, BLOCK)
         part = values[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
         found = dequantised(part, scales[row : row + rows, column : column + columns], start, BLOCK)
@@ -45,7 +53,10 @@ def original(tmp_path_factory):
 
 def changed(original, folder, change, **settings) -> tuple[HFCheckpoint, list[str]]:
     """A copy whose tensors `change` has changed, and what is wrong with it; settings: of its config.json."""
-    tensors, config = load_file(f"{original}/model.safetensors"), json.loads(Path(original, "config.json").read_text())
+    tensors, config = (
+        load_file(f"{original}/model.safetensors"),
+        json.loads(Path(original, "config.json").read_text()),
+    )
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | settings))
@@ -74,7 +85,11 @@ def test_fp8_is_read_as_its_values(original, tmp_path):
     [
         (lambda t: t.pop(NAME + "_scale_inv"), FP8, f"{NAME} of type F8_E4M3 without {NAME}_scale_inv"),
         (lambda t: t.update({NAME + "_scale_inv": torch.ones(2, 2)}), FP8, "not F32 and"),
-        (lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}), FP8, "only matrices"),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}),
+            FP8,
+            "only matrices",
+        ),
         (lambda t: None, {}, "where config.json has a quantization_config.weight_block_size"),
         (
             lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}),
@@ -124,7 +139,9 @@ def test_an_export_can_be_read_by_whom_other_files_can(tmp_path):
     assert (tmp_path / "hf" / name).stat().st_mode == (tmp_path / "plain").stat().st_mode
     read = load_file(tmp_path / "hf" / name)
     assert read.keys() == tensors.keys()
-    assert all(torch.equal(read[key], tensors[key]) and read[key].dtype == tensors[key].dtype for key in tensors)
+    assert all(
+        torch.equal(read[key], tensors[key]) and read[key].dtype == tensors[key].dtype for key in tensors
+    )
 
 
 def test_an_export_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch):

@@ -34,10 +34,14 @@ class Saver:
 def run_of(tmp_path, steps: int, state: dict | None = None) -> SimpleNamespace:
     config = Config()
     config.run.total_steps, config.eval.every = steps, 1
-    monitor = SimpleNamespace(phases=Phases(), start_step=lambda step: None, finish_step=lambda *_: {}, line=lambda *_: None)
+    monitor = SimpleNamespace(
+        phases=Phases(), start_step=lambda step: None, finish_step=lambda *_: {}, line=lambda *_: None
+    )
     trainer = SimpleNamespace(cost_model=None, train_step=lambda *_, **__: {})
     resumed = state["step"] if state else 0
-    return SimpleNamespace(config=config, state=state, resumed=resumed, saver=Saver(tmp_path), monitor=monitor, trainer=trainer)
+    return SimpleNamespace(
+        config=config, state=state, resumed=resumed, saver=Saver(tmp_path), monitor=monitor, trainer=trainer
+    )
 
 
 class Training(reward_model._Training):

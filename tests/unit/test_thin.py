@@ -34,7 +34,9 @@ def library(folder: Path, section: bytes) -> Path:
     """A shared library with a function, and a section of GPU code."""
     (folder / "code.bin").write_bytes(section)
     source = 'extern "C" int answer() { return 42; }\n'
-    source += f'__asm__(".section .nv_fatbin,\\"a\\"\\n.align 8\\n.incbin \\"{folder}/code.bin\\"\\n.text");\n'
+    source += (
+        f'__asm__(".section .nv_fatbin,\\"a\\"\\n.align 8\\n.incbin \\"{folder}/code.bin\\"\\n.text");\n'
+    )
     (folder / "library.cpp").write_text(source)
     subprocess.run([CPP, "-shared", "-fPIC", folder / "library.cpp", "-o", folder / "library.so"], check=True)
     return folder / "library.so"
@@ -43,8 +45,14 @@ def library(folder: Path, section: bytes) -> Path:
 CONTAINERS = {
     "several": [container(entry(80, b"eighty  "), entry(90, b"ninety  "), entry(100, b"hundred "))],
     "PTX of the newest": [container(entry(90, b"ninety  "), entry(120, b"ptx of 120      ", PTX))],
-    "machine code and PTX of the one": [container(entry(90, b"ptx     ", PTX), entry(90, b"sass    "), entry(75, b"old     "))],
-    "aligned containers": [container(entry(75, b"x" * 8), entry(90, b"y" * 40)), b"\0" * 24, container(entry(90, b"z" * 8))],
+    "machine code and PTX of the one": [
+        container(entry(90, b"ptx     ", PTX), entry(90, b"sass    "), entry(75, b"old     "))
+    ],
+    "aligned containers": [
+        container(entry(75, b"x" * 8), entry(90, b"y" * 40)),
+        b"\0" * 24,
+        container(entry(90, b"z" * 8)),
+    ],
     "the one is missing": [
         container(entry(80, b"eighty  "), entry(80, b"its PTX ", PTX)),
         container(entry(80, b"a" * 8), entry(90, b"b" * 8)),
@@ -65,7 +73,9 @@ def test_a_thinned_library_loads_and_has_the_code_of_its_architecture(tmp_path, 
         kept = 90 not in {one.architecture for one in old}
         for one in old:
             payload = before[one.start : one.end]
-            assert after[one.start : one.end] == (payload if kept or one.architecture == 90 else bytes(len(payload)))
+            assert after[one.start : one.end] == (
+                payload if kept or one.architecture == 90 else bytes(len(payload))
+            )
     # The headers, which the CUDA runtime chooses by, are as they were.
     assert list(thin.containers(after, start, end)) == list(thin.containers(before, start, end))
     assert 90 not in removed
@@ -78,7 +88,10 @@ def test_a_thinned_library_loads_and_has_the_code_of_its_architecture(tmp_path, 
     [
         (b"\x01\x02\x03\x04" * 8, "no container of GPU code"),
         (container(entry(90, b"ninety  "))[:-4] + b"\xff" * 20, "no container of GPU code"),
-        (struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 64) + entry(90, b"x" * 800)[:64], "ends behind its container"),
+        (
+            struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 64) + entry(90, b"x" * 800)[:64],
+            "ends behind its container",
+        ),
         (struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 64) + bytes(64), "ends behind its container"),
     ],
 )
@@ -87,7 +100,9 @@ def test_a_section_of_another_format_is_refused(section, says):
         list(thin.containers(section, 0, len(section)))
 
 
-@pytest.mark.parametrize("content", [b"", b"MZ" + bytes(80), b"\x7fELF\x01\x01" + bytes(80), b"!<arch>\n" + bytes(80)])
+@pytest.mark.parametrize(
+    "content", [b"", b"MZ" + bytes(80), b"\x7fELF\x01\x01" + bytes(80), b"!<arch>\n" + bytes(80)]
+)
 def test_a_file_that_is_no_library_is_refused(content):
     with pytest.raises(ValueError, match="no ELF file"):
         thin.thinned(content, 90)
@@ -96,7 +111,13 @@ def test_a_file_that_is_no_library_is_refused(content):
 def test_a_rewritten_wheel_has_a_sound_record(tmp_path):
     wheel = tmp_path / "one-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for name in ("one/a.py", "one/big.so", "one/code.so", "one-1.0.dist-info/METADATA", "one-1.0.dist-info/RECORD"):
+        for name in (
+            "one/a.py",
+            "one/big.so",
+            "one/code.so",
+            "one-1.0.dist-info/METADATA",
+            "one-1.0.dist-info/RECORD",
+        ):
             archive.writestr(name, f"{name} as it was")
     targets = [tmp_path / name for name in ("first.whl", "second.whl")]
     for target in targets:
@@ -114,5 +135,7 @@ def test_a_rewritten_wheel_has_a_sound_record(tmp_path):
         assert [name for name, *_ in rows] == archive.namelist()
         assert "one/big.so" not in archive.namelist()
         for name, digest, size in rows[:-1]:
-            expected = base64.urlsafe_b64encode(hashlib.sha256(archive.read(name)).digest()).rstrip(b"=").decode()
+            expected = (
+                base64.urlsafe_b64encode(hashlib.sha256(archive.read(name)).digest()).rstrip(b"=").decode()
+            )
             assert (digest, int(size)) == (f"sha256={expected}", len(archive.read(name)))

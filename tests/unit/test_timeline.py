@@ -35,7 +35,9 @@ def test_a_finished_file_is_json_with_every_span(tmp_path):
     timeline.close()
     events = json.loads((tmp_path / TIMELINE).read_text())
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    found = {(names[e["pid"]], e["name"], e["ts"], e["dur"], e["args"]["step"]) for e in events if e["ph"] == "X"}
+    found = {
+        (names[e["pid"]], e["name"], e["ts"], e["dur"], e["args"]["step"]) for e in events if e["ph"] == "X"
+    }
     assert found == {
         ("driver", "train", 100.0e6, 2.5e6, 1),
         ("trainer rank 1", "forward", 100.25e6, 0.5e6, 1),
@@ -48,7 +50,9 @@ def test_the_file_of_a_run_that_goes_on_loads(tmp_path):
     as_viewers_load((tmp_path / TIMELINE).read_text())
     timeline.add("driver", "train", 1.0, 1.0)
     timeline.flush()
-    assert [e["name"] for e in as_viewers_load((tmp_path / TIMELINE).read_text()) if e["ph"] == "X"] == ["train"]
+    assert [e["name"] for e in as_viewers_load((tmp_path / TIMELINE).read_text()) if e["ph"] == "X"] == [
+        "train"
+    ]
 
 
 def test_a_resumed_run_takes_back_later_spans_and_keeps_the_processes(tmp_path):
@@ -102,11 +106,15 @@ def test_a_file_that_is_large_is_put_aside(tmp_path):
     timeline.close()
     assert (tmp_path / TIMELINE).stat().st_size < 2300
     assert (tmp_path / PREVIOUS).stat().st_size < 2300
-    events = as_viewers_load((tmp_path / PREVIOUS).read_text()) + json.loads((tmp_path / TIMELINE).read_text())
+    events = as_viewers_load((tmp_path / PREVIOUS).read_text()) + json.loads(
+        (tmp_path / TIMELINE).read_text()
+    )
     steps = [event["args"]["step"] for event in events if event["ph"] == "X"]
     assert steps == list(range(100 - len(steps), 100))
     assert len(steps) > 10
-    named = [event for event in json.loads((tmp_path / TIMELINE).read_text()) if event["name"] == "process_name"]
+    named = [
+        event for event in json.loads((tmp_path / TIMELINE).read_text()) if event["name"] == "process_name"
+    ]
     assert [event["args"]["name"] for event in named] == ["driver"]
 
 
@@ -130,7 +138,9 @@ def test_where_no_new_file_can_be_begun_the_old_one_goes_on(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     append = RowFile.append
-    monkeypatch.setattr(RowFile, "append", lambda file, text: (full if text.startswith("[") else append)(file, text))
+    monkeypatch.setattr(
+        RowFile, "append", lambda file, text: (full if text.startswith("[") else append)(file, text)
+    )
     with pytest.raises(OSError, match="No space left"):
         flush(4)
     assert [step for _, step in spans(tmp_path / TIMELINE)] == [1, 2, 3, 4]
@@ -183,7 +193,10 @@ def test_what_is_added_waits_for_no_file_system(tmp_path, monkeypatch):
     timeline.close()
     found = [read_timeline(tmp_path / name) for name in (PREVIOUS, TIMELINE)]
     # In their order, and each file names its processes.
-    assert [[event["name"] for event in events if event["ph"] == "X"] for events in found] == [["first", "second"], ["third"]]
+    assert [[event["name"] for event in events if event["ph"] == "X"] for events in found] == [
+        ["first", "second"],
+        ["third"],
+    ]
     assert ["engine 0" in [event["args"].get("name") for event in events] for events in found] == [True, True]
 
 
@@ -207,11 +220,17 @@ except OSError as error:
 """
 
 
-@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="the system has no limit on the size of files")
+@pytest.mark.skipif(
+    not hasattr(resource, "RLIMIT_FSIZE"), reason="the system has no limit on the size of files"
+)
 def test_no_half_row_where_there_is_no_room(tmp_path):
     """A limit on the file's size makes the write fail in its middle, as a full disk does."""
     done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], preexec_fn=lambda: signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        [sys.executable, "-c", FULL, str(tmp_path)],
+        preexec_fn=lambda: signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
     )
     assert done.returncode == 7
-    assert [e["name"] for e in json.loads((tmp_path / TIMELINE).read_text()) if e["ph"] == "X"] == ["first", "third"]
+    assert [e["name"] for e in json.loads((tmp_path / TIMELINE).read_text()) if e["ph"] == "X"] == [
+        "first",
+        "third",
+    ]

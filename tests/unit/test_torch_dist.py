@@ -13,7 +13,14 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.pieces import box
 from grpo_megatron.weights.saved_model import rows_within
-from grpo_megatron.weights.torch_dist import Stored, StoredChunk, TorchDistReader, append_tensor, read_metadata, write_metadata
+from grpo_megatron.weights.torch_dist import (
+    Stored,
+    StoredChunk,
+    TorchDistReader,
+    append_tensor,
+    read_metadata,
+    write_metadata,
+)
 
 
 def write(folder, tensors: dict[str, torch.Tensor], cuts: dict[str, list[list[int]]]) -> None:
@@ -91,12 +98,27 @@ def replace_metadata(path, raw: bytes) -> None:
 DAMAGE = {
     "a file is gone": (lambda path: (path / "b.distcp").unlink(), "b.distcp does not exist"),
     "a file is truncated": (lambda path: os.truncate(path / "b.distcp", 500), "b.distcp is truncated"),
-    "an archive is overwritten": (lambda path: overwrite(path / "a.distcp", 3, bytes(600)), "a.distcp: a cannot be read"),
-    "the metadata is truncated": (lambda path: os.truncate(path / ".metadata", 200), "the checkpoint is damaged"),
-    "the metadata is something else": (lambda path: replace_metadata(path, b"{}"), "the checkpoint is damaged"),
-    "the metadata runs code": (lambda path: replace_metadata(path, pickle.dumps(_Harmful())), "names posix.mkdir"),
+    "an archive is overwritten": (
+        lambda path: overwrite(path / "a.distcp", 3, bytes(600)),
+        "a.distcp: a cannot be read",
+    ),
+    "the metadata is truncated": (
+        lambda path: os.truncate(path / ".metadata", 200),
+        "the checkpoint is damaged",
+    ),
+    "the metadata is something else": (
+        lambda path: replace_metadata(path, b"{}"),
+        "the checkpoint is damaged",
+    ),
+    "the metadata runs code": (
+        lambda path: replace_metadata(path, pickle.dumps(_Harmful())),
+        "names posix.mkdir",
+    ),
     "the metadata is gone": (lambda path: (path / ".metadata").unlink(), "the checkpoint is incomplete"),
-    "another format": (lambda path: (path / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "only torch_dist"),
+    "another format": (
+        lambda path: (path / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+        "only torch_dist",
+    ),
 }
 
 

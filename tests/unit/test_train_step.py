@@ -110,7 +110,12 @@ def test_the_mismatchs_limit_holds_for_the_first_optimizer_step_alone(old, epoch
     groups = GROUPS[:1] if old == "current" else GROUPS
     epochs = 1 if old == "current" else epochs
     trainer = Trainer(0.1, *[9.0] * 5)
-    changes = [f"train.old_logprobs={old}", f"train.ppo_epochs={epochs}", "mismatch.action=stop", "mismatch.threshold=0.5"]
+    changes = [
+        f"train.old_logprobs={old}",
+        f"train.ppo_epochs={epochs}",
+        "mismatch.action=stop",
+        "mismatch.threshold=0.5",
+    ]
     step = controller(trainer, groups, *changes)
     step.train_step()
     limits = [loss.mismatch_limit for loss in trainer.losses]
@@ -157,7 +162,9 @@ def test_filters_see_the_rewards_that_are_trained_on(groups, kept):
 def test_a_control_experiment_shuffles_rewards_with_their_punishment():
     """The whole reward is handed out at random: no response keeps the punishment for its own length."""
     groups = [group(number, 1.0, 1.0, lengths=(2, 10)) for number in range(8)]
-    shuffled = controller(Trainer(), groups, *BUFFER[:1], "reward.shuffle_control=true").shape_and_filter(groups)
+    shuffled = controller(Trainer(), groups, *BUFFER[:1], "reward.shuffle_control=true").shape_and_filter(
+        groups
+    )
     rewards = [[sample.reward for sample in one.samples] for one in shuffled]
     assert sorted(reward for pair in rewards for reward in pair) == [0.0] * 8 + [1.0] * 8
     assert any(pair[0] == 0.0 for pair in rewards)
@@ -165,7 +172,12 @@ def test_a_control_experiment_shuffles_rewards_with_their_punishment():
 
 def test_groups_that_a_filter_drops_are_used_up_but_not_trained_on():
     noted = []
-    step = controller(Trainer(0.1), [GROUPS[0], replace(group(1, 1.0, 1.0), group_id=1)], "train.old_logprobs=rollout", *BUFFER)
+    step = controller(
+        Trainer(0.1),
+        [GROUPS[0], replace(group(1, 1.0, 1.0), group_id=1)],
+        "train.old_logprobs=rollout",
+        *BUFFER,
+    )
     step.saver.note_trained = lambda number, prompts: noted.append(prompts)
     step.train_step()
     assert noted == [[0, 1]]

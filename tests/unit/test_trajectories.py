@@ -61,7 +61,9 @@ class Answers:
 
     async def step(self, response_ids):
         done = not self.observations
-        return self.decode(response_ids), StepResult("" if done else self.observations.pop(0), 0.5, done, {"steps": 1})
+        return self.decode(response_ids), StepResult(
+            "" if done else self.observations.pop(0), 0.5, done, {"steps": 1}
+        )
 
     async def text(self, ids):
         return self.decode(ids)
@@ -83,7 +85,9 @@ class Writer:
         written = written[:most]
         logprobs = -(1000.0 * (number + 1) + np.arange(len(written), dtype=np.float32))
         rows = np.arange(routed, len(context) + len(written) - 1)
-        routing = np.stack([np.full_like(rows, number), rows], axis=1).astype(np.int16)[:, None]  # 1 layer, top 2
+        routing = np.stack([np.full_like(rows, number), rows], axis=1).astype(np.int16)[
+            :, None
+        ]  # 1 layer, top 2
         self.requests.append((context, written, logprobs))
         spans = (WeightSpan(number, 0, len(written)),)
         return Completion((0, 0), np.array(written, dtype=np.int32), logprobs, reason, spans, routing)
@@ -108,7 +112,9 @@ def ids_of(tokenizer, text):
 
 
 words = st.text("ab<>é/ ", max_size=6)
-observations = st.one_of(words, words.map(message), words.map(lambda text: message(text, "tool") + message("!", "tool")))
+observations = st.one_of(
+    words, words.map(message), words.map(lambda text: message(text, "tool") + message("!", "tool"))
+)
 # Any tokens at all: those that spell no text, and those that the tokenizer would write otherwise, too.
 written = st.lists(st.integers(3, 261), min_size=1, max_size=8)
 thought = st.tuples(words, words).map(lambda two: f"<think>{two[0]}</think>{two[1]}")
@@ -123,14 +129,19 @@ thought = st.tuples(words, words).map(lambda two: f"<think>{two[0]}</think>{two[
 )
 def test_every_token_is_trained_after_what_the_model_read(tokenizer, transcript, first, history, limit):
     end = ids_of(tokenizer, "<eos>")
-    turns = [(ids if isinstance(ids, list) else ids_of(tokenizer, ids)) + end * ended for ids, ended, _ in transcript]
+    turns = [
+        (ids if isinstance(ids, list) else ids_of(tokenizer, ids)) + end * ended
+        for ids, ended, _ in transcript
+    ]
     writer = Writer(turns)
     world = Answers(first, [observation for _, _, observation in transcript[:-1]])
     prompt = prompt_of(tokenizer)
     samples = play(tokenizer, prompt, writer, world, history, limit)
     assert world.closed == 1
     contexts = [context for context, _, _ in writer.requests]
-    assert contexts == expected_contexts(tokenizer, writer.requests, [first, *(o for _, _, o in transcript)], history)
+    assert contexts == expected_contexts(
+        tokenizer, writer.requests, [first, *(o for _, _, o in transcript)], history
+    )
     wanted = [
         (context + own[:place], token, logprob, number)
         for number, (context, own, logprobs) in enumerate(writer.requests)
@@ -139,7 +150,9 @@ def test_every_token_is_trained_after_what_the_model_read(tokenizer, transcript,
     found = []
     for sample in samples:
         ids = [*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]
-        version = {place: span.version for span in sample.weight_spans for place in range(span.start, span.end)}
+        version = {
+            place: span.version for span in sample.weight_spans for place in range(span.start, span.end)
+        }
         assert sorted(version) == np.flatnonzero(sample.loss_mask).tolist()
         for place in np.flatnonzero(sample.loss_mask).tolist():
             at = len(sample.prompt_ids) + place
@@ -172,7 +185,9 @@ def test_a_component_of_the_environment_and_one_of_the_reward_are_both_kept(toke
     world = Answers("", [])
     world.decode = tokenizer.decode
     turns = MultiTurn(world, tokenizer, 8, 0, HistoryKind.append, Reward())
-    playing = turns.play(Episode(prompt_of(tokenizer), 3, 0, 400, (0, 0)), Writer([ids_of(tokenizer, "5<eos>")]))
+    playing = turns.play(
+        Episode(prompt_of(tokenizer), 3, 0, 400, (0, 0)), Writer([ids_of(tokenizer, "5<eos>")])
+    )
     if collides:
         with pytest.raises(UserError, match=r"both the environment and reward\.\* give the component steps"):
             asyncio.run(playing)
@@ -241,7 +256,9 @@ def group(tokenizer):
     samples = ()
     for number, turns in enumerate(([f"{thinking}a<eos>", f"{thinking}bc<eos>"], ["d<eos>", "e<eos>"])):
         writer = Writer([ids_of(tokenizer, turn) for turn in turns])
-        samples += play(tokenizer, prompt, writer, Answers("", [message("next")]), HistoryKind.template, trajectory=number)
+        samples += play(
+            tokenizer, prompt, writer, Answers("", [message("next")]), HistoryKind.template, trajectory=number
+        )
     return Group(3, prompt, samples)
 
 
@@ -283,14 +300,17 @@ def test_the_length_of_a_response_is_that_of_what_the_model_wrote_in_every_histo
         writer = Writer([ids_of(tokenizer, turn) for turn in turns])
         samples = play(tokenizer, prompt, writer, Answers("", [message("next")]), history)
         # Also where the overlong filter leaves nothing of it to be trained.
-        (group,) = mask_truncated([Group(3, prompt, tuple(replace(s, finish_reason="length") for s in samples))])
+        (group,) = mask_truncated(
+            [Group(3, prompt, tuple(replace(s, finish_reason="length") for s in samples))]
+        )
         found[len(samples)] = group_statistics([group], pass_reward=1.0)["response/length_mean"]
     assert found == {1: written, 2: written}
 
 
 def test_rewards_are_shaped_by_trajectories(group):
     (shuffled,) = shuffle_rewards(
-        [Group(3, group.prompt, tuple(s.scored(float(s.trajectory_id), {}) for s in group.samples))], np.random.default_rng(0)
+        [Group(3, group.prompt, tuple(s.scored(float(s.trajectory_id), {}) for s in group.samples))],
+        np.random.default_rng(0),
     )
     assert sorted(shuffled.rewards) == [0.0, 1.0]
     assert shuffled.samples[0].reward == shuffled.samples[1].reward
@@ -331,7 +351,10 @@ def test_a_recording_has_all_sequences(tmp_path, group):
 
 def test_template_history_needs_a_chat(tokenizer):
     prompt = Prompt(7, np.array([8, 9], dtype=np.int32), "..", "x")
-    with pytest.raises(UserError, match=r"record 7: rollout.history=template needs prompts that a chat template is applied to"):
+    with pytest.raises(
+        UserError,
+        match=r"record 7: rollout.history=template needs prompts that a chat template is applied to",
+    ):
         play(tokenizer, prompt, Writer([]), Answers("", []), HistoryKind.template)
 
 
@@ -344,8 +367,12 @@ def test_messages_without_a_template_are_put_as_they_are(tokenizer):
 
 
 def test_a_template_that_hides_turns_can_put_nothing_behind_them(tokenizer, tmp_path):
-    (tmp_path / "deaf.jinja").write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    deaf = PromptTokenizer(tokenizer.tokenizer.name_or_path, DataConfig(chat_template=str(tmp_path / "deaf.jinja")))
+    (tmp_path / "deaf.jinja").write_text(
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
+    deaf = PromptTokenizer(
+        tokenizer.tokenizer.name_or_path, DataConfig(chat_template=str(tmp_path / "deaf.jinja"))
+    )
     with pytest.raises(UserError, match="does not show a turn of the model as it was written"):
         deaf.after_turn(message("x"))
 

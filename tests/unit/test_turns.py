@@ -109,14 +109,18 @@ def test_every_transition_from_every_state(turns, done, name):
         transition(turns, name)
         assert turns.calls == CALLS.get(name, [name])
         return
-    with pytest.raises(RuntimeError, match=rf"^`{name}` is out of order: {before.value}, and `{following}` is next$"):
+    with pytest.raises(
+        RuntimeError, match=rf"^`{name}` is out of order: {before.value}, and `{following}` is next$"
+    ):
         transition(turns, name)
     assert turns.calls == []
     assert turns.state == before
 
 
 def test_ranks_do_not_start_while_engines_have_the_devices(monitor):
-    with pytest.raises(RuntimeError, match=r"^`wake` is out of order: engines serve, ranks sleep, and `release` is next$"):
+    with pytest.raises(
+        RuntimeError, match=r"^`wake` is out of order: engines serve, ranks sleep, and `release` is next$"
+    ):
         Turns(Engines([]), monitor).started(Ranks([]))
 
 
@@ -127,7 +131,10 @@ def test_turns_are_handed_over_and_measured(turns, capsys):
     turns.to_engines(lambda: turns.calls.append("sync"))
     assert turns.calls == ["make_room", *ORDER[2:], *ORDER[:2], "make_room", *ORDER[2:]]
     gib = {
-        name: (turns.metrics[f"memory/after_{name}/engine_gib"], turns.metrics[f"memory/after_{name}/rank_gib"])
+        name: (
+            turns.metrics[f"memory/after_{name}/engine_gib"],
+            turns.metrics[f"memory/after_{name}/rank_gib"],
+        )
         for name in ORDER
     }
     assert gib == {
@@ -141,7 +148,10 @@ def test_turns_are_handed_over_and_measured(turns, capsys):
     assert turns.metrics["memory/rank_asleep_gib"] == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(ORDER) - 2  # the fixture showed the first two; nothing is shown twice
-    assert lines[-1] == "memory after resume_kv_cache: 30.000 GiB in the fullest engine, 1.000 GiB in the fullest rank"
+    assert (
+        lines[-1]
+        == "memory after resume_kv_cache: 30.000 GiB in the fullest engine, 1.000 GiB in the fullest rank"
+    )
 
 
 def test_a_transition_that_failed_has_not_happened(turns):

@@ -27,7 +27,14 @@ def watched(name: str, silent: float = 0.0, **beat) -> Watched:
 def ranks(*still: float, phase="train_step", **beat) -> list[Watched]:
     """All in one call; rank 0 is elsewhere than the others."""
     return [
-        watched(f"rank {rank}", phase=phase, seconds=still + 2, still=still, place="here" if rank else "there", **beat)
+        watched(
+            f"rank {rank}",
+            phase=phase,
+            seconds=still + 2,
+            still=still,
+            place="here" if rank else "there",
+            **beat,
+        )
         for rank, still in enumerate(still)
     ]
 
@@ -35,7 +42,9 @@ def ranks(*still: float, phase="train_step", **beat) -> list[Watched]:
 def test_nothing_hangs_while_anything_in_the_same_call_moves():
     assert find_hang([], LIMIT) is None
     assert find_hang([watched("idle", still=9000.0), *ranks(3.0, 700.0, 800.0)], LIMIT) is None
-    assert find_hang([*ranks(700.0, 800.0), watched("engine 0", phase="train_step", still=5.0)], LIMIT) is None
+    assert (
+        find_hang([*ranks(700.0, 800.0), watched("engine 0", phase="train_step", still=5.0)], LIMIT) is None
+    )
     started = Watched(Process("rank 9", "log"), SimpleNamespace(), beat=None, silent=0.0)
     assert find_hang([started], LIMIT) is None
 
@@ -58,7 +67,10 @@ def test_who_is_in_a_collective_waits():
         "distributed_c10d.py:7 recv",
     ]
     pairs = enumerate(places)
-    still = [watched(f"rank {rank}", phase="train_step", still=700.0, place=f"here/{place}") for rank, place in pairs]
+    still = [
+        watched(f"rank {rank}", phase="train_step", still=700.0, place=f"here/{place}")
+        for rank, place in pairs
+    ]
     assert [one.name for one in find_hang(still, LIMIT).at_fault] == ["rank 0"]
     assert [one.name for one in find_hang(still[1:], LIMIT).at_fault] == ["rank 1"]
 
@@ -72,7 +84,12 @@ def test_all_are_at_fault_in_one_place_and_the_message_stays_short():
 def test_engines_that_wait_for_a_rank_are_in_one_place():
     """Their places have the ids of their processes, by which each once was alone in its own, and all of them at fault."""
     engines = [
-        watched(f"engine {n}", phase="weight_sync", still=700.0, place=f"sglang::scheduler (pid {4711 + n}) sleeping")
+        watched(
+            f"engine {n}",
+            phase="weight_sync",
+            still=700.0,
+            place=f"sglang::scheduler (pid {4711 + n}) sleeping",
+        )
         for n in range(16)
     ]
     hang = find_hang([*engines, *ranks(*[700.0] * 4, phase="weight_sync")], LIMIT)
@@ -81,7 +98,14 @@ def test_engines_that_wait_for_a_rank_are_in_one_place():
 
 def test_an_engine_that_generates_waits_for_no_other():
     working = watched("engine 0", phase="generate", alone=True, still=1.0)
-    stuck = watched("engine 1", phase="generate", alone=True, seconds=650.0, still=640.0, place="sglang::scheduler stopped")
+    stuck = watched(
+        "engine 1",
+        phase="generate",
+        alone=True,
+        seconds=650.0,
+        still=640.0,
+        place="sglang::scheduler stopped",
+    )
     hang = find_hang([working, stuck], LIMIT)
     assert [one.name for one in hang.at_fault] == ["engine 1"]
     assert "engine 1 in `generate` for 650 s, at sglang::scheduler stopped" in hang.message()
@@ -91,7 +115,9 @@ def test_the_silent_one_is_at_fault_before_those_that_stand_still():
     stopped = watched("rank 5", silent=610.0, phase="train_step")
     hang = find_hang([*ranks(700.0, 700.0), stopped], LIMIT)
     assert [one.name for one in hang.at_fault] == ["rank 5"]
-    assert hang.message().startswith("rank 5 has not been heard of for 610 s, last in `train_step`\nof the others, ")
+    assert hang.message().startswith(
+        "rank 5 has not been heard of for 610 s, last in `train_step`\nof the others, "
+    )
     idle = find_hang([watched("rank 6", silent=610.0)], LIMIT)
     assert idle.message() == "rank 6 has not been heard of for 610 s"
 
@@ -109,7 +135,11 @@ def test_phases_nest_and_those_of_one_name_are_one_span():
             raise ValueError("planted")
     heart._look()
     assert heart._beat.phase is None
-    assert [(span.number, span.phase) for span in heart._spans] == [(1, "generate"), (2, "failed"), (3, "train_step")]
+    assert [(span.number, span.phase) for span in heart._spans] == [
+        (1, "generate"),
+        (2, "failed"),
+        (3, "train_step"),
+    ]
     assert heart._spans[2].seconds >= heart._spans[0].seconds >= 0.01
     beat = Beat(number=3, role="rank 0", stacks="a\nb", spans=list(heart._spans))
     assert Beat.decode(beat.encode()) == beat
@@ -197,7 +227,9 @@ def test_a_rank_that_reads_or_writes_a_checkpoint_slowly_moves(tmp_path, monkeyp
         with path.open("wb") as file:
             written = manifest.DigestedFile(_Slow(file, heart, seen))
             assert written.write(b"ten bytes.") == 10
-        monkeypatch.setattr(manifest, "open", lambda *of, **how: _Slow(open(*of, **how), heart, seen), raising=False)  # noqa: SIM115
+        monkeypatch.setattr(
+            manifest, "open", lambda *of, **how: _Slow(open(*of, **how), heart, seen), raising=False
+        )  # noqa: SIM115
         assert manifest.record_of(path) == written.record()
         assert seen == [0.0] * (3 + 4)
         heart._look()
@@ -303,7 +335,9 @@ def test_a_silent_process_that_lives_or_cannot_be_reached_hangs(eye, monkeypatch
         raise ActorUnavailableError("planted", None)
 
     monkeypatch.setattr(watch.ray, "get", cannot_be_reached)
-    assert isinstance(leave_with(one, RuntimeError("planted"), once=lambda: len(watch.ray.killed) == 2), watch.ProcessHangs)
+    assert isinstance(
+        leave_with(one, RuntimeError("planted"), once=lambda: len(watch.ray.killed) == 2), watch.ProcessHangs
+    )
 
 
 def test_nobody_is_asked_where_there_is_nobody(tmp_path, monkeypatch):
@@ -315,11 +349,17 @@ def test_nobody_is_asked_where_there_is_nobody(tmp_path, monkeypatch):
 def test_a_refusal_after_a_hang_stays_a_refusal(eye):
     """It would come again after a restart."""
     refusal = UserError("the weights are NaN")
-    assert leave_with(eye([watched("rank 0", silent=610.0)]), refusal, once=lambda: watch.ray.killed) is refusal
+    assert (
+        leave_with(eye([watched("rank 0", silent=610.0)]), refusal, once=lambda: watch.ray.killed) is refusal
+    )
 
 
 def test_what_is_being_done_is_told_by_call_with_the_one_that_is_longest_in_it():
-    processes = [*ranks(3.0, 700.0), watched("rank 2", silent=40.0, phase="train_step", seconds=10.0), watched("engine 0")]
+    processes = [
+        *ranks(3.0, 700.0),
+        watched("rank 2", silent=40.0, phase="train_step", seconds=10.0),
+        watched("engine 0"),
+    ]
     processes.append(watched("engine 1", phase="generate", seconds=5.0))
     assert at_work(processes, now=1000.0) == [
         {"name": "rank 1 and 2 more", "phase": "train_step", "since": 298.0, "heard": 960.0},

@@ -36,7 +36,11 @@ def change_config(folder, **changes) -> None:
 def change_tensors(folder, change) -> None:
     tensors = load_file(folder / SINGLE)
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / SINGLE,
+        metadata={"format": "pt"},
+    )
 
 
 def shard(folder) -> None:
@@ -101,7 +105,11 @@ def test_the_converter_refuses_another_output_layer(model, tmp_path):
 
 def test_a_quantised_output_layer_is_no_tied_one(model):
     """An FP8 output layer is compared by its values, scales included."""
-    change_config(model, tie_word_embeddings=True, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
+    change_config(
+        model,
+        tie_word_embeddings=True,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]},
+    )
 
     def quantised(tensors, scale):
         tensors[EMBEDDING] = tensors[EMBEDDING].to(torch.float8_e4m3fn).float()
@@ -152,15 +160,27 @@ def no_index(folder) -> None:
 
 
 CONFLICTS = {
-    "index and shards beside one file": (with_index_beside, "holds two sets of weights, model.safetensors and the 2 files"),
-    "index without its shards": (stale_index, "of the index is not there, so it seems to be left from another export"),
+    "index and shards beside one file": (
+        with_index_beside,
+        "holds two sets of weights, model.safetensors and the 2 files",
+    ),
+    "index without its shards": (
+        stale_index,
+        "of the index is not there, so it seems to be left from another export",
+    ),
     "a shard of an earlier export": (
         lambda f: copy_aside(f, "model-00001-of-00003.safetensors"),
         "model.safetensors and model-00001-of-00003.safetensors have the same tensors",
     ),
-    "another variant": (lambda f: copy_aside(f, "model.fp16.safetensors"), "model.safetensors and model.fp16.safetensors have"),
+    "another variant": (
+        lambda f: copy_aside(f, "model.fp16.safetensors"),
+        "model.safetensors and model.fp16.safetensors have",
+    ),
     "shards without an index": (no_index, f"model-00002-of-00002.safetensors without the {INDEX}"),
-    "damaged second file": (lambda f: (f / "model.ema.safetensors").write_bytes(b"x"), "model.ema.safetensors cannot be read"),
+    "damaged second file": (
+        lambda f: (f / "model.ema.safetensors").write_bytes(b"x"),
+        "model.ema.safetensors cannot be read",
+    ),
 }
 
 
@@ -192,7 +212,10 @@ BESIDE = {
         f"from the 2 files that {INDEX} names, not from pytorch_model-00001-of-00002.bin",
     ),
     "Mistral's own names": (consolidated, "not from consolidated.safetensors"),
-    "Mistral's own names beside shards": (lambda f: (consolidated(f), shard(f)), "not from consolidated.safetensors"),
+    "Mistral's own names beside shards": (
+        lambda f: (consolidated(f), shard(f)),
+        "not from consolidated.safetensors",
+    ),
     "a shard that the index does not name": (
         lambda f: sharded_beside(f, "model-00001-of-00009.safetensors"),
         "not from model-00001-of-00009.safetensors",
@@ -224,10 +247,19 @@ def test_one_set_needs_no_words(model):
 QUANTISED = [
     ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}, "by AWQ, which"),
     ({"quant_method": "gptq", "bits": 4, "desc_act": False}, "by GPTQ, which"),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"by bitsandbytes, .*dequantize\(\).save_pretrained"),
+    (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        r"by bitsandbytes, .*dequantize\(\).save_pretrained",
+    ),
     ({"load_in_8bit": True, "llm_int8_threshold": 6.0}, "by bitsandbytes, which"),
-    ({"quant_method": "compressed-tensors", "format": "float-quantized"}, r"by compressed-tensors \(float-quantized\), which"),
-    ({"quant_method": "fp8", "activation_scheme": "static"}, "by FP8 with one scale for each tensor or channel, which"),
+    (
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        r"by compressed-tensors \(float-quantized\), which",
+    ),
+    (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        "by FP8 with one scale for each tensor or channel, which",
+    ),
     ({"quant_method": "fbgemm_fp8"}, "by FBGEMM's FP8, which"),
     ({"quant_method": "mxfp4", "modules_to_not_convert": []}, "by MXFP4, which"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"by ModelOpt \(NVFP4\), which"),
@@ -237,7 +269,9 @@ QUANTISED = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "says"), QUANTISED, ids=[str(settings)[:50] for settings, _ in QUANTISED])
+@pytest.mark.parametrize(
+    ("settings", "says"), QUANTISED, ids=[str(settings)[:50] for settings, _ in QUANTISED]
+)
 def test_a_quantised_checkpoint_is_refused_by_its_method(settings, says, model):
     """Users saw lists of tensor names such as qweight and weight_packed, and nothing of the method."""
     change_config(model, quantization_config=settings)
@@ -249,7 +283,9 @@ def test_a_quantised_checkpoint_is_refused_by_its_method(settings, says, model):
 
 
 def test_other_places_where_quantising_is_described(model):
-    change_config(model, compression_config={"quant_method": "compressed-tensors", "format": "pack-quantized"})
+    change_config(
+        model, compression_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    )
     with pytest.raises(UserError, match=r"by compressed-tensors \(pack-quantized\)"):
         HFCheckpoint(str(model))
     change_config(model, compression_config=None)

@@ -94,7 +94,10 @@ def test_the_same_weights_keep_their_version_and_a_probe_asks_the_trainer_first(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda names: names[1:], r"embed_tokens.weight, which fills model.embed_tokens.weight, came 0 times"),
+        (
+            lambda names: names[1:],
+            r"embed_tokens.weight, which fills model.embed_tokens.weight, came 0 times",
+        ),
         (
             lambda names: [*names, "model.layers.1.self_attn.k_proj.weight"],
             r"k_proj.weight, which fills .*qkv_proj.weight, came 2 times",

@@ -11,7 +11,8 @@ from tests.tools import run_tool
 def made(folder, *arguments) -> dict[str, list[dict[str, str]]]:
     run_tool("make_word_problems", folder, *arguments)
     return {
-        side: [json.loads(line) for line in (folder / f"{side}.jsonl").read_text().splitlines()] for side in ("train", "eval")
+        side: [json.loads(line) for line in (folder / f"{side}.jsonl").read_text().splitlines()]
+        for side in ("train", "eval")
     }
 
 
@@ -50,7 +51,9 @@ def test_all_problems_differ_and_the_kinds_are_equally_many(problems):
 
 def test_held_out_problems_have_people_objects_and_numbers_of_their_own(problems):
     def names(side):
-        return {name for record in problems[side] for name in re.findall(r"\b[A-Z][a-z]+\b", record["prompt"])}
+        return {
+            name for record in problems[side] for name in re.findall(r"\b[A-Z][a-z]+\b", record["prompt"])
+        }
 
     def objects(side):
         return {re.search(r"How many (\w+)", record["prompt"])[1] for record in problems[side]}

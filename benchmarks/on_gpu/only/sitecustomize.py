@@ -45,12 +45,16 @@ class _Missing(importlib.abc.MetaPathFinder):
 
     def __init__(self, packages: set[str]):
         self._hidden = {
-            module for module, owners in metadata.packages_distributions().items() if not packages & set(map(_key, owners))
+            module
+            for module, owners in metadata.packages_distributions().items()
+            if not packages & set(map(_key, owners))
         }
 
     def find_spec(self, name, path=None, target=None):
         if path is None and name in self._hidden and _is_installed(name):
-            raise ModuleNotFoundError(f"No module named {name!r} in the pack or in the image it is made for", name=name)
+            raise ModuleNotFoundError(
+                f"No module named {name!r} in the pack or in the image it is made for", name=name
+            )
         return None
 
 

@@ -118,7 +118,9 @@ def install() -> None:
 
     Raises UserError where there is CUDA, or where the wheel is not unpacked.
     """
-    if "transformer_engine_torch" in sys.modules and isinstance(sys.modules["transformer_engine_torch"], Extension):
+    if "transformer_engine_torch" in sys.modules and isinstance(
+        sys.modules["transformer_engine_torch"], Extension
+    ):
         return
     folder, problem = emulated_transformer_engine()
     if problem:

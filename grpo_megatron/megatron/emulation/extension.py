@@ -42,7 +42,9 @@ MaskType = _prefixed(
     "NVTE_Mask_Type",
     "NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
 )
-FusedAttentionBackend = _prefixed("NVTE_Fused_Attn_Backend", "No_Backend F16_max512_seqlen F16_arbitrary_seqlen FP8", first=-1)
+FusedAttentionBackend = _prefixed(
+    "NVTE_Fused_Attn_Backend", "No_Backend F16_max512_seqlen F16_arbitrary_seqlen FP8", first=-1
+)
 QKVFormat = _prefixed("NVTE_QKV_Format", "SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD")
 BlockScaleFormat = _numbered("Float8BlockScaleTensorFormat", "GEMM_READY COMPACT")
 
@@ -52,8 +54,13 @@ _ENUMERATIONS = (
     FusedAttentionBackend,
     QKVFormat,
     BlockScaleFormat,
-    _numbered("FP8FwdTensors", " ".join(f"GEMM{n}_{what}" for n in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT"))),
-    _numbered("FP8BwdTensors", " ".join(f"GRAD_{what}{n}" for n in (1, 2, 3) for what in ("OUTPUT", "INPUT"))),
+    _numbered(
+        "FP8FwdTensors",
+        " ".join(f"GEMM{n}_{what}" for n in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")),
+    ),
+    _numbered(
+        "FP8BwdTensors", " ".join(f"GRAD_{what}{n}" for n in (1, 2, 3) for what in ("OUTPUT", "INPUT"))
+    ),
     _numbered("CommOverlapType", "RS AG"),
     _prefixed("NVTE_Bias_Type", "NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI"),
     _prefixed("NVTE_Softmax_Type", "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX"),

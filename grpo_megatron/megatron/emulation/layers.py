@@ -18,7 +18,9 @@ def _check_sizes(*shapes: tuple[int, ...]) -> None:
     for shape in shapes:
         rows = math.prod(shape[:-1])
         if shape[-1] % _FP8_MULTIPLE or rows % _FP8_MULTIPLE:
-            raise RuntimeError(f"an FP8 product takes multiples of {_FP8_MULTIPLE}, not a matrix of {rows} x {shape[-1]}")
+            raise RuntimeError(
+                f"an FP8 product takes multiples of {_FP8_MULTIPLE}, not a matrix of {rows} x {shape[-1]}"
+            )
 
 
 def _product(a, transa: bool, b, transb: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +115,9 @@ def _positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Te
             parts.append(torch.arange(length))
             continue
         chunk = length // (2 * cp_size)
-        parts += [torch.arange(first * chunk, (first + 1) * chunk) for first in (cp_rank, 2 * cp_size - 1 - cp_rank)]
+        parts += [
+            torch.arange(first * chunk, (first + 1) * chunk) for first in (cp_rank, 2 * cp_size - 1 - cp_rank)
+        ]
     return torch.cat(parts)
 
 
@@ -159,7 +163,9 @@ def multi_tensor_scale(chunk_size, overflow, lists, scale):
         target.copy_(source * scale)
 
 
-def multi_tensor_adam(chunk_size, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay):
+def multi_tensor_adam(
+    chunk_size, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
+):
     """Adam (mode 0, decay in the gradient) or AdamW (mode 1) on [gradients, parameters, moments, second moments]."""
     correct1, correct2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1, 1)
     for grad, parameter, moment, second in zip(*lists, strict=True):

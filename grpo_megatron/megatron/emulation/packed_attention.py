@@ -23,7 +23,12 @@ def _sequences(cu, cu_padded, cu_keys, cu_keys_padded):
     both = []
     for ends, padded in ((cu, cu_padded), (cu_keys, cu_keys_padded)):
         starts = (ends if padded is None else padded)[:-1].tolist()
-        both.append([slice(start, start + n) for start, n in zip(starts, (ends[1:] - ends[:-1]).tolist(), strict=True)])
+        both.append(
+            [
+                slice(start, start + n)
+                for start, n in zip(starts, (ends[1:] - ends[:-1]).tolist(), strict=True)
+            ]
+        )
     return [(q, k) for q, k in zip(*both, strict=True) if q.stop > q.start and k.stop > k.start]
 
 
@@ -73,12 +78,16 @@ def fused_attn_bwd(
     of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
     shared = query.shape[1] // key.shape[1]
     for q, k in _sequences(cu_q, cu_q_padded, cu_kv, cu_kv_padded):
-        queries, keys, values, outputs, grads = (x.float() for x in (query[q], key[k], value[k], output[q], grad[q]))
+        queries, keys, values, outputs, grads = (
+            x.float() for x in (query[q], key[k], value[k], output[q], grad[q])
+        )
         share = (_scores(queries, keys, scale, causal) - statistics[q, :, 0].t()[..., None]).exp()
         of_values = torch.einsum("hqk,qhd->khd", share, grads)
         of_share = torch.einsum("qhd,khd->hqk", grads, values.repeat_interleave(shared, 1))
         of_scores = share * (of_share - (grads * outputs).sum(-1).t()[..., None]) * scale
-        of_query[q] = torch.einsum("hqk,khd->qhd", of_scores, keys.repeat_interleave(shared, 1)).to(query.dtype)
+        of_query[q] = torch.einsum("hqk,khd->qhd", of_scores, keys.repeat_interleave(shared, 1)).to(
+            query.dtype
+        )
         of_keys = torch.einsum("hqk,qhd->khd", of_scores, queries)
         of_key[k] = _sum_of_heads(of_keys, shared).to(key.dtype)
         of_value[k] = _sum_of_heads(of_values, shared).to(value.dtype)

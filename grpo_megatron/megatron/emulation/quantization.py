@@ -32,7 +32,9 @@ def is_quantized(tensor) -> bool:
 
 def _scale(amax: torch.Tensor, top: float, power_of_two: bool) -> torch.Tensor:
     """What values are multiplied with so that amax becomes the largest FP8 number; 1 where amax says nothing."""
-    scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(amax), top / amax).clamp_max(_LARGEST)
+    scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(amax), top / amax).clamp_max(
+        _LARGEST
+    )
     return torch.exp2(torch.floor(torch.log2(scale))) if power_of_two else scale
 
 
@@ -84,7 +86,9 @@ def _values(tensor) -> torch.Tensor:
 # --- a scale for each block of 128, or of 128 x 128
 
 
-def _block_cast(values: torch.Tensor, dtype: torch.dtype, rows: int, quantizer) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_cast(
+    values: torch.Tensor, dtype: torch.dtype, rows: int, quantizer
+) -> tuple[torch.Tensor, torch.Tensor]:
     """values float32 [M, K], in blocks of rows x 128 -> (uint8 [M, K], float32 inverse scales [M / rows, K / 128])."""
     m, k = values.shape
     padded = F.pad(values, (0, -k % _BLOCK, 0, -m % rows))
@@ -165,7 +169,9 @@ def _internal(tensor, quantizer):
 
 def split_quantize(tensor, sections, quantizers):
     """The rows of each expert, cast by its own quantizer."""
-    return [quantize(part, quantizer) for part, quantizer in zip(tensor.split(sections), quantizers, strict=True)]
+    return [
+        quantize(part, quantizer) for part, quantizer in zip(tensor.split(sections), quantizers, strict=True)
+    ]
 
 
 def dequantize(tensor, dtype):
@@ -185,7 +191,9 @@ def bgrad_quantize(grad, quantizer):
 def fused_amax_and_scale_update_after_reduction(amaxes, histories, scales, algorithm, dtype, margin):
     """Delayed scaling: the largest values of this step into the histories, and the next step's scales out of them."""
     top = torch.finfo(FP8[dtype]).max
-    for history, scale, of_step in zip(histories, scales, amaxes.split([h.shape[1] for h in histories]), strict=True):
+    for history, scale, of_step in zip(
+        histories, scales, amaxes.split([h.shape[1] for h in histories]), strict=True
+    ):
         history[0].copy_(of_step)
         amax = history.max(0).values if algorithm == "max" else history[0].clone()
         usable = (amax > 0) & torch.isfinite(amax)

@@ -11,11 +11,22 @@ from grpo_megatron.json_files import read_object
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.config_json import Fields
 from grpo_megatron.model.entries import Entry
-from grpo_megatron.model.families import deepseek_v3, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from grpo_megatron.model.families import (
+    deepseek_v3,
+    glm4_moe,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from grpo_megatron.model.gguf_advice import gguf_advice
 from grpo_megatron.paths import folder_problem, is_absent
 
-_FAMILIES = [module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, glm4_moe, deepseek_v3)]
+_FAMILIES = [
+    module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, glm4_moe, deepseek_v3)
+]
 _BY_ARCHITECTURE = {family.architecture: family for family in _FAMILIES}
 _REWARD_MODELS = {family.reward_architecture: family for family in _FAMILIES if family.has_classifier}
 _BY_NAME = {family.name: family for family in _FAMILIES}
@@ -81,7 +92,9 @@ def weight_map(arch: Architecture, transformer_engine: bool = False) -> dict[str
     """
     entries = _BY_NAME[arch.family].entries(arch)
     if transformer_engine:
-        entries = [replace(entry, megatron=_transformer_engine_name(entry.megatron, arch)) for entry in entries]
+        entries = [
+            replace(entry, megatron=_transformer_engine_name(entry.megatron, arch)) for entry in entries
+        ]
     return {entry.megatron: entry for entry in entries}
 
 

@@ -23,7 +23,9 @@ def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | N
     """The whole model; experts: in place of `mlp` in the layers that have them."""
     embedding, table = "model.embed_tokens.weight", ((arch.vocab_size, arch.hidden_size),)
     # In the engine, a group of ranks that attends to its own tokens also looks their embeddings up.
-    words = Entry((embedding,), table, "embedding.word_embeddings.weight", 0, embedding, 0, Vocab(), attention=True)
+    words = Entry(
+        (embedding,), table, "embedding.word_embeddings.weight", 0, embedding, 0, Vocab(), attention=True
+    )
     entries = [words]
     for layer in range(arch.num_layers):
         hf, megatron = f"model.layers.{layer}", f"decoder.layers.{layer}"
@@ -34,9 +36,13 @@ def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | N
     if arch.scalar_head:
         entries.append(same("score.weight", (1, arch.hidden_size), SCALAR_HEAD, None))
     elif arch.tied_embeddings:
-        entries.append(Entry((embedding,), table, "output_layer.weight", 0, embedding, 0, Vocab(), exported=False))
+        entries.append(
+            Entry((embedding,), table, "output_layer.weight", 0, embedding, 0, Vocab(), exported=False)
+        )
     else:
-        entries.append(Entry(("lm_head.weight",), table, "output_layer.weight", 0, "lm_head.weight", 0, Vocab()))
+        entries.append(
+            Entry(("lm_head.weight",), table, "output_layer.weight", 0, "lm_head.weight", 0, Vocab())
+        )
     return entries
 
 
@@ -54,12 +60,19 @@ def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
         names = f"{megatron}.self_attention.linear_qkv.{kind}", f"{hf}.self_attn.qkv_proj.{kind}"
         return Entry(parts, shapes, names[0], 0, names[1], 0, QKV(arch.num_heads, arch.num_kv_heads, head))
 
-    entries = [of_layer("input_layernorm.weight", (hidden,), "input_layernorm.weight", None), qkv("weight", (hidden,))]
+    entries = [
+        of_layer("input_layernorm.weight", (hidden,), "input_layernorm.weight", None),
+        qkv("weight", (hidden,)),
+    ]
     if arch.qkv_bias:
         entries.append(qkv("bias", ()))
     if arch.qk_norm:
-        entries.append(of_layer("self_attn.q_norm.weight", (head,), "self_attention.q_layernorm.weight", None))
-        entries.append(of_layer("self_attn.k_norm.weight", (head,), "self_attention.k_layernorm.weight", None))
+        entries.append(
+            of_layer("self_attn.q_norm.weight", (head,), "self_attention.q_layernorm.weight", None)
+        )
+        entries.append(
+            of_layer("self_attn.k_norm.weight", (head,), "self_attention.k_layernorm.weight", None)
+        )
     return [
         *entries,
         of_layer("self_attn.o_proj.weight", (hidden, rows["q"]), "self_attention.linear_proj.weight", 1),
@@ -88,7 +101,12 @@ def experts(block: str, gate: str, up: str, down: str) -> Block:
         hidden, ffn, count = arch.hidden_size, arch.moe.ffn_hidden_size, arch.moe.num_experts
         found = [same(f"{hf}.{block}.gate.weight", (count, hidden), f"{megatron}.mlp.router.weight", None)]
         if arch.moe.correction_bias:
-            bias = same(f"{hf}.{block}.gate.e_score_correction_bias", (count,), f"{megatron}.mlp.router.expert_bias", None)
+            bias = same(
+                f"{hf}.{block}.gate.e_score_correction_bias",
+                (count,),
+                f"{megatron}.mlp.router.expert_bias",
+                None,
+            )
             found.append(replace(bias, float32=True))
         if arch.moe.shared_ffn_hidden_size:
             names = f"{hf}.{block}.shared_experts", f"{megatron}.mlp.shared_experts"
@@ -97,10 +115,30 @@ def experts(block: str, gate: str, up: str, down: str) -> Block:
         for number in range(count):
             expert = Expert(number, count)
             theirs, ours = f"{hf}.{block}.experts.{number}", f"{megatron}.mlp.experts.local_experts.{number}"
-            gate_up, downs = (f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight"), (f"{theirs}.{down}.weight",)
+            gate_up, downs = (
+                (f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight"),
+                (f"{theirs}.{down}.weight",),
+            )
             found += [
-                Entry(gate_up, shapes, f"{ours}.linear_fc1.weight", 0, f"{engine}.w13_weight", 0, GateUp(), expert=expert),
-                Entry(downs, ((hidden, ffn),), f"{ours}.linear_fc2.weight", 1, f"{engine}.w2_weight", 1, expert=expert),
+                Entry(
+                    gate_up,
+                    shapes,
+                    f"{ours}.linear_fc1.weight",
+                    0,
+                    f"{engine}.w13_weight",
+                    0,
+                    GateUp(),
+                    expert=expert,
+                ),
+                Entry(
+                    downs,
+                    ((hidden, ffn),),
+                    f"{ours}.linear_fc2.weight",
+                    1,
+                    f"{engine}.w2_weight",
+                    1,
+                    expert=expert,
+                ),
             ]
         return found
 

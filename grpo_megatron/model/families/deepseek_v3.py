@@ -54,7 +54,9 @@ def _attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
         same("kv_a_layernorm", (latent.kv_rank,), "kv_layernorm"),
         same("kv_b_proj", (pairs, latent.kv_rank), "linear_kv_up_proj", 0),
         same("o_proj", (hidden, values), "linear_proj", 1),
-        blocks.same(f"{hf}.post_attention_layernorm.weight", (hidden,), f"{megatron}.pre_mlp_layernorm.weight", None),
+        blocks.same(
+            f"{hf}.post_attention_layernorm.weight", (hidden,), f"{megatron}.pre_mlp_layernorm.weight", None
+        ),
     ]
 
 

@@ -29,4 +29,8 @@ class Family:
     @property
     def reward_architecture(self) -> str | None:
         """The name in `architectures` of a reward model; None if there is no such class."""
-        return self.architecture.replace("ForCausalLM", "ForSequenceClassification") if self.has_classifier else None
+        return (
+            self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+            if self.has_classifier
+            else None
+        )

@@ -24,7 +24,9 @@ def decoder(
     """
     # What would change the forward pass and is not implemented must not be ignored.
     if config.flag("attention_bias", False) and not qkv_bias:
-        raise UserError("attention_bias=true puts a bias on the attention's output projection too, which is not supported")
+        raise UserError(
+            "attention_bias=true puts a bias on the attention's output projection too, which is not supported"
+        )
     if config.flag("mlp_bias", False):
         raise UserError("mlp_bias=true is not supported")
     activation = config.text("hidden_act", "silu")
@@ -33,7 +35,9 @@ def decoder(
     theta, scaling, share = rope(config, rotary_share, yarn=latent is not None)
     num_heads, num_kv_heads, head_dim = heads(config) if latent is None else _latent_heads(config, latent)
     if int(head_dim * share) % 2:
-        raise UserError(f"partial_rotary_factor={share:g} of the {head_dim} channels of a head is not an even number")
+        raise UserError(
+            f"partial_rotary_factor={share:g} of the {head_dim} channels of a head is not an even number"
+        )
     return Architecture(
         family=family,
         num_layers=num_layers(config),
@@ -72,7 +76,10 @@ def top_k(config: Fields, num_experts: int) -> int:
 def sigmoid_experts(config: Fields) -> MoE:
     """Shared and routed experts as of DeepSeek-V3 (arXiv:2412.19437), in all layers but the first ones."""
     num_experts, ffn = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
-    chosen, dense = top_k(config, num_experts), config.integer("first_k_dense_replace", most=MOST_LAYERS, least=0)
+    chosen, dense = (
+        top_k(config, num_experts),
+        config.integer("first_k_dense_replace", most=MOST_LAYERS, least=0),
+    )
     for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if config.text(key, expected) != expected:
             raise UserError(f"{key}={shortened(config.text(key, None))} is not supported, only {expected}")
@@ -110,7 +117,9 @@ def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
     count = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", count)
     if kv_heads != count:
-        raise UserError(f"num_key_value_heads={kv_heads} must be num_attention_heads={count} with latent attention")
+        raise UserError(
+            f"num_key_value_heads={kv_heads} must be num_attention_heads={count} with latent attention"
+        )
     return count, count, latent.plain_dim + latent.rotated_dim
 
 
@@ -129,10 +138,14 @@ def heads(config: Fields) -> tuple[int, int, int]:
     head_dim = config.integer("head_dim", None)
     if head_dim is None:
         if hidden % count:
-            raise UserError(f"num_attention_heads={count} does not divide hidden_size={hidden}, and there is no head_dim")
+            raise UserError(
+                f"num_attention_heads={count} does not divide hidden_size={hidden}, and there is no head_dim"
+            )
         head_dim = hidden // count
     if head_dim % 2:
-        raise UserError(f"the dimension of a head must be even for rotary embeddings, is {head_dim} (head_dim)")
+        raise UserError(
+            f"the dimension of a head must be even for rotary embeddings, is {head_dim} (head_dim)"
+        )
     return count, kv_heads, head_dim
 
 

@@ -34,7 +34,9 @@ class SendingChannel(Protocol):
 class ReceivingChannel(Protocol):
     """On a tensor-parallel rank of an engine."""
 
-    def receive(self, number: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    def receive(
+        self, number: int, parcels: list[Parcel], size_of: SizeOf
+    ) -> Iterator[tuple[Parcel, torch.Tensor]]:
         """Each parcel, in the order given, with its payload uint8, which is valid until the next one is asked for.
 
         Raises TimeoutError where nothing arrives in time; as long as parcels do arrive, the whole may take longer.

@@ -73,10 +73,16 @@ def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 
     plan, traffic = ReshardPlan(layouts), _Traffic()
     for link, size in plan.volumes(itemsize).items():
         traffic.add(plan, link, size, ceil(size / bucket_bytes))
-    model_bytes = sum(entry.numel * (entry.engine_dtype.itemsize if entry.engine_dtype else itemsize) for entry in plan.entries)
+    model_bytes = sum(
+        entry.numel * (entry.engine_dtype.itemsize if entry.engine_dtype else itemsize)
+        for entry in plan.entries
+    )
 
     def busiest(network: Counter, fabric: Counter) -> float:
-        return max(network[gpu] / machine.network + fabric[gpu] / machine.fabric for gpu in network | fabric) / 1e9
+        return (
+            max(network[gpu] / machine.network + fabric[gpu] / machine.fabric for gpu in network | fabric)
+            / 1e9
+        )
 
     def most(network: Counter, fabric: Counter) -> float:
         return max((network + fabric).values()) / 1e9
@@ -128,7 +134,9 @@ def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine =
     Not if an engine's rank would be in too many groups, one for each link.
     """
     together = replace(layouts, multicast=True)
-    groups = Counter(receiver for link in ReshardPlan(together).volumes(itemsize=2) for receiver in link.receivers)
+    groups = Counter(
+        receiver for link in ReshardPlan(together).volumes(itemsize=2) for receiver in link.receivers
+    )
     if max(groups.values()) > _MOST_GROUPS:
         return False
     return cost(together, machine, bucket_bytes).seconds < 0.9 * cost(layouts, machine, bucket_bytes).seconds
@@ -144,5 +152,7 @@ def on_nodes(layouts: Layouts, gpus_per_node: int, colocated: bool) -> Layouts:
         multicast=colocated,
         within_nodes=colocated,
         rank_nodes=tuple(f"node{rank // gpus_per_node}" for rank in range(ranks)),
-        engine_nodes=tuple(f"node{(first + rank) // gpus_per_node}" for rank in range(layouts.num_engines * tp)),
+        engine_nodes=tuple(
+            f"node{(first + rank) // gpus_per_node}" for rank in range(layouts.num_engines * tp)
+        ),
     )

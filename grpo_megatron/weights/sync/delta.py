@@ -26,7 +26,12 @@ def max_payload(parcel: Parcel) -> int:
 def _elements(parcel: Parcel, buffer: torch.Tensor) -> np.ndarray:
     """The data as integers of the size of its smallest elements."""
     size = min(dtype.itemsize for dtype in parcel.dtypes)
-    return buffer[: parcel.data_bytes].cpu().numpy().view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[size])
+    return (
+        buffer[: parcel.data_bytes]
+        .cpu()
+        .numpy()
+        .view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[size])
+    )
 
 
 class Encoder:
@@ -50,13 +55,17 @@ class Encoder:
         payload = None if before is None else self._changes(parcel, buffer, elements, elements != before)
         if payload is None:
             end = max_payload(parcel)
-            buffer[parcel.total_bytes : end] = torch.frombuffer(bytearray(_FOOTER.pack(_FULL, 0)), dtype=torch.uint8)
+            buffer[parcel.total_bytes : end] = torch.frombuffer(
+                bytearray(_FOOTER.pack(_FULL, 0)), dtype=torch.uint8
+            )
             payload = buffer[:end]
         self.sent_bytes += len(payload)
         return payload
 
     @staticmethod
-    def _changes(parcel: Parcel, buffer: torch.Tensor, elements: np.ndarray, changed: np.ndarray) -> torch.Tensor | None:
+    def _changes(
+        parcel: Parcel, buffer: torch.Tensor, elements: np.ndarray, changed: np.ndarray
+    ) -> torch.Tensor | None:
         """None if it is not smaller than the parcel."""
         if np.count_nonzero(changed) * elements.itemsize >= parcel.data_bytes:
             return None

@@ -78,10 +78,15 @@ class DiskReceiver:
     def __init__(self, store: dist.Store, folder: str, device: torch.device, timeout: float):
         self._store, self._root, self._device, self._timeout = store, Path(folder), device, timeout
 
-    def receive(self, number: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    def receive(
+        self, number: int, parcels: list[Parcel], size_of: SizeOf
+    ) -> Iterator[tuple[Parcel, torch.Tensor]]:
         for parcel in parcels:
             wait_for(self._store, parcel_key(number, parcel, "written"), self._timeout)
-            yield parcel, torch.from_numpy(self._read(_folder(self._root, number) / _name(parcel))).to(self._device)
+            yield (
+                parcel,
+                torch.from_numpy(self._read(_folder(self._root, number) / _name(parcel))).to(self._device),
+            )
 
     def _read(self, path: Path) -> np.ndarray:
         """uint8 [bytes] of a file that has been written, perhaps on a node whose news are slow to come."""

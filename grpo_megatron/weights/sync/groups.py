@@ -40,7 +40,9 @@ def _route(layouts: Layouts, link: Link) -> _Route:
 
 def _stage(layouts: Layouts, stage: int, target: Member | None) -> _Route:
     per_stage = layouts.sizes.world_size // layouts.sizes.pp
-    engines = [EngineRank(engine, rank) for engine in range(layouts.num_engines) for rank in range(layouts.engine.tp)]
+    engines = [
+        EngineRank(engine, rank) for engine in range(layouts.num_engines) for rank in range(layouts.engine.tp)
+    ]
     return _Route(f"stage{stage}", [*range(stage * per_stage, (stage + 1) * per_stage), *engines], target)
 
 
@@ -61,7 +63,13 @@ class Groups:
     """
 
     def __init__(
-        self, store: dist.Store, layouts: Layouts, me: Member, links: list[Link], device: torch.device, timeout: float
+        self,
+        store: dist.Store,
+        layouts: Layouts,
+        me: Member,
+        links: list[Link],
+        device: torch.device,
+        timeout: float,
     ):
         self.device, self._layouts, self._timeout = device, layouts, timedelta(seconds=timeout)
         self._places, self._groups = {}, {}
@@ -85,7 +93,11 @@ class Groups:
             options = dist.BroadcastOptions()
             options.rootRank = places[link.sender]
             return group.broadcast([payload], options)
-        return group.send([payload], places[route.target], 0) if sending else group.recv([payload], places[link.sender], 0)
+        return (
+            group.send([payload], places[route.target], 0)
+            if sending
+            else group.recv([payload], places[link.sender], 0)
+        )
 
     def wait(self, work: dist.Work, what: str) -> None:
         try:
@@ -105,7 +117,11 @@ class _Ring:
     """Buffers that are used in turn: memory that is new each time would cost as much as the copy into it."""
 
     def __init__(self, device: torch.device):
-        self._device, self._buffers, self._next = device, [torch.empty(0, dtype=torch.uint8)] * (_IN_FLIGHT + 1), 0
+        self._device, self._buffers, self._next = (
+            device,
+            [torch.empty(0, dtype=torch.uint8)] * (_IN_FLIGHT + 1),
+            0,
+        )
 
     def take(self, size: int) -> torch.Tensor:
         """uint8 [size]; what was taken _IN_FLIGHT + 1 times ago is overwritten."""
@@ -155,7 +171,9 @@ class GroupReceiver:
     def __init__(self, groups: Groups, variable: bool):
         self._groups, self._variable, self._ring = groups, variable, _Ring(groups.device)
 
-    def receive(self, number: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    def receive(
+        self, number: int, parcels: list[Parcel], size_of: SizeOf
+    ) -> Iterator[tuple[Parcel, torch.Tensor]]:
         asked: deque[tuple[Parcel, dist.Work, torch.Tensor]] = deque()
         for parcel in [*parcels, *[None] * _IN_FLIGHT]:
             if parcel is not None:
@@ -168,7 +186,10 @@ class GroupReceiver:
     def _ask(self, parcel: Parcel, size: int) -> tuple[dist.Work, torch.Tensor]:
         if self._variable:
             told = torch.zeros(1, dtype=torch.int64, device=self._groups.device)
-            self._groups.wait(self._groups.transfer(parcel.link, told, sending=False), f"a size over link {parcel.link.name}")
+            self._groups.wait(
+                self._groups.transfer(parcel.link, told, sending=False),
+                f"a size over link {parcel.link.name}",
+            )
             size = int(told)
         payload = self._ring.take(size)
         return self._groups.transfer(parcel.link, payload, sending=False), payload

@@ -66,10 +66,14 @@ class Setup:
             return DiskSender(self.connect(), self.folder, device)
         if self.way == Way.groups:
             return GroupSender(self.groups(rank, parcels, device), self.delta)
-        largest = max((self.size_of(parcel) for parcel in parcels), default=1)  # there is no memory of no bytes
+        largest = max(
+            (self.size_of(parcel) for parcel in parcels), default=1
+        )  # there is no memory of no bytes
         return SharedMemorySender(self.connect(), rank, largest, device, self.timeout)
 
-    def receiving_channel(self, me: EngineRank, parcels: list[Parcel], device: torch.device) -> ReceivingChannel:
+    def receiving_channel(
+        self, me: EngineRank, parcels: list[Parcel], device: torch.device
+    ) -> ReceivingChannel:
         if self.way == Way.disk:
             return DiskReceiver(self.connect(), self.folder, device, self.timeout)
         if self.way == Way.groups:

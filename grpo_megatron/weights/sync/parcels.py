@@ -87,7 +87,9 @@ class Parcel:
         """
         words = buffer[: self.data_bytes].view(torch.int64)
         if not words.is_cuda:  # several times faster than the product, but not there for integers on a GPU
-            return torch.stack([torch.dot(words[start:end], factors[start:end]) for _, start, end in self.runs])
+            return torch.stack(
+                [torch.dot(words[start:end], factors[start:end]) for _, start, end in self.runs]
+            )
         products = factors[: len(words)] * words
         return torch.stack([products[start:end].sum() for _, start, end in self.runs])
 
@@ -102,7 +104,9 @@ def odd_factors(parcels: list[Parcel], device: torch.device) -> torch.Tensor:
     return torch.arange(1, 2 * words, 2, dtype=torch.int64, device=device)
 
 
-def make_parcels(link: Link, parts: list[Part], dtypes: dict[str, torch.dtype], max_bytes: int) -> list[Parcel]:
+def make_parcels(
+    link: Link, parts: list[Part], dtypes: dict[str, torch.dtype], max_bytes: int
+) -> list[Parcel]:
     """Divide a link's parts into parcels of at most `max_bytes` of data; a part that is larger is cut by rows.
 
     dtypes: {engine's parameter: its dtype}, in which the data travels. A single row larger than `max_bytes` makes a
@@ -144,7 +148,13 @@ def _cut(part: Part, max_numel: int) -> Iterator[Part]:
         rows = min(step, move.shape[0] - first)
         start = (move.start[0] + first, *move.start[1:])
         shape = (rows, *move.shape[1:])
-        cut = Move(move.hf, start, shape, _moved(move.source_at, len(shape), first), _moved(move.target_at, len(shape), first))
+        cut = Move(
+            move.hf,
+            start,
+            shape,
+            _moved(move.source_at, len(shape), first),
+            _moved(move.target_at, len(shape), first),
+        )
         yield Part(part.megatron, part.engine, cut)
 
 
@@ -168,5 +178,7 @@ def parcels_in_order(
         sender, receivers = parcel.link.sender, parcel.link.receivers
         return parcel.number, (places[receivers[0]] - sender) % len(places), sender, receivers
 
-    parcels = [parcel for link, parts in links.items() for parcel in make_parcels(link, parts, dtypes, max_bytes)]
+    parcels = [
+        parcel for link, parts in links.items() for parcel in make_parcels(link, parts, dtypes, max_bytes)
+    ]
     return sorted(parcels, key=turn)

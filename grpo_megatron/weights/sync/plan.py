@@ -79,13 +79,18 @@ class Layouts:
 
     def node_of(self, receiver: EngineRank) -> str | None:
         """None where nodes are not given."""
-        return self.engine_nodes[receiver.engine * self.engine.tp + receiver.rank] if self.engine_nodes else None
+        return (
+            self.engine_nodes[receiver.engine * self.engine.tp + receiver.rank] if self.engine_nodes else None
+        )
 
     @property
     def spread(self) -> bool:
         """Whether an engine is on several nodes."""
         tp = self.engine.tp
-        return any(len(set(self.engine_nodes[first : first + tp])) > 1 for first in range(0, len(self.engine_nodes), tp))
+        return any(
+            len(set(self.engine_nodes[first : first + tp])) > 1
+            for first in range(0, len(self.engine_nodes), tp)
+        )
 
 
 class ReshardPlan:
@@ -96,7 +101,9 @@ class ReshardPlan:
         self.layouts = layouts
         alone = set(layouts.engine_nodes) - set(layouts.rank_nodes)
         if layouts.within_nodes and alone:
-            raise ValueError(f"no rank of the trainer is on the engines' nodes {sorted(alone)}, to hand weights over there")
+            raise ValueError(
+                f"no rank of the trainer is on the engines' nodes {sorted(alone)}, to hand weights over there"
+            )
         entries = weight_map(layouts.arch, transformer_engine).values()
         self._exported = [entry for entry in entries if entry.exported]
         self.entries = engine_entries(self._exported, layouts.engine)
@@ -144,7 +151,9 @@ class ReshardPlan:
             for shard in range(self._ranks.shards(entry)):
                 sizes: dict[tuple[int, ...], int] = defaultdict(int)
                 for move, ranks in self._needed(entry, shard, None).items():
-                    sizes[tuple(ranks)] += move.numel * (entry.engine_dtype.itemsize if entry.engine_dtype else itemsize)
+                    sizes[tuple(ranks)] += move.numel * (
+                        entry.engine_dtype.itemsize if entry.engine_dtype else itemsize
+                    )
                 for holder, audiences in self._senders[number, shard].items():
                     for ranks, size in sizes.items():
                         for receivers in self._receivers(audiences, ranks):
@@ -173,7 +182,10 @@ class ReshardPlan:
                         if sender is None or holder == sender:
                             for receivers in self._receivers(self._served_by(carrier, audiences), ranks):
                                 link = Link(holder, receivers, self._carrier(holder, receivers[0]))
-                                if (receiver is None or receiver in receivers) and carrier in (None, link.carrier):
+                                if (receiver is None or receiver in receivers) and carrier in (
+                                    None,
+                                    link.carrier,
+                                ):
                                     yield link, part
 
     def _served_by(self, carrier: int | None, audiences: tuple[int, ...]) -> tuple[int, ...]:
@@ -181,9 +193,13 @@ class ReshardPlan:
         if carrier is None:
             return audiences
         layouts = self.layouts
-        return tuple(a for a in audiences if layouts.node_of(self._audiences[a][0]) == layouts.rank_nodes[carrier])
+        return tuple(
+            a for a in audiences if layouts.node_of(self._audiences[a][0]) == layouts.rank_nodes[carrier]
+        )
 
-    def _receivers(self, audiences: tuple[int, ...], ranks: Sequence[int]) -> Iterator[tuple[EngineRank, ...]]:
+    def _receivers(
+        self, audiences: tuple[int, ...], ranks: Sequence[int]
+    ) -> Iterator[tuple[EngineRank, ...]]:
         for audience in audiences:
             everyone = tuple(one for one in self._audiences[audience] if one.rank in ranks)
             if self.layouts.multicast:
@@ -222,7 +238,9 @@ class ReshardPlan:
             found[node, None if layouts.multicast else one.engine].append(one)
         # Those of the engines' first nodes, then those of the second ones: an expert is on one of an engine's nodes, and all of its
         # holders shall send it to some engines.
-        return sorted((tuple(ranks) for ranks in found.values()), key=lambda ranks: (ranks[0].rank, ranks[0].engine))
+        return sorted(
+            (tuple(ranks) for ranks in found.values()), key=lambda ranks: (ranks[0].rank, ranks[0].engine)
+        )
 
     def _needed(self, entry: Entry, shard: int, receiver: EngineRank | None) -> dict[Move, list[int]]:
         """{rectangle of this shard: the ranks of an engine that need it, all in the same place}; of what the receiver needs."""
@@ -231,7 +249,11 @@ class ReshardPlan:
         for rank in range(layout.tp):
             for move in moves(source, entry.engine_pieces(layout, rank)):
                 needed[move].append(rank)
-        return needed if receiver is None else {move: ranks for move, ranks in needed.items() if receiver.rank in ranks}
+        return (
+            needed
+            if receiver is None
+            else {move: ranks for move, ranks in needed.items() if receiver.rank in ranks}
+        )
 
     @cached_property
     def _senders(self) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
@@ -257,7 +279,11 @@ class ReshardPlan:
     def _serving(self, holders: tuple[int, ...], audience: int) -> tuple[int, ...]:
         """The replicas that send to this audience: those on its node if there are any, else an equal share of all."""
         rank_nodes, engine_nodes = self.layouts.rank_nodes, self.layouts.engine_nodes
-        nodes = {self.layouts.node_of(one) for one in self._audiences[audience]} if rank_nodes and engine_nodes else set()
+        nodes = (
+            {self.layouts.node_of(one) for one in self._audiences[audience]}
+            if rank_nodes and engine_nodes
+            else set()
+        )
         if len(nodes) == 1:
             near = tuple(rank for rank in holders if rank_nodes[rank] in nodes)
             if near:

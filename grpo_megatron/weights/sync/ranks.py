@@ -43,5 +43,7 @@ class TrainerRanks:
             split, width, inner = sizes.tp, sizes.tp, 0
         own = range(split) if entry.axis is None else (shard,)
         return tuple(
-            stage * per_stage + replica * width + inner + rank for replica in range(per_stage // width) for rank in own
+            stage * per_stage + replica * width + inner + rank
+            for replica in range(per_stage // width)
+            for rank in own
         )

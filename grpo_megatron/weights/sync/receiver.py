@@ -32,7 +32,9 @@ class Receiver:
         for parcel, payload in self._channel.receive(order.number, self._parcels, size_of):
             received += len(payload)
             loading = time.perf_counter()
-            sealed = payload.clone().view(torch.int64) if verifying else self._load(parcel, payload, parameters)
+            sealed = (
+                payload.clone().view(torch.int64) if verifying else self._load(parcel, payload, parameters)
+            )
             digesting = time.perf_counter()
             parcel.pack_again(parameters, self._scratch)
             digests = parcel.digests(self._scratch, self._factors).tolist()
@@ -45,7 +47,9 @@ class Receiver:
         totals = {link: seal % DIGEST_MODULUS for link, seal in seals.items()}
         return Answer(totals, dict(seconds), received, wrong=tuple(dict.fromkeys(wrong)))
 
-    def _load(self, parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _load(
+        self, parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         buffer = delta.decode(parcel, payload, parameters) if self.setup.delta else payload
         parcel.unpack(buffer, parameters)
         return parcel.sealed(buffer).clone()

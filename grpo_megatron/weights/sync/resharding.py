@@ -26,12 +26,20 @@ _SHOWN = 5
 class Resharding:
     """Every rank of the trainer sends slices of its own shards, every rank of the engines writes them into its own parameters."""
 
-    def __init__(self, layouts: Layouts, way: Way, config: WeightSyncConfig, folder: str, call_timeout: float):
+    def __init__(
+        self, layouts: Layouts, way: Way, config: WeightSyncConfig, folder: str, call_timeout: float
+    ):
         """folder: for Way.disk, of this run alone. call_timeout: most seconds of a whole sync."""
         self._plan, self._call_timeout = ReshardPlan(layouts), call_timeout
         self._store = StoreServer(ray.util.get_node_ip_address(), timeout=60)
         self._setup = Setup(
-            layouts, way, self._store.address, config.bucket_bytes, config.timeout, folder=folder, delta=config.delta
+            layouts,
+            way,
+            self._store.address,
+            config.bucket_bytes,
+            config.timeout,
+            folder=folder,
+            delta=config.delta,
         )
         self._number, self._delivered = 0, None
         self._clear_folder()  # of what a run of the same name left that was killed
@@ -61,7 +69,9 @@ class Resharding:
 
     def _asked(self, target: WeightTarget, task: Task) -> dict[EngineRank, Answer]:
         order = self._order(task, version=0)
-        answers = gather(dict(enumerate(target.sync_order(order))), target.processes, "weight sync", self._call_timeout)
+        answers = gather(
+            dict(enumerate(target.sync_order(order))), target.processes, "weight sync", self._call_timeout
+        )
         return _by_rank(answers.values())
 
     def _order(self, task: Task, version: int) -> Order:
@@ -80,7 +90,9 @@ class Resharding:
         self._delivered = None  # until all have it, nobody knows who has what
         references = [*source.sync_order(order), *target.sync_order(order)]
         processes = [*source.processes, *target.processes]
-        answers = list(gather(dict(enumerate(references)), processes, "weight sync", self._call_timeout).values())
+        answers = list(
+            gather(dict(enumerate(references)), processes, "weight sync", self._call_timeout).values()
+        )
         sent, received = answers[: len(source.processes)], _by_rank(answers[len(source.processes) :])
         self._compare(sent, received)
         self._delivered = version
@@ -99,10 +111,14 @@ class Resharding:
         for me, answer in received.items():
             expected = {name: seals.get(name) for name in self._links_to[me]}
             different = sorted(
-                link for link in expected.keys() | answer.seals.keys() if expected.get(link) != answer.seals.get(link)
+                link
+                for link in expected.keys() | answer.seals.keys()
+                if expected.get(link) != answer.seals.get(link)
             )
             if different:
-                raise RuntimeError(f"{me} did not take over what the trainer sent on {', '.join(different[:_SHOWN])}")
+                raise RuntimeError(
+                    f"{me} did not take over what the trainer sent on {', '.join(different[:_SHOWN])}"
+                )
 
     @cached_property
     def _links_to(self) -> dict[EngineRank, list[str]]:
@@ -128,7 +144,11 @@ class Resharding:
 
 def _by_rank(answers) -> dict[EngineRank, Answer]:
     """From the answers of every engine's ranks."""
-    return {EngineRank(e, rank): answer for e, of_engine in enumerate(answers) for rank, answer in enumerate(of_engine)}
+    return {
+        EngineRank(e, rank): answer
+        for e, of_engine in enumerate(answers)
+        for rank, answer in enumerate(of_engine)
+    }
 
 
 def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
@@ -166,10 +186,21 @@ class Checked:
     """Shard to shard where the engines' parameters are what the plan says. Where they are not, `auto` says so and takes full tensors."""
 
     def __init__(
-        self, resharding: Resharding, full: ObjectStore, transport: SyncTransport, not_full: str, say: Callable[[str], None]
+        self,
+        resharding: Resharding,
+        full: ObjectStore,
+        transport: SyncTransport,
+        not_full: str,
+        say: Callable[[str], None],
     ):
         """not_full: why these engines cannot take full tensors, or empty."""
-        self._resharding, self._full, self._transport, self._not_full, self._say = resharding, full, transport, not_full, say
+        self._resharding, self._full, self._transport, self._not_full, self._say = (
+            resharding,
+            full,
+            transport,
+            not_full,
+            say,
+        )
         self._chosen: Transport | None = None
 
     def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
@@ -185,7 +216,9 @@ class Checked:
         if self._transport != SyncTransport.auto or self._not_full:
             reason = self._not_full or "use object_store, or auto"
             raise UserError(f"weight_sync.transport={self._transport.value}: {what}; {reason}")
-        self._say(f"weights travel as full tensors through the object store, and their digests are not compared: {what}")
+        self._say(
+            f"weights travel as full tensors through the object store, and their digests are not compared: {what}"
+        )
         return self._full
 
     def close(self) -> None:
@@ -210,4 +243,10 @@ def make_transport(
             )
         return full
     way, layouts = chosen_way(config, layouts)
-    return Checked(Resharding(layouts, way, config, folder, call_timeout), full, config.transport, _not_full(layouts), say)
+    return Checked(
+        Resharding(layouts, way, config, folder, call_timeout),
+        full,
+        config.transport,
+        _not_full(layouts),
+        say,
+    )

@@ -30,7 +30,9 @@ class Sender:
         self._factors = odd_factors(self._parcels, device)
         self._encoder = Encoder() if setup.delta else None
 
-    def send(self, order: Order, parameters: Mapping[str, torch.Tensor], advance: Callable[[], None] = lambda: None) -> Answer:
+    def send(
+        self, order: Order, parameters: Mapping[str, torch.Tensor], advance: Callable[[], None] = lambda: None
+    ) -> Answer:
         """parameters: of this rank by their Megatron names, whole and current. advance: called before each parcel."""
         seconds, seals, sent = defaultdict(float), defaultdict(int), 0
         started = time.perf_counter()

@@ -127,7 +127,9 @@ class SharedMemoryReceiver:
         self._store, self._device, self._timeout = store, device, timeout
         self._carriers: dict[int, _Carrier] = {}
 
-    def receive(self, number: int, parcels: list[Parcel], size_of: SizeOf) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    def receive(
+        self, number: int, parcels: list[Parcel], size_of: SizeOf
+    ) -> Iterator[tuple[Parcel, torch.Tensor]]:
         for parcel in parcels:
             memory, store = self._carrier(parcel.link.carrier)
             start, size = json.loads(self._value(store, parcel_key(number, parcel, "sent")))

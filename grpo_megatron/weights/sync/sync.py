@@ -34,7 +34,9 @@ class WeightSync:
         taken = self._transport.transfer(self._source, self._target, version)
         self._target.end_update(version)
         self.version = version
-        self._probing = self._probe is not None and self._probe_every > 0 and self._syncs % self._probe_every == 0
+        self._probing = (
+            self._probe is not None and self._probe_every > 0 and self._syncs % self._probe_every == 0
+        )
         if self._probing:
             self._probe.ask_trainer()
         self._syncs += 1

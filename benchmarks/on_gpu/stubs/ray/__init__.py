@@ -18,7 +18,9 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes `ray.*` modules that have every name."""
 
     def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith("ray.") else None
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith("ray.") else None
+        )
 
     def create_module(self, spec):
         module = types.ModuleType(spec.name)
