@@ -1,30 +1,41 @@
-"""How long a checkpoint makes training wait, and what it costs in memory, on four ranks.
+"""Measure how long a checkpoint makes training wait, and what it costs in memory, on four ranks.
 
     python benchmarks/checkpoint.py [--saves N] [--tokens N] [--layers N] [--before]
 
-TP2 x DP2 with the distributed optimizer, bf16 with fp32 masters, a Qwen3 of 200M parameters (hidden 1024, 16 layers), one
-thread a rank. Checkpoints go to a temporary folder (TMPDIR says where), with fsync.
+The layout is TP2 x DP2 with the distributed optimizer, bf16 with fp32 masters, one thread per rank. The model
+is a Qwen3 of 200M parameters (hidden 1024, 16 layers). Checkpoints go to a temporary folder (see TMPDIR),
+with fsync.
 
-Timed saves: a checkpoint is begun, the ranks compute log-probs of a batch and train on it, as a run does, and complete the
-checkpoint after that step. Generation, which would take its own share of the step, is left out. blocked_seconds is all the
-time in which a rank does nothing for training: beginning (finding the pieces, starting the thread), waiting in the training
-step until the optimizer's states have been read, completing. save_seconds is from the beginning until the last rank's file
-is on the disk, and completing; the ranks train meanwhile, which makes it longer. Both of the slowest rank, medians.
+Timed saves: the ranks begin a checkpoint, compute log-probs of a batch and train on it, as in a run, and
+complete the checkpoint after that step. Generation is left out, although it would take a share of the step.
+blocked_seconds is all the time in which a rank does nothing for training: while the checkpoint begins
+(finding the pieces, starting the thread), while the training step waits until the optimizer's states have
+been read, and while the checkpoint is completed. save_seconds is the time from the beginning until the last
+rank's file is on the disk, plus completing it. The ranks train meanwhile, which makes it longer. Both are
+those of the slowest rank, medians over the saves.
 
-Memory: one save while the ranks are idle, as while engines generate (training's own memory would hide it). The anonymous
-and shared memory of a rank (RssAnon + RssShmem, every 5 ms) and what its child processes have for themselves (Private_Dirty),
-at the peak, beyond what it was just before; over the rank's weights and optimizer states. Largest of all ranks.
+Memory: one save while the ranks are idle, as during generation, because training's own memory would hide it.
+    Measured is the peak of a rank's anonymous and shared memory (RssAnon + RssShmem, every 5 ms) and its
+    child processes' private memory (Private_Dirty), beyond what it was just before, relative to the rank's
+    weights and optimizer states. The largest of all ranks counts.
 
---before: also Megatron's fully reshardable format by its own strategies, as this program saved until it had its own writer:
-the second of two saves, the ranks idle; training waits for all of it. Takes 16 GB of memory.
+--before also measures Megatron's fully reshardable format with Megatron's own strategies, which this program
+used before it had its own writer. The second of two saves counts, while the ranks are idle; training would
+wait for all of it. This takes 16 GB of memory.
 
-Then new actors load the last checkpoint: in the same layout, where weights, masters and moments must be those saved
-bit for bit, and with PP2 x DP2, whose exported weights are compared with the exported ones of the first.
+At the end, new actors load the last checkpoint: in the same layout, where weights, masters and moments must
+be identical bit for bit, and with PP2 x DP2, where the exported weights are compared with those of the first
+layout.
 
-Prints a table and, as its last line, one JSON object: blocked_share, extra_over_state, save_seconds, blocked_seconds,
-state_bytes (of all ranks, as written), bit_identical, other_layout_max_difference, step_seconds (of a step during which a
-checkpoint is written), quiet_step_seconds (of one before it: the writers take their share of two cores); with --before
-before_seconds, before_extra_over_state.
+Prints a table and, as its last line, one JSON object:
+
+    save_seconds, blocked_seconds, blocked_share   see above; the share is of save_seconds
+    extra_over_state                               memory, see above
+    state_bytes                                    of all ranks, as written
+    bit_identical, other_layout_max_difference     of the loaded checkpoints
+    step_seconds                                   of a step during which a checkpoint is written
+    quiet_step_seconds                             of a step before it; the writers share the two cores
+    before_seconds, before_extra_over_state        with --before
 """
 
 import argparse
@@ -61,10 +72,10 @@ WAIT_SECONDS = 1800
 
 
 class Extra:
-    """Peak memory of this process and its children within the context, beyond that before it, in bytes."""
+    """The peak memory of this process and its children within the context beyond that before, in bytes."""
 
     def __enter__(self):
-        from grpo_megatron.megatron.memory import return_to_system
+        from grpo_megatron.megatron.parking import return_to_system
 
         gc.collect()
         return_to_system()
@@ -86,7 +97,7 @@ class Extra:
             try:
                 rows = Path(f"/proc/{child.pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
             except (ProcessLookupError, FileNotFoundError):
-                continue  # it has ended meanwhile
+                continue  # the child has ended
             total += sum(int(row.split()[1]) * 1024 for row in rows if row.startswith("Private_Dirty:"))
         return total
 
@@ -102,7 +113,7 @@ class Extra:
 
 
 def step(actor, batch: TrainBatch) -> float:
-    """Log-probs and an optimizer step; seconds."""
+    """Compute log-probs and do an optimizer step. Return the seconds."""
     begun = time.perf_counter()
     actor.logprobs([batch], key=(0, 0))
     actor.train_step(
@@ -112,7 +123,7 @@ def step(actor, batch: TrainBatch) -> float:
 
 
 def save_gathering(actor, folder: str) -> None:
-    """The way of before: Megatron's fully reshardable format."""
+    """Save in Megatron's fully reshardable format, as this program did before it had its own writer."""
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as mpu
 
@@ -146,7 +157,7 @@ def timed_save(actor, batch: TrainBatch, folder: str) -> dict[str, float]:
 
 
 def digest(actor) -> str:
-    """Of a rank's weights, masters and moments."""
+    """Return a digest of the rank's weights, masters and moments."""
     found = hashlib.blake2b()
     for storages in (actor.memory.parameters(), actor.memory.optimizer()):
         for storage in storages.values():
@@ -188,7 +199,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace, results) -> Non
             time.sleep(0.01)
         actor.finish_checkpoint()
     found["extra_over_state"] = extra.bytes / state
-    for number in range(2 if options.before else 0):  # the first one starts Megatron's process for results
+    for number in range(2 if options.before else 0):  # the first save also starts Megatron's result process
         with Extra() as extra:
             dist.barrier()
             begun = time.perf_counter()
@@ -209,7 +220,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace, results) -> Non
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Between the tensors of two HF folders."""
+    """Return the largest difference between the tensors of two HF folders."""
     tensors = [{}, {}]
     for folder, found in zip((one, other), tensors, strict=True):
         for path in folder.glob("*.safetensors"):
@@ -223,10 +234,10 @@ def largest_difference(one: Path, other: Path) -> float:
 
 
 def run(folder: str, options: argparse.Namespace) -> list[dict]:
-    """What each rank measured."""
+    """Start the ranks and return each one's measurements."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    # No daemons: Megatron's strategies start processes of their own.
+    # The ranks are no daemons, because Megatron's strategies start processes of their own.
     ranks = [
         context.Process(target=measure, args=(rank, folder, options, results))
         for rank in range(SIZES.world_size)
@@ -248,7 +259,7 @@ def run(folder: str, options: argparse.Namespace) -> list[dict]:
 
 
 def summary(found: list[dict], difference: float) -> dict:
-    """Medians over the saves of the slowest rank; see the top of this file."""
+    """Return the figures of the slowest rank, as medians over the saves (see the module docstring)."""
     saves = [
         {name: max(rank["saves"][i][name] for rank in found) for name in found[0]["saves"][i]}
         for i in range(len(found[0]["saves"]))
@@ -289,7 +300,8 @@ def main() -> None:
     ):
         print(f"{text:<44}{result[name]:>10.3f}" + (f"{result[before]:>10.3f}" if before in result else ""))
     print(
-        f"a step takes {result['step_seconds']:.1f} s while a checkpoint is written, else {result['quiet_step_seconds']:.1f} s"
+        f"a step takes {result['step_seconds']:.1f} s while a checkpoint is written, else "
+        f"{result['quiet_step_seconds']:.1f} s"
     )
     print(json.dumps(result))
 

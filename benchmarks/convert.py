@@ -1,21 +1,30 @@
-"""Conversion HF -> Megatron -> HF of a checkpoint of 2 billion parameters, against copying its files.
+"""Measure the conversion HF -> Megatron -> HF of 2 billion parameters, against copying the files.
 
     python benchmarks/convert.py [--layers N] [--processes N] [--repeats N] [--folder DIR]
 
-A Qwen3 of random bf16 weights in shards of 1 GiB (hidden 2048, 28 layers, vocabulary 151,936, untied: 2.03 billion parameters) is
-made in a temporary folder (of DIR; 17 GB of disk). Then, in turn: its weight files are copied, each brought to the disk (fsync)
-before the next, which is what any conversion must do at least; and it is converted in both directions by the tools, as programs. The
-files have been read before, so neither side waits for the disk to read. GB/s are those of the tools' own line, which leaves out their
-start-up (imports, processes, the model's layout). While they run, the anonymous resident memory of each of their processes
-is read every 5 ms; from its largest, that of a process with the same imports is taken off.
+The checkpoint is a Qwen3 of random bf16 weights in shards of 1 GiB (hidden 2048, 28 layers, vocabulary
+151,936, untied: 2.03 billion parameters). It is made in a temporary folder of DIR and needs 17 GB of disk.
 
-Every side writes into memory of the same state. On a virtual machine that gives free memory back to its host, the kernel has to get it
-anew for a new file, which takes several times as long as the copying itself. So a copy of the weights is deleted just before each side
-begins to write, and its memory is what the side writes into. `fresh_copy` is copying without that.
+Then two things are done in turn. The weight files are copied, each synced to disk before the next, which is
+the least that any conversion must do. And the tools convert the checkpoint in both directions, as programs.
+The files have been read before, so that neither side waits for the disk to read. GB/s are those of the tools'
+own line, which leaves out their start-up (imports, processes, the model's layout). While they run, the
+anonymous resident memory of each process is read every 5 ms. From its peak, the memory of a process with the
+same imports is subtracted.
 
-Prints a table and, as its last line, one JSON object: speed_over_copy (the slower direction's GB/s over the copy's, medians),
-extra_gib (the most that any process had beyond its imports), and copy_gb_per_s, fresh_copy_gb_per_s, to_megatron_gb_per_s, to_hf_gb_per_s.
-The result of the round trip is compared with the source bit by bit; the benchmark fails if it differs.
+Both sides write into memory of the same state. On a virtual machine that returns free memory to its host, the
+kernel has to get that memory back for a new file, which takes several times as long as the copying itself.
+Therefore a spare copy of the weights is deleted just before each side begins to write, and the side writes
+into its memory. `fresh_copy` is copying without that.
+
+Prints a table and, as its last line, one JSON object:
+
+    speed_over_copy                         GB/s of the slower direction over the copy's, medians
+    extra_gib                               the most memory of any process beyond its imports
+    copy_gb_per_s, fresh_copy_gb_per_s,
+    to_megatron_gb_per_s, to_hf_gb_per_s    medians
+
+The result of the round trip is compared with the source bit by bit. The benchmark fails if it differs.
 """
 
 import argparse
@@ -57,14 +66,14 @@ CONFIG = {
     "use_sliding_window": False,
     "dtype": "bfloat16",
 }
-# What the processes of a conversion import: those that do the work, and the one that asks the model for its layout.
+# Imports of a conversion's processes: the workers, and the parent, which also asks the model for its layout.
 WORKER = "import grpo_megatron.conversion.hf_to_megatron, grpo_megatron.conversion.megatron_to_hf"
 PARENT = f"{WORKER}, grpo_megatron.megatron.model, grpo_megatron.megatron.process_groups"
 WAIT = "; print(); input()"
 
 
 def make(folder: Path, layers: int) -> int:
-    """Write the checkpoint; its number of parameters."""
+    """Write the checkpoint and return its number of parameters."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
     writer = HFWriter(str(folder / "parts"), "000", max_shard_bytes=2**30)
@@ -81,7 +90,7 @@ def make(folder: Path, layers: int) -> int:
 
 
 def anonymous(pid: int) -> int:
-    """Bytes of a process's resident memory that no file is behind."""
+    """Return the bytes of a process's resident memory that are not backed by a file."""
     with open(f"/proc/{pid}/status", encoding="ascii") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
@@ -97,7 +106,7 @@ def after_imports(imports: str) -> int:
 
 
 def copy(source: Path, target: Path) -> float:
-    """GB/s of copying the weight files."""
+    """Copy the weight files and return the speed in GB/s."""
     target.mkdir()
     begun, count = time.perf_counter(), 0
     for path in sorted(source.glob("*.safetensors")):
@@ -111,7 +120,10 @@ def copy(source: Path, target: Path) -> float:
 def convert(
     tool: str, source: Path, target: Path, *arguments: str, spare: Path
 ) -> tuple[float, dict[int, int], int]:
-    """Return GB/s, most anonymous bytes of each process, and the first one's pid. spare: deleted when the tool begins to write."""
+    """Return GB/s, the most anonymous bytes of each process, and the pid of the first process.
+
+    spare: folder that is deleted when the tool begins to write.
+    """
     command = [sys.executable, str(TOOLS / f"{tool}.py"), str(source), str(target), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     peaks: dict[int, int] = {}
@@ -132,14 +144,15 @@ def convert(
 
 
 def _watch(process: subprocess.Popen, peaks: dict[int, int]) -> None:
-    # The kernel's own list of children: to look through all processes of the machine takes a core, which conversion needs.
+    # Read the kernel's list of children. Looking through all processes would occupy a core that the
+    # conversion needs.
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None:
         try:
             for pid in (process.pid, *map(int, children.read_text().split())):
                 peaks[pid] = max(peaks.get(pid, 0), anonymous(pid))
         except (OSError, StopIteration):
-            continue  # one has just ended
+            continue  # a process has just ended
         time.sleep(0.005)
 
 
@@ -150,7 +163,7 @@ def _delete_at_first_write(process: subprocess.Popen, partial: Path, spare: Path
 
 
 def same_files(first: Path, second: Path) -> bool:
-    """Are all tensors of two HF folders equal, bit for bit?"""
+    """Return True if all tensors of two HF folders are equal, bit for bit."""
     from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 
     a, b = HFCheckpoint(str(first)), HFCheckpoint(str(second))
@@ -161,7 +174,7 @@ def same_files(first: Path, second: Path) -> bool:
 
 
 def timed(folder: Path, source: Path, options) -> tuple[dict[str, list[float]], int]:
-    """({side: GB/s of each repeat}, the most bytes of a process beyond its imports)."""
+    """Return ({side: GB/s of each repeat}, the most bytes of a process beyond its imports)."""
     imports = {"parent": after_imports(PARENT), "worker": after_imports(WORKER)}
     speeds: dict[str, list[float]] = {"copy": [], "fresh_copy": [], "to_megatron": [], "to_hf": []}
     extra = 0
@@ -175,10 +188,10 @@ def timed(folder: Path, source: Path, options) -> tuple[dict[str, list[float]], 
         for path in (megatron, hf):
             shutil.rmtree(path, ignore_errors=True)
         copy(source, spare)
-        os.sync()  # what one side left for the disk to do is not the next one's
+        os.sync()  # so that one side's pending writes do not slow down the next side
         shutil.rmtree(spare)
         speeds["copy"].append(copy(source, copied))
-        speeds["fresh_copy"].append(copy(source, spare))  # beside the first, whose memory is still in use
+        speeds["fresh_copy"].append(copy(source, spare))  # the first copy's memory is still in use
         shutil.rmtree(spare)
         shutil.rmtree(copied)
         for side, run in sides.items():

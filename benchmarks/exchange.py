@@ -1,16 +1,21 @@
-"""Exchange of the policy's weights for the reference's, which wait in the host's memory.
+"""Measure the exchange of the policy's weights for the reference's, which are kept in host memory.
 
     python benchmarks/exchange.py [--repeats N]
 
-One rank, bf16, a Qwen3 of 290M parameters, on a GPU if there is one. An exchange moves every weight to the host and every weight
-of the reference back; a plain copy does the same with memory of the same kind, out and then in, with nothing between. They take
-turns after a warm-up; medians. Seconds are CPU time of one thread, which other load on the machine touches least; with a GPU,
-elapsed time to the end of the copies. Afterwards the policy's weights must be what they were, bit for bit.
+One rank, bf16, a Qwen3 of 290M parameters, on a GPU if there is one. An exchange moves every weight to the
+host and every weight of the reference back. A plain copy moves memory of the same kind out and then in, and
+does nothing else. Both take turns after a warm-up; figures are medians. On a CPU, seconds are CPU time of one
+thread, which other load on the machine affects least; on a GPU, they are elapsed time until the copies have
+ended. Afterwards the policy's weights must be unchanged, bit for bit.
 
-Then one step with four mini-batches, whose exchanges are counted.
+Then the exchanges of one step with four mini-batches are counted.
 
-Prints a table and, as its last line, one JSON object: swap_over_copy (exchange / plain copy; target 1.2), exchange_seconds,
-copy_seconds, gigabytes (of the weights), exchanges_per_step (target 2).
+Prints a table and, as its last line, one JSON object:
+
+    swap_over_copy                   exchange / plain copy; target 1.2
+    exchange_seconds, copy_seconds
+    gigabytes                        size of the weights
+    exchanges_per_step               target 2
 """
 
 import argparse
@@ -86,7 +91,7 @@ def measure(actor: Actor, repeats: int) -> dict[str, float]:
 
 
 def exchanges_of_a_step(actor: Actor) -> int:
-    """With a pass of the reference over each of the mini-batches."""
+    """Return the number of exchanges in a step that computes reference log-probs for each mini-batch."""
     plain, made = actor.reference._exchange, []
     actor.reference._exchange = lambda: made.append(plain())
     rng = np.random.default_rng(0)

@@ -1,31 +1,42 @@
-"""All that is to be measured on one GPU, in one command of at most nine minutes.
+"""Measure everything on one GPU, in one command of at most nine minutes.
 
     python benchmarks/gpu.py [--only peak head ...] [--minutes 9] [--trained FOLDER] [--dry-run]
 
-Sections, each in a process of its own, so that none has the memory or the errors of another:
+There are these sections. Each runs in its own process, so that none has the memory or the errors of another:
 
-    peak             quickest bf16 matrix product, and a copy within the device's memory
-    training-8b      Qwen3-8B with as many layers as fit: training step (tokens/s, MFU, peak memory), log-prob pass, in bf16 and in
-                     FP8 where TransformerEngine is installed, on packed batches like GSM8K and of sequences of 8192 tokens, some
-                     16,000 tokens to a step in micro-batches of at most 8192; the five operations of a step that take longest
+    peak             fastest bf16 matrix product, and a copy within the device's memory
+    training-8b      Qwen3-8B with as many layers as fit: training step (tokens/s, MFU, peak memory) and
+                     log-prob pass, in bf16 and, with TransformerEngine, in FP8. Packed batches like GSM8K,
+                     and sequences of 8192 tokens; some 16,000 tokens per step in micro-batches of at most
+                     8192. Also the five operations of a step that take longest
     training-4b, training-0.6b   the same for all layers of Qwen3-4B and Qwen3-0.6B
-    head             the head against logits + log_softmax, and Megatron's vocabulary-parallel cross entropy: time and memory
+    head             our head against logits + log_softmax, and against Megatron's vocabulary-parallel cross
+                     entropy: time and memory
     export           all weights as HF tensors, against a copy of them
     handover         weights into the memory of another process on the same device
-    sleep            five times asleep and awake
+    sleep            five cycles of sleep and wake-up
     loop             three whole GRPO steps with an engine on the same device: start, sync, generation
-    repeat           whether three training steps from the same weights give the same bits twice, in each precision
-    fp8_error        log-probs in FP8 against bf16 on a trained model (--trained, a folder with an HF checkpoint)
+    repeat           whether three training steps from the same weights give the same bits twice, in each
+                     precision
+    fp8_error        log-probs in FP8 against bf16 on a trained model (--trained: folder of an HF checkpoint)
 
-Weights are random and in bf16, but for fp8_error. MFU is the model's FLOPs (6 per weight of a matrix product and token, plus those of the
-causal pairs of attention; 2 per weight in a log-prob pass) over the time and over the bf16 rate that `peak` measured on the same
-card. A section that no longer fits into the time is left out and named; one that runs out of it is ended.
+Weights are random and in bf16, except in fp8_error. MFU is the model's FLOPs divided by the time and by the
+bf16 rate that `peak` measured on the same card. The FLOPs are 6 per token and weight of a matrix product (2
+in a log-prob pass), plus those of the causal pairs of attention. A section for which too little time is left
+is skipped and named. A section that runs out of time is ended.
 
---dry-run runs the same code on a CPU: tiny models, TransformerEngine's kernels emulated. Its figures mean nothing.
+--dry-run runs the same code on a CPU, with tiny models and emulated TransformerEngine kernels. Its figures
+mean nothing.
 
-Prints each section's figures when it ends, and as its last line one JSON object: dry_run, versions, seconds, section_seconds; sections,
-{name: figures}, those of a failed one as far as it came; skipped, {name: why}; failed, {name: the error}; targets, {name: [measured or
-null, comparison, target, whether it is met]}. The exit status is 1 if a section failed.
+Prints each section's figures when it ends and, as its last line, one JSON object:
+
+    dry_run, versions, seconds, section_seconds
+    sections    {name: figures}; a failed section has the figures that it reached
+    skipped     {name: reason}
+    failed      {name: error}
+    targets     {name: [measured or null, comparison, target, whether it is met]}
+
+The exit status is 1 if a section failed.
 """
 
 import argparse
@@ -53,8 +64,13 @@ from grpo_megatron.capabilities import start_method
 
 
 class Section(NamedTuple):
-    """function: module of on_gpu, and the name in it. seconds: without which it need not begin on a GPU. packages: that must be
-    installed."""
+    """One section.
+
+    function: module of on_gpu and the name in it, such as "arithmetic.peak".
+    seconds: time that must be left to begin the section on a GPU.
+    arguments: further arguments of the function.
+    packages: packages that must be installed.
+    """
 
     function: str
     seconds: float
@@ -62,7 +78,7 @@ class Section(NamedTuple):
     packages: tuple = ("megatron",)
 
 
-# What matters most comes first.
+# The most important sections come first.
 SECTIONS = {
     "peak": Section("arithmetic.peak", 20, packages=()),
     "training-8b": Section("training.shape", 90, ("qwen3-8b",)),
@@ -76,7 +92,7 @@ SECTIONS = {
     "training-4b": Section("training.shape", 60, ("qwen3-4b",)),
     "repeat": Section("training.repeat", 60),
 }
-# section, path within its figures, comparison, target: on one H200.
+# (section, path within its figures, comparison, target), for one H200.
 TARGETS = (
     ("training-8b", "bf16.long.mfu", ">=", 0.45),
     ("training-8b", "bf16.long.logprob_mfu", ">=", 0.55),
@@ -93,7 +109,11 @@ _MET = {">=": operator.ge, "<=": operator.le}
 
 
 def run_section(name: str, options: Options, connection) -> None:
-    """In a process of its own. Sends ("figures", all so far) again and again, and at its end ("done", None) or ("failed", why)."""
+    """Run a section. This is the main function of the section's process.
+
+    Sends ("figures", all figures so far) whenever there are new ones, then ("done", None) or ("failed",
+    traceback).
+    """
     try:
         section = SECTIONS[name]
         module, function = section.function.split(".")
@@ -105,7 +125,7 @@ def run_section(name: str, options: Options, connection) -> None:
 
 
 class Runs:
-    """The sections that were run, one after the other."""
+    """The sections that were run, one after the other, and their results."""
 
     def __init__(self, options: Options, minutes: float):
         self.options, self._deadline = options, time.monotonic() + 60 * minutes
@@ -129,7 +149,7 @@ class Runs:
         process.start()
         theirs.close()
         kind, value = self._last_word(name, ours)
-        # One that has said so ends by itself, and closes what it opened.
+        # A process that has reported its end exits by itself. Give it time to close what it opened.
         end(process, patience=0.0 if kind == "late" else 20.0)
         self.seconds[name] = time.monotonic() - started
         if kind != "done":
@@ -141,7 +161,10 @@ class Runs:
             self.options = replace(self.options, peak_flops=self.figures.get(name, {}).get("bf16_flops"))
 
     def _last_word(self, name: str, connection) -> tuple[str, str | None]:
-        """("done", None), ("failed" or "late", why), once the process or the time has ended."""
+        """Receive figures until the section's process or the time has ended.
+
+        Returns ("done", None), or ("failed", reason), or ("late", reason).
+        """
         while connection.poll(max(0.0, self._deadline - time.monotonic())):
             try:
                 kind, value = connection.recv()
@@ -153,7 +176,10 @@ class Runs:
         return "late", "the time was up before it ended"
 
     def targets(self) -> dict[str, list]:
-        """{name: [measured or None, comparison, target, whether it is met]}; the last is None in a dry run."""
+        """Return {name: [measured or None, comparison, target, whether it is met]}.
+
+        In a dry run, the last item is None.
+        """
         found = {}
         for section, path, comparison, target in TARGETS:
             value: Any = self.figures.get(section, {})
@@ -165,7 +191,7 @@ class Runs:
 
 
 def end(process, patience: float) -> None:
-    """The process, if it still runs after `patience` seconds, and all that it started."""
+    """Wait for the process, and kill it with all its children if it still runs after `patience` seconds."""
     process.join(timeout=patience)
     if process.is_alive():
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
@@ -176,7 +202,7 @@ def end(process, patience: float) -> None:
 
 
 def rows(figures: dict, prefix: str = "") -> list[tuple[str, Any]]:
-    """Every figure with its path."""
+    """Return all figures as (path, value)."""
     found = []
     for name, value in figures.items():
         found += rows(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
@@ -189,7 +215,8 @@ def show(name: str, runs: Runs) -> None:
         if path == "slowest_operations":
             for one in value:
                 print(
-                    f"  {one['milliseconds']:>12.2f} ms{one['share']:>8.1%}{one['calls']:>8} x  {one['operation']}"
+                    f"  {one['milliseconds']:>12.2f} ms{one['share']:>8.1%}"
+                    f"{one['calls']:>8} x  {one['operation']}"
                 )
         else:
             print(
@@ -203,7 +230,7 @@ def show(name: str, runs: Runs) -> None:
 
 
 def prepare_dry_run() -> None:
-    """Imports once what the sections' processes, which are forked, would each import."""
+    """Import once, before the sections' processes are forked, what each of them would import."""
     import torch
 
     from grpo_megatron.megatron import emulation

@@ -1,10 +1,13 @@
-"""The quickstart's task learned by several presets, from the same warm start: held-out accuracy, and a plot.
+"""Train the quickstart's task with several presets from the same warm start, and compare held-out accuracy.
 
-    python benchmarks/learning.py [--presets grpo dr_grpo dapo gspo] [--plot OUT.png] [--root DIR] [--seed S] [--set key=value ...]
+    python benchmarks/learning.py [--presets grpo dr_grpo dapo gspo] [--plot OUT.png] [--root DIR]
+        [--seed S] [--set key=value ...]
 
-Every run has the quickstart's configuration without its section algorithm, which the preset makes; two
-optimizer steps per batch, so that ratios differ from 1 and clipping works. Prints a table and, as its last
-line, one JSON object: {"PRESET": accuracy after (mean of 4 samples at temperature 1), ..., "before", "worst"}.
+Every run has the quickstart's configuration, except that the preset replaces the section algorithm. A batch
+gives two optimizer steps, so that ratios differ from 1 and clipping has an effect. --plot writes a plot.
+
+Prints a table and, as its last line, one JSON object: {"PRESET": accuracy after GRPO (mean of 4 samples at
+temperature 1), ..., "before": accuracy before, "worst": lowest of the presets}.
 """
 
 import argparse
@@ -25,8 +28,9 @@ SETTINGS = [
     "eval.greedy=false",
     "checkpoint.export_hf=false",
 ]
-# What a preset leaves to the run, because it depends on lengths (DAPO), or was found on other models (the KL of GRPO). DAPO does not
-# fill its batches here: after twenty steps this task is learned, and not one prompt in ten has responses that differ in reward.
+# Settings that a preset leaves to the run: they depend on lengths (DAPO), or were tuned for other models (KL
+# of GRPO). DAPO's dynamic sampling is off, because after twenty steps this task is learned and fewer than one
+# prompt in ten has responses that differ in reward.
 EXTRA = {
     "grpo": ["algorithm.kl_loss_coef=0.001"],
     "dapo": ["reward.overlong_buffer.length=6", "rollout.dynamic_sampling.enabled=false"],

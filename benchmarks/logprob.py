@@ -1,22 +1,27 @@
-"""Memory and time of the head (log-probs and entropy fused with the projection) against whole logits.
+"""Measure memory and time of the head (log-probs and entropy fused with the projection) against whole logits.
 
     python benchmarks/logprob.py [--tokens-memory T] [--tokens-time T] [--device cuda]
 
-Hidden size 1024, vocabulary 151,936, float32. The baseline: F.linear, log_softmax, gather and
--(p log p).sum(); both sides then take the backward pass of one weighted sum of log-prob and entropy.
+Hidden size 1024, vocabulary 151,936, float32. The baseline is F.linear, log_softmax, gather and -(p log
+p).sum(). Both sides then do the backward pass of one weighted sum of log-prob and entropy.
 
-Memory: each side alone in a fresh process, on a CPU the high-water mark of its resident memory
-(VmHWM) less what was resident just before the forward pass, on a GPU torch's own peak less what was
-allocated; less the gradients of weight and hidden states in either case. The baseline needs about
-10 GB at 4096 tokens.
+Memory: each side runs in a fresh process. On a CPU it is the high-water mark of resident memory (VmHWM) minus
+    the resident memory just before the forward pass; on a GPU it is torch's peak minus what was allocated. In
+    both cases the gradients of weight and hidden states are subtracted. The baseline needs about 10 GB at
+    4096 tokens.
 
-Time: both sides in turn in one process, medians. On a CPU with one thread it is CPU time, which the
-other load of the machine touches least; with --threads above 1, and on a GPU, wall-clock time.
+Time: both sides run in turn in one process; figures are medians. On a CPU with one thread it is CPU time,
+    which other load on the machine affects least. With --threads above 1, and on a GPU, it is wall-clock
+    time.
 
-Prints a table and, as its last line, one JSON object: memory_ratio, forward_ratio, time_ratio
-(forward and backward), all ours / baseline, and max_error: the largest difference to the baseline
-in float64, on 256 tokens, of a log-prob or entropy (nats) or of a gradient (relative to the largest
-entry). The table has the float32 baseline's too, whose long sums lose more.
+Prints a table and, as its last line, one JSON object:
+
+    memory_ratio, forward_ratio    ours / baseline
+    time_ratio                     ours / baseline, forward and backward pass
+    max_error                      largest difference from the baseline in float64, on 256 tokens: of a
+                                   log-prob or entropy in nats, or of a gradient relative to the largest entry
+
+The table also has the error of the float32 baseline, whose long sums lose more precision.
 """
 
 import argparse
@@ -57,7 +62,7 @@ class Inputs:
         generator = torch.Generator(options.device).manual_seed(0)
         at = {"device": options.device}
         self.hidden = torch.empty(tokens, options.hidden, **at).normal_(generator=generator).requires_grad_()
-        # Logits with a standard deviation of 2: neither uniform nor certain.
+        # The logits have a standard deviation of 2, so that the distribution is neither uniform nor certain.
         std = 2 / options.hidden**0.5
         self.weight = (
             torch.empty(options.vocab, options.hidden, **at)
@@ -71,7 +76,7 @@ class Inputs:
         return (self.of_logp * logp + 0.1 * self.of_entropy * entropy).sum()
 
     def double(self) -> "Inputs":
-        """The same values in float64."""
+        """Return the same values in float64."""
         other = copy.copy(self)
         other.hidden = self.hidden.detach().double().requires_grad_()
         other.weight = self.weight.detach().double().requires_grad_()
@@ -87,7 +92,10 @@ def join(options: argparse.Namespace, folder: str) -> None:
 
 
 def resident_bytes(field: str) -> int:
-    """field: VmRSS (now) or VmHWM (the most so far), of this process."""
+    """Return this process's resident memory.
+
+    field: VmRSS (now) or VmHWM (high-water mark).
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -95,11 +103,11 @@ def resident_bytes(field: str) -> int:
 
 
 def peak_memory(options: argparse.Namespace, side: str) -> int:
-    """Bytes beyond inputs and gradients, in a fresh process."""
+    """Return the peak memory in bytes beyond inputs and gradients. Call it in a fresh process."""
     cuda = options.device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         join(options, folder)
-        # Loads the libraries. It must stay small itself: the high-water mark is never reset.
+        # Load the libraries, with small inputs: the high-water mark is never reset.
         gradients(Inputs(argparse.Namespace(**(vars(options) | {"vocab": 16, "hidden": 8})), 4), SIDES[side])
         inputs = Inputs(options, options.tokens_memory)
         if cuda:
@@ -121,7 +129,10 @@ def seconds(options: argparse.Namespace) -> float:
 
 
 def one_pass(options: argparse.Namespace, inputs: Inputs, side: str) -> tuple[float, float]:
-    """Seconds of the forward pass, and of forward and backward; gradients are left in the inputs."""
+    """Return the seconds of the forward pass, and of forward and backward pass.
+
+    The gradients stay in the inputs.
+    """
     inputs.forget_gradients()
     start = seconds(options)
     values = SIDES[side](inputs.hidden, inputs.weight, inputs.target)
@@ -131,7 +142,7 @@ def one_pass(options: argparse.Namespace, inputs: Inputs, side: str) -> tuple[fl
 
 
 def gradients(inputs: Inputs, function: Callable) -> list[torch.Tensor]:
-    """Values and gradients of one side: logp, entropy, of the hidden states, of the weight."""
+    """Return one side's logp and entropy, and the gradients of its hidden states and its weight."""
     inputs.forget_gradients()
     values = function(inputs.hidden, inputs.weight, inputs.target)
     inputs.loss(*values).backward()
@@ -139,7 +150,7 @@ def gradients(inputs: Inputs, function: Callable) -> list[torch.Tensor]:
 
 
 def max_errors(options: argparse.Namespace) -> dict[str, float]:
-    """Of each side, against the baseline in float64 on the same inputs."""
+    """Return each side's largest error, against the baseline in float64 on the same inputs."""
     inputs = Inputs(options, min(options.tokens_time, 256))
     found = {side: gradients(inputs, function) for side, function in SIDES.items()}
     exact = gradients(inputs.double(), baseline)
@@ -159,7 +170,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             memory[side] = fresh.submit(peak_memory, options, side).result()
     with tempfile.TemporaryDirectory() as folder:
         join(options, folder)
-        errors = max_errors(options)  # and a warm-up
+        errors = max_errors(options)  # also warms up
         inputs = Inputs(options, options.tokens_time)
         times: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
         for _ in range(options.repeats):
@@ -170,7 +181,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     print(f"{'':10} {'memory, MiB':>12} {'forward, s':>11} {'both, s':>9} {'max error':>10}")
     for side in SIDES:
         print(
-            f"{side:10} {memory[side] / 2**20:12.1f} {forward[side]:11.3f} {total[side]:9.3f} {errors[side]:10.1e}"
+            f"{side:10} {memory[side] / 2**20:12.1f} {forward[side]:11.3f} "
+            f"{total[side]:9.3f} {errors[side]:10.1e}"
         )
     return {
         "memory_ratio": memory["ours"] / memory["baseline"],

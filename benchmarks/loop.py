@@ -1,20 +1,27 @@
-"""Samples per second of the whole GRPO step, against a plain loop of transformers' `generate` and PyTorch.
+"""Measure samples per second of a whole GRPO step, against a plain loop of transformers and PyTorch.
 
     python benchmarks/loop.py [--steps N] [--tokenizer bytes|characters] [key=value ...]
 
-Both sides train the same random Qwen3 of 2.5M parameters on the same prompts: 16 prompts x 8 samples of at most 64 tokens,
-reward by the last digit, KL (k3) to the reference, one optimizer step, float32, two cores. Ours is the program as
-`grpo-megatron train` runs it (one SGLang engine, TP1 with a replica for each core, reward processes, weight sync), in
-synchronous mode. The steps of the two alternate; the first ones warm up. `key=value` changes our configuration.
+Both sides train the same random Qwen3 of 2.5M parameters on the same prompts: 16 prompts x 8 samples of at
+most 64 tokens, a reward for the last digit, KL (k3) to the reference, one optimizer step, float32, two cores.
+Our side is the program as `grpo-megatron train` runs it (one SGLang engine, TP1 with a replica for each core,
+reward processes, weight sync), in synchronous mode. The steps of the two sides alternate; the first ones warm
+up. `key=value` changes our configuration.
 
-The random model ends a response with the chance of one token among its vocabulary: with `characters` (31 tokens) after 1 to
-64 tokens, 25 on average, with `bytes` (262) mostly not before the limit, 58 on average. There the plain loop's padding costs
-it little, and both sides do nearly the same arithmetic.
+The random model ends a response with the probability of one token in its vocabulary. With `characters` (31
+tokens) a response has 1 to 64 tokens, 25 on average. With `bytes` (262 tokens) most responses reach the
+limit, with 58 tokens on average. The plain loop's padding then costs little, and both sides do nearly the
+same arithmetic.
 
-`overhead_share` is what is neither generation, log-probs, training nor sync. As its last line it prints one JSON object:
-speedup_over_plain, overhead_share, ours_samples_per_second, plain_samples_per_second, ours_tokens_per_sample,
-plain_tokens_per_sample, background_cores, and the shares generate, logprobs, train, sync, other (medians over the steps).
-background_cores: what our idle processes take of the machine while the plain loop runs, in cores.
+Prints a table and, as its last line, one JSON object (medians over the steps):
+
+    speedup_over_plain
+    overhead_share                            share of our step that is neither generation, log-probs,
+                                              training nor sync
+    ours_samples_per_second, plain_samples_per_second
+    ours_tokens_per_sample, plain_tokens_per_sample
+    background_cores                          cores that our idle processes use while the plain loop runs
+    generate, logprobs, train, sync, other    shares of our step
 """
 
 import argparse
@@ -28,8 +35,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-# Before torch loads OpenMP. Our ranks wait like this too; threads that spin for longer lose by an order of magnitude, on
-# either side, as soon as anything else runs on the machine.
+# Set these before torch loads OpenMP. Our ranks use the same settings. Threads that spin longer make either
+# side slower by an order of magnitude as soon as anything else runs on the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -57,7 +64,7 @@ PHASES = ("generate", "logprobs", "train", "sync")
 
 
 def write_prompts(path: Path, count: int, seed: int = 0) -> None:
-    """Sums of unequal length; the answer is the last digit, which a random model hits now and then."""
+    """Write sums of unequal length. The answer is the last digit, which a random model hits now and then."""
     rng = random.Random(seed)
     with open(path, "w", encoding="utf-8") as file:
         for _ in range(count):
@@ -77,10 +84,11 @@ def our_config(folder: str, changes: list[str]) -> Config:
             "data.max_prompt_length=32",
             "rollout.n=8",
             "rollout.max_response_length=64",
-            # A second thread does not pay: SGLang's scheduler, between the small matrix products, has one.
+            # A second thread gains nothing: the matrix products are small, and SGLang's scheduler between
+            # them has one thread.
             "rollout.engine.cpu_threads=1",
             "rollout.engine.max_total_tokens=32768",
-            # Prompts of a few tokens, and a group's requests arrive together: nothing to find in it.
+            # A prefix cache would find nothing: prompts are short, and a group's requests arrive together.
             "rollout.engine.prefix_cache=false",
             "reward.function=exact_match",
             r"reward.extract=\d",
@@ -90,10 +98,12 @@ def our_config(folder: str, changes: list[str]) -> Config:
             "train.max_tokens_per_micro_batch=4096",
             "train.old_logprobs=current",
             "megatron.precision=fp32",
-            # One replica a core: two threads of one rank wait for each other in every small operator.
+            # One replica per core, because two threads of one rank wait for each other in every small
+            # operator.
             f"megatron.data_parallel={CORES}",
             "megatron.cpu_threads=1",
-            # Small: rewards of a random model say little, and at 1e-5 lengths drift by 15% in 20 steps, each side its own way.
+            # A small rate, because the rewards of a random model mean little: at 1e-5, lengths drift by 15%
+            # in 20 steps, differently on each side.
             "optimizer.lr=1e-6",
             *changes,
         ],
@@ -101,7 +111,7 @@ def our_config(folder: str, changes: list[str]) -> Config:
 
 
 class PlainLoop:
-    """The same algorithm with transformers and PyTorch alone: left-padded batches, one process."""
+    """The same algorithm in plain transformers and PyTorch: one process, left-padded batches."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -124,7 +134,7 @@ class PlainLoop:
         )
 
     def step(self) -> int:
-        """One GRPO step; returns the number of response tokens."""
+        """Do one GRPO step and return the number of response tokens."""
         torch.set_num_threads(CORES)
         prompts = self.prompts.next(self.config.data.train_batch_size)
         with self.phases("generate"):
@@ -138,7 +148,10 @@ class PlainLoop:
         return int(mask[:, width:].sum())
 
     def generate(self, prompts: list[Prompt]) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """tokens and mask [samples, width + response]; width: columns of the left-padded prompts."""
+        """Return tokens and mask, both [samples, width + response], and width.
+
+        width: columns of the left-padded prompts.
+        """
         width = max(len(prompt.ids) for prompt in prompts)
         ids = torch.full((len(prompts), width), self.pad)
         for row, prompt in enumerate(prompts):
@@ -159,7 +172,7 @@ class PlainLoop:
         return tokens, torch.cat([tokens[:, :width] != self.pad, ended == 0], dim=1), width
 
     def advantages(self, prompts: list[Prompt], responses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """float32 [samples]: group-relative rewards."""
+        """Return the group-relative rewards, float32 [samples]."""
         n, rewards = self.config.rollout.n, []
         for row, (response, kept) in enumerate(zip(responses, mask, strict=True)):
             prompt = prompts[row // n]
@@ -173,7 +186,7 @@ class PlainLoop:
         ).flatten()
 
     def logprobs(self, model, tokens: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
-        """float32 [samples, response]"""
+        """Return the log-probs of the response tokens, float32 [samples, response]."""
         positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
         keep = tokens.shape[1] - width + 1
         logits = model(
@@ -198,7 +211,7 @@ class PlainLoop:
 
 
 def our_step(controller: Controller) -> dict[str, float]:
-    """One step of the program; its logged scalars, with the wall time seen from outside as `time/step`."""
+    """Do one step of the program. Return its logged scalars, with the wall time as `time/step`."""
     start = time.perf_counter()
     controller.step += 1
     controller.train_step()
@@ -209,7 +222,7 @@ def our_step(controller: Controller) -> dict[str, float]:
 
 
 def plain_step(plain: PlainLoop) -> dict[str, float]:
-    """One step of the plain loop, described as `our_step` does."""
+    """Do one step of the plain loop. Return the same scalars as `our_step`."""
     plain.phases.take()
     start = time.perf_counter()
     tokens = plain.step()
@@ -221,7 +234,7 @@ def plain_step(plain: PlainLoop) -> dict[str, float]:
 
 @contextmanager
 def cpu_of_children(used: list[float]):
-    """Appends the mean number of cores that this process's children kept busy within the context."""
+    """Append the mean number of cores that this process's children kept busy within the context."""
 
     def seconds() -> float:
         times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
@@ -233,7 +246,7 @@ def cpu_of_children(used: list[float]):
 
 
 def summary(rows: list[dict[str, float]], samples: int) -> dict[str, float]:
-    """Medians over the steps: rate, tokens per sample, and the share of the step of each phase."""
+    """Return medians over the steps: rate, tokens per sample, and each phase's share of the step."""
     result = {
         "rate": statistics.median(samples / row["time/step"] for row in rows),
         "seconds": statistics.median(row["time/step"] for row in rows),
@@ -246,7 +259,11 @@ def summary(rows: list[dict[str, float]], samples: int) -> dict[str, float]:
 
 
 def measure(config: Config, steps: int) -> tuple[list[dict], list[dict], float]:
-    """Steps of ours and of the plain loop, in turn, after the warm-up; cores our processes took meanwhile."""
+    """Run the steps of both sides in turn.
+
+    Returns the rows of ours and of the plain loop after the warm-up, and the cores that our processes used
+    while the plain loop ran.
+    """
     ours, plains, background = [], [], []
     with assembled_loop(config) as (controller, _):
         controller.sync_weights()

@@ -1,12 +1,14 @@
-"""Memory of one training rank, before and after recomputation, offloading and sleep.
+"""Measure the memory of one training rank with recomputation, offloading and sleep.
 
     python benchmarks/memory.py [--tokens N]
 
-One rank, bf16 with fp32 masters, a Qwen3 of 46M parameters (hidden 512, 12 layers), one micro-batch of
-8 sequences. Each case runs in a fresh process, whose memory (anonymous resident memory; with CUDA what
-the allocator has reserved) is sampled every 5 ms: after building, at the peak of the second step, and
-asleep. Prints a table and, as its last line, one JSON object: for each case its three figures in MiB, and
-activations_full, activations_selective (peak beyond the resting memory, relative to no recomputation).
+One rank, bf16 with fp32 masters, a Qwen3 of 46M parameters (hidden 512, 12 layers), one micro-batch of 8
+sequences. Each case runs in a fresh process. Its memory is sampled every 5 ms: anonymous resident memory, or
+what the allocator has reserved with CUDA. It is taken after the first step (at rest), at the peak of the
+second step, and asleep.
+
+Prints a table and, as its last line, one JSON object: for each case its three figures in MiB, and
+activations_full and activations_selective (peak beyond the memory at rest, relative to no recomputation).
 """
 
 import argparse
@@ -65,7 +67,7 @@ def make_batch(tokens: int) -> TrainBatch:
 
 
 class Peak:
-    """Largest memory of this process while the context is open."""
+    """The largest memory of this process within the context, in bytes."""
 
     def __enter__(self):
         self.bytes, self._ended = 0, False
@@ -86,7 +88,7 @@ class Peak:
 
 
 def measure(case: str, model: str, tokens: int) -> dict[str, float]:
-    """MiB: at rest after the first step, at the peak of the second, asleep."""
+    """Return MiB beyond the imports: at rest after the first step, at the peak of the second, and asleep."""
     from grpo_megatron.cluster.memory import occupied
     from grpo_megatron.megatron.actor import Actor
 
@@ -98,7 +100,7 @@ def measure(case: str, model: str, tokens: int) -> dict[str, float]:
         options = {"optimizer": OptimizerConfig(), **CASES[case]}
         actor = Actor(ActorSpec(model, ParallelSizes(), precision=Precision.bf16, **options))
         actor.train_step([batch], PolicyLoss(), batch.num_tokens, current_is_old=True)
-        asleep = actor.sleep()["asleep"]["occupied"]  # which also returns to the system what was freed
+        asleep = actor.sleep()["asleep"]["occupied"]  # sleep() also returns freed memory to the system
         actor.wake()
         rest = occupied()
         with Peak() as peak:

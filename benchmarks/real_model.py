@@ -1,21 +1,29 @@
-"""A GRPO step of a real pretrained model on CPUs: time by phase, tokens per second, and share of the machine's arithmetic.
+"""Measure a GRPO step of a real pretrained model on CPUs: time by phase, tokens/s, share of peak arithmetic.
 
     python benchmarks/real_model.py [--model DIR] [--steps N] [--length R] [--precision P] [--trl PYTHON]
 
-The model is SmolLM2-135M-Instruct; without --model it is fetched (tools/fetch_smollm2.py). A step is that of configs/quickstart_real.yaml
-without KL: 8 word problems x 8 responses, one optimizer step. Every response has R tokens, because the model's end token is made
-improbable. The first step warms up; figures are medians of the others.
+The model is SmolLM2-135M-Instruct; without --model it is fetched (tools/fetch_smollm2.py). A step is that of
+configs/quickstart_real.yaml without KL: 8 word problems x 8 responses, one optimizer step. Every response has
+R tokens, because the model's end token is made improbable. The first step warms up; figures are medians of
+the others.
 
-The peak is what torch.mm reaches in the same run with the same threads: of two squares of 2048, and of the products of one layer of the
-model and its output projection (the mean, weighted by their arithmetic). Arithmetic counted for training: 3 x the forward pass, with the
-output projection for response tokens alone; for generation: one pass over each prompt and each response token.
+The peak is the rate of torch.mm in the same run with the same threads, in two variants: for squares of 2048
+(peak_square), and for the products of one layer and the output projection (peak_shapes, the mean weighted by
+their arithmetic). The arithmetic of training is 3 x the forward pass, with the output projection for response
+tokens only. That of generation is one pass over each prompt and each response token.
 
-With --trl, the interpreter PYTHON (an environment with TRL installed) does the same work: same prompts, group size, lengths,
-temperature, optimizer, threads and precision (bf16: TRL's autocast), no KL. The ratio is TRL's seconds over ours.
+With --trl, the interpreter PYTHON (an environment with TRL installed) does the same work: same prompts, group
+size, lengths, temperature, optimizer, threads and precision (bf16: TRL's autocast), no KL. The ratio is TRL's
+seconds over ours.
 
-Prints tables and, as its last line, one JSON object: {precision: {generate, train, step (seconds), trained_tokens_per_second,
-generated_tokens_per_second, peak_square, peak_shapes (GFLOP/s), train_share, generate_share (of peak_square), train_share_of_shapes,
-generate_share_of_shapes, and with --trl trl_step, trl_over_ours}}.
+Prints tables and, as its last line, one JSON object {precision: figures} with these figures:
+
+    generate, train, step                                        seconds
+    trained_tokens_per_second, generated_tokens_per_second
+    peak_square, peak_shapes                                     GFLOP/s
+    train_share, generate_share                                  of peak_square
+    train_share_of_shapes, generate_share_of_shapes              of peak_shapes
+    trl_step, trl_over_ours                                      with --trl
 """
 
 import argparse
@@ -29,7 +37,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# Before torch loads OpenMP: threads that spin lose as soon as another process has work.
+# Set this before torch loads OpenMP. Threads that spin are slow as soon as another process has work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -51,9 +59,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def endless_model(model: Path, target: Path) -> None:
-    """Copy the model's folder, and set its end token's row of the embeddings to zero. The output layer shares this row.
+    """Copy the model's folder with the end token's embedding row set to zero.
 
-    The end token's logit is then 0, and the highest logits are about 30. So the model almost never ends a response.
+    The output layer shares this row.
+
+    The end token's logit is then 0, while the highest logits are about 30, so that the model almost never
+    ends a response.
     """
     shutil.copytree(model, target, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(model / "model.safetensors")
@@ -64,7 +75,7 @@ def endless_model(model: Path, target: Path) -> None:
 
 
 def products(arch: Architecture) -> dict[str, tuple[int, int]]:
-    """Return the matrices (out, in) of one layer."""
+    """Return the matrices of one layer as {name: (out, in)}."""
     h, d = arch.hidden_size, arch.head_dim
     qkv = (arch.num_heads + 2 * arch.num_kv_heads) * d
     return {
@@ -76,9 +87,10 @@ def products(arch: Architecture) -> dict[str, tuple[int, int]]:
 
 
 def forward_flops(arch: Architecture, tokens: float, with_head: float, length: float) -> float:
-    """Return the FLOPs of a forward pass over `tokens` tokens. The output projection is computed for `with_head` of them.
+    """Return the FLOPs of a forward pass over `tokens` tokens.
 
-    length: tokens of each sequence. The cost of attention depends on it.
+    with_head: number of tokens for which the output projection is computed.
+    length: tokens of each sequence, which determines the cost of attention.
     """
     layer = sum(2 * rows * columns for rows, columns in products(arch).values())
     attention = 4 * arch.num_heads * arch.head_dim * length / 2
@@ -86,7 +98,7 @@ def forward_flops(arch: Architecture, tokens: float, with_head: float, length: f
 
 
 def rate(rows: int, inner: int, columns: int, dtype: torch.dtype, repeats: int = 5) -> float:
-    """Return the highest FLOP/s of [rows, inner] @ [inner, columns]."""
+    """Return the highest rate of [rows, inner] @ [inner, columns], in FLOP/s."""
     a, b = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype).t()
     best = float("inf")
     for _ in range(repeats + 1):
@@ -98,7 +110,7 @@ def rate(rows: int, inner: int, columns: int, dtype: torch.dtype, repeats: int =
 
 
 def peaks(arch: Architecture, dtype: torch.dtype, tokens: int = 2048) -> tuple[float, float]:
-    """Measure (a large square, the model's own shapes) in FLOP/s."""
+    """Measure the rates of a large square and of the model's own shapes, in FLOP/s."""
     shapes = [(size, arch.num_layers) for size in products(arch).values()] + [
         ((arch.vocab_size, arch.hidden_size), 1)
     ]
@@ -135,7 +147,7 @@ def our_config(folder: Path, precision: str, length: int, steps: int, threads: i
 
 
 def our_steps(config: Config) -> list[dict[str, float]]:
-    """The logged scalars of every step but the first."""
+    """Run our steps and return the logged scalars of all but the first."""
     with assembled_loop(config) as (controller, _):
         controller.sync_weights()
         for _ in range(config.run.total_steps):
@@ -150,7 +162,7 @@ def our_steps(config: Config) -> list[dict[str, float]]:
 
 
 def trl_seconds(python: str, config: Config, threads: int) -> float:
-    """Median seconds of a step of TRL but the first."""
+    """Return the median seconds of TRL's steps, without the first."""
     options = {
         "model": config.model.path,
         "prompts": config.data.train,

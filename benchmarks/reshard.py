@@ -1,16 +1,21 @@
-"""Weights from the trainer's ranks into real SGLang engines: bytes and seconds of every transport.
+"""Measure weight sync from trainer ranks to real SGLang engines: bytes and seconds of every transport.
 
     python benchmarks/reshard.py [--engine-tp 1 2] [--repeat N]
 
-A Qwen3 of 222M parameters in bf16, TP2 x PP2 trainer ranks, one engine with 1 and then with 2 tensor-parallel ranks. Each transport moves
-all weights `repeat` times after a first time that connects everything; medians. Seconds are of the transfer with digests on both sides,
-without opening and closing the engine's update session. `raw` is a plain gloo broadcast of the same bytes, in buckets of the same size,
-from one process to another in the same run. `bound` is what the engine's ranks must receive by the plan. `delta` travels through shared
-memory after the given share of the elements was changed.
+A Qwen3 of 222M parameters in bf16, TP2 x PP2 trainer ranks, one engine with 1 and then with 2 tensor-parallel
+ranks. Each transport moves all weights `repeat` times, after a first time that opens the connections; figures
+are medians. Seconds are those of the transfer with digests on both sides, without opening and closing the
+engine's update session.
 
-Prints a table and, as its last line, one JSON object: bytes_over_bound and time_over_raw (the worse of the two engines, for the
-transport that `auto` takes), groups_over_raw, seconds, object_store_seconds, digest_seconds, delta_bytes (share of all bytes by share
-changed).
+`raw` is a plain gloo broadcast of the same bytes from one process to another, in the same run and in buckets
+of the same size. `bound` is the number of bytes that the engine's ranks must receive according to the plan.
+`delta` goes through shared memory, after the given share of the elements was changed.
+
+Prints a table and, as its last line, one JSON object:
+
+    bytes_over_bound, time_over_raw    of the transport that `auto` chooses, the worse of the two engines
+    groups_over_raw, seconds, object_store_seconds, digest_seconds
+    delta_bytes                        {share of elements changed: share of all bytes}
 """
 
 import argparse
@@ -39,7 +44,7 @@ SHARES = (0.01, 0.1, 1.0)
 
 
 def make_model(folder: Path) -> None:
-    """Random weights, 222M parameters in bf16."""
+    """Write a model with random weights, 222M parameters in bf16."""
     import transformers
 
     config = transformers.Qwen3Config(
@@ -78,7 +83,7 @@ def config(folder: Path, engine_tp: int):
 
 
 def timed(transport, run, repeat: int) -> tuple[float, dict[str, float]]:
-    """Median seconds of a transfer after a first one, and what the last one measured."""
+    """Return the median seconds of a transfer, after a first one, and what the last transfer measured."""
     seconds = []
     for version in range(1, repeat + 2):
         run.engines.begin_update()
@@ -102,7 +107,7 @@ def described(layouts, run, transport: SyncTransport, **settings) -> Resharding:
 
 
 def deltas(layouts, run) -> dict[str, float]:
-    """{share of the elements changed: share of all bytes sent}; digests are compared each time."""
+    """Return {share of elements changed: share of all bytes sent}. Digests are compared each time."""
     resharding = described(layouts, run, SyncTransport.auto, delta=True)
     sent = {}
     for version, share in enumerate((None, *SHARES), start=1):
@@ -115,7 +120,7 @@ def deltas(layouts, run) -> dict[str, float]:
 
 
 def raw_broadcast(size: int, bucket_bytes: int, repeat: int) -> float:
-    """Median seconds of a gloo broadcast of so many bytes from one process to another."""
+    """Return the median seconds of a gloo broadcast of `size` bytes from one process to another."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -154,7 +159,7 @@ def _broadcast(rank: int, store: str, size: int, bucket_bytes: int, repeat: int,
 
 @ray.remote(num_cpus=0)
 class _Holder:
-    """An actor that Ray's direct transport takes tensors from, or to."""
+    """An actor that gives or takes tensors through Ray's direct transport."""
 
     def __init__(self, sizes: list[int]):
         self._buckets = [torch.ones(size, dtype=torch.uint8) for size in sizes]
@@ -168,7 +173,10 @@ class _Holder:
 
 
 def ray_direct(size: int, bucket_bytes: int, repeat: int) -> float:
-    """Median seconds of the same bytes between two actors by Ray's own direct transport: to the engine's actor, not to its schedulers."""
+    """Return the median seconds to send the same bytes between two actors with Ray's direct transport.
+
+    They arrive in the engine's actor, not in its schedulers.
+    """
     from ray.experimental.collective import create_collective_group
 
     sizes = [min(bucket_bytes, size - start) for start in range(0, size, bucket_bytes)]

@@ -1,14 +1,17 @@
-"""Rewards per second of the reward workers, beside a plain process pool of the same size.
+"""Measure rewards per second of the reward workers, against a plain process pool of the same size.
 
     python benchmarks/rewards.py [--workers N] [--repeats N] [--samples N]
 
-The same two functions by both: a cheap one (is the answer in the response?) and one that computes for a millisecond of CPU time.
-All samples of a repetition wait at once in one event loop, as in a step. Our workers get token ids, which they decode, and carry memory,
-file and time limits; the processes of concurrent.futures get the texts. Both sides take turns after a warm-up; medians.
+Both sides compute the same two functions: a cheap one (is the answer in the response?) and one that takes a
+millisecond of CPU time. All samples of a repetition are awaited at once in one event loop, as in a step. Our
+workers get token ids, which they decode, and have limits on memory, files and time. The processes of
+concurrent.futures get text. Both sides take turns after a warm-up; figures are medians.
 
-To be started in the repository's folder, where both find the functions. Prints a table and, as its last line, one JSON object:
-rewards_over_pool (rewards per second, ours / plain, of the function where it is smaller; target 0.8), and for each function
-NAME_over_pool, NAME_per_second and NAME_pool_per_second.
+Start it in the repository's folder, where both sides find the functions. Prints a table and, as its last
+line, one JSON object:
+
+    rewards_over_pool    rewards per second, ours / plain, of the function where it is smaller; target 0.8
+    NAME_over_pool, NAME_per_second, NAME_pool_per_second    for each function
 """
 
 import argparse
@@ -28,12 +31,12 @@ import ray
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
-from grpo_megatron.cluster.placement import connect
+from grpo_megatron.cluster.ray_connection import connect
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.rewards import RewardWorkers
 
-# The functions run in other processes, which know this file by this name, not as __main__.
+# Other processes run the functions of this file. They import it under this name, not as __main__.
 MODULE = "benchmarks.rewards"
 TOKENS = 256
 
@@ -71,7 +74,10 @@ def samples(count: int) -> list[tuple[Prompt, Sample]]:
 def rates(
     name: str, workers: int, repeats: int, given: list[tuple[Prompt, Sample]], logs: str
 ) -> tuple[list[float], list[float]]:
-    """Rewards per second in each repetition: ours, and of the plain pool. Raises RuntimeError where their rewards differ."""
+    """Return the rewards per second of each repetition: ours, and the plain pool's.
+
+    Raises RuntimeError if their rewards differ.
+    """
     function = getattr(importlib.import_module(MODULE), name)
     places = worker_places([ray.get_runtime_context().get_node_id()], workers, logs)
     ours = RewardWorkers(

@@ -1,15 +1,19 @@
-"""The micro-batch scheduler on a large batch: how full, how balanced, how fast.
+"""Measure the micro-batch scheduler on a large batch: full and balanced micro-batches, and speed.
 
     python benchmarks/schedule.py [--calls N]
 
-65,536 sequences of log-normal length (mean 4096 before clipping to [1, 32768]), micro-batches of 32,768 tokens, 64 data-parallel
-ranks; three widths of the distribution, three seeds each. Then, on 8,192 sequences and 8 ranks, against plain
-first-fit-decreasing whose micro-batches are dealt to the ranks in turn.
+65,536 sequences of log-normal length (mean 4096 before clipping to [1, 32768]), micro-batches of 32,768
+tokens, 64 data-parallel ranks; three widths of the distribution, three seeds each. Then 8,192 sequences on 8
+ranks, against plain first-fit-decreasing whose micro-batches are dealt to the ranks in turn.
 
-Prints tables and, as its last line, one JSON object. Worst of all cases: bins_over_bound (micro-batches for one rank, less
-ceil(tokens / max_tokens)), flops_imbalance (largest rank over the mean, less 1) and lockstep_imbalance (the same for each
-micro-batch i on its own, summed: what ranks lose that wait for each other in every micro-batch). seconds_64k is the median of
-all calls, seconds_64k_slowest_case the largest median of a case.
+Prints tables and, as its last line, one JSON object. The first three are the worst of all cases:
+
+    bins_over_bound            micro-batches for one rank, minus ceil(tokens / max_tokens)
+    flops_imbalance            FLOPs of the most loaded rank over the mean, minus 1
+    lockstep_imbalance         the same if ranks wait for each other in every micro-batch: sum over i of the
+                               largest micro-batch i over the sum of the means, minus 1
+    seconds_64k                median of all calls
+    seconds_64k_slowest_case   largest median of a case
 """
 
 import argparse
@@ -27,13 +31,16 @@ COST = CostModel()
 
 
 def random_lengths(count: int, sigma: float, seed: int) -> np.ndarray:
-    """int64 [count], tokens."""
+    """Return random lengths in tokens, int64 [count]."""
     lengths = np.random.default_rng(seed).lognormal(np.log(4096) - sigma**2 / 2, sigma, count)
     return lengths.astype(np.int64).clip(1, MAX_TOKENS)
 
 
 def first_fit_decreasing(lengths: np.ndarray, dp: int) -> list[list[list[int]]]:
-    """micro_batches[dp_rank][i] by the textbook method: in decreasing order, each sequence where it first fits."""
+    """Return micro_batches[dp_rank][i] by the textbook method.
+
+    Sequences are taken in decreasing order. Each goes to the first micro-batch that it fits in.
+    """
     bins: list[list[int]] = []
     room: list[int] = []
     for i in np.argsort(-lengths, kind="stable").tolist():
@@ -50,7 +57,7 @@ def first_fit_decreasing(lengths: np.ndarray, dp: int) -> list[list[list[int]]]:
 
 
 def imbalance(micro_batches, lengths: np.ndarray) -> tuple[float, float]:
-    """Largest over mean, less 1: of the ranks' FLOPs in total, and of each micro-batch on its own."""
+    """Return the largest FLOPs over the mean, minus 1: of the ranks' totals, and of each micro-batch i."""
     flops = COST.flops(lengths)
     cost = np.zeros((len(micro_batches), max(map(len, micro_batches))))
     for rank, chosen in enumerate(micro_batches):
@@ -61,12 +68,12 @@ def imbalance(micro_batches, lengths: np.ndarray) -> tuple[float, float]:
 
 
 def bins_over_bound(lengths: np.ndarray) -> int:
-    """Micro-batches beyond ceil(tokens / MAX_TOKENS) where they need not be shared by ranks."""
+    """Return how many micro-batches beyond ceil(tokens / MAX_TOKENS) a single rank would have."""
     return schedule(lengths, MAX_TOKENS, cost=COST).num_micro_batches - -(-int(lengths.sum()) // MAX_TOKENS)
 
 
 def measure(call, repeats: int):
-    """What the call returns, and the seconds of each repetition."""
+    """Return the result of the call and the seconds of each repetition."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -1,26 +1,32 @@
-"""Tokens per second of an optimizer step: packed against one sequence per row, padded.
+"""Measure tokens per second of an optimizer step: packed against one padded sequence per row.
 
     python benchmarks/train_step.py [--steps N] [--sequences S]
 
-One rank, float32, one thread of a CPU; a Qwen3 of 2.5M parameters; micro-batches of at most 4096 positions. Real tokens per
-second (padding is not counted) of whole steps: layout, forward, backward, optimizer. Seconds are CPU time, which the other load
-of the machine touches least. The sides differ in their micro-batches only:
+One rank, float32, one CPU thread, a Qwen3 of 2.5M parameters, micro-batches of at most 4096 positions. The
+rate is that of real tokens (padding is not counted) in whole steps: layout, forward, backward, optimizer.
+Seconds are CPU time, which other load on the machine affects least. The sides differ only in their
+micro-batches:
 
     packed                   sequences one after the other, nothing padded
-    padded                   rows of one sequence, all as long as the longest of the batch; padding runs through all layers and
-                             the head as real tokens do, and counts against the 4096
-    padded_per_micro_batch   the same, but rows are as long as the longest of their micro-batch; in the order of the batch
+    padded                   rows of one sequence, all as long as the longest of the batch; padding runs
+                             through all layers and the head like real tokens, and counts against the 4096
+    padded_per_micro_batch   the same, but rows are as long as the longest of their micro-batch; in the order
+                             of the batch
     unpacked                 one sequence per micro-batch, nothing padded
 
-Lengths like those of GSM8K with a chat template, answered by an instruct model: prompts log-normal with median 110 and sigma
-0.35, within 60 to 250; responses log-normal with mean 220 and sigma 0.6, within 16 to 1024; groups of 8 share a prompt.
+Lengths are like those of GSM8K with a chat template, answered by an instruct model. Prompts are log-normal
+with median 110 and sigma 0.35, within 60 to 250. Responses are log-normal with mean 220 and sigma 0.6, within
+16 to 1024. Groups of 8 share a prompt.
 
-Every side trains an actor of its own from the same weights. They take turns, step by step, so that a slow phase of the machine
-hits all, after a warm-up. Loss and gradient norm of every step must agree to 1e-4, or the benchmark fails.
+Each side trains its own actor from the same weights. After a warm-up they take turns, step by step, so that a
+slow phase of the machine affects all. Loss and gradient norm of every step must agree to 1e-4, or the
+benchmark fails.
 
-Prints a table and, as its last line, one JSON object: packed_speedup (packed / padded), packed_tokens_per_second,
-padded_tokens_per_second, padded_per_micro_batch_tokens_per_second, unpacked_tokens_per_second (medians), and how many
-positions the padded sides compute per real token: padded_positions_per_token, padded_per_micro_batch_positions_per_token.
+Prints a table and, as its last line, one JSON object:
+
+    packed_speedup                packed / padded
+    SIDE_tokens_per_second        median, for each side
+    SIDE_positions_per_token      positions computed per real token, for the two padded sides
 """
 
 import argparse
@@ -60,7 +66,10 @@ LOSS = PolicyLoss(entropy_coeff=0.01)
 
 @dataclass(frozen=True)
 class Rows(Layout):
-    """Every sequence is a row of its own. length: of the rows, in tokens; None: as the longest of the micro-batch."""
+    """A layout in which every sequence is a row of its own.
+
+    length: tokens of a row. None: as long as the longest sequence of the micro-batch.
+    """
 
     length: int | None = None
 
@@ -74,21 +83,26 @@ class Rows(Layout):
 
 @dataclass
 class Side:
-    """One way to lay the batch out, the actor that follows it, and what was measured."""
+    """One way to lay out the batch, and what was measured with it."""
 
     name: str
+    """Such as "packed"."""
     layout: Layout
+    """Layout that the actor uses."""
     micro_batches: list[TrainBatch]
+    """The batch, divided into micro-batches."""
     actor: Actor
+    """The actor that trains with this layout."""
     rates: list[float] = field(default_factory=list)
+    """Real tokens per second of each step."""
 
     @property
     def positions(self) -> int:
-        """Computed in each layer, padding included."""
+        """Return the number of positions computed in each layer, padding included."""
         return sum(int(self.layout.pack(mb.lengths).padded_lengths.sum()) for mb in self.micro_batches)
 
     def warm_up(self, tokens: int) -> None:
-        """Leaves the weights as they are."""
+        """Compute gradients once. The weights do not change."""
         self.actor.compute_gradients(self.micro_batches[:1], LOSS, tokens)
 
     def step(self, tokens: int) -> TrainResult:
@@ -99,7 +113,7 @@ class Side:
 
 
 def gsm8k_like_lengths(count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of prompt and response of each sequence, int64 [count] both."""
+    """Return the prompt and the response length of each sequence in tokens, both int64 [count]."""
     prompts = np.repeat(rng.lognormal(np.log(110), 0.35, -(-count // GROUP)), GROUP)[:count]
     sigma = 0.6
     responses = rng.lognormal(np.log(220) - sigma**2 / 2, sigma, count)
@@ -108,14 +122,20 @@ def gsm8k_like_lengths(count: int, rng: np.random.Generator) -> tuple[np.ndarray
 
 def random_batch(count: int, seed: int = 0) -> TrainBatch:
     rng = np.random.default_rng(seed)
-    # About the log-prob of one of 30 words: ratios differ, some are clipped, the loss depends on the model.
+    # -3.4 is about the log-prob of one of 30 words. Ratios then differ, some are clipped, and the loss
+    # depends on the model.
     return batch_of(*gsm8k_like_lengths(count, rng), rng, words=range(6, 29), old_logp=-3.4)
 
 
 def batch_of(
     prompts: np.ndarray, responses: np.ndarray, rng: np.random.Generator, words: range, old_logp: float
 ) -> TrainBatch:
-    """Random tokens and advantages; prompts, responses: the lengths of each sequence. old_logp: about what all tokens had."""
+    """Return a batch of random tokens and advantages.
+
+    prompts, responses: lengths of each sequence.
+    words: range of the token ids.
+    old_logp: mean of the old log-probs.
+    """
     samples = [
         Sample(
             group_id=i // GROUP,
@@ -138,7 +158,10 @@ def batch_of(
 
 
 def in_order(lengths: np.ndarray, row: int | None) -> list[list[int]]:
-    """Sequences in the order of the batch, as many to a micro-batch as there is room for rows. row: their length, or None."""
+    """Put the sequences into micro-batches in the order of the batch, as many rows to each as fit.
+
+    row: length of a row in tokens. None: the longest sequence of the micro-batch.
+    """
     parts: list[list[int]] = [[]]
     for i in range(len(lengths)):
         longest = row or max(lengths[j] for j in (*parts[-1], i))
@@ -166,7 +189,7 @@ def make_sides(batch: TrainBatch, folder: str) -> list[Side]:
 
 
 def check_equal(results: dict[str, TrainResult]) -> None:
-    """Loss and gradient norm of every side as of the packed one. Raises AssertionError."""
+    """Check that every side has the packed side's loss and gradient norm. Raises AssertionError."""
     values = {
         name: (to_floats(result.metrics)["actor/loss"], result.grad_norm) for name, result in results.items()
     }

@@ -1,4 +1,8 @@
-"""What the machines of a run can do: found out on such a machine, or given as facts where another one checks."""
+"""Capabilities of a run's machines.
+
+`Capabilities.of_this_machine` examines the machine that it runs on. `Capabilities.of_facts` takes values of
+the configuration instead, so that a configuration can be checked on another machine.
+"""
 
 import re
 import sys
@@ -6,24 +10,24 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-# The first and the first too new release of TransformerEngine that megatron-core 0.16.1 works with.
+# The oldest release of TransformerEngine that megatron-core 0.16.1 works with, and the first that is too new.
 TRANSFORMER_ENGINE_RELEASES = ((2, 9), (2, 12))
 
-# The release of which the kernels can be emulated on a CPU, and where `make install` unpacks its wheel.
+# The release whose kernels can be emulated on a CPU, and where `make install` unpacks its wheel.
 _EMULATED_RELEASE = "2.11.0"
 _UNPACKED = Path(sys.prefix, "unpacked", f"transformer_engine-{_EMULATED_RELEASE}")
 
-# The least compute capability with FP8 matrix products: Ada.
+# The lowest compute capability with FP8 matrix products: Ada.
 FP8_CAPABILITY = (8, 9)
-# That of MXFP8 ones.
+# The lowest compute capability with MXFP8 matrix products.
 BLACKWELL = (10, 0)
 
 
 def start_method() -> str:
-    """Return how to start processes that use torch: `fork` where it is a CPU build, else `spawn`.
+    """Return how to start processes that use torch: `fork` if torch is a CPU build, else `spawn`.
 
-    CUDA cannot be used in a process that was forked from one that has asked for devices, and many libraries
-    ask when they are imported.
+    A process cannot use CUDA if its parent asked for CUDA devices before the fork. Many libraries ask for
+    them when they are imported.
     """
     import torch
 
@@ -32,23 +36,30 @@ def start_method() -> str:
 
 @dataclass(frozen=True)
 class Speed:
-    """What the maker promises, without sparsity. bf16, fp8: FLOP/s of matrix products; fp8 is None where there are none.
-
-    memory: bytes/s of the device's memory. fabric: bytes/s to other GPUs of the node, and host: to the host's memory, in each
-    direction. network: bytes/s of one GPU between nodes, in the maker's own machine of such GPUs.
-    """
+    """Peak speeds of a GPU according to its maker, without sparsity."""
 
     bf16: float
+    """FLOP/s of bf16 matrix products."""
     fp8: float | None
+    """FLOP/s of FP8 matrix products; None if the GPU has none."""
     memory: float
+    """Bytes/s of the GPU's own memory."""
     fabric: float
+    """Bytes/s to other GPUs of the node, in each direction."""
     host: float
+    """Bytes/s to the host's memory, in each direction."""
     network: float
+    """Bytes/s of one GPU between nodes, in the maker's own machine with such GPUs."""
 
 
 @dataclass(frozen=True)
 class GPU:
-    """compute_capability: CUDA's (major, minor). memory: bytes, as CUDA reports them. speed: None where it is not known."""
+    """A model of GPU.
+
+    compute_capability: CUDA's (major, minor)
+    memory: bytes, as CUDA reports them
+    speed: None if it is not known
+    """
 
     compute_capability: tuple[int, int]
     memory: int
@@ -57,13 +68,15 @@ class GPU:
 
 _GIB = 2**30
 
-# By the names that configurations use. Memory is the least that CUDA was found to report of such cards, with ECC, in whole tenths of a
-# GiB. Data sheets say 80 GB of a card with 84.9 * 10**9 bytes, and layouts that fit were refused. What CUDA reports of GB300 is not
-# known: its memory is the data sheet's.
-# Speeds are those of the data sheets "A100 Tensor Core GPU", "L40S", "H100 Tensor Core GPU" and "H200 Tensor Core GPU" (SXM; half of the
-# figures with sparsity), "DGX B200" and "GB300 NVL72" (a share of the machine's); half of NVLink's, or of PCIe's, sum of both directions.
-# Networks are those of DGX A100 (200 Gb/s for each GPU), DGX H100, H200 and B200 (400), and GB300 NVL72 (800). L40S has neither NVLink
-# nor a machine of its own: PCIe, and 200 Gb/s.
+# The keys are the names that configurations use.
+# Memory is the least that CUDA was found to report for such cards with ECC, in whole tenths of a GiB. The
+# data sheets say 80 GB for a card with 84.9 * 10**9 bytes, and with that number layouts that fit were
+# refused. What CUDA reports for GB300 is not known, so its memory is that of the data sheet.
+# Speeds are from the data sheets "A100 Tensor Core GPU", "L40S", "H100 Tensor Core GPU" and "H200 Tensor Core
+# GPU" (SXM; half of the figures with sparsity), "DGX B200" and "GB300 NVL72" (one GPU's share of the
+# machine). `fabric` and `host` are half of the figures for NVLink or PCIe, which are sums of both directions.
+# Networks are those of DGX A100 (200 Gb/s for each GPU), of DGX H100, H200 and B200 (400), and of GB300 NVL72
+# (800). L40S has neither NVLink nor a machine of its own: its values are PCIe and 200 Gb/s.
 GPUS = {
     "a100-40g": GPU((8, 0), int(39.3 * _GIB), Speed(312e12, None, 1.555e12, 300e9, 32e9, 25e9)),
     "a100-80g": GPU((8, 0), int(79.1 * _GIB), Speed(312e12, None, 2.039e12, 300e9, 32e9, 25e9)),
@@ -76,7 +89,10 @@ GPUS = {
 
 
 def peak_flops(gpu: str | None) -> float | None:
-    """FLOP/s in bf16 of cluster.gpu; null: of this machine's GPU. None where that is not known."""
+    """Return the bf16 FLOP/s of the GPU that cluster.gpu names; None: of this machine's GPU.
+
+    Returns None if the speed is not known.
+    """
     if gpu is None:
         import torch
 
@@ -86,7 +102,11 @@ def peak_flops(gpu: str | None) -> float | None:
 
 
 def _name_in_gpus(device: str) -> str | None:
-    """device: as CUDA calls it, such as `NVIDIA H100 80GB HBM3`. Those for PCIe are slower than what GPUS has, but for L40S."""
+    """Return the name in GPUS of a device, or None. device: as CUDA calls it: `NVIDIA H100 80GB HBM3`.
+
+    PCIe and NVL variants have none, because they are slower than the entries of GPUS. L40S exists for PCIe
+    only.
+    """
     if "PCIe" in device or "NVL" in device:
         return None
     return next((name for name in GPUS if name.split("-")[0].upper() in re.split(r"[\s-]", device)), None)
@@ -94,19 +114,20 @@ def _name_in_gpus(device: str) -> str | None:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What is known of the machines of a run. What is not known is not held against a configuration.
-
-    where: for messages, such as `here`. gpus: whether ranks and engines run on GPUs; None: not known.
-    gpu: None if there is none, or which one is not known. transformer_engine_problem: why TransformerEngine
-    cannot be used, as far as is known. nodes, gpus_per_node: None where not known.
-    """
+    """Known capabilities of a run's machines. An unknown capability is not held against a configuration."""
 
     where: str
+    """Where the machines are, for messages, such as `here`."""
     gpus: bool | None = None
+    """Whether ranks and engines run on GPUs; None: not known."""
     gpu: GPU | None = None
+    """The model of GPU; None if there is none or the model is not known."""
     transformer_engine_problem: str | None = None
+    """Why TransformerEngine cannot be used; None if it can, as far as is known."""
     nodes: int | None = None
+    """Number of nodes; None: not known."""
     gpus_per_node: int | None = None
+    """Number of GPUs of each node; None: not known, or there are none."""
 
     @classmethod
     def of_this_machine(cls) -> "Capabilities":
@@ -125,10 +146,11 @@ class Capabilities:
 
     @classmethod
     def of_facts(cls, gpu: str | None, nodes: int | None, gpus_per_node: int | None) -> "Capabilities":
-        """The values of cluster.gpu, cluster.nodes and cluster.gpus_per_node, all of which may be unknown.
+        """Return the capabilities that cluster.gpu, cluster.nodes and cluster.gpus_per_node describe.
 
-        gpu: `none`, a name of GPUS, or another one, of which nothing is known. TransformerEngine is taken to be installed where
-        there are GPUs; a rank without it says so as it starts.
+        Each value is None if it is not known. gpu is `none`, a name in GPUS, or the name of an unknown GPU.
+        TransformerEngine is assumed to be installed where there are GPUs; a rank without it reports that when
+        it starts.
         """
         if gpu is None:
             return cls("in the cluster", nodes=nodes, gpus_per_node=gpus_per_node)
@@ -138,7 +160,10 @@ class Capabilities:
         return cls(where, True, GPUS.get(gpu), None, nodes, gpus_per_node)
 
     def emulating(self, emulate_kernels: bool) -> "Capabilities":
-        """With TransformerEngine's kernels emulated on the CPU, if that is configured: a Hopper GPU, as far as layers can tell."""
+        """Return the capabilities with TransformerEngine's kernels emulated on the CPU, if that is set.
+
+        Layers then see a Hopper GPU.
+        """
         if not emulate_kernels:
             return self
         problem = "this is for machines without a GPU" if self.gpus else emulated_transformer_engine()[1]
@@ -146,12 +171,12 @@ class Capabilities:
 
     @property
     def num_gpus(self) -> int | None:
-        """GPUs of all nodes; None where not known, or where there are none."""
+        """Number of GPUs on all nodes; None if it is not known or there are none."""
         return self.nodes * self.gpus_per_node if self.nodes and self.gpus_per_node else None
 
     @property
     def fp8_problem(self) -> str | None:
-        """Why FP8 training is not possible; None if it is, as far as is known."""
+        """Reason why FP8 training is not possible; None if it is possible, as far as is known."""
         if self.transformer_engine_problem:
             return self.transformer_engine_problem
         if self.gpu is None or self.gpu.compute_capability >= FP8_CAPABILITY:
@@ -164,17 +189,18 @@ _WITHOUT_CUDA = "TransformerEngine needs CUDA, which is not available"
 
 
 def emulated_transformer_engine() -> tuple[Path, str | None]:
-    """(folder with the Python of TransformerEngine, why it cannot be used or None)"""
+    """Return the folder with TransformerEngine's Python code, and why it cannot be used (None if it can)."""
     if not (_UNPACKED / "transformer_engine").is_dir():
         return (
             _UNPACKED,
-            f"the wheel of transformer_engine {_EMULATED_RELEASE} is not unpacked in {_UNPACKED} (make install does that)",
+            f"the wheel of transformer_engine {_EMULATED_RELEASE} is not unpacked in {_UNPACKED} (make "
+            "install does that)",
         )
     return _UNPACKED, None
 
 
 def _transformer_engine_problem(installed: str | None, gpus: bool) -> str | None:
-    """installed: its version, None if it is not."""
+    """Return why TransformerEngine cannot be used, or None. installed: its version, if it is installed."""
     if installed is None:
         return "TransformerEngine is not installed"
     first, beyond = TRANSFORMER_ENGINE_RELEASES
@@ -184,7 +210,7 @@ def _transformer_engine_problem(installed: str | None, gpus: bool) -> str | None
 
 
 def version(package: str) -> str | None:
-    """Installed version, without importing the package."""
+    """Return the installed version of a package without importing it; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

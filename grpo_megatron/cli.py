@@ -1,14 +1,19 @@
-"""The command line: grpo-megatron train | sft | reward-model | eval | selftest | status | report | config | plan | doctor.
+"""The command line `grpo-megatron COMMAND`.
+
+Commands: train | sft | reward-model | eval | selftest | status | report | config | plan | doctor.
 
 Exit status:
     0        done
-    1        an unexpected error, whose traceback is in the log that the message names; also: `config diff` found a difference,
-             `selftest` or `doctor` a fault, `status` a run that ended otherwise than well
-    2        wrong input, configuration or environment (UserError): the message says what to do, the same command would fail again
-    3        a process that the run needs is lost (a rank, an engine, Ray's daemons), and could not be replaced
-    75       stopped on request (SIGINT, SIGTERM, SIGHUP, SIGUSR1): the same command continues
-    130      interrupted twice, and left at once
-    141      of the commands that are no run: nobody reads stdout any more, as behind `| head`; a run goes on then, and ends as it would
+    1        an unexpected error; its traceback is in the log that the message names. Also: `config diff`
+             found a difference, `selftest` or `doctor` found a fault, or `status` found a run that did not
+             end well
+    2        wrong input, configuration or environment (UserError): the message says what to do; the same
+             command would fail again
+    3        a process that the run needs (a rank, an engine, Ray's daemons) is lost and could not be replaced
+    75       stopped on request (SIGINT, SIGTERM, SIGHUP, SIGUSR1): the same command continues the run
+    130      interrupted twice, and ended at once
+    141      the reader of stdout is gone, as with `| head`; only for commands that are not runs. A run goes
+             on without a reader and ends with its usual status
     128 + N  the driver was killed by signal N
 """
 
@@ -30,9 +35,10 @@ from grpo_megatron.run.guard import Guard
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """arguments: None for those of this process. Only then a run gets a keeper (commands.keeper), and leaves nothing of it behind.
+    """Run the command line and return its exit status.
 
-    Returns the exit status.
+    arguments: None: the arguments of this process. In that case a run also gets a keeper (commands.keeper), a
+        process that kills whatever the run leaves behind.
     """
     _open_what_is_closed()
     options = _parse(arguments)
@@ -46,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status = command(Guard())
         if options.command not in _RUNS and sys.stdout:
-            sys.stdout.flush()  # while a failure can still be told
+            sys.stdout.flush()  # a failure to write can still be reported here
         return status
     except (UserError, Stopped) as error:
         _say(error if isinstance(error, Stopped) else f"error: {error}")
@@ -65,7 +71,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _open_what_is_closed() -> None:
-    """Some launchers close stdout (`>&-`). The next file to be opened would get its number, and what libraries print there."""
+    """Open os.devnull in place of each standard stream that is closed.
+
+    Some launchers close stdout (`>&-`). The next file to be opened would then get its descriptor, and with it
+    everything that libraries print.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             nowhere = open(os.devnull, mode)  # noqa: SIM115 for as long as the process lives
@@ -73,7 +83,7 @@ def _open_what_is_closed() -> None:
             setattr(sys, name, nowhere)
 
 
-# What a shell makes of a tool that SIGPIPE has killed; Python ignores that signal.
+# The exit status that a shell reports for a tool that SIGPIPE has killed. Python ignores that signal.
 _NO_READER = 128 + 13
 
 
@@ -91,7 +101,10 @@ def _say(message: object) -> None:
 
 
 def _let_go() -> None:
-    """What is left for a terminal or pipe that is gone goes nowhere: the interpreter's last flush would fail, and make the status 120."""
+    """Redirect stdout and stderr to os.devnull if they cannot be flushed.
+
+    When a terminal or pipe is gone, the interpreter's last flush would fail and make the exit status 120.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream:
@@ -103,7 +116,11 @@ def _let_go() -> None:
 
 
 def _tell(result: str) -> None:
-    """On stdout, what came of a run. A file in its folder has it too, so the run has not failed where it cannot be told here."""
+    """Print the result of a run on stdout.
+
+    If that fails only a warning is shown. A file in the run's folder has the result too, so the run has not
+    failed.
+    """
     try:
         print(result, flush=True)
     except OSError as error:
@@ -136,14 +153,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     commands.add_parser("doctor", help="what this machine has, whether it works, and what that allows")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # a file's name need not be text that a terminal can show
+            # A file name may contain characters that the terminal cannot show.
+            stream.reconfigure(errors="backslashreplace")
     return _intermixed(parser, arguments)
 
 
 def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """With key=value before, between and behind options. argparse takes one row of them, and cannot intermix for parsers with commands."""
+    """Parse arguments in which key=value words stand before, between and after options.
+
+    argparse takes only one contiguous group of such words, and its parse_intermixed_args does not support
+    subcommands.
+    """
     options, left = parser.parse_known_args(arguments)
     takes_more = hasattr(options, "overrides")
     wrong = [word for word in left if word.startswith("-") or not takes_more]
@@ -155,7 +175,10 @@ def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) ->
 
 
 def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
-    """What the command does; of a guard, which runs need. Returns the exit status, or raises UserError or Stopped."""
+    """Return the function that executes the command.
+
+    It takes a Guard, which only runs use, and returns the exit status. It raises UserError or Stopped.
+    """
     if options.command == "doctor":
         return lambda guard: _doctor()
     if options.command == "config":
@@ -168,7 +191,7 @@ def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
 
 
 def _add_looks(commands) -> None:
-    """The commands that look at a run's folder. commands: what ArgumentParser.add_subparsers returns."""
+    """Add the commands that read a run's folder. commands: what ArgumentParser.add_subparsers returns."""
     status = commands.add_parser(
         "status", help="what a run does now; exit status 1 if it failed, was interrupted or is gone"
     )

@@ -1,4 +1,4 @@
-"""The algorithm, on one screen: sample groups, score, weigh, train, sync, log."""
+"""The GRPO training loop: sample groups, score, weigh, train, sync weights, log."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +34,7 @@ from grpo_megatron.weights.sync.sync import WeightSync
 
 
 class Controller:
-    """Holds the algorithm and the counters; everything else is behind its collaborators."""
+    """The GRPO algorithm and its counters. All other work is done by the objects that it is given."""
 
     def __init__(
         self,
@@ -51,11 +51,12 @@ class Controller:
         stop: StopRequest | None = None,
         score: Callable[[list[Group]], list[Group]] | None = None,
     ):
-        """prompts, weight_sync: None where recorded rollouts are replayed, which need neither.
-
-        turns: where engines are on the ranks' devices; None: each have their own.
-        decode: token ids -> text, to show the tokens engine and trainer disagree about most. stop: asked after each step.
-        score: gives groups their rewards, where a reward model on the ranks does; None: they come with them.
+        """prompts, weight_sync: None if recorded rollouts are replayed, which need neither
+        turns: arranges the sharing of devices between ranks and engines; None: each have their own
+        decode: token ids -> text, to show the tokens that engine and trainer disagree about most
+        stop: checked after each step
+        score: sets the rewards of groups, if a reward model on the ranks gives them; None: groups come with
+            rewards
         """
         self.config = config
         self.trainer, self.rollouts, self.prompts, self.weight_sync = trainer, rollouts, prompts, weight_sync
@@ -75,10 +76,13 @@ class Controller:
         self.entropy: float | None = None  # mean over the last step's trained tokens
         self.totals = {"tokens": 0, "seconds": 0.0, "mismatch_max": 0.0}
         self.evaluations: dict[str, dict[str, float]] = {}  # before and after training
-        self.evaluated = 0  # after how many steps the latter is
+        self.evaluated = 0  # the step after which the "after" evaluation was made
 
     def run(self) -> dict:
-        """Train to run.total_steps; returns evaluation before and after, and totals. Raises Stopped after a step, if asked to stop."""
+        """Train until run.total_steps. Return the evaluations before and after training, and totals.
+
+        Raises Stopped after a step if the run was asked to stop.
+        """
         self.sync_weights()
         if not self.evaluations.get("before"):
             self.evaluations = dict.fromkeys(("before", "after"), self.evaluate())
@@ -103,7 +107,7 @@ class Controller:
         return {"step": self.step, **self.evaluations, **self.totals}
 
     def leave_if_asked(self) -> None:
-        """Between steps, with a checkpoint."""
+        """Save a checkpoint and raise Stopped, if the run was asked to stop. Called between steps."""
         if self.stop.is_made:
             self.ranks_turn()
             self.stop.leave(self.saver, self.state_dict)
@@ -115,7 +119,8 @@ class Controller:
         with phases("generate"):
             rollout = self.rollouts.sample(self.step, self.prompts)
         self.ranks_turn()
-        # Not at the end of the step alone: a run that is stopped in it, and has no time for the rest, would leave it unnamed.
+        # Called here too, not only at the end of the step. A run that is stopped within the step, without
+        # time to finish it, would otherwise leave a completely written checkpoint without its final name.
         self.saver.complete_written()
         scored = rollout.groups
         if self.score:
@@ -147,7 +152,7 @@ class Controller:
         self.report(groups, mini_batches, {**metrics, **mismatch, **measured}, sampled | memory)
 
     def shape_and_filter(self, groups: list[Group]) -> list[Group]:
-        """The groups to train on, with the rewards to train on."""
+        """Return the groups to train on, with the rewards to train on."""
         groups = shape_overlong(
             groups, self.config.rollout.max_response_length, self.config.reward.overlong_buffer
         )
@@ -156,7 +161,10 @@ class Controller:
         return apply_filters(groups, self.config.algorithm)
 
     def old_and_reference_logprobs(self, mini_batches: list[MiniBatch]) -> Metrics:
-        """Fill old_logp and ref_logp; the engine's mismatch if the old log-probs were recomputed."""
+        """Fill in old_logp and ref_logp of the batches.
+
+        Returns the mismatch of engine and trainer if the old log-probs were recomputed, else no metrics.
+        """
         mismatch = []
         for mini in mini_batches:
             batch = mini.batch
@@ -175,7 +183,7 @@ class Controller:
         return merge(mismatch)
 
     def set_coefficients(self, mini_batches: list[MiniBatch]) -> Metrics:
-        """Advantage, weight and policy factor of every token; metrics of that."""
+        """Set advantage, weight and policy factor of every token. Return metrics about them."""
         batches = [mini.batch for mini in mini_batches]
         advantages, metrics = step_advantages(batches, self.config.algorithm, self.kl_controller)
         parts = []
@@ -186,7 +194,7 @@ class Controller:
         return metrics | merge(parts)
 
     def train(self, mini_batches: list[MiniBatch]) -> list[Metrics]:
-        """One optimizer step per mini-batch and epoch; their metrics."""
+        """Make one optimizer step per mini-batch and epoch. Return the metrics of each step."""
         floor, current = (
             self.config.algorithm.entropy_floor,
             self.config.train.old_logprobs == OldLogprobs.current,
@@ -196,13 +204,14 @@ class Controller:
         trained: list[Metrics] = []
         for mini in mini_batches * self.config.train.ppo_epochs:
             trained.append(self.trainer.train_step(mini.batch, mini.plan, loss, current, mini.key))
-            loss = replace(loss, mismatch_limit=None)  # later, the policy differs from the engine by right
+            # after the first step, policy and engine are expected to differ
+            loss = replace(loss, mismatch_limit=None)
         entropy = merge(trained)["actor/entropy"].result()
         self.entropy = self.entropy if isnan(entropy) else entropy
         return trained
 
     def act_on_mismatch(self, mismatch: Metrics, mini_batches: list[MiniBatch]) -> None:
-        """Show the tokens that engine and trainer disagree about most, and do as mismatch.action says."""
+        """Show the tokens that engine and trainer disagree about most, and act as mismatch.action says."""
         if mismatch:
             report = mismatch_report(
                 mismatch, [mini.batch for mini in mini_batches], self.config.mismatch, self.decode
@@ -214,14 +223,16 @@ class Controller:
                 self.monitor.say(f"step {self.step}: {report.text}")
 
     def ranks_turn(self) -> None:
-        """Before the trainer works: engines on its devices give back their memory."""
+        """Prepare for work of the trainer: engines on its devices release their memory."""
         if self.turns:
             self.turns.to_ranks()
 
     def engines_turn(self) -> dict[str, float]:
-        """Before engines work alone: the trainer's ranks sleep, if so configured; metrics of that.
+        """Prepare for work of the engines alone, and return metrics about that.
 
-        Engines on its devices get back their memory, with the weights that were synced last.
+        Engines on the trainer's devices get their memory back, with the weights that were synced last.
+        Engines with devices of their own need nothing, but the trainer's ranks sleep if megatron.sleep is
+        set.
         """
         if self.turns:
             if self.turns.state == State.training:
@@ -233,9 +244,11 @@ class Controller:
             return self.trainer.sleep()
 
     def sync_weights(self, changed: bool = True) -> None:
-        """Current weights into the engines, which tag every sample with their version: a new one if they changed.
+        """Copy the current weights into the engines, which tag every sample with the weights' version.
 
-        Afterwards it is the engines' turn, if they take turns with the ranks.
+        changed: whether the weights differ from those synced last; if so, they get a new version.
+
+        Afterwards the engines have the devices, if they share them with the ranks.
         """
         if not self.weight_sync:
             return

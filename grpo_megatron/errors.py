@@ -2,49 +2,53 @@
 
 from unicodedata import category
 
-# What to do where a run's checkpoint does not fit what is configured now.
+# Advice for messages: a run's checkpoint does not fit the present configuration.
 ANOTHER_RUN = "run.resume=none starts anew, another run.name leaves it alone"
 
 
 class UserError(Exception):
     """Wrong input, configuration or environment: one message that says what to do.
 
-    The command line prints the message without a traceback and exits with `exit_status`. Anything that
-    is not a UserError is a defect of ours and keeps its traceback.
+    The command line prints the message without a traceback and exits with `exit_status`. Any other exception
+    is a defect of this program and keeps its traceback.
     """
 
     exit_status = 2
 
 
 class ProcessLost(UserError):
-    """A process that the run needs is dead, or does not answer; another in its place could go on."""
+    """A process that the run needs is dead or does not answer. The run could go on with a replacement."""
 
     exit_status = 3
 
 
 class Stopped(Exception):
-    """The run has left on request, and can go on."""
+    """The run has stopped on request, and can be continued."""
 
     exit_status = 75  # EX_TEMPFAIL: a scheduler should put the job into its queue again
 
 
 def shortened(text: object, length: int = 80) -> str:
-    """What a user gave, as a message can quote it: at most `length` characters, the rest as `…`."""
+    """Return a text as a message can quote it: at most `length` characters, the rest replaced by `…`."""
     text = str(text)
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def printable(text: str) -> str:
-    """What may quote anybody, such as a model, as a terminal can show it: a control character could rewrite what stands there."""
+    """Return a text that a terminal can show safely, with control characters replaced.
+
+    The text may quote anything, such as a model's output. Control characters could rewrite what the terminal
+    shows.
+    """
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if category(c).startswith("C") and c not in "\n\t" else c for c in text
     )
 
 
 def described(error: BaseException) -> str:
-    """Return the type and text of an error that somebody else's code raised, as a message can quote them."""
+    """Return the type and text of an exception from foreign code, as a message can quote them."""
     try:
         text = str(error)
-    except Exception:  # such as an error about an int of more digits than Python writes
+    except Exception:  # str() may fail, as for an int with too many digits to print
         text = "its text cannot be shown"
     return printable(shortened(f"{type(error).__name__}: {text}", 2000))

@@ -1,4 +1,4 @@
-"""JSON, written and read: what is written here any reader of JSON takes, and what is read may be damaged."""
+"""JSON files: what is written here, every JSON reader accepts; what is read may be damaged."""
 
 import json
 import math
@@ -10,12 +10,12 @@ from grpo_megatron.paths import file_problem, reading
 
 
 def json_text(value: Any, **layout: Any) -> str:
-    """Return `value` as JSON; the one way in which this project writes it.
+    """Return `value` as JSON. This is the only way in which this project writes JSON.
 
     layout: arguments of json.dumps such as indent.
 
-    JSON has no NaN and no infinity, which Python would write as bare words that jq, pandas and browsers
-    refuse. They become null, as in other writers of JSON. pandas reads that as NaN, and our own readers do by
+    JSON has no NaN and no infinity. Python would write them as bare words, which jq, pandas and browsers
+    refuse. They become null, as with other writers of JSON. pandas reads null as NaN, and so does
     `float_or_nan`.
     """
     try:
@@ -35,14 +35,15 @@ def _without_nan(value: Any) -> Any:
 
 
 def float_or_nan(value: float | None) -> float:
-    """Return a number that `json_text` wrote: null stands for one that was not finite."""
+    """Return a number that `json_text` wrote. null stands for a number that was not finite."""
     return math.nan if value is None else value
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """The JSON object of a file. Raises UserError that names the file for one that cannot be read or holds anything else.
+    """Return the JSON object in a file.
 
-    Its cause is an OSError where that came while the file was read.
+    Raises UserError that names the file if it cannot be read or holds anything else. The error's __cause__ is
+    an OSError if reading failed.
     """
     problem = file_problem(path)
     if problem:
@@ -51,19 +52,21 @@ def read_object(path: str | Path) -> dict[str, Any]:
         try:
             raw = Path(path).read_bytes()
         except OSError:
-            # On NFS, the file that was opened goes when another takes its place, as a status does every second. The second look finds that.
+            # On NFS an open file disappears when another one replaces it, which happens to a status file
+            # every second. The second attempt reads the new file.
             raw = Path(path).read_bytes()
     return parse_object(raw, str(path))
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """where: the file, and the line if it has several objects, for the message of the UserError."""
+    """Return the JSON object in `raw`. Raises UserError.
+
+    where: the file for the message, with the line if it has several objects.
+    """
     try:
         value = json.loads(raw.decode("utf-8"))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # no JSON, no UTF-8, an integer of thousands of digits, nested too deep
+    except (ValueError, RecursionError) as error:
+        # The bytes are not JSON or not UTF-8, have an integer of thousands of digits, or are nested too deep.
         raise UserError(f"{where} is not valid JSON: {shortened(error, 200)}") from error
     if not isinstance(value, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}")

@@ -1,8 +1,8 @@
 """Metrics that know how they combine over micro-batches, ranks and optimizer steps.
 
-A mean carries numerator and denominator, because a mean of means over unequal parts is not the
-mean. Values may be tensors on any device until `concrete`, which copies them all at once: a host that asked for one
-after the other would wait for its GPU each time.
+A mean keeps numerator and denominator, because a mean of means over parts of unequal size is not the overall
+mean. Values may be tensors on any device until `concrete` copies all of them to the host at once. Copying one
+after the other would wait for the GPU each time.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 
 
 def nan_max(a: float, b: float) -> float:
-    """max() that never hides a NaN, as Python's does depending on the order."""
+    """Return max(a, b), or NaN if either is NaN. Python's max() may lose a NaN, depending on the order."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
@@ -37,7 +37,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Std:
-    """Standard deviation, by the number of values and the sums of them and of their squares."""
+    """Standard deviation, kept as the number of values, their sum, and the sum of their squares."""
 
     count: Any
     total: Any
@@ -45,7 +45,10 @@ class Std:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> "Std":
-        """values [n]; summed in float64, where squares of nearly equal values keep their difference."""
+        """Return the metric of values [n].
+
+        Sums are in float64, so that the squares of nearly equal values keep their difference.
+        """
         values = values.detach().double()
         return cls(values.numel(), values.sum(), values.square().sum())
 
@@ -92,14 +95,17 @@ class Max:
 
 @dataclass(frozen=True)
 class Top:
-    """The k rows with the greatest first number, of all that were seen; for people, not a scalar. -inf: no row."""
+    """The k rows with the largest first number, of all rows that were seen. For people; not a scalar.
+
+    rows: tensor [n, columns] or list of tuples. A first number of -inf means that there is no row.
+    """
 
     rows: Any
     k: int = 5
 
     @classmethod
     def of(cls, rows: torch.Tensor, mask: torch.Tensor, k: int = 5) -> "Top":
-        """rows: [n, columns]; mask bool [n]: those that count."""
+        """Return the top rows of rows [n, columns]. mask: bool [n], True for the rows that count."""
         first = torch.where(mask, rows[:, 0], -torch.inf)
         chosen = first.topk(min(k, len(rows))).indices
         return cls(torch.cat([first[chosen, None], rows[chosen, 1:]], dim=1), k)
@@ -117,7 +123,7 @@ class Top:
         return self.concrete().rows
 
 
-# Bins of log-ratios: logarithmic in their size, 16 a decade, from 1e-6 to beyond 20, for either sign.
+# Bin edges of log-ratios: logarithmic in size, 16 per decade, from 1e-6 to beyond 20, for either sign.
 _SIZES = [10 ** (-6 + i / 16) for i in range(118)]
 _EDGES = [*(-size for size in reversed(_SIZES)), *_SIZES]
 _QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
@@ -130,16 +136,18 @@ def _edges(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RatioQuantiles:
-    """Quantiles of a ratio, from a histogram of its logarithm; that within 8% of its size, or 1e-6.
+    """Quantiles of a ratio, from a histogram of its logarithm.
 
-    counts [number of bins]. NaN counts as infinitely large.
+    The logarithm of a quantile is exact within 8% of its size, or within 1e-6. NaN counts as infinitely
+    large.
+    counts: [number of bins]
     """
 
     counts: Any
 
     @classmethod
     def of(cls, log_ratio: torch.Tensor, mask: torch.Tensor) -> "RatioQuantiles":
-        """log_ratio [n]; mask bool [n]: those that count."""
+        """Return the metric of log_ratio [n]. mask: bool [n], True for the values that count."""
         bins = torch.bucketize(log_ratio.double(), _edges(log_ratio.device))
         counts = torch.zeros(len(_EDGES) + 1, dtype=torch.int64, device=log_ratio.device)
         return cls(counts.index_add_(0, bins, mask.long()))
@@ -152,7 +160,7 @@ class RatioQuantiles:
         return self if isinstance(self.counts, list) else RatioQuantiles(self.counts.tolist())
 
     def result(self) -> dict[str, float]:
-        """{name of the quantile: ratio}; NaN of nothing."""
+        """Return {name of the quantile: ratio}; NaN if nothing was counted."""
         sums = torch.tensor(self.concrete().counts).cumsum(0).tolist()
         if not sums[-1]:
             return dict.fromkeys(_QUANTILES, math.nan)
@@ -173,7 +181,9 @@ Metrics = dict[str, Metric]
 
 
 def concrete(parts: list[Metrics]) -> list[Metrics]:
-    """The same metrics with Python's numbers in place of tensors, all of which come to the host in one copy."""
+    """Return the same metrics with Python numbers in place of tensors. All tensors are copied to the host at
+    once.
+    """
     values = [value for part in parts for metric in part.values() for value in vars(metric).values()]
     numbers = iter(_numbers([value for value in values if torch.is_tensor(value)]))
 
@@ -187,7 +197,7 @@ def concrete(parts: list[Metrics]) -> list[Metrics]:
 
 
 def _numbers(tensors: list[torch.Tensor]) -> list:
-    """Each tensor as a number or nested lists of them."""
+    """Return each tensor as a number or nested lists of numbers."""
     if not tensors:
         return []
     # In float64 every count is exact.
@@ -202,7 +212,7 @@ def _numbers(tensors: list[torch.Tensor]) -> list:
 
 
 def merge(parts: list[Metrics]) -> Metrics:
-    """Combine metrics of several micro-batches, ranks or steps; each by its own rule."""
+    """Combine the metrics of several micro-batches, ranks or steps, each by its own rule."""
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -211,7 +221,7 @@ def merge(parts: list[Metrics]) -> Metrics:
 
 
 def to_floats(metrics: Metrics) -> dict[str, float]:
-    """The scalars among the metrics; quantiles as NAME_QUANTILE."""
+    """Return the scalar metrics. Quantiles are named NAME_QUANTILE; `Top` is left out."""
     floats = {}
     for name, metric in metrics.items():
         if isinstance(metric, RatioQuantiles):

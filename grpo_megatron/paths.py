@@ -1,4 +1,4 @@
-"""Is there, at a path that a user gave, what it was given for; and making what was written there last."""
+"""Checks of paths that a user gave, and functions that write files durably."""
 
 import errno
 import os
@@ -18,9 +18,10 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """call(), in a thread that is given up after so many seconds: nothing else gets away from a file system, or a service, that hangs.
+    """Return call(), run in a thread that is abandoned after `seconds`.
 
-    Raises TimeoutError, which is an OSError, and what `call` raises.
+    There is no other way to get away from a file system or a service that hangs. Raises TimeoutError, which
+    is an OSError, and whatever `call` raises.
     """
     answer: Future[T] = Future()
 
@@ -38,7 +39,10 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def file_problem(path: str | Path) -> str | None:
-    """What is wrong with `path` as a file to read, such as `does not exist`: the end of a sentence; None if nothing is."""
+    """Return what is wrong with `path` as a file to read, or None.
+
+    The text is the end of a sentence, such as `does not exist`.
+    """
     mode = _mode(path)
     if isinstance(mode, str):
         return mode
@@ -50,7 +54,7 @@ def file_problem(path: str | Path) -> str | None:
 
 
 def folder_problem(path: str | Path) -> str | None:
-    """As file_problem, of a folder to read from."""
+    """Return what is wrong with `path` as a folder to read from, or None; see file_problem."""
     mode = _mode(path)
     if isinstance(mode, str):
         return mode
@@ -60,11 +64,10 @@ def folder_problem(path: str | Path) -> str | None:
 
 
 def output_folder_problem(path: str | Path) -> str | None:
-    """Return what is wrong with `path` as a folder to write to, as the end of a sentence; None if nothing is.
+    """Return what is wrong with `path` as a folder to write to, or None; see file_problem.
 
-    It need not be there: then the nearest folder above it has to be one in which it can be made. A folder
-    that is made there for a moment tells, because permissions alone do not: they say nothing of /proc or a
-    full disk.
+    The folder need not exist. It must then be possible to create it in the nearest folder above that exists.
+    The check creates a temporary folder there, because permissions say nothing about /proc or a full disk.
     """
     there = nearest_folder(path)
     if problem := folder_problem(there):
@@ -77,13 +80,16 @@ def output_folder_problem(path: str | Path) -> str | None:
 
 
 def nearest_folder(path: str | Path) -> Path:
-    """Return `path` itself, or the nearest folder above it that is there."""
+    """Return `path` itself if it exists, else the nearest folder above it that does."""
     path = Path(path).absolute()
     return next((place for place in (path, *path.parents) if not is_absent(place)), path)
 
 
 def output_file_problem(path: str | Path) -> str | None:
-    """Return what is wrong with `path` as a file to write, which may exist; see output_folder_problem."""
+    """Return what is wrong with `path` as a file to write, or None. The file may exist already.
+
+    See output_folder_problem.
+    """
     if is_absent(path):
         problem = output_folder_problem(parent := Path(path).absolute().parent)
         return problem and f"cannot be written: {parent} {problem}"
@@ -91,7 +97,10 @@ def output_file_problem(path: str | Path) -> str | None:
 
 
 def is_absent(path: str | Path) -> bool:
-    """Nothing is there, as for a path of another machine: neither something of a wrong kind nor a link that leads nowhere."""
+    """Return True if nothing is at `path`.
+
+    Something of the wrong kind or a link that leads nowhere does not count as absent.
+    """
     return _mode(path) == _ABSENT
 
 
@@ -107,12 +116,12 @@ def _mode(path: str | Path) -> int | str:
         return "lies below a file as if that were a folder"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    except ValueError as error:  # no path at all: a zero byte, a lone surrogate
+    except ValueError as error:  # not a valid path, as with a zero byte or a lone surrogate
         return f"is not a path: {error}"
 
 
 def sync_to_disk(path: Path) -> None:
-    """fsync of a file, or of a folder's list of files."""
+    """Call fsync on a file, or on a folder to make its list of files durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,25 +130,29 @@ def sync_to_disk(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file of UTF-8 that is the old one or the new one, whenever the process is killed. Raises OSError."""
+    """Write a UTF-8 file atomically: if the process is killed, the old or the new file is there. Raises
+    OSError.
+    """
     new = path.with_name(f"{path.name}.new")
     try:
         new.write_text(text, encoding="utf-8")
         sync_to_disk(new)
         new.replace(path)
     except OSError:
-        new.unlink(missing_ok=True)  # half of it would keep the disk full
+        new.unlink(missing_ok=True)  # half a file would keep the disk full
         raise
 
 
 def numbered(path: Path) -> Path:
-    """The first of PATH.1, PATH.2, ... that is not there: where to move what is at `path`, so that nothing is lost."""
+    """Return the first of PATH.1, PATH.2, ... that does not exist: a place to move `path` to without losing
+    anything.
+    """
     return next(free for n in range(1, 10**6) if not (free := path.with_name(f"{path.name}.{n}")).exists())
 
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turns what the disk says into a UserError that names `path`; what else is raised goes through."""
+    """Convert errors of the disk into a UserError that names `path`. Other exceptions pass through."""
     try:
         yield
     except Exception as error:
@@ -157,13 +170,16 @@ def writing(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Turns an OSError into a UserError that names the node and `path`: of a file that cannot be read nobody knows what it holds."""
+    """Convert an OSError into a UserError that names the node and `path`.
+
+    The content of a file that cannot be read is unknown, so it must not be taken for damaged or absent.
+    """
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read on {socket.gethostname()}: {error.strerror or error}; see to the file system there, then call the "
-            "same command again"
+            f"{path} cannot be read on {socket.gethostname()}: {error.strerror or error}; see to the file "
+            "system there, then call the same command again"
         ) from error
 
 
@@ -171,9 +187,10 @@ _FULL = ("No space left on device", "inline_container.cc")
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Whether this, or what was being handled when it was raised, is about a disk without space."""
+    """Return True if an exception, or one in its chain of causes and contexts, is about a full disk."""
     while error is not None:
-        # safetensors writes in Rust and torch.save in C++, whose errors are texts; torch's is of what it finds in the file afterwards.
+        # safetensors (Rust) and torch.save (C++) report it in the text of their errors only. torch's text is
+        # about the incomplete file that it finds afterwards.
         said = str(error)
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
             text in said for text in _FULL

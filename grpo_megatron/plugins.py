@@ -1,4 +1,4 @@
-"""Finding a function by name: built in, registered by a decorator, or `module:attribute`."""
+"""Lookup of functions by name: built in, registered by a decorator, or `module:attribute`."""
 
 import importlib
 import inspect
@@ -12,16 +12,16 @@ from grpo_megatron.errors import UserError, described, shortened
 
 @dataclass(frozen=True)
 class Call:
-    """How plugins of one kind are called: with these arguments by position, and those by keyword."""
+    """The arguments that plugins of one kind are called with, by position and by keyword."""
 
     positional: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     may_be_async: bool = False
 
     def problem(self, function: Callable) -> str | None:
-        """Return why a function cannot be called so; None if it can.
+        """Return why `function` cannot be called with these arguments; None if it can.
 
-        Some functions written in C have no signature to look at, and are let through.
+        Some functions written in C have no signature to check. They are accepted.
         """
         if not self.may_be_async and is_async(function):
             return "is async, and its result would not be awaited"
@@ -38,7 +38,10 @@ class Call:
             ]
             own = signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
             arguments = ", ".join([*self.positional, *(f"{name}=..." for name in self.keywords)])
-            return f"is called with ({arguments}), which its signature {shortened(str(own), 200)} does not take: {error}"
+            return (
+                f"is called with ({arguments}), which its signature {shortened(str(own), 200)} does not "
+                f"take: {error}"
+            )
         return None
 
 
@@ -50,9 +53,10 @@ def is_async(function: Callable) -> bool:
 class Registry:
     """Functions of one kind by name; `@registry("name")` adds one and returns it unchanged.
 
-    kind, key: what it is and the configuration key it is chosen by, for error messages. built_in: names that
-    the key takes beside those registered here, for the same. call: how its functions are called; None:
-    whoever uses them looks.
+    kind: what the functions are, for error messages
+    key: the configuration key that chooses one, for error messages
+    built_in: names that the key accepts beside the registered ones, for error messages
+    call: the arguments that the functions must accept; None: this is not checked here
     """
 
     def __init__(self, kind: str, key: str, built_in: tuple[str, ...] = (), call: Call | None = None):
@@ -62,7 +66,7 @@ class Registry:
     def __call__(self, name: str) -> Callable[[Callable], Callable]:
         def register(function: Callable) -> Callable:
             known = self._known.get(name)
-            # A module that is loaded anew registers the same function again.
+            # A module that is reloaded registers the same function again.
             if known is not None and (known.__module__, known.__qualname__) != (
                 function.__module__,
                 function.__qualname__,
@@ -80,10 +84,13 @@ class Registry:
         return list(self._known)
 
     def get(self, name: str) -> Callable:
-        """The function called `name`, or `module:name`: an attribute of the module, or what its decorator registered.
+        """Return the function called `name`.
 
-        Modules are found from the working directory too. Raises UserError if there is no such function, or if
-        it cannot be called as those of its kind are.
+        name: a registered name, or `module:name` for an attribute of the module or a function that it
+            registers.
+
+        Modules are also found in the working directory. Raises UserError if there is no such function, or if
+        it cannot be called as functions of this kind are.
         """
         module_name, separator, attribute = name.partition(":")
         if not separator:
@@ -95,7 +102,8 @@ class Registry:
         function = getattr(module, attribute, None) or self._known.get(attribute)
         if not callable(function):
             raise UserError(
-                f"{self.key}={name}: {module_name} has no function {attribute}, and registers none of that name"
+                f"{self.key}={name}: {module_name} has no function {attribute}, and registers none of that "
+                "name"
             )
         problem = self._call and self._call.problem(function)
         if problem:
@@ -103,7 +111,7 @@ class Registry:
         return function
 
     def problems(self, name: str) -> list[str]:
-        """What `get` would raise, as a list of at most one sentence."""
+        """Return the message that `get` would raise, as a list of at most one sentence."""
         try:
             self.get(name)
         except UserError as error:
@@ -112,7 +120,10 @@ class Registry:
 
 
 def import_module(name: str, setting: str):
-    """The module; setting: `key=value` that asks for it. Raises UserError if it cannot be imported, whatever its code raises."""
+    """Import a module and return it. Raises UserError if that fails, whatever the module's code raises.
+
+    setting: the `key=value` that asks for the module, for messages.
+    """
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{setting} cannot be imported: {shortened(repr(name))} is not the name of a module")
     if "" not in sys.path:
@@ -121,7 +132,7 @@ def import_module(name: str, setting: str):
         return importlib.import_module(name)
     except ImportError as error:
         raise UserError(f"{setting} cannot be imported: {error}") from error
-    except (Exception, SystemExit) as error:  # somebody's code, run for the first time
+    except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
         raise UserError(f"{setting} cannot be imported: {described(error)} ({place})") from error

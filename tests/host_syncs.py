@@ -1,7 +1,8 @@
-"""Counts what makes the host wait for a GPU; on a CPU, what would.
+"""Counter for operations that make the host wait for a GPU, or would do so, on a CPU.
 
-On a GPU the host runs ahead of the device, until an operation needs a value from there, or its size: then it waits until the
-device has caught up. On a CPU the same operations cost nothing and are seen all the same.
+On a GPU the host runs ahead of the device until an operation needs a value from the device, or its size. The
+host then waits until the device has caught up. On a CPU the same operations cost nothing, but can be counted
+as well.
 """
 
 import traceback
@@ -37,12 +38,13 @@ OF_KERNELS = str(Path(emulation.__file__).parent)
 
 
 class HostSyncs(TorchDispatchMode):
-    """Within this context: `found` has what would wait and where, one text for each time.
+    """Context whose `found` has one text for each operation that would make the host wait, with its place.
 
-    Seen are values read by the host (item, bool, cpu, numpy, tolist), shapes that depend on values (nonzero, boolean masks as an
-    index, unique, bincount, repeat_interleave without output_size), and blocking copies to the device of Python's numbers or of
-    NumPy's arrays. Not seen are `copy_` between host and device and `to("cpu")`, which on a CPU look like any other.
-    Works in one thread, which on a CPU includes the backward pass.
+    It sees values read by the host (item, bool, cpu, numpy, tolist), shapes that depend on values (nonzero,
+    boolean masks as an index, unique, bincount, repeat_interleave without output_size), and blocking copies
+    of Python's numbers or NumPy's arrays to the device. It does not see `copy_` between host and device and
+    `to("cpu")`, which on a CPU look like any other operation. It works in one thread, which on a CPU includes
+    the backward pass.
     """
 
     def __init__(self):
@@ -66,7 +68,10 @@ class HostSyncs(TorchDispatchMode):
         return super().__exit__(*exc)
 
     def _patch(self, where: object, name: str, what: Callable[..., str]) -> None:
-        """what: called with the arguments; says what would wait, or nothing."""
+        """Wrap a function so that its waits are recorded.
+
+        what: is called with the function's arguments and returns what would wait, or nothing.
+        """
         plain = getattr(where, name)
 
         def noticed(*args, **kwargs):
@@ -95,7 +100,9 @@ class HostSyncs(TorchDispatchMode):
 
 
 class CudaSyncs:
-    """Within this context: `found` has where the host waited for the GPU, as CUDA's own calls told torch, one text for each time."""
+    """Context whose `found` has one text for each time that the host waited for the GPU, as torch reports
+    it.
+    """
 
     def __enter__(self):
         self.found: list[str] = []
@@ -116,12 +123,12 @@ class CudaSyncs:
 
 
 def host_syncs():
-    """The counter of this machine: a context with `found`."""
+    """Return the counter for this machine, a context with `found`."""
     return CudaSyncs() if torch.cuda.is_available() else HostSyncs()
 
 
 def difference(fewer: list[str], more: list[str]) -> list[str]:
-    """What was found more often in the second, with how many times."""
+    """Return what was found more often in the second, and how many times more."""
     return [f"{count} x {text}" for text, count in (Counter(more) - Counter(fewer)).items()]
 
 
@@ -151,7 +158,7 @@ def _blocking_copy(tensor, *args, non_blocking=False, **kwargs) -> str:
 
 
 def _caller() -> str:
-    """The innermost line that is neither of torch, of Python's warnings, nor of this file."""
+    """Return the innermost line that belongs neither to torch, nor to Python's warnings, nor to this file."""
     own = (str(Path(torch.__file__).parent), warnings.__file__, __file__)
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
     return f"{frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line}"

@@ -1,4 +1,4 @@
-"""Tiny random HF checkpoints and batches, made by the tests that use them."""
+"""Tiny random HF checkpoints, and batches for them."""
 
 import numpy as np
 import torch
@@ -87,7 +87,10 @@ FAMILIES = {
 
 
 def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
-    """A random checkpoint of one of FAMILIES, float32; every kind of parameter has values that matter."""
+    """Write a random float32 checkpoint of one of FAMILIES.
+
+    Every kind of parameter has values that matter.
+    """
     import transformers
 
     name, own = FAMILIES[family]
@@ -122,7 +125,7 @@ def tiny_model(folder, family, tied=False, seed=0, vocab_size=61, **changes):
 
 
 def aligned_model(folder, family, **more):
-    """A tiny_model whose sizes are multiples of 16, as GPU kernels want them."""
+    """Write a tiny_model whose sizes are multiples of 16, which GPU kernels require."""
     latent = {
         "q_lora_rank": 128,
         "kv_lora_rank": 128,
@@ -138,7 +141,7 @@ def aligned_model(folder, family, **more):
 
 
 def tiny_qwen3(folder, tied=False, seed=0, dtype=torch.float32, **changes):
-    """A random Qwen3 checkpoint; head_dim differs from hidden/heads."""
+    """Write a random Qwen3 checkpoint whose head_dim differs from hidden / heads."""
     tiny_model(folder, "qwen3", tied, seed, **changes)
     if dtype != torch.float32:
         from transformers import AutoModelForCausalLM
@@ -175,7 +178,7 @@ def random_batch(**kwargs) -> TrainBatch:
 
 @torch.no_grad()
 def transformers_logprobs(model, batch: TrainBatch, temperature: float = 1.0) -> np.ndarray:
-    """float32 [T], one sequence at a time."""
+    """Return transformers' log-probs, float32 [T], computed one sequence at a time."""
     out = np.zeros(batch.num_tokens, np.float32)
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         logits = model(torch.from_numpy(batch.tokens[start:end]).long()[None]).logits[0] / temperature
@@ -185,7 +188,10 @@ def transformers_logprobs(model, batch: TrainBatch, temperature: float = 1.0) ->
 
 
 def transformers_beams(model, prompt, width, ends, limit, config):
-    """(sequences without what follows their end, scores), the best first, by beam search. config: rollout.beam."""
+    """Return transformers' beam search, best first: (sequences up to their end, scores).
+
+    config: rollout.beam.
+    """
     stopping = {EarlyStopping.unlikely: False, EarlyStopping.complete: True, EarlyStopping.never: "never"}
     found = model.generate(
         torch.tensor([prompt]),

@@ -1,9 +1,9 @@
 """A pool of persistent processes that become the ranks of one layout after another.
 
-Importing Megatron takes seconds. Where torch is a CPU build, a session pays this once, in a process from
-which the others are forked. Where torch is a CUDA build, every process is spawned and imports Megatron again:
-CUDA cannot be used in a process that was forked from one that has asked for devices, and importing Megatron
-asks. Process groups are kept as long as the layout stays the same, and made anew for another.
+Importing Megatron takes seconds. With a CPU build of torch, a session pays this once, in a process from which
+the others are forked. With a CUDA build, every process is spawned and imports Megatron again: CUDA cannot be
+used in a process that was forked from one that has asked for devices, and importing Megatron asks. Process
+groups are kept as long as the layout stays the same, and made anew for another.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _MOST_THREADS = 300
 
 @contextlib.contextmanager
 def rank_pool(emulate_kernels: bool = False):
-    """A RankPool that is closed at the end; with kernels to be emulated it skips the test where they cannot be."""
+    """Yield a RankPool that is closed at the end. Skip the test if kernels must be emulated and cannot be."""
     if emulate_kernels and (problem := emulated_transformer_engine()[1]):
         pytest.skip(problem)
     pool = RankPool(emulate_kernels)
@@ -39,17 +39,20 @@ def rank_pool(emulate_kernels: bool = False):
 
 class RankPool:
     def __init__(self, emulate_kernels: bool = False):
-        """emulate_kernels: TransformerEngine can be imported in the processes."""
+        """Create a pool.
+
+        emulate_kernels: True if TransformerEngine must be importable in the processes.
+        """
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._forge = Forge(emulate_kernels)
         # What a layout is compared with, mostly on one rank, does not interrupt it.
         self._alone, self._together = (Team(self._forge, self._folder.name) for _ in range(2))
 
     def run(self, function, sizes: ParallelSizes, *args, seed: int = 1234) -> list:
-        """function(*args) on every rank of the layout; the results in rank order.
+        """Run function(*args) on every rank of the layout, and return the results in rank order.
 
-        `function` must be importable. Raises AssertionError with the traceback of the first rank
-        that failed; the processes are then started anew, because the others may hang in a collective.
+        `function` must be importable. Raises AssertionError with the traceback of the first rank that failed.
+        The processes are then started anew, because the others may hang in a collective.
         """
         team = self._alone if sizes.world_size == 1 else self._together
         return team.run(function, sizes, args, seed)
@@ -61,7 +64,7 @@ class RankPool:
 
 
 class Forge:
-    """A process that starts the others. Where it forks them, it has imported everything before."""
+    """A process that starts the others. If it forks them, it has imported everything before."""
 
     def __init__(self, emulate_kernels: bool):
         self._orders, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -73,7 +76,7 @@ class Forge:
         theirs.close()
 
     def process(self):
-        """(the id of a new process, the connection to it)"""
+        """Start a process and return (its id, the connection to it)."""
         ours, theirs = multiprocessing.Pipe()
         with theirs:
             self._orders.send(theirs)
@@ -115,10 +118,10 @@ class Team:
         return results
 
     def _renew(self) -> None:
-        """End processes that have too many threads; new ones take their place.
+        """Replace processes that have too many threads.
 
-        gloo's groups do not end all their threads when they are destroyed. After some hundred layouts thousands of them
-        poll, and the tests slow down to a tenth.
+        gloo's groups do not end all their threads when they are destroyed. After some hundred layouts there
+        are thousands of them, and their polling slows the tests down to a tenth.
         """
         for worker in list(self._workers):
             if psutil.Process(worker[0]).num_threads() > _MOST_THREADS:
@@ -138,7 +141,9 @@ class Team:
 
 
 def _forget_scales() -> None:
-    """TransformerEngine keeps what it knows of FP8 scales, and the groups to reduce them over, as long as the process lives."""
+    """Reset TransformerEngine's state about FP8 scales and their groups, which lives as long as the
+    process.
+    """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()

@@ -1,8 +1,8 @@
-"""Processes that tests of the sandbox start."""
+"""Processes that the sandbox's tests start."""
 
 import psutil
 
 
 def processes() -> set[int]:
-    """All that descend from this one."""
+    """Return all descendants of this process."""
     return {process.pid for process in psutil.Process().children(recursive=True)}

@@ -1,4 +1,4 @@
-"""What a run listens on, while it runs."""
+"""Addresses that a run listens on."""
 
 import contextlib
 import socket
@@ -11,7 +11,9 @@ Socket = tuple[int, str, int]  # process, address, port
 
 
 def listening(root: psutil.Process) -> dict[Socket, str]:
-    """What this process and all that descend from it listen on: {socket: its process's command line}."""
+    """Return the sockets that this process and its descendants listen on: {socket: command line of its
+    process}.
+    """
     found = {}
     for process in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
@@ -27,9 +29,10 @@ def listening(root: psutil.Process) -> dict[Socket, str]:
 
 
 class SocketWatch:
-    """Within this context: notes on which addresses this process and all that it started listen. found: {address: command lines}.
+    """Context that records the addresses that this process and its descendants listen on.
 
-    Left out is what this process itself listened on before, as a store of an earlier test does for as long as the process lives.
+    found: {address: command lines}. Sockets that this process already had are left out, such as a store of an
+        earlier test, which stays open as long as the process lives.
     """
 
     def __init__(self):

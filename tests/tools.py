@@ -1,5 +1,4 @@
-"""Running a script of tools/ within the tests' process, which starts in no time; finding what `make install` unpacked; a full disk;
-waiting."""
+"""Test helpers: run a script of tools/ within this process, find unpacked wheels, fake a full disk, wait."""
 
 import contextlib
 import io
@@ -16,7 +15,10 @@ import pytest
 
 
 def run_tool(name: str, *arguments, status: int = 0, stdin: str | None = None) -> tuple[str, str]:
-    """(standard output, standard error) of `python tools/NAME.py ARGUMENTS`, which must end with this exit status."""
+    """Run `python tools/NAME.py ARGUMENTS` within this process and return (standard output, standard error).
+
+    status: the exit status that the script must end with.
+    """
     out, err = io.StringIO(), io.StringIO()
     patches = (
         mock.patch.object(sys, "argv", [f"tools/{name}.py", *map(str, arguments)]),
@@ -33,7 +35,10 @@ def run_tool(name: str, *arguments, status: int = 0, stdin: str | None = None) -
 
 
 def wait_until(condition, otherwise: str = "", seconds: float = 30.0) -> None:
-    """For condition() to be true. otherwise: what is wrong if it is not by then."""
+    """Wait until condition() is true.
+
+    otherwise: message of the AssertionError if it is not true in time.
+    """
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, otherwise
@@ -41,7 +46,11 @@ def wait_until(condition, otherwise: str = "", seconds: float = 30.0) -> None:
 
 
 def unpacked(requirement: str) -> Path:
-    """The folder of a wheel of requirements/unpacked.txt, NAME==VERSION; the test skips where `make install` could not have it."""
+    """Return the folder of a wheel that `make install` unpacked.
+
+    requirement: NAME==VERSION, a line of requirements/unpacked.txt. The test is skipped if the folder is
+        missing.
+    """
     folder = Path(sys.prefix) / "unpacked" / requirement.replace("==", "-")
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there: `make install` could not download {requirement}")
@@ -50,7 +59,7 @@ def unpacked(requirement: str) -> Path:
 
 @contextlib.contextmanager
 def no_file_beyond(size: int) -> Iterator[None]:
-    """What this process writes beyond `size` bytes of a file fails in its middle, as on a disk that is full."""
+    """Make every write beyond `size` bytes of a file fail partway, as on a full disk."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
     try:
@@ -60,7 +69,9 @@ def no_file_beyond(size: int) -> Iterator[None]:
 
 
 def default_signals() -> None:
-    """In a process that a test is about to start (preexec_fn): it hears of signals that whoever started the tests has ignored, as nohup
-    and shells do for jobs in the background."""
+    """Restore the default handlers of SIGINT and SIGHUP, in a process that a test starts (preexec_fn).
+
+    nohup, and shells with background jobs, ignore these signals, and child processes would inherit that.
+    """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

@@ -2,9 +2,10 @@
 
     python tools/convert_gguf_to_hf.py FILE.gguf OUT_DIR [--dtype bfloat16] [--tokenizer HF_DIR]
 
-Reads Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE. Quantised weights are dequantised: what quantising has lost stays lost, so the
-model's own HF checkpoint is better where you can get it. Weights are written in float32 unless --dtype says otherwise. Memory
-is that of a shard of 1 GiB and of the largest tensor in float32. Needs no packages beyond those of the project.
+The model may be Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE. Quantised weights are dequantised, but what
+quantising lost stays lost: use the model's own HF checkpoint where you can get it. Weights are written in
+float32 unless --dtype says otherwise. The tool needs memory for a shard of 1 GiB and for the largest tensor
+in float32, and no packages beyond those of the project.
 """
 
 import argparse

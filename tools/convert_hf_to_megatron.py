@@ -1,9 +1,9 @@
-"""Convert an HF checkpoint to Megatron's distributed format, which loads in any layout.
+"""Convert an HF checkpoint to Megatron's distributed format, which loads in any parallel layout.
 
     python tools/convert_hf_to_megatron.py HF_DIR OUT_DIR [--processes N]
 
-Memory is some 0.2 GB for each process, whatever the model. After an interruption the same command continues; until OUT_DIR is whole
-it is called OUT_DIR.partial.
+Each process needs about 0.2 GB of memory, whatever the size of the model. After an interruption, run the same
+command again to continue. The output folder is called OUT_DIR.partial until it is complete.
 """
 
 import argparse
@@ -28,5 +28,5 @@ def main() -> None:
     call(parser, work, continues=True)
 
 
-if __name__ == "__main__":  # the processes that share the work import this file
+if __name__ == "__main__":  # the worker processes import this file
     main()

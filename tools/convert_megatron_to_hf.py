@@ -1,12 +1,19 @@
-"""Convert a Megatron checkpoint (of the conversion tool, of a training run, of Megatron-LM) to an HF checkpoint.
+"""Convert a Megatron checkpoint to an HF checkpoint.
 
-    python tools/convert_megatron_to_hf.py CHECKPOINT_DIR OUT_DIR [--hf HF_DIR] [--dtype bfloat16] [--fp8] [--processes N]
+    python tools/convert_megatron_to_hf.py CHECKPOINT_DIR OUT_DIR
+        [--hf HF_DIR] [--dtype bfloat16] [--fp8] [--processes N]
 
-CHECKPOINT_DIR holds actor/, as runs/NAME/checkpoints/step_XXXXXXXX does, or is such a folder itself, as Megatron-LM's
-iter_XXXXXXX. It may have been saved in any layout. --hf names the model the run started from, for configuration and tokenizer;
-converted checkpoints bring theirs. --fp8 writes the matrices of all layers, except routers, in FP8 with a scale for each block of 128 x
-128, as DeepSeek-V3's checkpoints have them. After an interruption the same command continues; until OUT_DIR is whole it is called
-OUT_DIR.partial.
+The checkpoint may come from tools/convert_hf_to_megatron.py, from a training run, or from Megatron-LM, and
+may have been saved in any parallel layout. CHECKPOINT_DIR contains a folder actor/, like
+runs/NAME/checkpoints/step_XXXXXXXX, or is itself the folder with the weights, like Megatron-LM's
+iter_XXXXXXX.
+
+--hf names the model that the run started from. Configuration and tokenizer are copied from there. Converted
+checkpoints contain their own. --fp8 writes the matrices of all layers, except routers, in FP8 with a scale
+for each block of 128 x 128, in the format of DeepSeek-V3's checkpoints.
+
+After an interruption, run the same command again to continue. The output folder is called OUT_DIR.partial
+until it is complete.
 """
 
 import argparse
@@ -42,5 +49,5 @@ def main() -> None:
     call(parser, work, continues=True)
 
 
-if __name__ == "__main__":  # the processes that share the work import this file
+if __name__ == "__main__":  # the worker processes import this file
     main()

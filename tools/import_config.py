@@ -1,17 +1,18 @@
-"""Turn the configuration of a verl or RLinf GRPO run into ours.
+"""Convert the configuration of a verl or RLinf GRPO run to ours.
 
     python tools/import_config.py run_grpo.sh --out mine.yaml
     python tools/import_config.py run_grpo.sh run.total_steps=435 reward.function=math --out mine.yaml
     python tools/import_config.py run_grpo.sh --env DEVICE=gpu --out mine.yaml
     python tools/import_config.py rlinf.yaml --from rlinf --accept --out mine.yaml
     python tools/import_config.py - <<< 'python3 -m verl.trainer.main_ppo data.train_batch_size=256 ...'
-    python tools/import_config.py --table verl           # the mapping, as docs/coming-from-verl.md has it
-    python tools/import_config.py --survey FOLDER        # what becomes of each launch script and YAML file in a folder
+    python tools/import_config.py --table verl           # the mapping, as in docs/coming-from-verl.md
+    python tools/import_config.py --survey FOLDER        # the outcome for each script and YAML file in it
 
-The YAML goes to --out, or to standard output; what happened to every setting, to standard error. What changes what
-is trained (an adapter that is not carried over, another reward, another number of steps) comes first there, and then nothing
-is written: settle it with key=value of ours, or say --accept. Exit status 2 in that case, for what cannot be read, and
-if the result does not pass `grpo-megatron config check`.
+The YAML is written to --out or standard output, and a report on every setting to standard error. The report
+begins with everything that changes what is trained: an adapter that is not carried over, another reward,
+another number of steps. If there is any such change, nothing is written, until you settle it with key=value
+of ours or pass --accept. The exit status is 2 in that case, if the source cannot be read, and if the result
+does not pass `grpo-megatron config check`.
 """
 
 import argparse
@@ -35,7 +36,10 @@ SCRIPTS = (".sh", ".yaml", ".yml", ".toml")
 
 
 def guess(settings: Settings) -> str:
-    """verl or rlinf, by whose keys are among the settings. Raises UserError if that leaves it open."""
+    """Return verl or rlinf, depending on whose keys the settings contain.
+
+    Raises UserError if both systems have equally many of them.
+    """
     known = {
         name: sum(system.entry_for(key) is not None for key in settings.values)
         for name, system in SYSTEMS.items()
@@ -47,7 +51,10 @@ def guess(settings: Settings) -> str:
 
 
 def values_given(overrides: list[str]) -> dict[str, Any]:
-    """key=value of ours, of their types. Raises UserError as a run's own overrides do."""
+    """Return key=value arguments of ours as values of their types.
+
+    Raises UserError for anything that a run would not accept as an override.
+    """
     merged = merge(layers(None, overrides))
     keys = [override.partition("=")[0] for override in overrides]
     values = {key: OmegaConf.select(merged, key) for key in keys}
@@ -58,7 +65,7 @@ def values_given(overrides: list[str]) -> dict[str, Any]:
 
 
 def variables_given(settings: list[str]) -> dict[str, str]:
-    """Read --env NAME=VALUE. Raises UserError for another form."""
+    """Parse the --env NAME=VALUE options. Raises UserError for any other form."""
     for setting in settings:
         if not re.match(r"[A-Za-z_]\w*=", setting, flags=re.ASCII):
             raise UserError(f"--env {setting}: it must be NAME=VALUE")
@@ -77,7 +84,10 @@ def read(source: str, launch: int | None, environment: dict[str, str]) -> Settin
 
 
 def checked(text: str, name: str) -> Report:
-    """What `config check` says of this YAML. name: how it is called there."""
+    """Return the report of `config check` on this YAML.
+
+    name: the name that the report gives to the YAML file.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "imported.yaml")
         path.write_text(text, encoding="utf-8")
@@ -100,14 +110,15 @@ def write(text: str, out: Path | None) -> None:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Exit status: 0, or 2 if a person has to accept or to mend something first."""
+    """Import one source. Return the exit status: 0, or 2 if a person has to accept or correct something."""
     settings = read(options.source, options.launch, variables_given(options.env))
     system = SYSTEMS[options.system or guess(settings)]
     imported = import_settings(system, settings, values_given(options.overrides))
     if imported.needs_acceptance and not options.accept:
         print(
-            f"{imported.report()}\n\nerror: the result may train something else, see above, and was not written. Give keys of ours "
-            "as key=value and variables of the script as --env NAME=VALUE, or accept all of it with --accept.",
+            f"{imported.report()}\n\nerror: the result may train something else, see above, and was not "
+            "written. Give keys of ours as key=value and variables of the script as --env NAME=VALUE, or "
+            "accept all of it with --accept.",
             file=sys.stderr,
         )
         return 2
@@ -121,7 +132,7 @@ def convert(options: argparse.Namespace) -> int:
 def outcome(
     source: str, system: str | None, given: dict[str, Any], environment: dict[str, str]
 ) -> tuple[str, str]:
-    """Return legal, needs --accept, or refused, and the main reason."""
+    """Return "legal", "needs --accept" or "refused", and the main reason."""
     try:
         settings = read(source, None, environment)
         imported = import_settings(SYSTEMS[system or guess(settings)], settings, given)
@@ -142,7 +153,10 @@ def outcome(
 
 
 def survey(folder: Path, system: str | None, given: dict[str, Any], environment: dict[str, str]) -> int:
-    """Print a line for each file, then the counts as JSON. given: our keys with which each is imported."""
+    """Print a line for each file, then the counts as JSON.
+
+    given: values of our keys that each file is imported with.
+    """
     if not folder.is_dir():
         raise UserError(f"--survey {folder} is not a folder")
     files = sorted(path for path in folder.rglob("*") if path.suffix in SCRIPTS and path.is_file())

@@ -1,12 +1,17 @@
-"""List what a checkpoint holds, or how two checkpoints differ.
+"""List what a checkpoint contains, or how two checkpoints differ.
 
-    python tools/inspect_checkpoint.py PATH [PATH2] [--hf HF_DIR] [--keys] [--no-digest] [--json] [--processes N]
+    python tools/inspect_checkpoint.py PATH [PATH2]
+        [--hf HF_DIR] [--keys] [--no-digest] [--json] [--processes N]
 
-PATH is an HF folder, a converted checkpoint, a training run's (checkpoints/step_XXXXXXXX) or Megatron-LM's (iter_XXXXXXX). One line for
-each tensor: name, shape, type, bytes, and the beginning of its digest, which is the SHA-256 of its elements, row by row. Tensors
-have HF's names and shapes in both formats, so digests of the same weights are equal; for a training run's checkpoint --hf names
-the model it is of, without which it is listed under Megatron's own keys, as with --keys. With PATH2, lists only what differs, with exit
-status 1 if anything does.
+PATH is an HF folder, a converted checkpoint, a training run's checkpoint (checkpoints/step_XXXXXXXX) or
+Megatron-LM's (iter_XXXXXXX). There is one line for each tensor: name, shape, dtype, bytes, and the beginning
+of its digest, which is the SHA-256 of its elements in row-major order.
+
+Tensors are listed with HF's names and shapes in both formats, so that the digests of equal weights are equal.
+For a training run's checkpoint, --hf names its model. Without it, the checkpoint is listed under Megatron's
+own keys, as with --keys.
+
+With PATH2, only differences are listed. The exit status is 1 if there is any.
 """
 
 import argparse
@@ -46,5 +51,5 @@ def main() -> None:
     call(parser, work)
 
 
-if __name__ == "__main__":  # the processes that share the work import this file
+if __name__ == "__main__":  # the worker processes import this file
     main()

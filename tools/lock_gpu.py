@@ -2,12 +2,12 @@
 
     .venv/bin/python tools/lock_gpu.py --python python3.12 [-- pip's arguments]
 
-pip resolves requirements/gpu*.txt and test.txt for the interpreter named, which needs no packages, and installs nothing. Run it after a
-change of these files. Two files are written:
+pip resolves requirements/gpu*.txt and test.txt for the interpreter that --python names, and installs nothing.
+That interpreter needs no packages. Run the tool after a change of these files. It writes two files:
 
-    requirements/gpu-lock.txt    NAME==VERSION of every package; `make install-gpu` gives it to pip as constraints
-    requirements/gpu-lock.json   the same with each package's wheel, its SHA-256, and what it requires of other packages, which is
-                                 what tests/unit/test_gpu_lock.py checks the versions against
+    requirements/gpu-lock.txt    NAME==VERSION of every package: pip's constraints in `make install-gpu`
+    requirements/gpu-lock.json   the same, with each package's wheel, its SHA-256, and its requirements, which
+                                 tests/unit/test_gpu_lock.py checks the versions against
 """
 
 import argparse
@@ -29,7 +29,8 @@ LOCK = REQUIREMENTS / "gpu-lock.txt"
 DETAILS = REQUIREMENTS / "gpu-lock.json"
 TRANSFORMER_ENGINE = "gpu-transformer-engine.txt"  # installed without its dependencies
 RESOLVED = ("gpu-torch.txt", "gpu.txt", "test.txt")
-# No wheel exists: pip compiles it against the torch of the environment. What its setup.py requires under CUDA 13.
+# Packages without a wheel, which pip compiles against the environment's torch. The values are what their
+# setup.py requires under CUDA 13.
 SOURCE_ONLY = {
     "transformer-engine-torch": [
         "torch>=2.1",
@@ -41,11 +42,14 @@ SOURCE_ONLY = {
         "transformer_engine_cu13==2.11.0",
     ]
 }
-# `make install-gpu` takes either; the lock is made with the newer one.
+# `make install-gpu` accepts either version; the lock is made with the newer one.
 PYTHONS = ("3.11", "3.12")
-# Names every component of one CUDA release, by extras.
+# Package whose extras name the components of one CUDA release.
 TOOLKIT = "cuda-toolkit"
-_HEADER = "# Made by tools/lock_gpu.py: all packages of the GPU stack, for CPython 3.12 on Linux x86-64. Do not edit.\n"
+_HEADER = (
+    "# Made by tools/lock_gpu.py: all packages of the GPU stack, for CPython 3.12 on "
+    "Linux x86-64. Do not edit.\n"
+)
 
 
 @dataclass
@@ -63,12 +67,15 @@ class Locked:
     pythons: str = ""
     """`Requires-Python`, such as ">=3.10"."""
     extras: list[str] = field(default_factory=list)
-    """Extras that somebody asks for."""
+    """Extras of the package that the requirements, or other packages, ask for."""
 
 
 @dataclass
 class Lock:
-    """All packages. environment: values of the markers of PEP 508 on the target, such as python_version."""
+    """All packages.
+
+    environment: values of the PEP 508 markers on the target, such as python_version.
+    """
 
     packages: dict[str, Locked]
     environment: dict[str, str]
@@ -92,7 +99,10 @@ class Lock:
         details.write_text(content, encoding="utf-8")
 
     def applies(self, requirement: Requirement, extras: Iterable[str] = ()) -> bool:
-        """Return whether a requirement holds on the target, for a package of which these extras are wanted."""
+        """Return True if a requirement holds on the target.
+
+        extras: the wanted extras of the package that has the requirement.
+        """
         if requirement.marker is None:
             return True
         return any(
@@ -100,7 +110,7 @@ class Lock:
         )
 
     def extras(self, roots: list[Requirement]) -> dict[str, set[str]]:
-        """{package: its extras that the roots, or packages that they need, ask for}"""
+        """Return {package: its extras that the roots, or the packages that they need, ask for}."""
         found: dict[str, set[str]] = defaultdict(set)
         waiting = [root for root in roots if self.applies(root)]
         seen: set[str] = set()
@@ -119,7 +129,11 @@ class Lock:
         return found
 
     def problems(self, roots: list[Requirement]) -> list[str]:
-        """Return one line for each package that is missing, that a package or a Python refuses, or that is of another CUDA release."""
+        """Return one line for each problem.
+
+        A package may be missing, excluded by another package or by a Python version, or belong to another
+        CUDA release.
+        """
         extras, found = self.extras(roots), []
         demands = [("requirements", root) for root in roots if self.applies(root)]
         for name, own in self.packages.items():
@@ -154,7 +168,7 @@ class Lock:
 
 
 def roots(*files: str) -> list[Requirement]:
-    """The requirements of files in requirements/, without references to other files."""
+    """Return the requirements in these files of requirements/, without references to other files."""
     lines = [
         line.split("#")[0].strip()
         for file in files
@@ -164,7 +178,7 @@ def roots(*files: str) -> list[Requirement]:
 
 
 def resolve(python: str, arguments: list[str]) -> dict:
-    """pip's report of what it would install for an interpreter."""
+    """Return pip's report of what it would install for an interpreter."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         pip = [
@@ -178,14 +192,14 @@ def resolve(python: str, arguments: list[str]) -> dict:
             "--dry-run",
             "--ignore-installed",
         ]
-        # Of most wheels, pip then reads the metadata alone and not gigabytes.
+        # With fast-deps, pip reads only the metadata of most wheels, instead of gigabytes.
         pip += ["--use-feature=fast-deps", "--only-binary", ":all:", "--report", str(report)]
         subprocess.run([*pip, *arguments], check=True, cwd=REQUIREMENTS)
         return json.loads(report.read_text(encoding="utf-8"))
 
 
 def locked(report: dict) -> dict[str, Locked]:
-    """{package: what the report says of it}"""
+    """Return {package: its data in the report}."""
     found = {}
     for item in report["install"]:
         metadata, download = item["metadata"], item["download_info"]
@@ -203,14 +217,15 @@ def locked(report: dict) -> dict[str, Locked]:
 
 
 def make(python: str, pip_arguments: list[str]) -> Lock:
-    """Ask pip for all packages. Raises SystemExit for another target than the lock is for."""
+    """Ask pip for all packages. Raises SystemExit if the interpreter is not of the lock's target."""
     files = [argument for file in RESOLVED for argument in ("-r", file)]
     report = resolve(python, [*files, *pip_arguments])
     environment = report["environment"]
     target = environment["python_version"], environment["sys_platform"], environment["platform_machine"]
     if target != ("3.12", "linux", "x86_64"):
         sys.exit(
-            f"the lock is for CPython 3.12 on Linux x86-64, and {python} is {target}: name another with --python"
+            f"the lock is for CPython 3.12 on Linux x86-64, and {python} is "
+            f"{target}: name another with --python"
         )
     alone = roots(TRANSFORMER_ENGINE)
     wheels = [str(one) for one in alone if canonicalize_name(one.name) not in SOURCE_ONLY]
@@ -219,7 +234,7 @@ def make(python: str, pip_arguments: list[str]) -> Lock:
         (pin,), name = one.specifier, canonicalize_name(one.name)
         if name in SOURCE_ONLY:
             packages[name] = Locked(pin.version, "", "", SOURCE_ONLY[name])
-    # Neither the kernel's release nor its build is a property of the target.
+    # The release and build of the kernel are no properties of the target.
     kept = {
         name: value
         for name, value in environment.items()

@@ -2,12 +2,17 @@
 
     python tools/make_arithmetic.py OUT_DIR [--seed S] [--held-out N] [--wrong P] [--copies C]
 
-Writes OUT_DIR/train.jsonl (prompts with answers), OUT_DIR/eval.jsonl (held-out prompts) and
-OUT_DIR/sft.jsonl (the responses of a noisy teacher: its steps are right, but in a share P of them
-the final answer is off by one or ten). Each problem is in sft.jsonl several times, with errors of
-its own each time, so that the noise cannot be learned by heart. OUT_DIR/preferences.jsonl has for
-each problem, half as many times, a right and a wrong response, of which the right one is preferred;
-OUT_DIR/preferences_eval.jsonl has one pair for each held-out problem.
+Writes these files to OUT_DIR:
+
+    train.jsonl             prompts with answers
+    eval.jsonl              held-out prompts with answers
+    sft.jsonl               responses of a noisy teacher
+    preferences.jsonl       pairs of a right (preferred) and a wrong response
+    preferences_eval.jsonl  one such pair for each held-out problem
+
+The teacher's steps are right, but in a share P of its responses the final answer is off by one or ten. Each
+problem occurs C times in sft.jsonl with different errors, so that the noise cannot be memorised. In
+preferences.jsonl it occurs half as often.
 
 No held-out pair of operands, in either order, occurs in train.jsonl, sft.jsonl or preferences.jsonl.
 """
@@ -21,8 +26,11 @@ from grpo_megatron.json_files import json_text
 
 
 def problem(a: int, b: int, sign: str, slips: tuple[int, int] = (0, 0)) -> tuple[str, str, int]:
-    """(prompt, worked steps, answer). Subtraction wants a >= b. slips: by how much the results of both steps are off; what follows
-    from them is right."""
+    """Return (prompt, worked steps, answer). Subtraction requires a >= b.
+
+    slips: errors that are added to the results of the two steps. What follows from a wrong result is computed
+        correctly.
+    """
     if sign == "+":
         ones = a % 10 + b % 10 + slips[0]
         tens = a // 10 + b // 10 + ones // 10 + slips[1]
@@ -42,8 +50,12 @@ def noisy(answer: int, rng: random.Random, wrong: float) -> int:
 
 
 def preference(prompt: str, steps: str, answer: int, rng: random.Random) -> dict[str, str]:
-    """The right response is preferred to one whose answer does not follow from its steps, whose steps have a slip, or that has one
-    digit wrong. What is never wrong in preferences is what training on them does not punish."""
+    """Return a pair of a right response, which is preferred, and a wrong one.
+
+    The wrong response has an answer that does not follow from its steps, or a slip in a step, or one wrong
+    digit. All three kinds are needed, because training does not penalise an error that no rejected response
+    contains.
+    """
     right = f"{steps} #{answer}"
     kind = rng.randrange(3)
     if kind == 0:
@@ -64,10 +76,8 @@ def make(out: Path, seed: int, held_out: int, wrong: float, copies: int) -> dict
     pairs = [(a, b) for a in range(10, 100) for b in range(10, a + 1)]
     rng.shuffle(pairs)
     out.mkdir(parents=True, exist_ok=True)
-    counts, of_preferences = (
-        {},
-        random.Random(f"preferences {seed}"),
-    )  # the other files are drawn by a generator of their own
+    # The preferences have a random generator of their own, so that they do not change the other files.
+    counts, of_preferences = {}, random.Random(f"preferences {seed}")
     for name, chosen in (("eval", pairs[:held_out]), ("train", pairs[held_out:])):
         problems = []
         for a, b in chosen:

@@ -2,8 +2,8 @@
 
     python tools/make_tiny_model.py OUT_DIR [--tokenizer characters|bytes] [--seed S] [--hidden 128] ...
 
-The vocabulary is <pad>, <bos>, <eos>, the role marks, and either the characters the arithmetic task
-uses or all bytes (any text). Loads in transformers and SGLang like any other checkpoint.
+The vocabulary consists of <pad>, <bos>, <eos>, the role marks, and either the characters of the arithmetic
+task or all bytes (any text). The checkpoint loads in transformers and SGLang like any other.
 """
 
 import argparse
@@ -19,7 +19,10 @@ TEMPLATE = (
 
 
 def make_tokenizer(kind: str = "characters"):
-    """kind: characters (those of the arithmetic task) or bytes (any text)."""
+    """Return a tokenizer.
+
+    kind: "characters" (those of the arithmetic task) or "bytes" (any text).
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -59,7 +62,10 @@ def make(
     positions: int = 2048,
     experts: int = 0,
 ) -> int:
-    """Write the checkpoint (float32); returns its number of parameters. experts: of which each token takes 2."""
+    """Write the checkpoint in float32 and return its number of parameters.
+
+    experts: number of experts, of which each token uses 2. 0: a dense model.
+    """
     import torch
     import transformers
 

@@ -1,13 +1,15 @@
-"""Make word problems that take one step: the task of `make quickstart-real`.
+"""Make one-step word problems, the task of `make quickstart-real`.
 
     python tools/make_word_problems.py OUT_DIR [--seed S] [--train N] [--held-out N]
 
-Writes OUT_DIR/train.jsonl and OUT_DIR/eval.jsonl with one {"prompt": ..., "answer": ...} per line, such as
+Writes OUT_DIR/train.jsonl and OUT_DIR/eval.jsonl with one {"prompt": ..., "answer": ...} per line. A prompt
+is, for example:
 
     Anna has 11 books. Omar has 20 books. How many books do they have together?
 
-A third of the problems each are additions, subtractions and multiplications. The two files have no person, no
-object and, within a kind of problem, no pair of numbers (in either order) in common. The wordings are the same.
+One third of the problems each are additions, subtractions and multiplications. The two files have no person,
+no object and, within a kind of problem, no pair of numbers (in either order) in common. The wordings are the
+same.
 """
 
 import argparse
@@ -57,12 +59,16 @@ OBJECTS = [
 ]
 HELD_OUT_OBJECTS = ["pencils", "oranges", "keys", "buttons", "toys", "flowers"]
 HELD_OUT_SHARE = 0.25
-"""Share of the pairs of numbers that only eval.jsonl has."""
+"""Share of the pairs of numbers that only eval.jsonl uses."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One operation, and the ways to ask for it. Placeholders: {x} and {y} numbers, {a} and {b} persons, {o} objects."""
+    """One operation, and the wordings that ask for it.
+
+    smallest, largest: range of both numbers.
+    wordings: templates with {x} and {y} for numbers, {a} and {b} for persons, {o} for objects.
+    """
 
     smallest: int
     largest: int
@@ -102,7 +108,7 @@ KINDS = (
 
 
 def pairs_of(kind: Kind, rng: random.Random) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Divide the pairs of different numbers of a kind, the larger number first, into (training, held-out)."""
+    """Divide the pairs of different numbers, the larger one first, into (training, held-out)."""
     numbers = range(kind.smallest, kind.largest + 1)
     pairs = [(x, y) for x in numbers for y in numbers if x > y]
     rng.shuffle(pairs)
@@ -142,7 +148,10 @@ def make(out: Path, seed: int, train: int, held_out: int) -> dict[str, int]:
 
 
 def number(text: str) -> int:
-    """Parse a number of problems. More than the largest one could take forever to find different ones."""
+    """Parse a number of problems.
+
+    All problems are different, so that making more than 2000 could take forever.
+    """
     value = int(text)
     if not 1 <= value <= 2000:
         raise argparse.ArgumentTypeError(f"{value} is not between 1 and 2000")

@@ -4,10 +4,12 @@
     python tools/mutants.py grpo_megatron/batch/schedule.py --tests tests/unit/test_schedule.py
     python tools/mutants.py --show grpo_megatron.batch.schedule.x__pack__mutmut_4
 
-mutmut makes the faults and runs the tests. The tests are the files in tests/unit that import a module of the mutated
-files' packages, unless --tests names others; of these, each fault is shown only to the tests that run the changed
-function. Everything happens in a copy of the tracked files in .mutants/. The output shows each fault that was not
-caught as the lines that it changes; its last line is a JSON object. docs/maturity.md says how to judge what is left.
+mutmut makes the faults and runs the tests. By default these are the files in tests/unit that import a module
+of a mutated file's package; --tests names others. For each fault, only the tests that execute the changed
+function are run. Everything happens in a copy of the tracked files in .mutants/.
+
+The output shows the changed lines of each fault that was not caught. Its last line is a JSON object.
+docs/maturity.md explains how to judge the remaining faults.
 """
 
 import argparse
@@ -27,8 +29,8 @@ from grpo_megatron.json_files import json_text
 
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / ".mutants"
-# Exit statuses that mutmut writes into its .meta files. Everything else means that a test noticed the fault. 33: no test
-# runs the function; 5: pytest found no test to run.
+# Exit statuses that mutmut writes into its .meta files: 33 if no test executes the function, 5 if pytest
+# found no test to run. Any other status but 0 means that a test noticed the fault.
 _SURVIVED, _NO_TESTS = 0, (5, 33)
 
 
@@ -65,8 +67,9 @@ def tests_of(files: list[Path]) -> list[Path]:
 def with_late_decorators(source: str) -> str:
     """Return source text that decorates each function after its definition: `f = decorator(f)`.
 
-    mutmut changes no function that has a decorator, such as the advantage estimators, the surrogates and all properties.
-    Only the decorators that mutmut knows, and setters, which need the property's name, stay where they are.
+    mutmut does not mutate functions with a decorator, which would leave out the advantage estimators, the
+    surrogates and all properties. Only staticmethod and classmethod, which mutmut knows, and setters, which
+    need the property's name, stay in place.
     """
     lines = source.splitlines(keepends=True)
     functions = [
@@ -113,13 +116,13 @@ def make_copy(files: list[Path], tests: list[Path]) -> None:
 
 
 def mutmut(*words: str) -> int:
-    # One thread: a forked process must not inherit a torch whose pool of threads is gone.
+    # One thread, because a forked process does not inherit the threads of torch's pool.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, "-m", "mutmut", *words], cwd=COPY, env=environment).returncode
 
 
 def results(files: list[Path]) -> Iterator[tuple[Path, dict[str, int | None]]]:
-    """Yield each file with {mutant: exit status of its tests}; the status is None where they have not run."""
+    """Yield each file with {mutant: exit status of its tests, or None if they have not run}."""
     for file in files:
         meta = COPY / "mutants" / f"{file}.meta"
         if meta.exists():
@@ -127,13 +130,13 @@ def results(files: list[Path]) -> Iterator[tuple[Path, dict[str, int | None]]]:
 
 
 def function_of(mutant: str) -> str:
-    """Return the readable name of a mutant's function: `module.x__pack__mutmut_4` is `module._pack`."""
+    """Return the readable name of a mutant's function: `module._pack` for `module.x__pack__mutmut_4`."""
     module, _, name = re.sub(r"__mutmut_\d+$", "", mutant).rpartition(".")
     return f"{module}.{name.removeprefix('xǁ').removeprefix('x_').replace('ǁ', '.')}"
 
 
 def changed_lines(file: Path) -> dict[str, str]:
-    """Return {last part of a mutant's name: the lines that it removes and adds} of a file's mutants."""
+    """Return {last part of the mutant's name: the lines that it removes and adds} for a file's mutants."""
     source = (COPY / "mutants" / file).read_text(encoding="utf-8")
     texts = {
         node.name: (ast.get_source_segment(source, node) or "").splitlines()[1:]
@@ -164,7 +167,8 @@ def print_results(files: list[Path]) -> None:
             change = changes.get(mutant.rpartition(".")[2]) or " (in the function's first line: see --show)"
             survivors.setdefault(function_of(mutant), []).append(mutant + change)
         print(
-            f"{file!s:56} {counts['mutants']:8} {counts['caught']:8} {counts['survived']:9} {counts['no_test']:8}"
+            f"{file!s:56} {counts['mutants']:8} {counts['caught']:8} "
+            f"{counts['survived']:9} {counts['no_test']:8}"
         )
     for function, mutants in sorted(survivors.items(), key=lambda item: -len(item[1])):
         print(f"\n{function}: {len(mutants)} not caught\n    " + "\n    ".join(mutants))

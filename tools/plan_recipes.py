@@ -1,8 +1,8 @@
-"""The table of docs/recipes.md: what the configurations for clusters take of their GPUs' and hosts' memory, by arithmetic.
+"""Print the table of docs/recipes.md: the computed GPU and host memory of the cluster configurations.
 
     python tools/plan_recipes.py
 
-`grpo-megatron plan` says the same, and more, of any configuration.
+`grpo-megatron plan` prints the same, and more, for any configuration.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from grpo_megatron.planner.plan import Plan, gb, plan
 from grpo_megatron.planner.text import engines_text, trainer_text
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-# The configurations for clusters, and their models in configs/models.
+# Configuration for a cluster -> its model in configs/models.
 RECIPES = {
     "qwen3_8b_1node": "qwen3-8b",
     "llama3_70b_16node": "llama-3.1-70b",
@@ -29,7 +29,7 @@ _CAPACITY = ("weights of an engine", "tokens in its KV cache", "host, a node")
 
 
 def recipe(name: str) -> Config:
-    """Of configs/NAME.yaml, with the model's config.json in configs/models."""
+    """Return the configuration configs/NAME.yaml, with the model's config.json from configs/models."""
     return read_config(str(CONFIGS / f"{name}.yaml"), [f"model.path={CONFIGS / 'models' / RECIPES[name]}"])
 
 

@@ -1,10 +1,12 @@
-"""What a weight sync of a model would move and take, on paper, for layouts and machines that need not be there.
+"""Print how many bytes a weight sync of a model would move, and how long it would take.
 
     python tools/plan_weight_sync.py MODEL --nodes 16 --trainer tp=8,pp=4 --engine tp=8 [--colocated]
     python tools/plan_weight_sync.py --table
 
-MODEL is a folder with a config.json; no weights are read. The trainer's data-parallel size follows from the nodes. Of separate engines half
-of the nodes are the trainer's. --table prints the table of docs/weight-sync.md, for the models in configs/models.
+The figures are computed, so that the machines need not exist. MODEL is a folder with a config.json; no
+weights are read. The trainer's data-parallel size follows from the number of nodes. Without --colocated, half
+of the nodes belong to the trainer and half to the engines. --table prints the table of docs/weight-sync.md,
+for the models in configs/models.
 """
 
 import argparse
@@ -31,7 +33,12 @@ MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how the trainer divides it (all but data parallel), and how an engine does."""
+    """A model and its parallel layouts.
+
+    trainer: the trainer's sizes. The data-parallel size follows from the number of nodes.
+    engine: the layout of one engine.
+    colocated: True if engines and trainer share GPUs.
+    """
 
     model: str
     trainer: ParallelSizes
@@ -40,7 +47,7 @@ class Case:
 
 
 def layouts_of(case: Case, nodes: int, gpus_per_node: int) -> Layouts:
-    """Raises UserError for layouts that are not legal."""
+    """Return the layouts on this many nodes. Raises UserError if they are not legal."""
     gpus = nodes * gpus_per_node
     for_trainer = gpus if case.colocated else gpus // 2
     replica = case.trainer.tp * case.trainer.cp * case.trainer.pp
@@ -107,7 +114,7 @@ def show(rows: list[tuple[str, ...]]) -> None:
 
 
 def show_links(case: Case, nodes: int, gpus_per_node: int) -> None:
-    """Every link of the plan, point to point or within nodes, with its bytes."""
+    """Print every link of the plan, between or within nodes, with its bytes."""
     layouts = layouts_of(case, nodes, gpus_per_node)
     for link, size in ReshardPlan(layouts).volumes(itemsize=2).items():
         via = f" through rank {link.carrier}" if link.carrier != link.sender else ""
@@ -131,7 +138,9 @@ def table() -> list[Case]:
 
 
 def parsed(text: str, allowed: tuple[str, ...]) -> dict[str, int]:
-    """tp=8,pp=4"""
+    """Parse sizes such as "tp=8,pp=4". Raises UserError unless each is an allowed name with a positive
+    number.
+    """
     found = {}
     for part in text.split(","):
         name, _, value = part.partition("=")

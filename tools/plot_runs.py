@@ -1,9 +1,9 @@
-"""Draw a scalar of several runs as curves over the steps, from their TensorBoard logs, into a PNG.
+"""Plot a scalar of several runs over the steps, from their TensorBoard logs, as a PNG.
 
     python tools/plot_runs.py OUT.png [--scalar eval/mean@4] [--title TEXT] [NAME=]RUN_FOLDER ...
 
-RUN_FOLDER is a run's folder (or any folder with event files in it); NAME the label of its curve, by
-default the folder's. Needs matplotlib (pip install grpo-megatron[plot]).
+RUN_FOLDER is a run's folder, or any folder with event files in it. NAME is the label of its curve; the
+default is the folder's name. The tool needs matplotlib (pip install grpo-megatron[plot]).
 """
 
 import argparse
@@ -12,9 +12,11 @@ from pathlib import Path
 
 
 def read_scalar(folder: str | Path, scalar: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of a scalar in a folder's TensorBoard logs; of a step logged twice, the later value.
+    """Return (steps, values) of a scalar in a folder's TensorBoard logs.
 
-    Raises ValueError if there are no logs or no such scalar, naming what is there.
+    A step that was logged twice has the later value.
+
+    Raises ValueError, with the names of the scalars that exist, if there are no logs or no such scalar.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -24,7 +26,7 @@ def read_scalar(folder: str | Path, scalar: str) -> tuple[list[int], list[float]
     found: dict[int, float] = {}
     known: set[str] = set()
     for file in files:
-        # 0: all points, where the default keeps a sample of them.
+        # 0 keeps all points. The default would keep a sample.
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
         known |= set(events.Tags()["scalars"])
         if scalar in events.Tags()["scalars"]:
@@ -36,7 +38,10 @@ def read_scalar(folder: str | Path, scalar: str) -> tuple[list[int], list[float]
 
 
 def plot(out: str, scalar: str, runs: dict[str, str], title: str | None = None) -> None:
-    """runs: {label of a curve: folder}."""
+    """Write the PNG.
+
+    runs: {label of a curve: folder}.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -45,7 +50,7 @@ def plot(out: str, scalar: str, runs: dict[str, str], title: str | None = None) 
     curves = {label: read_scalar(folder, scalar) for label, folder in runs.items()}
     figure, axes = pyplot.subplots(figsize=(7, 4.2), constrained_layout=True)
     for (label, (steps, values)), marker in zip(curves.items(), "osv^Dx+*" * len(curves), strict=False):
-        # Marks, because curves may lie on each other.
+        # Markers show curves that coincide.
         axes.plot(steps, values, label=label, marker=marker, markersize=4, markevery=max(1, len(steps) // 12))
     axes.set_xlabel("step")
     axes.set_ylabel(scalar)

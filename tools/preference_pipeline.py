@@ -1,13 +1,17 @@
-"""From preferences to a policy: train a reward model on pairs of responses, then GRPO on its scores.
+"""Train a policy from preferences: a reward model on pairs of responses, then GRPO on its scores.
 
     python tools/preference_pipeline.py [--strategy sampling|beam] [--seed S] [--root DIR] [key=value ...]
 
-Task, model and warm start are the quickstart's. The reward model is configs/reward_model_quickstart.yaml, the GRPO run
-configs/reward_model_grpo.yaml, to which extra key=value arguments go; its groups are samples, or come from a beam search.
-Neither training sees the answers of the task. Prints a table with a line for each evaluation of the policy and, as its last line,
-one JSON object: accuracy_of_pairs (held-out pairs in which the preferred response has the higher score, after training), and before
-and after GRPO, of the held-out problems with 4 samples each, reward_before and reward_after (mean score) and right_before and
-right_after (share of the same samples that end with the right answer).
+Task, model and warm start are the quickstart's. The reward model is configs/reward_model_quickstart.yaml. The
+GRPO run is configs/reward_model_grpo.yaml; extra key=value arguments are passed on to it. Its groups are
+samples or come from a beam search. Neither training sees the answers of the task.
+
+Prints a table with a line for each evaluation of the policy and, as its last line, one JSON object:
+
+    accuracy_of_pairs             share of the held-out pairs in which the preferred response has the higher
+                                  score, after training
+    reward_before, reward_after   mean score of 4 samples for each held-out problem, before and after GRPO
+    right_before, right_after     share of the same samples that end with the right answer
 """
 
 import argparse
@@ -22,7 +26,7 @@ JUDGE, POLICY = "reward_model_quickstart", "reward_model_grpo"
 
 
 def judged(samples: Path) -> dict[str, float]:
-    """Of the responses in the file of one evaluation: their mean score, and the share that ends with the right answer."""
+    """Return the mean score of the responses in an evaluation's file, and the share with the right answer."""
     lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     pairs = [(response, f" #{line['answer']}") for line in lines for response in line["responses"]]
     score = sum(response["reward"] for response, _ in pairs) / len(pairs)

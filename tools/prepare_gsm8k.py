@@ -1,10 +1,10 @@
-"""Turn original GSM8K files into prompts.
+"""Convert original GSM8K files to prompts.
 
     python tools/prepare_gsm8k.py train.jsonl OUT.jsonl [--instruction TEXT]
 
-Input lines have `question` and `answer` (a worked solution that ends with `#### number`). Output lines
-have `prompt` (question and instruction), `answer` (the number) and `solution`. The input can also be
-trained on as it is (configs/gsm8k_cpu.yaml); this form is for whoever wants to change the prompts.
+Input lines have `question` and `answer` (a worked solution that ends with `#### number`). Output lines have
+`prompt` (question and instruction), `answer` (the number) and `solution`. The input can also be trained on
+directly (configs/gsm8k_cpu.yaml); use this tool if you want to change the prompts.
 """
 
 import argparse
@@ -19,7 +19,7 @@ INSTRUCTION = "Let's think step by step and put the final answer within \\boxed{
 
 
 def prepare(source: str, out: Path, instruction: str) -> int:
-    """Number of prompts written. Raises UserError for a record without a final answer."""
+    """Write the prompts and return their number. Raises UserError for a record without a final answer."""
     lines = []
     for number, record in enumerate(read_records(source, ["question", "answer"])):
         answer = hashes(record["answer"])

@@ -1,12 +1,16 @@
-"""The quickstart: make a task and a tiny model, warm it up, train it with GRPO, show what came out.
+"""Run the quickstart: make a task and a tiny model, warm it up, train it with GRPO, print the result.
 
     python tools/quickstart.py [--config NAME] [--seed S] [--root DIR] [key=value ...]
 
-The GRPO run is configs/NAME.yaml, quickstart or quickstart_fp8; extra key=value arguments go to it.
+The GRPO run is configs/NAME.yaml, where NAME is quickstart or quickstart_fp8. Extra key=value arguments are
+passed on to it.
+
 Prints a table and, as its last line, one JSON object:
-accuracy_before and accuracy_after (held-out, mean of 4 samples at temperature 1), train_seconds and
-tokens_per_second of the GRPO steps, mismatch_max (largest difference of a log-prob between engine
-and trainer over all steps).
+
+    accuracy_before, accuracy_after     accuracy on held-out problems, mean of 4 samples at temperature 1
+    greedy_before, greedy_after         accuracy of greedy decoding on the same problems
+    train_seconds, tokens_per_second    duration and speed of the GRPO steps
+    mismatch_max                        largest difference of a log-prob between engine and trainer
 """
 
 import argparse
@@ -47,7 +51,7 @@ def common(root: str, seed: str) -> list[str]:
 
 
 def grpo_arguments(root: str, seed: str) -> list[str]:
-    """Of a GRPO run on what `prepare` makes."""
+    """Return the arguments of a GRPO run on the task and model that `prepare` makes."""
     data = [f"data.{name}={root}/quickstart_data/{name}.jsonl" for name in ("train", "eval")]
     return [*common(root, seed), f"model.path={root}/quickstart_sft/hf", *data]
 
@@ -55,8 +59,10 @@ def grpo_arguments(root: str, seed: str) -> list[str]:
 def with_overrides(
     parser: argparse.ArgumentParser, overrides: list[str], file: str, arguments: list[str]
 ) -> list[str]:
-    """Arguments of the GRPO run of a configuration file, then the user's own. What is wrong with these is said now, not after the warm
-    start."""
+    """Return the arguments of the GRPO run followed by the user's overrides.
+
+    They are checked now, so that a mistake is reported before the warm start and not after it.
+    """
     moved = [text for text in overrides if text.startswith(("run.name", "run.root", "run.seed"))]
     if moved:
         parser.error(f"{', '.join(moved)}: use --root and --seed")
@@ -68,7 +74,11 @@ def with_overrides(
 
 
 def show(run: dict, *lines: tuple[str, str]) -> None:
-    """Print a table of a finished run (its result.json): accuracy before and after, speed, and where things are. lines: more of it."""
+    """Print a table of a finished run: accuracy before and after, speed, and the paths of its files.
+
+    run: content of the run's result.json.
+    lines: further rows (name, figure).
+    """
     before, after = run["before"], run["after"]
     rows = [("held-out accuracy", "before GRPO", "after GRPO")]
     rows += [(name.removeprefix("eval/"), f"{before[name]:.1%}", f"{after[name]:.1%}") for name in before]

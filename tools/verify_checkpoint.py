@@ -1,10 +1,11 @@
-"""Compare a Megatron checkpoint with the HF checkpoint it was made of.
+"""Compare a Megatron checkpoint with the HF checkpoint that it was converted from.
 
     python tools/verify_checkpoint.py HF_DIR MEGATRON_DIR [--bits-only] [--processes N]
 
-First every tensor is read from both, without writing anything: what would come back must be HF's, bit for bit. Then both models compute
-float32 logits of the same random tokens, ours and transformers'; they must agree to 1e-5 of the largest. That needs the memory of the
-whole model in float32, which --bits-only does not. Exit status 1 if anything differs.
+First, every tensor is read from both checkpoints and compared bit by bit. Nothing is written. Then our model
+and transformers' compute float32 logits of the same random tokens, which must agree to 1e-5 of the largest.
+That needs memory for the whole model in float32; --bits-only skips it. The exit status is 1 if anything
+differs.
 """
 
 import argparse
@@ -31,14 +32,15 @@ def main() -> None:
             return 1 if lines else 0
         difference, largest = logits_difference(options.hf, options.megatron)
         bound = LOGITS_BOUND * largest
-        fine = difference <= bound  # not for NaN
+        fine = difference <= bound  # False for NaN
         print(
-            f"logits differ by up to {difference:.2e} ({'within' if fine else 'beyond'} the bound of {bound:.2e})"
+            f"logits differ by up to {difference:.2e} "
+            f"({'within' if fine else 'beyond'} the bound of {bound:.2e})"
         )
         return 0 if fine and not lines else 1
 
     call(parser, work)
 
 
-if __name__ == "__main__":  # the processes that share the work import this file
+if __name__ == "__main__":  # the worker processes import this file
     main()

@@ -1,1 +1,1 @@
-"""The sections of benchmarks/gpu.py; each runs in a process of its own."""
+"""Sections of benchmarks/gpu.py. Each runs in a process of its own."""

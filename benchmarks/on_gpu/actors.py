@@ -19,7 +19,7 @@ from grpo_megatron.megatron.weights import local_weights
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from on_gpu.bench import Bench, Sizes, random_weights
 
-# name -> what it changes in an ActorSpec
+# name -> fields of ActorSpec that differ
 PRECISIONS = {
     "bf16": {"precision": Precision.bf16},
     "fp8_tensorwise": {"precision": Precision.fp8, "fp8": FP8Config(recipe=FP8Recipe.tensorwise)},
@@ -29,7 +29,7 @@ PRECISIONS = {
 
 
 class RandomActor(Actor):
-    """Its model's folder needs no more than a config.json."""
+    """An actor with random weights. The model's folder needs only a config.json."""
 
     @torch.no_grad()
     def _load(self, folder: str) -> None:
@@ -38,7 +38,7 @@ class RandomActor(Actor):
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """This process is the only rank within this context."""
+    """Make this process the only rank within the context."""
     with tempfile.TemporaryDirectory() as folder:
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
         try:
@@ -48,7 +48,7 @@ def one_rank() -> Iterator[None]:
 
 
 def spec_of(bench: Bench, folder: str, precision: str = "bf16") -> ActorSpec:
-    """TransformerEngine's layers where they are installed."""
+    """Return the actor's spec. TransformerEngine's layers are used if they are installed."""
     own = PRECISIONS[precision]
     optimizer = OptimizerConfig(lr=1e-6)
     layers = TransformerImpl.auto
@@ -63,18 +63,22 @@ def spec_of(bench: Bench, folder: str, precision: str = "bf16") -> ActorSpec:
 
 
 def problem_of(bench: Bench, precision: str) -> str | None:
-    """Why there is nothing to measure in this precision."""
+    """Return why this precision cannot be measured, or None if it can."""
     return None if precision == "bf16" else bench.here.fp8_problem
 
 
 def batches(sizes: Sizes, vocab_size: int) -> dict[str, TrainBatch]:
-    """gsm8k: short sequences, many to a micro-batch. long: each fills a micro-batch. About as many tokens in both."""
+    """Return two batches with about as many tokens.
+
+    gsm8k: short sequences, many in a micro-batch.
+    long: each sequence fills a micro-batch.
+    """
     rng = np.random.default_rng(0)
     words = range(vocab_size)
     total = sizes.tokens * sizes.micro_batches
     prompts, responses = gsm8k_like_lengths(total, rng)
     responses = responses.clip(max=sizes.tokens - prompts.max())
-    # A few less, so that they fit into as many micro-batches.
+    # Slightly fewer tokens, so that they fit into the same number of micro-batches.
     count = int(np.searchsorted(np.cumsum(prompts + responses), 0.97 * total))
     long = (
         np.full(sizes.micro_batches, sizes.tokens // 8),

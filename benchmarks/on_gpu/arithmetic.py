@@ -1,4 +1,4 @@
-"""What the device can do at best, and the head against the usual ways to compute log-probs."""
+"""Sections `peak` (fastest product and copy) and `head` (ours against usual ways to compute log-probs)."""
 
 import tempfile
 
@@ -10,11 +10,14 @@ from on_gpu.device import seconds
 
 
 def peak(bench: Bench) -> None:
-    """The quickest bf16 matrix product, and a copy within the device's memory: what all other figures are held against."""
+    """Measure the fastest bf16 matrix product and a copy in device memory.
+
+    All other figures are compared with these.
+    """
     device = bench.device.device
     rates = {}
     for width in bench.sizes.products:
-        # Random: on zeros the device draws less power, and is quicker than it would be in training.
+        # Random values, because with zeros the device draws less power and is faster than in training.
         one, other = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
         out = torch.empty_like(one)
         taken = seconds(
@@ -35,7 +38,10 @@ def peak(bench: Bench) -> None:
 
 
 def head(bench: Bench) -> None:
-    """Forward and backward pass of the log-probs of a micro-batch, in bf16: time, and memory beyond inputs and gradients."""
+    """Measure forward and backward pass of a micro-batch's log-probs in bf16.
+
+    Reports the time, and the memory beyond inputs and gradients.
+    """
     from grpo_megatron.megatron import process_groups
     from grpo_megatron.model.parallel_sizes import ParallelSizes
 
@@ -65,9 +71,8 @@ def _ways() -> dict:
         return logits.log_softmax(dim=-1).gather(1, target[:, None])[:, 0]
 
     def cross_entropy(hidden, weight, target):
-        logits = F.linear(hidden, weight)[
-            :, None
-        ]  # [tokens, micro-batch, words], as Megatron's output layer gives them
+        # [tokens, micro-batch, words], like the output of Megatron's output layer
+        logits = F.linear(hidden, weight)[:, None]
         return -vocab_parallel_cross_entropy(logits.float(), target[:, None])[:, 0]
 
     def ours(hidden, weight, target):
@@ -97,9 +102,10 @@ def _measure_head(bench: Bench, name: str, function) -> None:
 
     taken = seconds(bench.device, both_passes)
     logp = both_passes().detach()
-    gradients = bench.device.allocated()  # they are there already
+    gradients = bench.device.allocated()  # inputs and gradients exist already
     beyond = bench.device.peak_during(both_passes) - gradients
-    # Two products of the backward pass, and the forward pass: 6 per weight and token. Ours computes the logits twice.
+    # The forward product and the two backward products are 6 FLOPs per weight and token. Ours computes the
+    # logits twice.
     share = bench.share_of_peak(6 * tokens * channels * words, taken)
     figures = {"seconds": taken, "bytes": beyond, "share_of_peak": share, "mean_logp": logp.mean().item()}
     bench.report(**{name: figures})

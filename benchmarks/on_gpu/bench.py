@@ -1,4 +1,4 @@
-"""What every section is given: the device, the sizes, and where its figures go."""
+"""Context of a section: the device, the sizes, and the reporting of figures."""
 
 import json
 import tempfile
@@ -26,21 +26,28 @@ _MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens: of a micro-batch, and of a long sequence. micro_batches: of a training step. products: widths of square matrix
-    products. copied: bytes of the device copy. layers: of the models for weights and sleep. head: tokens, channels and words. bucket:
-    bytes that weights travel in. prompts, response: of a step of the whole loop.
-    """
+    """Sizes of the work in all sections."""
 
     tokens: int = 8192
+    """Tokens of a micro-batch, and of a long sequence."""
     micro_batches: int = 2
+    """Micro-batches of a training step."""
     repeats: int = 3
+    """Timed repetitions."""
     products: tuple[int, ...] = (4096, 8192, 12288, 16384)
+    """Widths of the square matrix products."""
     copied: int = 4 << 30
+    """Bytes of the copy within the device."""
     layers: int = 8
+    """Layers of the model in the sections export, handover, sleep and repeat."""
     head: tuple[int, int, int] = (8192, 4096, 151936)
+    """Tokens, channels and words of the head."""
     bucket: int = WeightSyncConfig().bucket_bytes
+    """Bytes of a bucket in which weights travel."""
     prompts: int = 32
+    """Prompts of a step of the whole loop."""
     response: int = 512
+    """Longest response of the whole loop, in tokens."""
 
 
 DRY = Sizes(
@@ -55,7 +62,7 @@ DRY = Sizes(
     prompts=2,
     response=16,
 )
-# Multiples of 128, the block of the blockwise recipe.
+# The sizes of matrices are multiples of 128, the block of the blockwise recipe.
 _DRY_MODEL = {
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -70,8 +77,11 @@ _DRY_MODEL = {
 
 @dataclass(frozen=True)
 class Options:
-    """trained: folder of an HF model with weights that were trained; None: there is none at hand. peak_flops: of bf16, as the
-    first section measured it; None: it did not."""
+    """Options of a benchmark run.
+
+    trained: folder of an HF model with trained weights, or None.
+    peak_flops: bf16 rate that the section `peak` measured, in FLOP/s. None: it was not measured.
+    """
 
     dry_run: bool
     trained: str | None = None
@@ -80,7 +90,11 @@ class Options:
 
 class Bench:
     def __init__(self, options: Options, send: Callable[[dict], None]):
-        """send: called with all figures so far whenever there are more, so that those of a section that fails are not lost."""
+        """Create the context of a section.
+
+        send: called with all figures so far whenever there are new ones, so that a section that fails keeps
+            them.
+        """
         self.options = options
         self.device: Device = Cpu() if options.dry_run else Cuda()
         self.sizes = DRY if options.dry_run else Sizes()
@@ -98,7 +112,10 @@ class Bench:
 
     @contextmanager
     def model(self, name: str, layers: int | None = None) -> Iterator[str]:
-        """A folder with the config.json of a model in configs/models, with other `layers` if they are given. No weights."""
+        """Yield a folder with the config.json of a model in configs/models, without weights.
+
+        layers: number of layers, if it is to differ from the model's own.
+        """
         changes = {"num_hidden_layers": layers} if layers else {}
         config = json.loads((_MODELS / name / "config.json").read_text(encoding="utf-8"))
         with tempfile.TemporaryDirectory() as folder:
@@ -107,9 +124,10 @@ class Bench:
             yield folder
 
     def fitting_layers(self, name: str) -> int:
-        """As many of the model's layers as can be trained in FP8 on this device without recomputation, at most all of them.
+        """Return how many of the model's layers can be trained in FP8 on this device without recomputation.
 
-        A twentieth of the memory is left for what the estimate does not know, such as fragments.
+        RESERVE, a twentieth of the memory, is left for what the estimate does not cover, such as
+        fragmentation.
         """
         with self.model(name) as folder:
             changes = ["megatron.precision=fp8", f"train.max_tokens_per_micro_batch={self.sizes.tokens}"]
@@ -132,7 +150,10 @@ def parameters(arch: Architecture) -> int:
 
 
 def random_weights(tensors: dict[str, torch.Tensor], seed: int = 0) -> None:
-    """Fill matrices as models are initialised, and norms with ones. Products of zeros would be quicker than those of a model."""
+    """Fill matrices as models are initialised, and norms with ones.
+
+    With zeros, matrix products would be faster than a model's.
+    """
     generators = {}
     for tensor in tensors.values():
         if tensor.dim() == 1:

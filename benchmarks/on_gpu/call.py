@@ -1,13 +1,17 @@
-"""Run one call of the bring-up pack on a machine without a network: unpack what it needs, then its steps, each with its own time limit.
+"""Run one call of the bring-up pack on a machine without a network.
 
     python3 call.py bring-up|speed|precision|engine RESULTS [--home FOLDER] [--dry-run]
 
-Lies in the pack beside parts.json and needs nothing but Python. Parts that were unpacked by an earlier call stay in --home. On a fresh
-machine, a folder `built` beside parts.json with the wheel that the first call left in RESULTS saves its compilation. RESULTS gets
-the output of each step (NAME.log), JUnit files, JSON files, and summary.json, which is written again after each step: a call that is
-ended from outside leaves the results of the steps before.
+A call unpacks the parts that it needs and then runs its steps, each with its own time limit. The script lies
+in the pack beside parts.json and needs only Python. Parts that an earlier call unpacked stay in --home. On a
+fresh machine, a folder `built` beside parts.json, with the wheel that the first call left in RESULTS, saves
+its compilation.
 
---dry-run runs the same steps on a CPU, with the packages of this interpreter and the project's folder in place of the parts.
+RESULTS receives the output of each step (NAME.log), JUnit files, JSON files, and summary.json. The latter is
+rewritten after each step, so that a call that is ended from outside leaves the results of the steps before.
+
+--dry-run runs the same steps on a CPU, with the packages of this interpreter and the project's folder instead
+of the parts.
 """
 
 import argparse
@@ -24,16 +28,19 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-# A call ends by itself before ten minutes are over.
+# A call ends by itself within ten minutes.
 CALL_SECONDS = 570
-# After SIGINT, by which pytest still writes its JUnit file.
+# Time after SIGINT, in which pytest still writes its JUnit file.
 _GRACE_SECONDS = 15
 _SHOWN_LINES = 25
-# A CPU that has other work too is slower than a GPU machine that has none.
+# Time limits of a dry run are longer, because its CPU is slower and has other work.
 _DRY_RUN_FACTOR = 3
-_PYTEST = "{python} -m pytest -p no:cacheprovider -o addopts= --strict-markers --timeout 120 -q --junitxml {results}/{name}.xml"
+_PYTEST = (
+    "{python} -m pytest -p no:cacheprovider -o addopts= --strict-markers --timeout 120 -q "
+    "--junitxml {results}/{name}.xml"
+)
 _DRY_BENCHMARK = "{python} benchmarks/gpu.py --dry-run"
-# Ends by itself, with its figures as one JSON object, before the step runs out of time.
+# The benchmark ends by itself before the step's time limit, with its figures as one JSON object.
 _BENCHMARK = "{python} benchmarks/gpu.py --minutes {minutes:.2f}"
 
 
@@ -45,15 +52,19 @@ class Step(NamedTuple):
     seconds: int
     """Time limit."""
     command: str
-    """Shell command, in the project's folder, with fields such as {python} that `run` fills in."""
+    """Shell command, run in the project's folder. `run` fills in fields such as {python}."""
     dry_command: str | None = None
-    """The same on a CPU; None: there is nothing to run."""
+    """The same for a CPU. None: the step is skipped."""
     required: bool = False
-    """Without it the rest of the call makes no sense."""
+    """True if the rest of the call is useless without this step."""
 
 
 class Call(NamedTuple):
-    """One script. bundles: names of what must be unpacked first."""
+    """One script.
+
+    title: what the script finds out.
+    bundles: names of the bundles that must be unpacked first.
+    """
 
     title: str
     bundles: tuple[str, ...]
@@ -62,20 +73,23 @@ class Call(NamedTuple):
 
 _EXTENSION = (
     'test -n "$(ls {wheels}/built/transformer_engine_torch-*.whl 2>/dev/null)" || '
-    "NVTE_PYTORCH_FORCE_BUILD=TRUE {python} -m pip wheel -q --no-index --no-deps --no-build-isolation -w {wheels}/built "
+    "NVTE_PYTORCH_FORCE_BUILD=TRUE {python} -m pip wheel -q --no-index --no-deps --no-build-isolation "
+    "-w {wheels}/built "
     "{wheels}/training/transformer_engine_torch-*.tar.gz && cp {wheels}/built/*.whl {results}/ && "
     "{python} -m pip install -q --no-index --no-deps --upgrade --target {site} {wheels}/built/*.whl"
 )
 _PRODUCTS = (
     "for precision in PRECISIONS; do {python} -c "
-    '"import sys; from grpo_megatron.commands import probes; print(probes.matrix_product(sys.argv[1]))" $precision || exit 1; done'
+    '"import sys; from grpo_megatron.commands import probes; print(probes.matrix_product(sys.argv[1]))" '
+    "$precision || exit 1; done"
 )
 _COMPILE = Step("compile", 240, _EXTENSION)
 _IMPORT = Step(
     "transformer_engine",
     60,
     '{python} -c "import transformer_engine.pytorch as te; print(te.__file__)"',
-    '{python} -c "from grpo_megatron.megatron import emulation; emulation.install(); import transformer_engine.pytorch"',
+    '{python} -c "from grpo_megatron.megatron import emulation; emulation.install(); '
+    'import transformer_engine.pytorch"',
     required=True,
 )
 
@@ -87,7 +101,8 @@ CALLS = {
             Step(
                 "machine",
                 60,
-                "nvidia-smi; df -h . /dev/shm; nvcc --version; c++ --version; {python} -m pip list; {python} -m torch.utils.collect_env",
+                "nvidia-smi; df -h . /dev/shm; nvcc --version; c++ --version; {python} -m pip list; "
+                "{python} -m torch.utils.collect_env",
                 "{python} -m pip list",
             ),
             _COMPILE,
@@ -102,7 +117,8 @@ CALLS = {
                 "tests",
                 400,
                 f'{_PYTEST} tests/gpu -m gpu -k "not loop and not doctor and not host_memory"',
-                f'{_PYTEST} tests/gpu -k "emulated and (training or logprobs) and (qwen3-emulated or weights_come_out)"',
+                f'{_PYTEST} tests/gpu -k "emulated and (training or logprobs) and '
+                '(qwen3-emulated or weights_come_out)"',
             ),
         ),
     ),
@@ -142,7 +158,8 @@ CALLS = {
         ),
     ),
     "engine": Call(
-        "an engine without Ray: start, log-probs, release, weights from another process, probe; and the prefill graph",
+        "an engine without Ray: start, log-probs, release, weights from another process, "
+        "probe; and the prefill graph",
         ("training", "engine"),
         (
             Step(
@@ -171,7 +188,10 @@ CALLS = {
 
 
 class Pack:
-    """The folder of parts, and where they are unpacked. Everything of a bundle that is unpacked has its digest in a file there."""
+    """The folder of parts, and the folder where they are unpacked.
+
+    In the latter, a file NAME.done records the digests of the parts of each bundle that is unpacked.
+    """
 
     def __init__(self, folder: Path, home: Path, dry_run: bool):
         self.folder, self.home, self.dry_run = folder, home, dry_run
@@ -179,7 +199,10 @@ class Pack:
         self.wheels, self.site = home / "wheels", home / "site"
 
     def unpack(self, bundle: str) -> None:
-        """Join, check and unpack a bundle's parts, and install its wheels. Raises SystemExit if a part is missing or damaged."""
+        """Join, check and unpack a bundle's parts, and install its wheels.
+
+        Raises SystemExit if a part is missing or damaged.
+        """
         if self.dry_run:
             return
         described = json.loads((self.folder / "parts.json").read_text(encoding="utf-8"))["bundles"][bundle]
@@ -230,7 +253,7 @@ class Pack:
         paths = {
             "PYTHONPATH": [str(self.site), str(self.project), str(self.home / "stubs")],
             "PATH": [str(self.site / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")],
-            # torch_memory_saver is preloaded, before torch loads its own CUDA runtime.
+            # torch_memory_saver is preloaded and needs CUDA's libraries before torch loads its own.
             "LD_LIBRARY_PATH": [str(nvidia / "cu13" / "lib"), os.environ.get("LD_LIBRARY_PATH", "")],
             "LIBRARY_PATH": [str(nvidia / "cu13" / "lib")],
             "CPATH": headers,
@@ -239,7 +262,7 @@ class Pack:
 
 
 class Results:
-    """summary.json, and what is printed."""
+    """The file summary.json, and the printed lines."""
 
     def __init__(self, folder: Path, call: str):
         self.folder, self.steps = folder, {}
@@ -261,7 +284,10 @@ class Results:
 
 
 def run(step: Step, command: str, pack: Pack, results: Results, seconds: float) -> bool:
-    """Run a step for at most so long. At the end of its time it gets SIGINT, and is killed if it goes on."""
+    """Run a step and return True if it succeeded.
+
+    When its time is up it gets SIGINT, and it is killed if that does not end it.
+    """
     log, started = results.folder / f"{step.name}.log", time.monotonic()
     fill = {
         "python": sys.executable,

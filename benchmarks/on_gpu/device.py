@@ -1,4 +1,4 @@
-"""Time and memory of what is measured: the one place that knows whether it runs on a GPU."""
+"""Measurement of time and memory. No other module depends on whether there is a GPU."""
 
 import gc
 import os
@@ -26,26 +26,29 @@ class Cuda:
 
     @property
     def capacity(self) -> int:
-        """Bytes of memory of the whole device."""
+        """Return the bytes of the device's memory."""
         return torch.cuda.get_device_properties(self.device).total_memory
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
     def occupied(self) -> int:
-        """Bytes that are in use, by whomever; to ask makes no CUDA context, which would be part of them."""
+        """Return the bytes in use by all processes.
+
+        Does not create a CUDA context, which would occupy memory itself.
+        """
         return torch.cuda.device_memory_used(self.device.index)
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated()
 
     def give_back(self) -> None:
-        """The memory of what nobody holds any more but it itself, as models and optimizers do."""
+        """Free memory that only reference cycles hold, as in models, and return it to the device."""
         gc.collect()
         torch.cuda.empty_cache()
 
     def peak_during(self, call: Callable[[], object]) -> int:
-        """Most bytes allocated at a time, those from before included."""
+        """Return the most bytes allocated at a time during the call, including those from before."""
         self.synchronize()
         torch.cuda.reset_peak_memory_stats()
         call()
@@ -54,7 +57,7 @@ class Cuda:
 
 
 class Cpu:
-    """Stands in for a GPU in a dry run. Its figures exist, and mean nothing."""
+    """Replacement for a GPU in a dry run. Its figures mean nothing."""
 
     device = torch.device("cpu")
     activity, device_type, self_time = ProfilerActivity.CPU, DeviceType.CPU, "self_cpu_time_total"
@@ -83,7 +86,10 @@ Device = Cuda | Cpu
 def seconds(
     device: Device, call: Callable[[], object], repeats: int = 5, calls: int = 1, warm_up: int = 2
 ) -> float:
-    """Of one call, to the end of what it started on the device: the median of `repeats` times, each of `calls` calls."""
+    """Return the seconds of one call, until the device has finished it.
+
+    The result is the median of `repeats` measurements of `calls` calls each.
+    """
     for _ in range(warm_up):
         call()
     times = []
@@ -98,11 +104,14 @@ def seconds(
 
 
 def slowest_operations(device: Device, call: Callable[[], object], count: int = 5) -> list[dict]:
-    """Those with the most time of their own on the device during one call, with their share of the time of all."""
+    """Return the operations with the most device time of their own during one call.
+
+    Each has its share of the time of all operations.
+    """
     with profile(activities=[device.activity]) as found:
         call()
         device.synchronize()
-    # With what the host did in them, a kernel's time would be there twice.
+    # Host events are left out, because they would count a kernel's time a second time.
     events = [event for event in found.key_averages() if event.device_type == device.device_type]
     times = {
         event.key: (getattr(event, device.self_time), event.count)

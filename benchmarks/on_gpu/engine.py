@@ -1,12 +1,14 @@
-"""An engine of SGLang without Ray, on one GPU: whether its log-probs are right, and whether it gives memory back and takes weights.
+"""Check an SGLang engine without Ray on one GPU: log-probs, release of memory, and new weights.
 
     python benchmarks/on_gpu/engine.py RESULTS.json [--prefill-graph] [--dry-run]
 
-A tiny random model is served as in a colocated run. The parts, in order: start; log-probs of sampled tokens against transformers'; all
-memory released; memory for weights resumed; other weights from another process, through shared memory; log-probs again. With
---prefill-graph SGLang chooses the CUDA graph for prefill itself, and only the first log-probs are compared. --dry-run: on a CPU.
+A tiny random model is served as in a colocated run. The parts, in this order: start; log-probs of sampled
+tokens against transformers'; release of all memory; memory for weights resumed; other weights from another
+process, through shared memory; log-probs again. With --prefill-graph SGLang chooses the CUDA graph for
+prefill itself, and only the first log-probs are compared. --dry-run uses a CPU.
 
-RESULTS.json is written after each part. The exit status is 1 if a mean difference of log-probs is above the tolerance.
+RESULTS.json is written after each part. The exit status is 1 if a mean difference of log-probs is above the
+tolerance.
 """
 
 import argparse
@@ -47,12 +49,13 @@ from grpo_megatron.weights.sync.sender import Sender
 
 _WAIT_SECONDS = 60.0
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 16, 48, 24
-# Mean difference of log-probs, in nats: bf16 on a GPU, float32 on a CPU.
+# {GPU?: largest mean difference of log-probs, in nats}. The engine computes in bf16 on a GPU, in float32 on a
+# CPU.
 _TOLERANCE = {True: 0.05, False: 1e-3}
 
 
 class Report:
-    """RESULTS.json."""
+    """The file RESULTS.json."""
 
     def __init__(self, path: Path):
         self._path, self._started, self.figures = path, time.monotonic(), {}
@@ -70,7 +73,7 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 
 async def difference(control: EngineControl, model: str, gpu: bool) -> float:
-    """Mean difference between the log-probs that the engine gives with its greedy tokens, and transformers' of the same tokens."""
+    """Return the mean difference between the engine's log-probs of its greedy tokens and transformers'."""
     from transformers import AutoModelForCausalLM
 
     asked = prompts(read_architecture(model).vocab_size)
@@ -104,7 +107,7 @@ def send_weights(setup: Setup, model: str, device: torch.device) -> None:
 
 
 async def take_weights(control: EngineControl, model: str, gpu: bool) -> Answer:
-    """Have the engine take another checkpoint's weights from another process, and return what it says."""
+    """Let the engine take another checkpoint's weights from another process, and return its answer."""
     server = StoreServer("127.0.0.1", _WAIT_SECONDS)
     layouts = Layouts(
         read_architecture(model), ParallelSizes(), EngineLayout(), 1, multicast=True, within_nodes=True
@@ -131,7 +134,11 @@ async def take_weights(control: EngineControl, model: str, gpu: bool) -> Answer:
 async def measure(
     control: EngineControl, models: list[str], gpu: bool, report: Report, all_parts: bool
 ) -> None:
-    """All parts after the start. models: the one that the engine was started with, and the one whose weights it is sent."""
+    """Do all parts after the start.
+
+    models: the model that the engine was started with, and the model whose weights are sent to it.
+    all_parts: False to compare only the first log-probs.
+    """
 
     async def waited_for(_call, awaitable):
         return await awaitable
@@ -152,14 +159,14 @@ async def measure(
 
 
 def arguments_of(model: str, gpu: bool, prefill_graph: bool) -> tuple[dict, dict]:
-    """Return the arguments and the environment of an engine in a colocated run."""
+    """Return the arguments and environment variables of an engine in a colocated run."""
     config = EngineConfig(dtype="bfloat16" if gpu else "float32", max_total_tokens=1 << 14, mem_fraction=0.3)
     arguments = engine_arguments(
         config, ModelConfig(path=model), seed=0, needs_tokenizer=False, gpu=gpu, routing=False
     )
     arguments["enable_memory_saver"] = True
     if gpu:
-        # The FlashAttention kernels are not in the pack: they are larger than everything else in it.
+        # The pack lacks the FlashAttention kernels, which are larger than everything else in it.
         arguments["attention_backend"] = "triton"
         arguments.setdefault("cuda_graph_backend_prefill", "disabled")
     if prefill_graph:

@@ -1,4 +1,4 @@
-"""The whole GRPO step with a real engine that shares the device: start, weight sync, generation, and whose turn it is."""
+"""Section `loop`: whole GRPO steps with a real engine on the same device."""
 
 import json
 import random
@@ -23,7 +23,7 @@ _STEPS = 3
 
 
 def steps(bench: Bench) -> None:
-    """Three steps of `grpo-megatron train`; every scalar that the last one logged is in the figures."""
+    """Run three steps of `grpo-megatron train`. Report every scalar that the last step logged."""
     with tempfile.TemporaryDirectory() as root, bench.model(_MODEL) as model:
         _complete(Path(model), bench.device.device)
         bench.device.give_back()
@@ -44,7 +44,7 @@ def steps(bench: Bench) -> None:
 
 
 def _complete(folder: Path, device: torch.device) -> None:
-    """Random weights and a tokenizer of bytes for the config.json in the folder."""
+    """Add random weights and a byte tokenizer to the config.json in the folder."""
     tokenizer = make_tokenizer("bytes")
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"

@@ -1,18 +1,19 @@
 """Make a pack that brings this project up on one GPU of a machine without a network.
 
-    python benchmarks/on_gpu/pack.py [--dry-run] OUT [--image have.txt] [--architecture 90] [--trained FOLDER] [--pip ...]
+    python benchmarks/on_gpu/pack.py [--dry-run] OUT [--image have.txt] [--architecture 90] [--trained FOLDER]
+        [--pip ...]
 
-The machine is taken to have Python 3.12, torch 2.11 for CUDA 13, nvcc and the packages that --image lists. Everything else lies in OUT
-afterwards, in parts of at most 60 MB: this project, the wheels of requirements/gpu-lock.txt that are needed, with code for one GPU
-architecture, and what runs there. Copy OUT to the machine and run its four scripts, in this order, each of which ends within ten minutes:
+The machine is assumed to have Python 3.12, torch 2.11 for CUDA 13, nvcc, and the packages that --image lists.
+OUT then contains everything else, in parts of at most 60 MB: this project, the necessary wheels of
+requirements/gpu-lock.txt, with code for one GPU architecture, and the scripts. Copy OUT to the machine and
+run its four scripts in this order: 1-bring-up.sh, 2-speed.sh, 3-precision.sh, 4-engine.sh (`bash SCRIPT
+RESULTS`). Each ends within ten minutes. call.py --help describes RESULTS. The pack lacks Ray and SGLang's
+FlashAttention kernels; what needs them is not run.
 
-    bash 1-bring-up.sh RESULTS      bash 2-speed.sh RESULTS      bash 3-precision.sh RESULTS      bash 4-engine.sh RESULTS
-
-call.py --help says what is in RESULTS. Not in the pack: Ray, and SGLang's FlashAttention kernels; what needs them is not run.
-
---dry-run downloads nothing: it lists parts, sizes and scripts. With OUT the steps of all scripts then run on this CPU, with
-TransformerEngine's kernels emulated and without the packages that neither the pack nor the image has.
---trained FOLDER: a small HF model with trained weights, on which the error of FP8 is measured.
+--dry-run downloads nothing. It lists parts, sizes and scripts. With OUT, it then runs the steps of all
+scripts on this CPU, with TransformerEngine's kernels emulated and without the packages that neither the pack
+nor the image has. --trained FOLDER names a small HF model with trained weights, on which the error of FP8 is
+measured.
 """
 
 import argparse
@@ -42,17 +43,17 @@ HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parents[1]
 PART_BYTES = 60_000_000
 IMAGE = HERE / "image.txt"
-# {file: bytes} of what the pack had when it was made last; a dry run has them from here.
+# {file: bytes} of the last pack that was made. A dry run reads the sizes from here.
 SIZES = HERE / "sizes.json"
 
 
 class Bundle(NamedTuple):
-    """Packages that are unpacked together."""
+    """A set of packages that are unpacked together."""
 
     packages: tuple[str, ...]
-    """With everything that they require of others."""
+    """Packages that are included with everything that they require."""
     alone: tuple[str, ...]
-    """Without what they require, which is far more than they import here."""
+    """Packages that are included without their requirements, of which they import only a few here."""
 
 
 BUNDLES = {
@@ -106,14 +107,14 @@ BUNDLES = {
         ("sglang", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python", "torch-memory-saver"),
     ),
 }
-# Libraries with code for several GPU architectures: the files whose code is thinned.
+# {package: files with code for several GPU architectures, of which only one is kept}
 _THINNED = {"transformer-engine-cu13": r".*/libtransformer_engine\.so"}
-# Files that stay behind, by package. ARCHITECTURE is that of the GPU.
+# {package: files that are left out}. ARCHITECTURE stands for the GPU's.
 _LEFT_OUT = {"sglang-kernel": r"sgl_kernel/(flash_ops\.abi3\.so|sm(?!ARCHITECTURE/)\d+/.*)"}
 
 
 class Image:
-    """Packages that the machine has. None as a version: any."""
+    """The packages that the machine has, {name: version}. A version of None accepts any demand."""
 
     def __init__(self, path: Path):
         lines = [line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -132,13 +133,13 @@ class Image:
 
 
 def contents(lock: Lock, image: Image) -> dict[str, list[str]]:
-    """{bundle: its packages}, each package in the first bundle that needs it; none that the image has in a version that fits."""
+    """Return {bundle: its packages}, without those that the image has in a fitting version."""
     found: dict[str, list[str]] = {}
     taken: set[str] = set()
     for bundle, wanted in BUNDLES.items():
         chosen = set(wanted.alone)
         waiting = [Requirement(name) for name in wanted.packages]
-        # Of what is listed, in the versions that the others accept.
+        # Listed packages, with the version ranges that the packages in `alone` demand.
         waiting += [
             demand
             for name in wanted.alone
@@ -170,12 +171,15 @@ def _demands(lock: Lock, name: str) -> list[Requirement]:
 
 
 def file_of(own: Locked, name: str) -> str:
-    """Name of a package's wheel, or of its source where it has none."""
+    """Return the name of a package's wheel, or of its source archive if it has no wheel."""
     return own.wheel or f"{name.replace('-', '_')}-{own.version}.tar.gz"
 
 
 def download(lock: Lock, names: list[str], folder: Path, pip_arguments: list[str]) -> None:
-    """Have pip download packages for Python 3.12 on Linux x86-64. Raises SystemExit where a wheel is not the locked one."""
+    """Download packages for Python 3.12 on Linux x86-64.
+
+    Raises SystemExit if a wheel is not the locked one.
+    """
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), *pip_arguments]
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 4, -1)] + [
         "manylinux2014_x86_64",
@@ -192,7 +196,8 @@ def download(lock: Lock, names: list[str], folder: Path, pip_arguments: list[str
     wheels = [pin for name, pin in pins.items() if lock.packages[name].wheel]
     subprocess.run([*pip, "--only-binary", ":all:", *target, *wheels], check=True)
     with tempfile.TemporaryDirectory() as shim:
-        # The setup.py of TransformerEngine's extension asks torch for its CUDA release, and pip runs it to learn the package's name.
+        # pip runs the setup.py of TransformerEngine's extension to learn the package's name, and that asks
+        # torch for its CUDA release.
         Path(shim, "sitecustomize.py").write_text('import torch.version\n\ntorch.version.cuda = "13.0"\n')
         for name in set(names) - {name for name in names if lock.packages[name].wheel}:
             command = [*pip, "--no-build-isolation", "--no-binary", ":all:", pins[name]]
@@ -208,7 +213,7 @@ def _digest(content: bytes) -> str:
 
 
 def make_small(name: str, wheel: Path, architecture: int) -> None:
-    """Replace a wheel by one with code for one GPU architecture and without files that are not needed."""
+    """Replace a wheel by one with code for one GPU architecture and without unneeded files."""
     thin, left_out = _THINNED.get(name), _LEFT_OUT.get(name, "").replace("ARCHITECTURE", str(architecture))
     if not thin and not left_out:
         return
@@ -222,7 +227,7 @@ def make_small(name: str, wheel: Path, architecture: int) -> None:
 
 
 def project_files() -> list[str]:
-    """Files of this project that git tracks or would track."""
+    """Return the files of this project that git tracks or would track."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=PROJECT, check=True, capture_output=True, text=True).stdout.split(
         "\0"
@@ -256,16 +261,20 @@ def split(bundle: str, whole: Path, out: Path) -> list[dict]:
 
 
 def scripts() -> dict[str, str]:
-    """{file: its text} of the four scripts."""
+    """Return {file: its text} of the four scripts."""
     return {
-        f"{number}-{name}.sh": f"#!/bin/bash\n# {call.title[0].upper()}{call.title[1:]}. Usage: bash {number}-{name}.sh RESULTS\n"
+        f"{number}-{name}.sh": f"#!/bin/bash\n# {call.title[0].upper()}{call.title[1:]}. "
+        f"Usage: bash {number}-{name}.sh RESULTS\n"
         f'exec python3 "$(dirname "$0")/call.py" {name} "${{1:?name a folder for results}}" "${{@:2}}"\n'
         for number, (name, call) in enumerate(CALLS.items(), 1)
     }
 
 
 def expected_parts(lock: Lock, chosen: dict[str, list[str]]) -> dict[str, list[dict]]:
-    """Return what `split` would return, by the recorded sizes. Raise SystemExit for a file that was in no pack yet."""
+    """Return what `split` would return, by the recorded sizes.
+
+    Raise SystemExit for a file that no pack had yet.
+    """
     sizes = json.loads(SIZES.read_text(encoding="utf-8"))
     found = {}
     for bundle, names in chosen.items():
@@ -325,7 +334,7 @@ def make(lock: Lock, chosen: dict[str, list[str]], given: argparse.Namespace) ->
 
 
 def rehearse(image: Image, chosen: dict[str, list[str]], out: Path, only: list[str]) -> int:
-    """Run the steps of the scripts on this CPU, each script's results in a folder of its name. Return the exit status."""
+    """Run the scripts' steps on this CPU, with results in a folder for each, and return the exit status."""
     packages = out / "packages.txt"
     out.mkdir(parents=True, exist_ok=True)
     names = {*image.versions, *(name for bundle in chosen.values() for name in bundle)}

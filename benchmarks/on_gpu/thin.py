@@ -1,7 +1,8 @@
-"""Make wheels of CUDA libraries small: keep the machine code of one GPU architecture, and leave out files.
+"""Shrink wheels of CUDA libraries: keep the machine code of one GPU architecture, and leave out files.
 
-A library holds its kernels in the ELF section .nv_fatbin: containers, each with one entry for each architecture. Entries of other
-architectures are overwritten with zeros. Nothing moves, so the library loads as before, and zeros compress to nothing.
+A library keeps its kernels in the ELF section .nv_fatbin, in containers with one entry for each architecture.
+Entries of other architectures are overwritten with zeros. No byte moves, so that the library loads as before,
+and zeros compress to almost nothing.
 """
 
 import base64
@@ -16,25 +17,29 @@ from typing import NamedTuple
 FATBIN_SECTIONS = (".nv_fatbin", "__nv_relfatbin")
 _MAGIC = 0xBA55ED50
 _CONTAINER = struct.Struct("<IHHQ")  # magic, version, size of this header, size of all entries
-_ENTRY = struct.Struct(
-    "<HHIQIIHHI"
-)  # kind, attributes, size of this header, of the payload, ..., architecture
+# kind, attributes, size of this header, size of the payload, ..., architecture
+_ENTRY = struct.Struct("<HHIQIIHHI")
 _ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 _FIXED_DATE = (1980, 1, 1, 0, 0, 0)
 
 
 class Entry(NamedTuple):
-    """Code for one architecture. start, end: of its payload in the file."""
+    """The code for one architecture in a library."""
 
     architecture: int
     """Compute capability without the point: 90 for Hopper."""
     start: int
+    """First byte of the code in the file."""
     end: int
+    """Byte after the last one."""
 
 
 def sections(image: bytes | bytearray) -> dict[str, tuple[int, int]]:
-    """{name: (start, end)} of an ELF file of 64 bits, little endian. Raises ValueError for another file."""
+    """Return {name: (start, end)} of the sections of a 64-bit little-endian ELF file.
+
+    Raises ValueError for any other file.
+    """
     if image[:6] != b"\x7fELF\x02\x01":
         raise ValueError("this is no ELF file of 64 bits")
     header = _ELF_HEADER.unpack_from(image)
@@ -49,7 +54,10 @@ def sections(image: bytes | bytearray) -> dict[str, tuple[int, int]]:
 
 
 def containers(image: bytes | bytearray, start: int, end: int) -> Iterator[list[Entry]]:
-    """The entries of each container in a section. Raises ValueError where the section has another format."""
+    """Yield the entries of each container in a section.
+
+    Raises ValueError if the section has another format.
+    """
     while start < end:
         if not image[start]:  # containers are aligned
             start += 1
@@ -70,9 +78,9 @@ def containers(image: bytes | bytearray, start: int, end: int) -> Iterator[list[
 
 
 def thinned(library: bytes, architecture: int) -> tuple[bytes, dict[int, int]]:
-    """The library with the code of one architecture, and the bytes that each of the others had.
+    """Return the library with the code of one architecture, and {other architecture: bytes of code removed}.
 
-    A container without that architecture is kept whole: the driver may compile its PTX.
+    A container without that architecture stays whole, because the driver may compile its PTX.
     """
     image, removed = bytearray(library), {}
     found = sections(image)
@@ -90,7 +98,7 @@ def thinned(library: bytes, architecture: int) -> tuple[bytes, dict[int, int]]:
 def rewrite_wheel(
     source: Path, target: Path, keep: Callable[[str], bool], change: Callable[[str, bytes], bytes]
 ) -> None:
-    """Write a wheel with those files that are kept, each as it is changed, and a RECORD of them."""
+    """Write a wheel with the files that `keep` accepts, as `change` returns them, and a new RECORD."""
     rows = []
     with (
         zipfile.ZipFile(source) as old,
@@ -103,7 +111,8 @@ def rewrite_wheel(
             content = change(item.filename, old.read(item))
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
             rows.append(f"{item.filename},sha256={digest},{len(content)}\n")
-            info = zipfile.ZipInfo(item.filename, _FIXED_DATE)  # so that the same wheel has the same digest
+            # With a fixed date, the same wheel always has the same digest.
+            info = zipfile.ZipInfo(item.filename, _FIXED_DATE)
             info.external_attr, info.compress_type = item.external_attr, zipfile.ZIP_DEFLATED
             new.writestr(info, content)
         rows.append(f"{record},,\n")

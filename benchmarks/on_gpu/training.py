@@ -1,4 +1,4 @@
-"""Training step and log-prob pass: speed, memory, the slowest operations, and what FP8 changes."""
+"""Sections about training: speed and memory of steps and log-prob passes, and the error of FP8."""
 
 from pathlib import Path
 
@@ -15,15 +15,17 @@ from on_gpu.bench import Bench, parameters
 from on_gpu.device import seconds, slowest_operations
 
 LOSS = PolicyLoss(entropy_coeff=0.01)
-# Three matrix products for one: the forward pass, and the gradients of activations and weights.
+# A training step has three matrix products for each one of a forward pass, because the backward pass computes
+# the gradients of activations and of weights.
 _TRAINING = 3
 
 
 def shape(bench: Bench, name: str) -> None:
-    """All precisions of one model, of which all layers are there that fit.
+    """Measure one model in all precisions, with as many of its layers as fit.
 
-    FLOPs are those of Architecture.cost_model: two per weight of a product and token, head included, and in attention the causal
-    pairs alone; three times that for a training step. What is computed again in the backward pass does not count.
+    FLOPs are those of Architecture.cost_model: two per token and weight of a product, head included, and the
+    causal pairs of attention. A training step has three times as many. Recomputation in the backward pass
+    does not count.
     """
     layers = bench.fitting_layers(name)
     with one_rank(), bench.model(name, layers) as folder:
@@ -50,7 +52,10 @@ def shape(bench: Bench, name: str) -> None:
 
 
 def _measure(bench: Bench, actor: Actor, precision: str, in_bf16: dict[str, np.ndarray]) -> None:
-    """in_bf16: {batch: its log-probs before any step}, which this fills in bf16, and compares with in FP8."""
+    """Measure one precision.
+
+    in_bf16: {batch: log-probs before any step}. Filled in bf16, compared with in FP8.
+    """
     sides = {
         name: (batch, micro_batches(batch, actor, bench.sizes.tokens))
         for name, batch in batches(bench.sizes, actor.arch.vocab_size).items()
@@ -85,7 +90,7 @@ def _rates(
     def step() -> None:
         _step(actor, batch, parts, key)
 
-    step()  # the first one makes the optimizer's states
+    step()  # the first step creates the optimizer's states
     peak = bench.device.peak_during(step)
     training = seconds(bench.device, step, repeats, warm_up=0)
     logprobs = seconds(bench.device, lambda: actor.logprobs(parts, key=key), repeats, warm_up=1)
@@ -102,7 +107,7 @@ def _rates(
 
 
 def repeat(bench: Bench) -> None:
-    """Repeat three steps from the same weights; return {precision: share of weights whose bits differ}."""
+    """Repeat three steps from the same weights, and report the share of weights whose bits differ."""
     with one_rank(), bench.model("qwen3-0.6b", bench.sizes.layers) as folder:
         for precision in PRECISIONS:
             if problem := problem_of(bench, precision):
@@ -129,7 +134,10 @@ def _weights_after_steps(
 
 
 def fp8_error(bench: Bench) -> None:
-    """How far log-probs in FP8 are from those in bf16 on a trained model (--trained FOLDER), over the text of this project's docs."""
+    """Measure how far log-probs in FP8 are from those in bf16, on a trained model (--trained FOLDER).
+
+    The text is that of this project's docs.
+    """
     folder = bench.options.trained
     if folder is None:
         bench.report(skipped="no trained model was named (--trained FOLDER)")

@@ -1,4 +1,4 @@
-"""Weights out of the trainer and into another process, and the memory that sleep gives back."""
+"""Sections about weights: export, handover to another process, and the memory that sleep releases."""
 
 import multiprocessing
 import statistics
@@ -25,7 +25,11 @@ _WAIT_SECONDS = 120
 
 
 def export(bench: Bench) -> None:
-    """All weights as HF tensors: within the device's memory, where engines on the same device take them, and in buckets on the host."""
+    """Measure the export of all weights as HF tensors.
+
+    Two ways are measured: within the device's memory, where engines on the same device take them, and in
+    buckets on the host.
+    """
     from grpo_megatron.megatron.weights import iterate_hf
     from on_gpu.actors import RandomActor, one_rank, spec_of
 
@@ -58,8 +62,10 @@ def export(bench: Bench) -> None:
 
 
 def handover(bench: Bench) -> None:
-    """Weights into the memory of another process on the same device, through memory that both map (CUDA IPC on a GPU), with digests
-    on both sides."""
+    """Measure the transfer of weights to another process on the same device, with digests on both sides.
+
+    The processes share memory that both map (CUDA IPC on a GPU).
+    """
     with bench.model(_MODEL, bench.sizes.layers) as folder:
         arch = read_architecture(folder)
     server = StoreServer("127.0.0.1", _WAIT_SECONDS)
@@ -106,7 +112,10 @@ def _receive(setup: Setup, device: torch.device, answers) -> None:
 
 
 def sleep(bench: Bench) -> None:
-    """Five times asleep and awake again, with a training step before the first and the same log-probs after each."""
+    """Measure five cycles of sleep and wake-up, after a training step.
+
+    Log-probs must be the same after each cycle.
+    """
     from on_gpu.actors import RandomActor, batches, micro_batches, one_rank, spec_of
     from on_gpu.training import LOSS
 
@@ -130,9 +139,9 @@ def sleep(bench: Bench) -> None:
     bench.report(
         awake_gb=[value / 1e9 for value in awake],
         asleep_gb=[value / 1e9 for value in asleep],
-        # CUDA's context and the libraries' own memory included, which no process can give back.
+        # This includes CUDA's context and the libraries' own memory, which no process can release.
         left_asleep_gb=(asleep[-1] - before) / 1e9,
-        # The first cycle is when what is made once, such as pinned memory, is made.
+        # The first cycle is left out, because it allocates what is allocated once, such as pinned memory.
         leak_gb=(max(asleep[1:]) - asleep[1]) / 1e9,
         sleep_seconds=list(to_sleep),
         wake_seconds=list(to_wake),

@@ -1,6 +1,9 @@
-"""GRPO steps by TRL, for benchmarks/real_model.py --trl: `python trl_step.py OPTIONS`, in an environment with TRL.
+"""Do GRPO steps with TRL, for benchmarks/real_model.py --trl.
 
-OPTIONS is a JSON object, see `trl_seconds` there. Prints the seconds of every step as a JSON list, as its last line.
+    python trl_step.py OPTIONS
+
+The environment must have TRL. OPTIONS is a JSON object, see `trl_seconds` in real_model.py. The last line of
+the output is a JSON list with the seconds of every step.
 """
 
 import json
@@ -15,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """Seconds from one optimizer step to the next."""
+    """Callback that records the seconds from one optimizer step to the next."""
 
     def __init__(self):
         self.seconds = []
@@ -30,7 +33,7 @@ class Clock(TrainerCallback):
 
 
 def digits(completions, **kwargs):
-    """A reward that differs within a group: the share of digits."""
+    """Return the share of digits in each completion, a reward that differs within a group."""
     texts = [completion[0]["content"] for completion in completions]
     return [sum(character.isdigit() for character in text) / max(1, len(text)) for text in texts]
 

@@ -1,1 +1,1 @@
-"""The algorithm as pure tensor functions; no distributed import below this package."""
+"""The algorithm, as pure tensor functions. This package does not import torch.distributed."""

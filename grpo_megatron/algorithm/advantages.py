@@ -1,12 +1,13 @@
-"""Advantages: how much better a trajectory is than what the policy does on average.
+"""Advantages: how much better a trajectory is than the policy's average.
 
 An estimator is a function (AdvantageInputs, AlgorithmConfig) -> float64 [T], registered by
-`@advantage_estimator("name")`. `advantages` calls the one that is configured and applies what goes with any of them.
+`@advantage_estimator("name")`. `advantages` calls the configured one and applies whitening and clipping.
 
-Two conventions hold for all built-in ones. A trajectory without a trained token takes no part: not
-in its group's mean, not in any other number. Where everything that is compared is equal the result
-is exactly zero, whatever the value: the rounding error of a mean, divided by a small standard
-deviation, would look like a signal. A group of one is such a case.
+All built-in estimators follow two conventions:
+
+- A trajectory without a trained token is ignored. It is not part of its group's mean or of any other number.
+- If all compared values are equal, the result is exactly zero. Otherwise the rounding error of a mean,
+  divided by a small standard deviation, would look like a signal. A group of one is such a case.
 """
 
 from dataclasses import dataclass
@@ -21,30 +22,33 @@ advantage_estimator = Registry(
     "advantage estimator", "algorithm.adv_estimator", call=Call(("inputs", "options"))
 )
 
-# Estimators for which a group of one sample says nothing.
+# Estimators that cannot compare anything in a group of one sample.
 GROUP_RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "gpg")
 
 
 def smallest_group(estimator: str) -> int:
-    """Return how many trajectories a group must have for the estimator to say something about them."""
+    """Return how many trajectories a group must have, so that the estimator can compare them."""
     return 2 if estimator in GROUP_RELATIVE else 1
 
 
 @dataclass(frozen=True)
 class Trajectories:
-    """The N trajectories that have a trained token, in the order of their ids.
-
-    reward float64 [N]: of the outcome; score float64 [N]: with its tokens' rewards; group int64 [N]:
-    0 .. P-1; of_token int64 [T]: the trajectory of each token, -1 outside the mask.
-    """
+    """The N trajectories that have a trained token, in the order of their ids."""
 
     reward: np.ndarray
+    """float64 [N]. Reward of the outcome."""
     score: np.ndarray
+    """float64 [N]. Reward of the outcome plus the rewards of the tokens."""
     group: np.ndarray
+    """int64 [N]. Index of the group, 0 .. P-1."""
     of_token: np.ndarray
+    """int64 [T]. Index of each token's trajectory, -1 outside the mask."""
 
     def to_tokens(self, values: np.ndarray) -> np.ndarray:
-        """[N] -> float64 [T]: each trained token gets its trajectory's value, others 0."""
+        """Return float64 [T]: each trained token gets its trajectory's value from `values` [N].
+
+        Other tokens get 0.
+        """
         spread = np.zeros(len(self.of_token))
         trained = self.of_token >= 0
         spread[trained] = values[self.of_token[trained]]
@@ -53,24 +57,27 @@ class Trajectories:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """S sequences and T tokens of a whole batch.
-
-    reward [S]: outcome of the sequence's trajectory, the same for all of its sequences. group_id,
-    trajectory_id int64 [S], any numbers; groups may be of any size, in any order; sequences of one
-    trajectory follow each other in time. sequence_id int64 [T], ascending; mask bool [T]: trained
-    tokens. token_reward float64 [T] or None: what a token adds to the reward (the KL penalty).
-    """
+    """The S sequences and T tokens of a whole batch."""
 
     reward: np.ndarray
+    """[S]. Outcome of the sequence's trajectory, the same for all of its sequences."""
     group_id: np.ndarray
+    """int64 [S]. Any numbers. Groups may have any size and order."""
     trajectory_id: np.ndarray
+    """int64 [S]. Any numbers. The sequences of a trajectory are in the order of time."""
     sequence_id: np.ndarray
+    """int64 [T], ascending. Index of each token's sequence."""
     mask: np.ndarray
+    """bool [T]. True for trained tokens."""
     token_reward: np.ndarray | None = None
+    """float64 [T] or None. What each token adds to the reward (the KL penalty)."""
 
     @cached_property
     def trajectories(self) -> Trajectories:
-        """Raises ValueError for a reward that is not finite, or differs within a trajectory."""
+        """The trajectories that have a trained token.
+
+        Raises ValueError for a reward that is not finite, or that differs within a trajectory.
+        """
         sequences, sequence_of = np.unique(self.sequence_id[self.mask], return_inverse=True)
         _, first, trajectory = np.unique(
             self.trajectory_id[sequences], return_index=True, return_inverse=True
@@ -93,7 +100,7 @@ class AdvantageInputs:
 
 
 def centred_in_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """values - mean of their group; float64 [N]. Exactly zero in groups of equal values."""
+    """Return values minus the mean of their group, float64 [N]. Exactly zero in groups of equal values."""
     count = np.bincount(group)
     mean = np.bincount(group, values) / np.maximum(count, 1)
     return np.where(_constant_groups(values, group)[group], 0.0, values - mean[group])
@@ -108,9 +115,9 @@ def _constant_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def whitened(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """(v - mean) / sqrt(var + 1e-8) over the masked tokens, var over n-1; float64 [T], 0 elsewhere.
+    """Return (v - mean) / sqrt(var + 1e-8) over the masked tokens, var over n-1; float64 [T], 0 elsewhere.
 
-    Exactly zero if all of them are equal.
+    If all masked values are equal, the result is exactly zero.
     """
     chosen = values[mask]
     out = np.zeros(len(values))
@@ -120,7 +127,7 @@ def whitened(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def returns_to_go(inputs: AdvantageInputs) -> np.ndarray:
-    """Sum of a trajectory's rewards from each trained token on, undiscounted; float64 [T].
+    """Return the undiscounted sum of a trajectory's rewards from each trained token on; float64 [T].
 
     The outcome is earned at the trajectory's last token.
     """
@@ -140,9 +147,9 @@ def returns_to_go(inputs: AdvantageInputs) -> np.ndarray:
 
 @advantage_estimator("grpo")
 def grpo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """(score - group mean) / (group std + 1e-6), std over n-1 (arXiv:2402.03300 section 4.1.2).
+    """Return (score - group mean) / (group std + 1e-6), std over n-1 (arXiv:2402.03300 section 4.1.2).
 
-    Without algorithm.norm_adv_by_std_in_grpo not divided (Dr.GRPO, arXiv:2503.20783 section 3.2).
+    Without algorithm.norm_adv_by_std_in_grpo, there is no division (Dr.GRPO, arXiv:2503.20783 section 3.2).
     """
     found = inputs.trajectories
     centred = centred_in_groups(found.score, found.group)
@@ -155,7 +162,10 @@ def grpo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
 
 @advantage_estimator("rloo")
 def rloo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """score - mean score of the others in the group (REINFORCE leave-one-out, arXiv:2402.14740 section 2.2)."""
+    """Return score - mean score of the group's other trajectories.
+
+    This is REINFORCE leave-one-out (arXiv:2402.14740 section 2.2).
+    """
     found = inputs.trajectories
     count = np.bincount(found.group)
     factor = count / np.maximum(count - 1, 1)  # score - mean of others = n/(n-1) (score - mean)
@@ -164,16 +174,16 @@ def rloo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
 
 @advantage_estimator("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Undiscounted return from each token on, whitened over all trained tokens (arXiv:2501.03262)."""
+    """Return the undiscounted returns from each token on, whitened over trained tokens (arXiv:2501.03262)."""
     return whitened(returns_to_go(inputs), inputs.mask)
 
 
 @advantage_estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """score - group mean, then whitened over all trained tokens (arXiv:2501.03262, REINFORCE++-baseline).
+    """Return score - group mean, whitened over all trained tokens (arXiv:2501.03262, REINFORCE++-baseline).
 
-    The whitening subtracts the mean over tokens, which is not zero where responses differ in length,
-    so that a group of equal rewards gets that same small shift, unless no group has a signal.
+    The whitening subtracts the mean over tokens. That mean is not zero if responses differ in length, so a
+    group of equal rewards gets the same small shift as all others, unless no group has a signal.
     """
     found = inputs.trajectories
     return whitened(found.to_tokens(centred_in_groups(found.score, found.group)), inputs.mask)
@@ -181,9 +191,10 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AlgorithmConf
 
 @advantage_estimator("gpg")
 def gpg(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """alpha (score - group mean), alpha = N / trajectories in groups with a signal (GPG, arXiv:2504.02546).
+    """Return alpha (score - group mean) (GPG, arXiv:2504.02546).
 
-    alpha makes up for the groups of equal scores, whose gradient is zero but which count in the loss's mean.
+    alpha = N / number of trajectories in groups with a signal. It compensates for groups of equal scores.
+    Their gradient is zero, but they count in the mean of the loss.
     """
     found = inputs.trajectories
     with_signal = ~_constant_groups(found.score, found.group)[found.group]
@@ -192,9 +203,10 @@ def gpg(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
 
 
 def advantages(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """The configured estimator, then adv_whiten and adv_clip; float32 [T], 0 outside the mask.
+    """Return the configured estimator's advantages after adv_whiten and adv_clip.
 
-    Raises ValueError if the estimator returns another shape or something not finite.
+    The result is float32 [T], 0 outside the mask. Raises ValueError if the estimator returns a wrong shape or
+    a value that is not finite.
     """
     values = np.asarray(advantage_estimator.get(options.adv_estimator)(inputs, options), dtype=np.float64)
     if values.shape != inputs.mask.shape:

@@ -1,9 +1,10 @@
-"""What each token's loss is multiplied by: its advantage, its weight, and the factor of its policy term.
+"""The coefficients of each token's loss: advantage, weight, and the factor of the policy term.
 
-The weight is the token's share in the mean over the step and multiplies everything; the factor is what the mismatch
-asks for and multiplies the policy term alone.
+The weight is the token's share in the mean over the step. It multiplies the whole loss of the token. The
+factor corrects the mismatch between engine and trainer. It multiplies only the policy term.
 
-Pure functions of the mini-batches of one step; the controller puts what they return into the batches.
+These are pure functions of the mini-batches of one step. The controller writes their results into the
+batches.
 """
 
 from dataclasses import dataclass, replace
@@ -24,10 +25,10 @@ from grpo_megatron.metrics import Mean, Metrics
 def step_advantages(
     batches: list[TrainBatch], options: AlgorithmConfig, kl_controller: KLController
 ) -> tuple[list[np.ndarray], Metrics]:
-    """Advantages over all mini-batches of a step together, with the KL in the reward if asked for.
+    """Return the advantages of each mini-batch of a step, float32 [T] each, and metrics.
 
-    Returns float32 [T] for each mini-batch, and metrics. The KL coefficient of kl_controller is updated
-    after its use.
+    They are computed over all mini-batches together. If configured, the KL is part of the reward. The
+    coefficient of kl_controller is then updated after its use.
     """
     metrics: Metrics = {}
     whole = TrainBatch.concatenate(batches)
@@ -52,7 +53,10 @@ def step_advantages(
 
 
 def mean_over_trajectories(values: np.ndarray, batch: TrainBatch) -> tuple[float, int]:
-    """(mean over trajectories of their mean over trained tokens, number of trajectories with any); (0.0, 0) of none."""
+    """Return the mean over trajectories of their mean over trained tokens, and the number of trajectories.
+
+    Trajectories without a trained token are ignored. The result is (0.0, 0) if there are no others.
+    """
     sequence = batch.sequence_id[batch.loss_mask]
     _, trajectory, counts = np.unique(batch.trajectory_id[sequence], return_inverse=True, return_counts=True)
     if not len(counts):
@@ -63,23 +67,26 @@ def mean_over_trajectories(values: np.ndarray, batch: TrainBatch) -> tuple[float
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Of each token of one optimizer step: weight float32 [T]; policy_factor float32 [T] or None (1 everywhere), which
-    multiplies the policy term only; loss_mask bool [T], the tokens that are trained."""
+    """The coefficients of each token of one optimizer step."""
 
     weight: np.ndarray
+    """float32 [T]."""
     policy_factor: np.ndarray | None
+    """float32 [T] or None (1 everywhere). Multiplies only the policy term."""
     loss_mask: np.ndarray
+    """bool [T]. True for trained tokens."""
 
 
 def step_coefficients(
     batch: TrainBatch, config: Config, correction: Correction | None
 ) -> tuple[Coefficients, Metrics]:
-    """Token weights of one optimizer step, after what the mismatch masks; metrics of that.
+    """Return the coefficients of one optimizer step, and metrics of the mismatch correction.
 
-    correction: None where the mismatch is not known yet, or nothing is done about it. A masked token
-    keeps KL and entropy unless algorithm.mask_applies_to is "all". It counts as 0 in the means, as it
-    does where the mismatch is known in the training forward only, unless mismatch.renormalize takes
-    them over what is kept.
+    correction: None if the mismatch is not known before training, or if nothing is done about it.
+
+    A token that the correction masks keeps KL and entropy, unless algorithm.mask_applies_to is "all". By
+    default it counts as 0 in the means, as it also does if the mismatch is known only in the training
+    forward. With mismatch.renormalize, the means are taken over the tokens that are kept.
     """
     mode, longest = config.algorithm.loss_agg_mode, config.rollout.max_response_length
     if correction is None:

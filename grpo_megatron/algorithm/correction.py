@@ -1,8 +1,8 @@
-"""What the mismatch between engine and trainer does to the policy term: a factor for each token, and which tokens it masks.
+"""Correction of the mismatch between engine and trainer: a factor for each token's policy term, and a mask.
 
-delta = trainer's log-prob - engine's, at each trained token; rho = exp(delta) is the token's ratio, and rho_y the
-product of the ratios of a sequence's trained tokens. Under train.old_logprobs=recompute they are known before
-training, else in the training forward only; the same object serves both.
+delta is the trainer's minus the engine's log-prob at a trained token. rho = exp(delta) is the token's ratio.
+rho_y is the product of the ratios of a sequence's trained tokens. With train.old_logprobs=recompute they are
+known before training, otherwise only in the training forward. The same object serves both cases.
 """
 
 from collections.abc import Callable
@@ -18,35 +18,36 @@ from grpo_megatron.config.algorithm import (
     MismatchRejection,
 )
 
-# [t] -> [t]: at each token the sum over all tokens of its sequence.
+# [t] -> [t]: the sum over all tokens of each token's sequence.
 SequenceSum = Callable[[torch.Tensor], torch.Tensor]
 
-# (smallest, largest) ratio as published or recommended.
+# (smallest, largest) ratio, as published or recommended.
 CORRECTION_BOUNDS = {
     MismatchCorrection.tis: (0.0, 2.0),
     MismatchCorrection.icepop: (0.5, 5.0),
     MismatchCorrection.seq_tis: (0.0, 2.0),
     MismatchCorrection.mis: (0.0, 2.0),
 }
-# Only criteria on a ratio have published bounds; no bound of the others would serve every model.
+# Only criteria on a ratio have published bounds. For the others, no bound would fit every model.
 REJECTION_BOUNDS = {
     MismatchRejection.token_ratio: (0.5, 5.0),
     MismatchRejection.seq_ratio: (0.0, 2.0),
     MismatchRejection.seq_geometric_ratio: (0.999, 1.001),
 }
 OF_SEQUENCES = (MismatchCorrection.seq_tis, MismatchCorrection.mis)
-# Those that mask what is outside of their bounds; the others truncate.
+# Corrections that mask values outside their bounds. The others truncate.
 MASKING = (MismatchCorrection.icepop, MismatchCorrection.mis)
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """The importance weight of the policy term.
+    """The importance weight of the policy term. Its kinds are:
 
-    tis: min(rho, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training"). icepop: rho, tokens with rho outside [low, high] masked (arXiv:2510.18855). seq_tis:
-    min(rho_y, high). mis: rho_y, sequences with rho_y outside masked (both Liu et al. 2025, "When Speed
-    Kills Stability").
+    - tis: min(rho, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+      Training").
+    - icepop: rho; tokens with rho outside [low, high] are masked (arXiv:2510.18855).
+    - seq_tis: min(rho_y, high) (Liu et al. 2025, "When Speed Kills Stability").
+    - mis: rho_y; sequences with rho_y outside [low, high] are masked (Liu et al. 2025).
     """
 
     kind: MismatchCorrection
@@ -54,7 +55,10 @@ class Weighting:
     high: float
 
     def __call__(self, delta: torch.Tensor, sequence_sum: SequenceSum) -> tuple[torch.Tensor, torch.Tensor]:
-        """(factor [t], kept bool [t]); delta [t], 0 outside the mask."""
+        """Return the factor [t], and the tokens that are kept, bool [t].
+
+        delta: [t], 0 outside the mask.
+        """
         ratio = _exp(sequence_sum(delta) if self.kind in OF_SEQUENCES else delta)
         if self.kind in MASKING:
             return ratio, (ratio >= self.low) & (ratio <= self.high)
@@ -63,11 +67,15 @@ class Weighting:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Tokens, or all tokens of a sequence, are masked where a measure of the mismatch is outside [low, high].
+    """The masking of tokens, or of whole sequences, if a measure of the mismatch is outside [low, high].
 
-    token_ratio: rho. seq_ratio: rho_y. seq_geometric_ratio: the geometric mean of a sequence's rho (Liu et
-    al. 2025). *_k2 and *_k3: delta²/2 and rho - 1 - delta, estimates of KL(engine || trainer) in nats, of the
-    token, or their sum, mean or maximum over the sequence.
+    The measures are:
+
+    - token_ratio: rho.
+    - seq_ratio: rho_y.
+    - seq_geometric_ratio: the geometric mean of a sequence's rho (Liu et al. 2025).
+    - *_k2 and *_k3: delta²/2 and rho - 1 - delta, estimates of KL(engine || trainer) in nats: of the token,
+      or their sum, mean or maximum over the sequence.
     """
 
     kind: MismatchRejection
@@ -75,12 +83,17 @@ class Rejection:
     high: float
 
     def __call__(self, delta: torch.Tensor, mask: torch.Tensor, sequence_sum: SequenceSum) -> torch.Tensor:
-        """kept bool [t]; delta [t], 0 outside the mask bool [t]."""
+        """Return the tokens that are kept, bool [t].
+
+        delta: [t], 0 outside the mask.
+        mask: bool [t].
+        """
         level, _, measure = self.kind.value.rpartition("_")
         near = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         values = {"ratio": delta, "k2": near.square() / 2, "k3": near.expm1() - near}[measure]
         if level == "seq_max":
-            # Whether any token is beyond needs a sum only, as every layout provides it.
+            # The maximum exceeds the bound if any token does. That needs only a sum, which every layout
+            # provides.
             return sequence_sum((~(values <= self.high)).to(delta.dtype)) == 0
         if level != "token":
             values = sequence_sum(values)
@@ -93,15 +106,18 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Correction:
-    """weighting and rejection: None for none. max_difference: tokens with a greater |delta| are masked too; None: none."""
+    """All corrections of the mismatch."""
 
     weighting: Weighting | None = None
+    """None: no weighting."""
     rejection: Rejection | None = None
+    """None: no rejection."""
     max_difference: float | None = None
+    """Tokens with a larger |delta| are masked too. None: no limit."""
 
     @classmethod
     def from_config(cls, config: MismatchConfig) -> "Correction | None":
-        """None if nothing is asked for."""
+        """Return the configured correction, or None if nothing is configured."""
         weighting = rejection = None
         if config.correction != MismatchCorrection.none:
             bounds = _bounds(CORRECTION_BOUNDS[config.correction], config.ratio_low, config.ratio_high)
@@ -118,7 +134,10 @@ class Correction:
     def __call__(
         self, rollout_logp: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor, sequence_sum: SequenceSum
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(factor [t], 0 where masked; kept bool [t]), detached; 1 and True outside the mask."""
+        """Return the factor [t], 0 where masked, and the kept tokens, bool [t]. Both are detached.
+
+        Outside the mask they are 1 and True.
+        """
         delta = torch.where(mask, logp.detach() - rollout_logp, 0)
         factor, kept = torch.ones_like(delta), torch.ones_like(mask)
         if self.weighting:

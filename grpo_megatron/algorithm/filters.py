@@ -1,7 +1,7 @@
-"""Which groups, and which samples of them, are trained on.
+"""Filters: which groups, and which samples of them, are trained on.
 
-A filter is a function (list of Group) -> list of Group, registered by `@group_filter("name")`: those
-to keep, in their order.
+A filter is a function (list of Group) -> list of Group, registered by `@group_filter("name")`. It returns the
+groups to keep, in their order.
 """
 
 from dataclasses import replace
@@ -18,12 +18,18 @@ group_filter = Registry("filter", "algorithm.filters", call=Call(("groups",)))
 
 @group_filter("nonzero_variance")
 def nonzero_variance(groups: list[Group]) -> list[Group]:
-    """Groups whose rewards differ: the others have no group-relative advantage (DAPO, arXiv:2503.14476 section 3.2)."""
+    """Return the groups whose rewards differ (DAPO, arXiv:2503.14476 section 3.2).
+
+    The other groups have no group-relative advantage.
+    """
     return [group for group in groups if min(group.rewards) != max(group.rewards)]
 
 
 def mask_truncated(groups: list[Group]) -> list[Group]:
-    """Samples cut off at the length limit without any trained token (DAPO's overlong filtering, section 3.4)."""
+    """Return the groups, without trained tokens in samples that were cut off at the length limit.
+
+    This is DAPO's overlong filtering (section 3.4).
+    """
 
     def masked(sample):
         if sample.finish_reason != "length":
@@ -34,9 +40,9 @@ def mask_truncated(groups: list[Group]) -> list[Group]:
 
 
 def apply_filters(groups: list[Group], options: AlgorithmConfig) -> list[Group]:
-    """algorithm.filters in their order, then algorithm.overlong_filter.
+    """Apply algorithm.filters in their order, then algorithm.overlong_filter.
 
-    Raises UserError if a filter leaves nothing.
+    Raises UserError if the filters leave nothing.
     """
     kept = filtered(groups, options.filters)
     if not kept:
@@ -48,7 +54,7 @@ def apply_filters(groups: list[Group], options: AlgorithmConfig) -> list[Group]:
 
 
 def filtered(groups: list[Group], names: list[str]) -> list[Group]:
-    """What the filters leave, one after the other."""
+    """Return the groups that remain after all filters."""
     for name in names:
         groups = group_filter.get(name)(groups) if groups else []
     return groups

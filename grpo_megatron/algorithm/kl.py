@@ -1,4 +1,7 @@
-"""Per-token estimators of KL(policy || reference) from the log-probs of the sampled token, and their coefficient."""
+"""Per-token estimators of KL(policy || reference), and the coefficient of the KL in the reward.
+
+The estimators use only the log-probs of the sampled token.
+"""
 
 from dataclasses import dataclass
 
@@ -6,30 +9,34 @@ import torch
 
 from grpo_megatron.config.algorithm import KLControl, KLControlConfig
 
-# Names in use elsewhere -> ours.
+# Names of the estimators in other stacks -> ours.
 _ESTIMATORS = {"k1": "k1", "kl": "k1", "abs": "abs", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3"}
 
-# Everything `kl_penalty` knows: the estimators, and with + their values with the gradient of k2.
+# All types that `kl_penalty` knows: the estimators, and each with +, which combines its value with the
+# gradient of k2.
 KL_TYPES = {f"{name}{plus}": f"{ours}{plus}" for plus in ("", "+") for name, ours in _ESTIMATORS.items()}
 
-# Whose expectation under the policy, weighted by the policy's ratio, has the gradient of the KL.
+# Types whose expectation under the policy, weighted by the policy's ratio, has the gradient of the KL.
 UNBIASED_TYPES = ("k1", "kl", "k3", "low_var_kl")
 
-# The exact KL over the vocabulary: not an estimate from one token, so not computed here.
+# The exact KL over the vocabulary. It is not estimated from one token, so it is not computed here.
 FULL_KL = "full"
 
-# exp() of a larger log-ratio says nothing but "far away", and overflows in the end.
+# exp() of a larger log-ratio only says "far away", and overflows eventually.
 MAX_LOG_RATIO = 20.0
 
 
 def kl_penalty(logp: torch.Tensor, ref_logp: torch.Tensor, kl_type: str) -> torch.Tensor:
-    """KL estimate at each token, shape and dtype of logp; gradient flows through logp.
+    """Return the KL estimate at each token, with shape and dtype of logp. The gradient flows through logp.
 
     With d = log ref - log policy: k1 = -d, abs = |d|, k2 = d²/2, k3 = exp(d) - 1 - d >= 0 (Schulman,
-    "Approximating KL Divergence", 2020); expm1 keeps its digits where policy and reference are close. d is
-    clamped to ±20. Only k2 has the gradient of the KL in
-    expectation; a type with + has the value of the type and the gradient of k2 (straight-through).
-    Raises ValueError on another type.
+    "Approximating KL Divergence", 2020). k3 uses expm1, which keeps its digits if policy and reference are
+    close. d is clamped to ±20.
+
+    Only k2 has the gradient of the KL in expectation. A type with + has the value of the type and the
+    gradient of k2 (straight-through).
+
+    Raises ValueError for another type.
     """
     known = KL_TYPES.get(kl_type)
     if known is None:
@@ -42,21 +49,22 @@ def kl_penalty(logp: torch.Tensor, ref_logp: torch.Tensor, kl_type: str) -> torc
 
 
 def unbiased_kl(kl: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
-    """ratio · kl, the gradient through both; shapes as given.
+    """Return ratio · kl, with the gradient through both; shapes as given.
 
-    For samples of the old policy, with log_ratio = logp - old_logp of the token, the expectation of
-    this is that of kl under the current policy; for k1 and k3 its gradient is the KL's too
-    (DeepSeek-V3.2, arXiv:2512.02556, unbiased KL estimate).
+    log_ratio: logp - old_logp of the token.
+
+    For samples of the old policy, the expectation of the result is that of kl under the current policy. For
+    k1 and k3, its gradient is the KL's too (DeepSeek-V3.2, arXiv:2512.02556, unbiased KL estimate).
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * kl
 
 
 @dataclass
 class KLController:
-    """The coefficient of the KL in the reward; fixed, or steered towards a target.
+    """The coefficient of the KL in the reward, either fixed or adapted to reach a target.
 
-    Adaptive (Ziegler et al. 2019, arXiv:1909.08593 section 2.2): after n trajectories of mean KL k,
-    coef *= 1 + clip(k / target - 1, -0.2, 0.2) · n / horizon.
+    Adaptive (Ziegler et al. 2019, arXiv:1909.08593 section 2.2), after n trajectories of mean KL k:
+    coef *= 1 + clip(k / target - 1, -0.2, 0.2) · n / horizon
     """
 
     coef: float
@@ -69,7 +77,11 @@ class KLController:
         return cls(config.kl_coef, config.type == KLControl.adaptive, config.target_kl, config.horizon)
 
     def update(self, kl: float, trajectories: int) -> None:
-        """kl: mean over trajectories of the mean over their tokens, in nats."""
+        """Adapt the coefficient.
+
+        kl: mean over trajectories of the mean over their tokens, in nats.
+        trajectories: number of trajectories.
+        """
         if self.adaptive:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * trajectories / self.horizon
@@ -78,6 +90,6 @@ class KLController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict) -> None:
-        """A fixed coefficient is the configuration's, whatever it was before."""
+        """Restore an adaptive coefficient. A fixed one keeps the value of the configuration."""
         if self.adaptive:
             self.coef = state["coef"]

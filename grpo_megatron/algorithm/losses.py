@@ -1,8 +1,8 @@
-"""Per-token losses. Pure tensor functions: nothing here knows of ranks, packs or prompts.
+"""Per-token losses. These are pure tensor functions that do not depend on ranks, packs or prompts.
 
-A loss object is called once per micro-batch with the log-probs of the training forward and the
-arrays of the batch at the same positions. It returns one loss value per token; the caller sums
-``weight * loss`` (see batch/token_weights.py), so no mean is taken here.
+A loss object is called once per micro-batch with the log-probs of the training forward and the arrays of the
+batch at the same positions. It returns one loss value per token. The caller sums ``weight * loss`` (see
+batch/token_weights.py), so no mean is taken here.
 """
 
 from collections.abc import Callable
@@ -21,30 +21,33 @@ from grpo_megatron.metrics import Mean, Metrics
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What is known about each of t positions before the training forward; all tensors [t].
-
-    mask bool: trained tokens. advantage, rollout_logp, ref_logp float32. old_logp float32, or None:
-    the current policy is the old policy (its detached log-probs are used). sequence_sum: [t] -> [t],
-    at each token the sum over all tokens of its sequence, wherever they are computed; detached.
-    policy_factor float32: multiplies the policy term only; None: 1. number int64: the token's name in
-    the metric of the worst mismatches; None: no such metric.
-    """
+    """Data of t positions that are known before the training forward. All tensors are [t]."""
 
     mask: torch.Tensor
+    """bool. True for trained tokens."""
     advantage: torch.Tensor
+    """float32."""
     rollout_logp: torch.Tensor
+    """float32. Log-prob under the engine's policy."""
     ref_logp: torch.Tensor
+    """float32. Log-prob under the reference policy."""
     old_logp: torch.Tensor | None
+    """float32. None: the current policy is the old policy, and its detached log-probs are used."""
     sequence_sum: Callable[[torch.Tensor], torch.Tensor]
+    """[t] -> [t]. At each token, the sum over all tokens of its sequence on all ranks; detached."""
     policy_factor: torch.Tensor | None = None
+    """float32. Multiplies only the policy term. None: 1."""
     number: torch.Tensor | None = None
+    """int64. Identifies the token in the metric of the worst mismatches. None: no such metric."""
 
 
 class TokenLoss(Protocol):
-    """needs_full_kl: wants full_kl. limits: {metric: largest value}; a step that exceeds one is dropped."""
+    """A loss with one value per token."""
 
     needs_full_kl: bool
+    """True if the loss needs the argument full_kl."""
     limits: dict[str, float]
+    """{metric: largest value}. A step that exceeds one is dropped."""
 
     def __call__(
         self,
@@ -53,44 +56,61 @@ class TokenLoss(Protocol):
         inputs: LossInputs,
         full_kl: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Metrics]:
-        """logp, entropy float32 [t] -> (loss [t], zero outside the mask; metrics).
+        """Return the loss [t], zero outside the mask, and metrics.
 
-        full_kl float32 [t]: the exact KL to the reference, given if needs_full_kl. All three are computed inside the mask alone;
-        outside it they are zero.
+        logp, entropy: float32 [t].
+        full_kl: float32 [t], the exact KL to the reference, given if needs_full_kl.
+
+        All three are computed only inside the mask. Outside it they are zero.
         """
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """ratio level × surrogate × KL to the reference × entropy bonus, each per token; fields as in config.schema.
+    """The policy loss of a token: factor · surrogate(ratio) + kl_loss_coef · KL - entropy_coeff · entropy.
 
-    loss = factor · surrogate(ratio) + kl_loss_coef · KL - entropy_coeff · entropy. correction: of the
-    mismatch, where it is known in the training forward only: it multiplies the policy term (by 0 where it
-    masks), with mask_applies_to "all" what it masks loses KL and entropy too; token weights stay.
-    early_stop_imp_ratio: largest mean of the ratio over the step's trained tokens, mismatch_limit: largest
-    |log-prob difference| of engine and trainer; a step beyond is dropped.
+    Ratio level, surrogate, KL to the reference and entropy bonus can be combined freely. Most fields are
+    named as in config.algorithm.
     """
 
     clip_ratio_low: float = 0.2
+    """The ratio is clipped below 1 - this."""
     clip_ratio_high: float = 0.2
+    """The ratio is clipped above 1 + this."""
     use_kl_loss: bool = False
+    """True to add the KL to the reference."""
     kl_loss_coef: float = 0.0
+    """Coefficient of the KL."""
     kl_loss_type: str = "k3"
+    """Estimator of the KL, see kl.KL_TYPES, or "full"."""
     entropy_coeff: float = 0.0
+    """Coefficient of the entropy bonus."""
     ratio_level: str = "token"
+    """Key of surrogates.RATIO_LEVELS."""
     surrogate: str = "clip"
+    """Name of the surrogate objective."""
     clip_ratio_c: float | None = None
+    """Dual clip: the loss of a negative advantage is at most this times |advantage|. None: off."""
     kl_loss_unbiased: bool = False
+    """True to weight the KL with the ratio, see kl.unbiased_kl."""
     mask_applies_to: str = "policy"
+    """With "all", tokens that the correction masks also lose KL and entropy. Token weights do not change."""
     early_stop_imp_ratio: float | None = None
+    """Largest mean of the ratio over the step's trained tokens. A step beyond it is dropped."""
     correction: Correction | None = None
+    """Correction of the mismatch if it is known only in the training forward. Multiplies the policy term."""
     mismatch_limit: float | None = None
+    """Largest |log-prob difference| of engine and trainer. A step beyond it is dropped."""
 
     @classmethod
     def from_config(
         cls, algorithm: AlgorithmConfig, mismatch: MismatchConfig, known_before: bool
     ) -> "PolicyLoss":
-        """known_before: the trainer's log-probs are known before training, and what the mismatch asks for is done then."""
+        """Return the configured loss.
+
+        known_before: True if the trainer's log-probs are known before training. The mismatch is then handled
+            before training, and not in this loss.
+        """
         same = {
             name: getattr(algorithm, name) for name in cls.__dataclass_fields__ if hasattr(algorithm, name)
         }
@@ -111,8 +131,8 @@ class PolicyLoss:
     def __call__(self, logp, entropy, inputs, full_kl=None):
         mask = inputs.mask
         count = mask.sum()
-        # Outside the mask the other side is 0 by convention, which may be far from logp:
-        # exp() of that difference overflows, and inf * weight 0 is NaN.
+        # Outside the mask, the other side is 0 by convention, which may be far from logp. exp() of that
+        # difference overflows, and inf * weight 0 is NaN.
         old_logp = (
             logp.detach() if inputs.old_logp is None else torch.where(mask, inputs.old_logp, logp.detach())
         )
@@ -145,7 +165,7 @@ class PolicyLoss:
         return torch.where(trained, loss, 0.0), metrics
 
     def _factor(self, logp: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """(factor of the policy term [t], tokens that keep it bool [t])."""
+        """Return the factor of the policy term [t], and the tokens that keep that term, bool [t]."""
         factor, kept = torch.ones_like(logp), torch.ones_like(inputs.mask)
         if self.correction:
             factor, kept = self.correction(inputs.rollout_logp, logp, inputs.mask, inputs.sequence_sum)
@@ -162,7 +182,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class CrossEntropyLoss:
-    """Supervised fine-tuning: negative log-likelihood of the response tokens."""
+    """The loss of supervised fine-tuning: negative log-likelihood of the response tokens."""
 
     needs_full_kl = False
 

@@ -1,7 +1,7 @@
-"""The loss of a reward model on pairs of which people prefer one. Pure tensor functions, as in losses.py.
+"""The loss of a reward model on preference pairs, as pure tensor functions like those in losses.py.
 
-A loss couples the two sequences of a pair, so both are in the same micro-batch: sequence 2i is the chosen one of pair i, and
-sequence 2i + 1 the rejected one.
+A loss couples the two sequences of a pair, so both are in the same micro-batch. Sequence 2i is the chosen one
+of pair i, sequence 2i + 1 the rejected one.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,20 @@ from grpo_megatron.metrics import Mean, Metrics, Std
 
 @dataclass(frozen=True)
 class PairInputs:
-    """What is known of the P pairs of a micro-batch. weight float32 [P]: of each one's loss, fixed over the whole optimizer step.
-    margin float32 [P]: by which the chosen one's score should be ahead."""
+    """Data of the P pairs of a micro-batch."""
 
     weight: torch.Tensor
+    """float32 [P]. Weight of each pair's loss, fixed over the whole optimizer step."""
     margin: torch.Tensor
+    """float32 [P]. How far the chosen sequence's score should exceed the other's."""
 
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Bradley-Terry: -log sigmoid(chosen - rejected) (Ouyang et al. 2022, arXiv:2203.02155 eq. 1), with a margin
-    -log sigmoid(chosen - rejected - margin) (Touvron et al. 2023, arXiv:2307.09288 eq. 2)."""
+    """Bradley-Terry loss: -log sigmoid(chosen - rejected) (Ouyang et al. 2022, arXiv:2203.02155 eq. 1).
+
+    With a margin, -log sigmoid(chosen - rejected - margin) (Touvron et al. 2023, arXiv:2307.09288 eq. 2).
+    """
 
     needs_full_kl = False
 
@@ -33,7 +36,7 @@ class PreferenceLoss:
         return {}
 
     def __call__(self, scores: torch.Tensor, inputs: PairInputs) -> tuple[torch.Tensor, Metrics]:
-        """scores float32 [2P] -> (loss [P], metrics)."""
+        """Return the loss [P] and metrics for the scores, float32 [2P]."""
         chosen, rejected = scores.view(-1, 2).unbind(1)
         ahead = chosen - rejected
         loss = -F.logsigmoid(ahead - inputs.margin)

@@ -1,7 +1,8 @@
-"""What of the policy gradient is a choice: the level of the ratio, and the surrogate objective.
+"""The configurable parts of the policy gradient: the level of the ratio, and the surrogate objective.
 
 A surrogate is a function (PolicyTerms, SurrogateOptions) -> (loss [t], clipped bool [t]), registered by
-`@surrogate("name")`. `clipped` marks tokens whose gradient it removes or limits; it is only counted.
+`@surrogate("name")`. `clipped` marks tokens whose gradient the surrogate removes or limits. It is only
+counted.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ LossAndClipped = tuple[torch.Tensor, torch.Tensor]
 
 
 class SurrogateOptions(Protocol):
-    """What a surrogate can be told, as in config.algorithm; a loss of losses.PolicyLoss is one."""
+    """Options of a surrogate, named as in config.algorithm. losses.PolicyLoss provides them."""
 
     clip_ratio_low: float
     clip_ratio_high: float
@@ -27,33 +28,36 @@ class SurrogateOptions(Protocol):
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """Of each of t tokens: logp and log_ratio (to the old policy, at the configured level), both
-    differentiable; advantage; mask bool. Tensors [t], floats of float32."""
+    """Inputs of a surrogate for t tokens. All tensors are [t]."""
 
     logp: torch.Tensor
+    """float32, differentiable."""
     log_ratio: torch.Tensor
+    """float32, differentiable. Log ratio to the old policy at the configured level."""
     advantage: torch.Tensor
+    """float32."""
     mask: torch.Tensor
+    """bool. True for trained tokens."""
 
     @property
     def ratio(self) -> torch.Tensor:
         return self.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-# --- ratio levels: (log ratio of each token, mask, sequence_sum) -> log ratio used at each token
+# --- ratio levels: (log ratio of each token, mask, sequence_sum) -> log ratio to use at each token
 
 
 def token_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
-    """Each token's own (PPO, GRPO)."""
+    """Return each token's own log ratio (PPO, GRPO)."""
     return log_ratio
 
 
 def sequence_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
-    """GSPO's log importance ratio at each token, [t]: the mean over its sequence's trained tokens.
+    """Return GSPO's log importance ratio at each token, [t]: the mean over its sequence's trained tokens.
 
-    log s_i = 1/|y_i| sum_t log r_it (arXiv:2507.18071 eq. 7). Its value is that of the sequence, its
-    gradient that of the token's own log-prob (the GSPO-token form, eq. 14): with equal weights 1/|y_i|
-    over the tokens the sum is exactly GSPO's gradient, and no collective is differentiated through.
+    log s_i = 1/|y_i| sum_t log r_it (arXiv:2507.18071 eq. 7). The value is that of the sequence, and the
+    gradient is that of the token's own log-prob (the GSPO-token form, eq. 14). With equal weights 1/|y_i|
+    over the tokens, the sum is exactly GSPO's gradient, and no collective is differentiated through.
     """
     total = sequence_sum(torch.where(mask, log_ratio.detach(), 0.0))
     mean = total / sequence_sum(mask.to(log_ratio.dtype)).clamp(min=1)
@@ -61,10 +65,10 @@ def sequence_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Ca
 
 
 def sequence_sum_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
-    """The unnormalised log ratio of the whole sequence, log pi(y) - log pi_old(y), at each token, [t].
+    """Return the unnormalised log ratio of the whole sequence, log pi(y) - log pi_old(y), at each token, [t].
 
-    The gradient at a token is n_i times its own: with weights proportional to 1/n_i (group-sum,
-    seq-mean-token-mean) the sum over the n_i tokens is exactly that of the sequence's ratio.
+    The gradient at a token is n_i times its own. With weights proportional to 1/n_i (group-sum,
+    seq-mean-token-mean), the sum over the n_i tokens is exactly the gradient of the sequence's ratio.
     """
     total = sequence_sum(torch.where(mask, log_ratio.detach(), 0.0))
     count = sequence_sum(mask.to(log_ratio.dtype))
@@ -79,10 +83,10 @@ RATIO_LEVELS = {"token": token_ratio, "sequence": sequence_ratio, "sequence_sum"
 
 @surrogate("clip")
 def clip(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
-    """PPO's clipped objective as a loss, with DAPO's separate limits and, as asked for, dual clip.
+    """Return PPO's clipped objective as a loss, with DAPO's separate limits and an optional dual clip.
 
-    -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347 eq. 7, arXiv:2503.14476 eq. 8); where A < 0
-    and clip_ratio_c = c is set, at most -c A (arXiv:1912.09729 eq. 5).
+    -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347 eq. 7, arXiv:2503.14476 eq. 8). If A < 0 and
+    clip_ratio_c = c is set, it is at most -c A (arXiv:1912.09729 eq. 5).
     """
     ratio, advantage = terms.ratio, terms.advantage
     unclipped = -advantage * ratio
@@ -97,10 +101,10 @@ def clip(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
 
 @surrogate("cispo")
 def cispo(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
-    """REINFORCE weighted with the clipped ratio, itself without gradient, so that no token loses its own.
+    """Return the REINFORCE loss weighted with the clipped ratio. No token loses its gradient.
 
-    -sg(clip(r, 1 - low, 1 + high)) A logp (MiniMax-M1, arXiv:2506.13585 eq. 4, 5). A low of 1 or more
-    is no lower limit, as in the paper.
+    -sg(clip(r, 1 - low, 1 + high)) A logp (MiniMax-M1, arXiv:2506.13585 eq. 4, 5). The ratio itself gets no
+    gradient (sg). A low of 1 or more means no lower limit, as in the paper.
     """
     ratio = terms.ratio.detach()
     limited = ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)
@@ -109,5 +113,8 @@ def cispo(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
 
 @surrogate("reinforce")
 def reinforce(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
-    """-A logp (Williams 1992): no ratio, so exact for the first optimizer step on a batch only."""
+    """Return -A logp (Williams 1992).
+
+    It has no ratio, so it is exact only for the first optimizer step on a batch.
+    """
     return -terms.advantage * terms.logp, torch.zeros_like(terms.mask)

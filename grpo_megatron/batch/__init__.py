@@ -1,4 +1,5 @@
-"""The data contract: samples from generation, the flat batch of a step, token weights, schedule, layout.
+"""The data contract: samples from generation, the flat batch of a step, token weights, schedule and layout.
 
-Nothing is imported here: processes with environments start with `batch.prompt` alone, which needs no torch.
+Nothing is imported here. Environment processes start by importing only `batch.prompt`, which does not need
+torch.
 """

@@ -1,9 +1,9 @@
-"""Layout: the one owner of index arithmetic between a flat token stream and what a rank computes.
+"""The layout of token streams: all index arithmetic between a flat token stream and what a rank computes.
 
-A micro-batch is a stream of T tokens, its sequences one after the other (``cu_seqlens``). A rank
-sees that stream with padding inserted and, under context parallelism, only its share of it.
-``Layout.pack`` computes the mapping once; model input, log-probs, loss and metrics all go through
-the resulting ``Pack``. Nothing else multiplies a chunk size by a rank.
+A micro-batch is a stream of T tokens, with its sequences one after the other (``cu_seqlens``). A rank sees
+that stream with padding inserted and, under context parallelism (CP), only its share of it. ``Layout.pack``
+computes the mapping once. Model input, log-probs, loss and metrics all go through the resulting ``Pack``. No
+other code multiplies a chunk size by a rank.
 """
 
 import math
@@ -15,12 +15,12 @@ import torch
 
 
 def padded_to(lengths, multiple: int):
-    """Each length, an integer or an array of them, as the next multiple."""
+    """Round each length, an integer or an array of integers, up to the next multiple."""
     return -(-lengths // multiple) * multiple
 
 
 def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Values of the host on a device; the host does not wait for the copy. On a CPU the same memory."""
+    """Copy a host tensor to a device without making the host wait. On a CPU, return the same memory."""
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
@@ -28,35 +28,37 @@ def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """How token streams are padded and split on one rank.
-
-    tp, cp: sizes of the tensor and context parallel groups; cp_rank: this rank's place in the
-    latter. sequence_parallel: activations are split over TP between the matrix products, so the
-    pack must divide. alignment: what the FP8 kernels demand of every GEMM dimension (1 = nothing).
-    pack_tokens: if not 0, every pack is padded to this many positions, over all CP ranks, so that
-    pipeline stages know the shapes beforehand.
-    """
+    """The way token streams are padded and split on one rank."""
 
     tp: int = 1
+    """Size of the tensor-parallel (TP) group."""
     cp: int = 1
+    """Size of the context-parallel (CP) group."""
     cp_rank: int = 0
+    """This rank's index in its CP group."""
     sequence_parallel: bool = False
+    """True if activations are split over TP between matrix products, so that the pack must be divisible."""
     alignment: int = 1
+    """Multiple that the FP8 kernels require of every GEMM dimension. 1 means no requirement."""
     pack_tokens: int = 0
+    """Fixed size of every pack over all CP ranks, in positions, for pipeline stages. 0: no fixed size."""
 
     @property
     def sequence_multiple(self) -> int:
-        """Each sequence is padded to a multiple of this: two chunks per CP rank (zig-zag)."""
+        """Each sequence is padded to a multiple of this number: two chunks per CP rank (zig-zag)."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def pack_multiple(self) -> int:
-        """The whole pack (over all CP ranks) is padded to a multiple of this."""
+        """The whole pack, over all CP ranks, is padded to a multiple of this number."""
         split = self.cp * (self.tp if self.sequence_parallel else 1)
         return math.lcm(self.sequence_multiple, split, split * self.alignment)
 
     def pack(self, lengths) -> "Pack":
-        """lengths: tokens of each sequence, in stream order; every one at least 1."""
+        """Return the pack of a micro-batch.
+
+        lengths: tokens of each sequence, in stream order, each at least 1.
+        """
         lengths = np.asarray(lengths, dtype=np.int64)
         if lengths.ndim != 1 or lengths.size == 0 or lengths.min() < 1:
             raise ValueError(
@@ -66,25 +68,28 @@ class Layout:
         if self.pack_tokens:
             empty = self._empty_sequences(padded)
             return Pack(self, np.append(lengths, np.zeros_like(empty)), np.append(padded, empty))
-        # The last sequence takes the padding of the pack: kernels and Megatron's RoPE want
+        # The last sequence takes the padding of the pack, because kernels and Megatron's RoPE require
         # cu_seqlens to cover every position.
         padded[-1] += -int(padded.sum()) % self.pack_multiple
         return Pack(self, lengths, padded)
 
     def tensor_parallel_share(self, tensor: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        """The part of [t, ...] whose activations a TP rank holds between the matrix products: [t / tp, ...] under
-        sequence parallelism, else all of it."""
+        """Return the part of [t, ...] whose activations a TP rank holds between the matrix products.
+
+        The shape is [t / tp, ...] under sequence parallelism, else [t, ...].
+        """
         return tensor.chunk(self.tp)[tp_rank] if self.sequence_parallel else tensor
 
     def _empty_sequences(self, padded: np.ndarray) -> np.ndarray:
-        """Padded lengths of sequences without a token that fill a pack up to pack_tokens.
+        """Return padded lengths of empty sequences that fill a pack up to pack_tokens.
 
-        None is longer than the longest real one, else attention over padding would cost the most.
+        None is longer than the longest real sequence. Otherwise attention over padding would cost the most.
         """
         rest = self.pack_tokens - int(padded.sum())
         if rest < 0 or self.pack_tokens % self.pack_multiple:
             raise ValueError(
-                f"{padded.sum()} padded tokens do not fit packs of {self.pack_tokens}, a multiple of {self.pack_multiple}"
+                f"{padded.sum()} padded tokens do not fit packs of {self.pack_tokens}, a multiple of "
+                f"{self.pack_multiple}"
             )
         longest = int(padded.max())
         sizes = [longest] * (rest // longest) + [rest % longest] * (rest % longest > 0)
@@ -97,9 +102,9 @@ def _cumulative(lengths: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pack:
-    """One micro-batch under a Layout. T = sum(lengths) tokens, S sequences, t local positions.
+    """One micro-batch under a Layout: T = sum(lengths) tokens, S sequences, t local positions.
 
-    With pack_tokens the last of the S sequences may be empty: padding only.
+    With pack_tokens, some sequences at the end may be empty: they consist only of padding.
     """
 
     layout: Layout
@@ -108,19 +113,19 @@ class Pack:
 
     @cached_property
     def cu_seqlens(self) -> np.ndarray:
-        """int32 [S+1]: where each sequence starts in the stream without padding."""
+        """Start of each sequence in the stream without padding, int32 [S+1]."""
         return _cumulative(self.lengths)
 
     @cached_property
     def cu_seqlens_padded(self) -> np.ndarray:
-        """int32 [S+1]: where each sequence starts in the padded stream, over all CP ranks."""
+        """Start of each sequence in the padded stream, over all CP ranks, int32 [S+1]."""
         return _cumulative(self.padded_lengths)
 
     def pieces(self, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """First position and length of each contiguous piece on a CP rank, int64 [S, p] both.
+        """Return the first position and the length of each contiguous piece on a CP rank, both int64 [S, p].
 
-        Without CP a sequence is one piece. Else it is cut in 2·cp chunks, of which rank r holds r and
-        2·cp-1-r (zig-zag), so that causal attention is equal work on all ranks.
+        Without CP, a sequence is one piece. With CP, it is cut into 2·cp chunks, and rank r holds the chunks
+        r and 2·cp-1-r (zig-zag), so that causal attention costs the same on all ranks.
         """
         cp = self.layout.cp
         if cp == 1:
@@ -135,12 +140,12 @@ class Pack:
 
     @cached_property
     def position_ids(self) -> np.ndarray:
-        """int64 [t]: position of each local token in its own sequence (padding counts on)."""
+        """Position of each local token in its own sequence, int64 [t]. Padding continues the count."""
         return self._positions(self.layout.cp_rank)
 
     @cached_property
     def gathered_index(self) -> np.ndarray:
-        """int64: for each position of the padded stream, its row where all CP ranks' parts follow each other."""
+        """Row of each padded-stream position in the concatenated local parts of all CP ranks, int64."""
         starts = self.cu_seqlens_padded[:-1].astype(np.int64)[self.sequence_id]
         rows = np.concatenate([starts + self._positions(rank) for rank in range(self.layout.cp)])
         index = np.empty(len(rows), dtype=np.int64)
@@ -149,24 +154,27 @@ class Pack:
 
     @cached_property
     def sequence_id(self) -> np.ndarray:
-        """int64 [t]: index of the sequence each local token (or its padding) belongs to."""
+        """Index of the sequence that each local token, or its padding, belongs to, int64 [t]."""
         return np.repeat(np.arange(len(self.lengths)), self.padded_lengths // self.layout.cp)
 
     @cached_property
     def index(self) -> np.ndarray:
-        """int64 [t]: place of each local token in the stream of T tokens; -1 for padding."""
+        """Index of each local token in the stream of T tokens, int64 [t]; -1 for padding."""
         sequence, position = self.sequence_id, self.position_ids
         return np.where(position < self.lengths[sequence], self.cu_seqlens[sequence] + position, -1)
 
     @property
     def num_sequences(self) -> int:
-        """Without those that are padding only."""
+        """Number of sequences that are not only padding."""
         return int(np.count_nonzero(self.lengths))
 
     def last_tokens(self, tp_rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(row, sequence), int64 [n] both: of the sequences whose last token has its activations on this rank, and its row there.
+        """Return (row, sequence) of the last tokens of sequences that this rank holds, both int64 [n].
 
-        tp_rank: matters under sequence parallelism only, see Layout.tensor_parallel_share.
+        The rank holds a token if it has its activations. `row` is the token's local row, `sequence` its
+        sequence's index.
+
+        tp_rank: matters only under sequence parallelism, see Layout.tensor_parallel_share.
         """
         is_last = self.position_ids == self.lengths[self.sequence_id] - 1
         share = self.layout.tensor_parallel_share(
@@ -176,17 +184,20 @@ class Pack:
         return rows, share[rows]
 
     def sum_over_context(self, values: torch.Tensor, cp_group=None) -> torch.Tensor:
-        """Sum over the CP ranks of one value for each sequence [S], detached as that of `sequence_sum`."""
+        """Sum one value per sequence [S] over the CP ranks.
+
+        The result is detached, like that of `sequence_sum`.
+        """
         return _sum_over(values.detach().clone(), cp_group, self.layout.cp)
 
     @cached_property
     def place(self) -> np.ndarray:
-        """int64 [t]: as `index`, but T for padding: the place behind the last token."""
+        """Same as `index`, but T for padding, which is the position after the last token. int64 [t]."""
         return np.where(self.index < 0, self.num_tokens, self.index)
 
     @cached_property
     def sequence_or_none(self) -> np.ndarray:
-        """int64 [t]: as `sequence_id`, but S for padding."""
+        """Same as `sequence_id`, but S for padding. int64 [t]."""
         return np.where(self.index < 0, len(self.lengths), self.sequence_id)
 
     @cached_property
@@ -194,46 +205,53 @@ class Pack:
         return {}
 
     def tensor(self, name: str, device: torch.device) -> torch.Tensor:
-        """The array of this name on a device, where it is kept."""
+        """Return the array of this name as a tensor on a device. The tensor is cached."""
         if (name, device) not in self._on_device:
             self._on_device[name, device] = on_device(torch.from_numpy(getattr(self, name)), device)
         return self._on_device[name, device]
 
     @property
     def num_tokens(self) -> int:
-        """T: tokens of the micro-batch, without padding, over all CP ranks."""
+        """T: number of tokens of the micro-batch, without padding, over all CP ranks."""
         return int(self.cu_seqlens[-1])
 
     def _local(self, stream: np.ndarray, fill) -> np.ndarray:
-        """Return this rank's part [t, ...] of the stream [T, ...]. Its padding holds `fill`."""
+        """Return this rank's part [t, ...] of the stream [T, ...], with `fill` in its padding."""
         if len(stream) != self.num_tokens:
             raise ValueError(f"stream has {len(stream)} tokens, the pack {self.num_tokens}")
-        local = np.asarray(stream)[self.index]  # with T >= 1, index -1 reads a valid element
+        local = np.asarray(stream)[self.index]  # T >= 1, so index -1 reads a valid element
         local[self.index < 0] = fill
         return local
 
     def scatter(self, stream: np.ndarray, fill=0) -> torch.Tensor:
-        """Return this rank's part [t, ...] of stream [T, ...], padding set to `fill`; dtype kept, on CPU."""
+        """Return this rank's part [t, ...] of the stream [T, ...] as a CPU tensor of the same dtype.
+
+        Padding is `fill`.
+        """
         return torch.from_numpy(self._local(stream, fill))
 
     def local_positions(self, mask: np.ndarray) -> torch.Tensor:
-        """Return the positions, in this rank's part, of the tokens at which mask is true: int64 [n], on CPU.
+        """Return the positions of the masked tokens within this rank's part: int64 [n], on the CPU.
 
-        mask: bool [T], of the whole stream.
+        mask: bool [T], over the whole stream.
         """
         return torch.from_numpy(np.flatnonzero(self._local(mask, False)))
 
     def gather(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
-        """Inverse of scatter: local [t] of every CP rank -> stream [T], the same on all of them."""
-        # Padding goes behind the stream. To leave it out by a mask, the host would have to wait for the device to count.
+        """Return the stream [T] from the local parts [t] of all CP ranks, the same on each rank.
+
+        Inverse of `scatter`.
+        """
+        # Padding is written after the end of the stream. To remove it with a mask, the host would have to
+        # wait until the device has counted.
         stream = local.new_zeros(self.num_tokens + 1).index_copy(0, self.tensor("place", local.device), local)
         return _sum_over(stream[:-1], cp_group, self.layout.cp)
 
     def sequence_sum(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
-        """Sum of local [t] over each sequence, padding left out, over all CP ranks -> [S].
+        """Return the sum of local [t] over each sequence, without padding and over all CP ranks: [S].
 
-        Not differentiable across ranks, on purpose: sequence-level losses detach it (the detached
-        value times exp(logp - logp.detach()) has each token's exact gradient).
+        It is intentionally not differentiable across ranks. Sequence-level losses detach it: the detached
+        value times exp(logp - logp.detach()) has the exact gradient of each token.
         """
         sums = local.new_zeros(len(self.lengths) + 1)
         sums.index_add_(0, self.tensor("sequence_or_none", local.device), local.detach())

@@ -1,4 +1,4 @@
-"""Pairs of sequences, 2i and 2i + 1, whose loss couples them: they are in the same micro-batch."""
+"""Scheduling of sequence pairs (2i, 2i + 1) that share one loss and therefore one micro-batch."""
 
 from dataclasses import replace
 
@@ -11,9 +11,16 @@ from grpo_megatron.batch.schedule import CostModel, Schedule, schedule
 def schedule_pairs(
     lengths, max_tokens: int, cost: CostModel = CostModel(), sequence_multiple: int = 1, **options
 ) -> Schedule:
-    """As `schedule`, of whose items each is a pair; the sequences of a pair follow each other. lengths: int [2P]."""
+    """Schedule pairs of sequences like `schedule` does single sequences.
+
+    The two sequences of a pair stay adjacent.
+
+    lengths: int [2P], tokens of each sequence.
+    options: further arguments of `schedule`.
+    """
     padded = padded_to(np.asarray(lengths, dtype=np.int64), sequence_multiple)
-    # The two do not attend to each other: half of the pairs of positions that one sequence of their joint length would have.
+    # The two sequences do not attend to each other. So a pair has about half of the (query, key) pairs that
+    # one sequence of their joint length would have.
     of_pair = replace(cost, per_pair=cost.per_pair / 2)
     plan = schedule(padded.reshape(-1, 2).sum(1), max_tokens, cost=of_pair, **options)
     return Schedule(

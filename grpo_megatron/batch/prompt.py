@@ -1,4 +1,7 @@
-"""One prompt. Light to import: processes with environments start with it alone."""
+"""The prompt type.
+
+This module is light to import, because environment processes import only it when they start.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,18 +14,18 @@ class Prompt:
     """One prompt as the prompt source hands it out."""
 
     uid: int
-    """Index of the record among all training records, stable over epochs."""
+    """Index of the record among all training records, the same in every epoch."""
     ids: np.ndarray
-    """int32 [P] tokens, P > 0."""
+    """Token ids, int32 [P], P > 0."""
     text: str
-    """What was tokenized; for ids that were given, what they spell."""
+    """The text that was tokenized. If the record gives token ids, the text that they decode to."""
     answer: str | list[str]
-    """The reference that the reward compares with, or a list of several that are all accepted."""
+    """The reference answer that the reward compares with, or a list of answers that are all accepted."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """The rest of the record, in plain Python that can be written as JSON."""
+    """The other fields of the record, as plain Python values that can be written as JSON."""
     source: str = ""
     """Name of the file or data set."""
     messages: list[dict[str, Any]] | None = None
-    """The chat that the text spells; None where it is no chat."""
+    """The chat that the text renders, or None if the prompt is not a chat."""
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the tools that the record offers to the model; None if it has none."""
+    """JSON schemas of the tools that the record offers to the model, or None if it offers none."""

@@ -1,4 +1,4 @@
-"""What generation produces: Samples, in Groups that share a prompt."""
+"""Results of generation: samples, and groups of samples that share a prompt."""
 
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -10,7 +10,7 @@ from grpo_megatron.batch.prompt import Prompt
 
 @dataclass(frozen=True)
 class WeightSpan:
-    """Response tokens [start, end) were generated under weight version `version`."""
+    """A span of response tokens [start, end) that were generated with the weights of version `version`."""
 
     version: int
     start: int
@@ -19,36 +19,46 @@ class WeightSpan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence of a trajectory; most trajectories are one. Immutable; `scored` returns the copy that carries its reward.
+    """One sequence of a trajectory. Most trajectories have one sequence.
 
-    prompt_ids int32 [P]; response_ids int32 [R]; loss_mask bool [R], False on text the model did not write;
-    rollout_logprobs float32 [R], natural log, as sampled (after temperature); turns: how often the model
-    wrote in it. routing int16 [P + R, L, k] or None: the experts of each token in each of the model's L
-    layers with experts, as the engine chose them. reward_failed: its reward is reward.failure_value, or None
-    if its trajectory is to be left out of the group. scored_text: what of response_text reward.function
-    scored, which of an episode is the last turn; None: all of it.
+    A trajectory is one response, or one episode with an environment. A new sequence begins when the input of
+    a turn does not start with what the model read and wrote before (rollout.history=template). Its prompt_ids
+    are then everything that the model read for that turn. All sequences of a trajectory have the trajectory's
+    reward, components and finish_reason, and together they count once.
 
-    A trajectory is one response, or one episode with an environment. Where what the model reads in a turn does not begin with what
-    it read and wrote before (rollout.history=template), another sequence begins: its prompt_ids are all that the model read then.
-    The sequences of a trajectory have its reward, components and finish_reason ("stop", "length", "abort", or "max_turns"
-    of an episode), and count once together.
+    A sample is immutable. `scored` returns a copy with a reward.
     """
 
     group_id: int
+    """Id of the group, which is all trajectories of one prompt."""
     trajectory_id: int
+    """Id of the trajectory that this sequence belongs to."""
     prompt_ids: np.ndarray
+    """int32 [P]. Tokens that the model read before its first turn in this sequence."""
     response_ids: np.ndarray
+    """int32 [R], R > 0. Tokens after the prompt, written by the model or by the environment."""
     loss_mask: np.ndarray
+    """bool [R]. False for text that the model did not write."""
     rollout_logprobs: np.ndarray
+    """float32 [R]. Natural log of the probability with which each token was sampled, after temperature."""
     finish_reason: str
+    """One of "stop", "length", "abort" and, for an episode, "max_turns"."""
     weight_spans: tuple[WeightSpan, ...] = ()
+    """Weight version of each response token that the model wrote, as spans."""
     response_text: str = ""
+    """The response as text."""
     reward: float | None = None
+    """Reward of the trajectory, or None if it is not known yet or is left out (`reward_failed`)."""
     reward_components: dict[str, float] = field(default_factory=dict)
+    """Further numbers of the reward for the logs, by name."""
     routing: np.ndarray | None = None
+    """int16 [P + R, L, k] or None. The k experts that the engine chose per token in each of L MoE layers."""
     turns: int = 1
+    """Number of turns that the model wrote in this sequence."""
     reward_failed: bool = False
+    """True if computing the reward failed. `reward` is then reward.failure_value, or None (left out)."""
     scored_text: str | None = None
+    """Part of response_text that reward.function scored (an episode's last turn). None means all of it."""
 
     def __post_init__(self):
         length = len(self.response_ids)
@@ -56,12 +66,13 @@ class Sample:
             raise ValueError(f"trajectory {self.trajectory_id}: empty response")
         if len(self.loss_mask) != length or len(self.rollout_logprobs) != length:
             raise ValueError(
-                f"trajectory {self.trajectory_id}: {length} response tokens, {len(self.loss_mask)} mask values, "
-                f"{len(self.rollout_logprobs)} log-probs"
+                f"trajectory {self.trajectory_id}: {length} response tokens, {len(self.loss_mask)} mask "
+                f"values, {len(self.rollout_logprobs)} log-probs"
             )
         if self.routing is not None and len(self.routing) != self.num_tokens:
             raise ValueError(
-                f"trajectory {self.trajectory_id}: {self.num_tokens} tokens, but the routing of {len(self.routing)}"
+                f"trajectory {self.trajectory_id}: {self.num_tokens} tokens, but the routing of "
+                f"{len(self.routing)}"
             )
 
     @property
@@ -70,12 +81,12 @@ class Sample:
 
     @property
     def num_written(self) -> int:
-        """Response tokens that the model wrote, whether they are trained or not."""
+        """Number of response tokens that the model wrote, whether they are trained on or not."""
         return sum(span.end - span.start for span in self.weight_spans)
 
     @property
     def is_left_out(self) -> bool:
-        """Return whether reward.on_failure=leave_out takes this sample's trajectory out of its group."""
+        """True if reward.on_failure=leave_out removes this sample's trajectory from its group."""
         return self.reward_failed and self.reward is None
 
     def scored(self, reward: float | None, components: dict[str, float]) -> "Sample":
@@ -84,20 +95,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """All trajectories of one prompt; GRPO compares them with each other.
-
-    samples: the sequences, those of a trajectory one after the other. failed: how many trajectories were left
-    out of it, because their rewards or environments failed.
-    """
+    """All trajectories of one prompt. GRPO compares them with each other."""
 
     group_id: int
     prompt: Prompt
     samples: tuple[Sample, ...]
+    """The sequences. Those of one trajectory follow each other."""
     failed: int = 0
+    """Number of trajectories that were left out because their reward or environment failed."""
 
     @property
     def trajectories(self) -> list[tuple[Sample, ...]]:
-        """The sequences of each, in the order in which they were played."""
+        """The sequences of each trajectory, in the order in which they were played."""
         return [
             tuple(sequences)
             for _, sequences in groupby(self.samples, key=lambda sample: sample.trajectory_id)
@@ -105,5 +114,5 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """One for each trajectory."""
+        """One reward per trajectory."""
         return [sequences[0].reward for sequences in self.trajectories]

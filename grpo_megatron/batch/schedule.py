@@ -1,13 +1,12 @@
-"""Which sequences share a micro-batch, and which data-parallel rank computes it.
+"""The schedule of a step: the sequences of each micro-batch, and the data-parallel rank that computes it.
 
-Pack first, distribute second: sequences are packed into micro-batches over the whole optimizer step, then the micro-batches
-are dealt to the ranks. Packing each rank's share on its own instead leaves ranks with different numbers of micro-batches, and
-the pipeline waiting.
+Sequences are packed into micro-batches over the whole optimizer step, which are then dealt to the ranks. If
+each rank packed its own share, their numbers of micro-batches would differ, and the pipeline would wait.
 
-The micro-batches, sorted by cost, are dealt in rounds of one per rank. What the ranks compute at the same time then costs
-nearly the same, which experts spread over ranks need (they meet in an all-to-all in every MoE layer of every micro-batch), and
-the rounds, each dealt costliest to the least loaded rank, add up to equal work. Exchanges of sequences, first within rounds and
-then between ranks, remove most of what is left.
+The micro-batches are sorted by cost and dealt in rounds of one per rank, so that the ranks' simultaneous work
+costs nearly the same. Expert parallelism needs this: its ranks meet in an all-to-all in every MoE layer. In
+each round, the costliest micro-batch goes to the least loaded rank, so that the totals are nearly equal.
+Exchanges of sequences, first within rounds and then between ranks, remove most of the remaining difference.
 """
 
 import heapq
@@ -20,42 +19,43 @@ import numpy as np
 from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.errors import UserError
 
-# Exchanges stop at this relative difference (of a round's costliest micro-batch, or of a rank, from the mean) ...
+# Exchanges stop when a round's costliest micro-batch, or a rank, is this close to the mean (relative) ...
 _TOLERANCE = 1e-4
-# ... or after looking at this many sequences, so that a large batch does not wait for the last digit.
+# ... or after examining this many sequences, so that a large batch does not wait for the last digit.
 _EXCHANGE_BUDGET = 30_000
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Relative FLOPs of a training or log-prob pass over a sequence of L tokens: per_token · L + per_pair · L (L + 1) / 2.
+    """Relative FLOPs of a training or log-prob pass over one sequence.
 
-    per_token: the linear layers, for one token over all layers; per_pair: one (query, key) pair of causal attention over all
-    layers. Only their ratio matters; the default is about that of a dense 7B model.
+    A sequence of L tokens costs per_token · L + per_pair · L (L + 1) / 2: per_token for the linear layers of
+    one token, per_pair for one (query, key) pair of causal attention. Only their ratio matters; the default
+    is about that of a dense 7B model.
     """
 
     per_token: float = 1.0
     per_pair: float = 2.8e-5
 
     def flops(self, lengths) -> np.ndarray:
-        """float64 [S] for lengths [S] in tokens."""
+        """Return the cost of each sequence, float64 [S], for lengths [S] in tokens."""
         lengths = np.asarray(lengths, dtype=np.float64)
         return self.per_token * lengths + self.per_pair * lengths * (lengths + 1) / 2
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """micro_batches[dp_rank][i]: sequence indices of micro-batch i; as many on every rank."""
+    """Sequence indices per rank and micro-batch: micro_batches[dp_rank][i], with the same i on all ranks."""
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of each rank."""
+        """Number of micro-batches per rank, the same for all ranks."""
         return len(self.micro_batches[0])
 
     def sequences(self, dp_rank: int) -> list[int]:
-        """All sequences of a rank, micro-batch by micro-batch."""
+        """Return all sequences of a rank, micro-batch by micro-batch."""
         return [i for micro_batch in self.micro_batches[dp_rank] for i in micro_batch]
 
 
@@ -69,20 +69,24 @@ def schedule(
     multiple_of: int = 1,
     lockstep: bool = False,
 ) -> Schedule:
-    """Deterministic partition of S sequences into micro-batches for `dp` ranks.
+    """Partition S sequences into micro-batches for `dp` ranks. The result is deterministic.
 
-    lengths: int [S], tokens of each sequence; max_tokens: limit of a micro-batch, over all CP ranks and with every sequence
-    padded to a multiple of `sequence_multiple` (see Layout); cost: the estimate by which ranks are balanced; packing: off, every
-    sequence is a micro-batch of its own; multiple_of: what divides the number of micro-batches of a rank (the pipeline size
-    under a virtual pipeline, else 1); lockstep: ranks wait for each other in every micro-batch (expert parallelism), not only
-    at the end of the step.
+    lengths: int [S], tokens of each sequence.
+    max_tokens: token limit of a micro-batch over all CP ranks, padding to `sequence_multiple` (see Layout)
+        included.
+    cost: cost estimate that is used to balance the ranks.
+    packing: if False, every sequence is a micro-batch of its own.
+    multiple_of: divisor of the micro-batches per rank (the pipeline size under a virtual pipeline, else 1).
+    lockstep: ranks wait for each other in every micro-batch (expert parallelism), not only once a step.
 
-    Every sequence occurs once, every rank gets equally many micro-batches, none of them is empty and none exceeds max_tokens.
-    Ranks do nearly equal work in total, and in each micro-batch i, as far as the lengths allow. The two conflict where a long
-    sequence outweighs every other micro-batch: then its rank gets less in the others, unless in lockstep, where that would
-    only make the others wait more often. Cheap micro-batches come first and last, where a pipeline fills and drains.
-    Raises UserError for a sequence that does not fit max_tokens, and where there are too few sequences for that many
-    micro-batches; ValueError for lengths below 1.
+    Every sequence occurs once, all ranks get equally many micro-batches, and no micro-batch is empty. The
+    ranks do nearly equal work in total and in each micro-batch i, as far as the lengths allow. The two goals
+    conflict if one long sequence outweighs every other micro-batch. Then its rank gets less work in the
+    others, except in lockstep, where that would only make the others wait more often. Cheap micro-batches
+    come first and last, where a pipeline fills and drains.
+
+    Raises UserError if a sequence exceeds max_tokens, or if there are too few sequences for the number of
+    micro-batches. Raises ValueError for lengths below 1.
     """
     padded = _padded(lengths, max_tokens, sequence_multiple)
     order = np.argsort(padded, kind="stable")
@@ -117,8 +121,8 @@ def _padded(lengths, max_tokens: int, sequence_multiple: int) -> np.ndarray:
             f" ({padded[longest]} with the padding of context parallelism)" if sequence_multiple > 1 else ""
         )
         raise UserError(
-            f"sequence {longest} has {lengths[longest]} tokens{padding}, but a micro-batch may hold {max_tokens}; "
-            "raise train.max_tokens_per_micro_batch"
+            f"sequence {longest} has {lengths[longest]} tokens{padding}, but a micro-batch may hold "
+            f"{max_tokens}; raise train.max_tokens_per_micro_batch"
         )
     return padded
 
@@ -135,8 +139,8 @@ def _cannot_share(count: int, dp: int, multiple_of: int, packing: bool) -> str:
         advice = f"make their number a multiple of {step}, or use train.packing=true"
     multiple = f", a multiple of {multiple_of} for the virtual pipeline" if multiple_of > 1 else ""
     return (
-        f"{count} sequences{'' if packing else ', one per micro-batch,'} cannot be shared by {dp} data-parallel ranks with as many "
-        f"micro-batches each{multiple}; {advice}"
+        f"{count} sequences{'' if packing else ', one per micro-batch,'} cannot be shared by {dp} "
+        f"data-parallel ranks with as many micro-batches each{multiple}; {advice}"
     )
 
 
@@ -147,7 +151,7 @@ class _MicroBatch:
     cost: float
 
     def replace(self, old: int, new: int, sequences: "_Sequences") -> None:
-        """Member `old` by `new`; 0 stands for no sequence."""
+        """Replace member `old` by `new`. 0 stands for no sequence."""
         if old:
             self.members.remove(old)
         if new:
@@ -157,12 +161,10 @@ class _MicroBatch:
 
 
 class _Sequences:
-    """Sequences under the numbers 1..S, shortest first. Number 0 is "no sequence", of no tokens and no cost.
-
-    Lists, not arrays: everything below goes through them one by one, which lists do several times faster.
-    """
+    """The sequences, numbered 1..S from shortest to longest. 0 stands for no sequence and costs nothing."""
 
     def __init__(self, length: np.ndarray, cost: np.ndarray, max_tokens: int):
+        # Lists, because single elements are read, which is several times faster than in arrays.
         self.length: list[int] = [0, *length.tolist()]
         self.cost: list[float] = [0.0, *cost.tolist()]
         self.max_tokens = max_tokens
@@ -178,10 +180,11 @@ class _Sequences:
 
 
 def _pack(sequences: _Sequences, step: int) -> list[list[int]]:
-    """Micro-batches within the limit, as even as possible; their number a multiple of `step` unless there are too few sequences.
+    """Pack sequences as evenly as possible; the number of micro-batches is a multiple of `step` if possible.
 
-    Dealing longest-first to the emptiest is the most even, but overflows where the fit is tight; first-fit-decreasing does not.
-    There its last micro-batches, those of the shortest sequences, are dealt again, evenly: all, or a quarter, or a 16th ...
+    Dealing the longest sequence to the emptiest micro-batch is the most even way, but overflows if the fit is
+    tight. Then first-fit-decreasing is used, and its last micro-batches, which hold the shortest sequences,
+    are dealt again evenly: all of them, or a quarter, or a 16th ...
     """
     everything = range(len(sequences), 0, -1)
     fewest = padded_to(-(-sum(sequences.length) // sequences.max_tokens), step)
@@ -201,12 +204,12 @@ def _pack(sequences: _Sequences, step: int) -> list[list[int]]:
 
 
 def _emptiest_first(chosen: Sequence[int], count: int, sequences: _Sequences) -> list[list[int]] | None:
-    """`chosen`, longest first, each to the emptiest of `count` micro-batches. None if one would overflow or stay empty."""
+    """Deal `chosen`, longest first, to the emptiest of `count` micro-batches. Return None if that fails."""
     if count > len(chosen):
         return None
     length, limit = sequences.length, sequences.max_tokens
     packed: list[list[int]] = [[] for _ in range(count)]
-    # tokens · count + micro-batch in one integer: comparing tuples would double the time.
+    # tokens · count + micro-batch, in one integer: comparing tuples would take twice as long.
     heap = list(range(count))
     for s in chosen:
         tokens, emptiest = divmod(heap[0], count)
@@ -218,10 +221,10 @@ def _emptiest_first(chosen: Sequence[int], count: int, sequences: _Sequences) ->
 
 
 def _first_fit(sequences: _Sequences, pairs: bool) -> list[list[int]]:
-    """First-fit-decreasing, one micro-batch after the other: again and again the longest sequence that still fits.
+    """Pack by first-fit-decreasing: fill one micro-batch at a time with the longest sequence that still fits.
 
-    pairs: where the last sequence of a micro-batch would leave more than a little room, two that fill it better take its place.
-    That saves the last few micro-batches of thousands, but may cost one where all sequences are long.
+    pairs: replace the last sequence of a micro-batch by two that fill it better. This saves the last few of
+        thousands of micro-batches, but may cost one if all sequences are long.
     """
     length, left = sequences.length, _Left(sequences.length)
     little = sequences.max_tokens // 4096
@@ -243,21 +246,21 @@ def _first_fit(sequences: _Sequences, pairs: bool) -> list[list[int]]:
 
 
 class _Left:
-    """The sequences that first-fit-decreasing has still to place."""
+    """The sequences that first-fit-decreasing still has to place."""
 
     def __init__(self, length: list[int]):
         self._length = length
-        # A sequence that is left points to itself. One that is gone points to a shorter one, with none left in between
-        # (union-find). 0 stands for none.
+        # A remaining sequence points to itself. A placed one points to a shorter one, with no remaining one
+        # in between (union-find). 0 stands for none.
         self._next = list(range(len(length)))
         self._low = 1
 
     def longest(self, room: int) -> int:
-        """The longest sequence of at most `room` tokens, 0 if there is none."""
+        """Return the longest sequence of at most `room` tokens, or 0 if there is none."""
         return self._find(bisect_right(self._length, room) - 1)
 
     def shortest(self) -> int:
-        """Tokens of the shortest sequence; call only while there is one."""
+        """Return the number of tokens of the shortest sequence. At least one sequence must be left."""
         while self._next[self._low] != self._low:
             self._low += 1
         return self._length[self._low]
@@ -266,7 +269,7 @@ class _Left:
         self._next[s] = s - 1
 
     def pair(self, room: int, more_than: int) -> tuple[int, int] | None:
-        """Two sequences of together at most `room` and more than `more_than` tokens, the fullest of a few tries."""
+        """Return two sequences with a total in (more_than, room] tokens, the largest total of 16 tries."""
         best = None
         a = self.longest(room - self.shortest())
         for _ in range(16):
@@ -288,10 +291,7 @@ class _Left:
 
 
 def _split(packed: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the micro-batches of most sequences until there are `count`, or one sequence each.
-
-    Uneven, but possible where sequences are too long to be dealt again.
-    """
+    """Halve the micro-batches with the most sequences until there are `count`: uneven, but never too long."""
     heap = [(-len(members), members) for members in packed]
     heapq.heapify(heap)
     while len(heap) < count and heap[0][0] < -1:
@@ -302,7 +302,6 @@ def _split(packed: list[list[int]], count: int) -> list[list[int]]:
 
 
 def _rounds(micro_batches: list[_MicroBatch], dp: int) -> list[list[_MicroBatch]]:
-    """Micro-batches sorted by cost, in rounds of one for each rank."""
     micro_batches.sort(key=lambda mb: (mb.cost, mb.members))
     return [micro_batches[i : i + dp] for i in range(0, len(micro_batches), dp)]
 
@@ -310,9 +309,9 @@ def _rounds(micro_batches: list[_MicroBatch], dp: int) -> list[list[_MicroBatch]
 def _exchange(
     heavy: _MicroBatch, light: _MicroBatch, gap: float, sequences: _Sequences
 ) -> tuple[float, int, int]:
-    """Which sequence of `heavy` against which shorter one (or none, 0) of `light` best closes a gap in cost.
+    """Return the exchange that best closes a gap: (gap left, sequence of heavy, shorter one of light or 0).
 
-    Returns (gap left, sequence of heavy, sequence of light), or (gap, 0, 0) if no exchange makes it smaller.
+    (gap, 0, 0) means that no exchange helps. 0 stands for no sequence.
     """
     length, cost, members = sequences.length, sequences.cost, light.members
     room = sequences.max_tokens - light.tokens
@@ -322,8 +321,8 @@ def _exchange(
         if length[a] == previous:
             continue
         previous = length[a]
-        # Cost grows with length: the partner is a neighbour of the one that would close the gap, or of the shortest that
-        # leaves no micro-batch too long.
+        # Cost grows with length, so the best partner is next to the sequence that would close the gap
+        # exactly, or next to the shortest one that makes no micro-batch too long.
         wanted = max(bisect_left(cost, cost[a] - gap / 2), bisect_left(length, length[a] - room))
         j = bisect_left(members, wanted)
         for b in (members[j - 1] if j else 0, members[j] if j < len(members) else 0):
@@ -334,10 +333,7 @@ def _exchange(
 
 
 def _level_rounds(rounds: list[list[_MicroBatch]], sequences: _Sequences) -> None:
-    """Exchange sequences within rounds, in place, to lower each round's costliest micro-batch towards the mean.
-
-    One exchange at a time in the round where the ranks would wait longest.
-    """
+    """Exchange sequences within rounds, in place, to make each round's costliest micro-batch cheaper."""
     dp = len(rounds[0])
     mean = [sum(mb.cost for mb in members) / dp for members in rounds]
     heap = [(mean[i] - max(mb.cost for mb in members), i) for i, members in enumerate(rounds)]
@@ -361,14 +357,12 @@ def _level_rounds(rounds: list[list[_MicroBatch]], sequences: _Sequences) -> Non
 
 
 def _deal(rounds: list[list[_MicroBatch]]) -> list[list[_MicroBatch]]:
-    """ranks[dp_rank][i]: in every round the costliest micro-batch to the rank with the least work so far.
-
-    The most uneven rounds are dealt first, and the others even out what they leave.
-    """
+    """Return ranks[dp_rank][i]: each round's costliest micro-batch goes to the least loaded rank so far."""
     dp = len(rounds[0])
     costs = [[mb.cost for mb in members] for members in rounds]
     load = np.zeros(dp)
     dealt: list[list[_MicroBatch]] = [[] for _ in rounds]
+    # The most uneven rounds first, so that the others can even out the rest.
     for i in sorted(range(len(rounds)), key=lambda i: (min(costs[i]) - max(costs[i]), i)):
         busiest_first = np.argsort(-load, kind="stable")
         cheapest_first = np.argsort(costs[i], kind="stable")
@@ -376,13 +370,14 @@ def _deal(rounds: list[list[_MicroBatch]]) -> list[list[_MicroBatch]]:
         place[busiest_first] = cheapest_first
         load += np.asarray(costs[i])[place]
         dealt[i] = [rounds[i][p] for p in place]
-    # Cheap rounds at both ends: a pipeline idles for about a micro-batch per stage while it fills and drains.
+    # Put cheap rounds at both ends: a pipeline idles for about a micro-batch per stage while it fills and
+    # drains.
     dealt = dealt[::2] + dealt[1::2][::-1]
     return [[members[rank] for members in dealt] for rank in range(dp)]
 
 
 def _level_ranks(ranks: list[list[_MicroBatch]], sequences: _Sequences) -> None:
-    """Exchange sequences between the ranks of most and of least work, in place."""
+    """Exchange sequences between the most and the least loaded rank, in place."""
     load = [sum(mb.cost for mb in rank) for rank in ranks]
     mean = sum(load) / len(load)
     budget = _EXCHANGE_BUDGET

@@ -1,8 +1,8 @@
-"""Loss aggregation as one weight per token.
+"""Loss aggregation, expressed as one weight per token.
 
-The loss of an optimizer step is ``sum_t w_t * l_t``; its gradient is a plain sum over tokens,
-micro-batches and ranks, so no rank ever divides by a number of its own. Which mean is meant is
-decided here, once, over the whole optimizer step.
+The loss of an optimizer step is ``sum_t w_t * l_t``. Its gradient is a plain sum over tokens, micro-batches
+and ranks, so no rank ever divides by a count of its own. The kind of mean is decided only here, over the
+whole optimizer step.
 """
 
 from dataclasses import replace
@@ -21,13 +21,19 @@ LOSS_AGG_MODES = (
 
 
 def token_weights(batch: TrainBatch, mode: str, max_response_length: int) -> np.ndarray:
-    """float32 [T]: w_t of each token of one optimizer step; 0 on untrained tokens.
+    """Return the weight w_t of each token of one optimizer step, float32 [T]. Untrained tokens have weight 0.
 
-    With N trained tokens, S trajectories and P groups that have at least one of them, n_i trained
-    tokens in trajectory i: token-mean 1/N (DAPO, arXiv:2503.14476); seq-mean-token-sum 1/S;
-    seq-mean-token-mean 1/(S n_i) (GRPO, arXiv:2402.03300); seq-mean-token-sum-norm 1/(S L) with
-    L = max_response_length (Dr.GRPO, arXiv:2503.20783); group-sum 1/(P n_i).
-    A trajectory split over several sequences counts once. Raises ValueError for an unknown mode.
+    N is the number of trained tokens. S and P are the numbers of trajectories and groups with at least one
+    trained token. n_i is the number of trained tokens in trajectory i, and L is max_response_length. The
+    modes are:
+
+    - token-mean: 1/N (DAPO, arXiv:2503.14476)
+    - seq-mean-token-sum: 1/S
+    - seq-mean-token-mean: 1/(S n_i) (GRPO, arXiv:2402.03300)
+    - seq-mean-token-sum-norm: 1/(S L) (Dr.GRPO, arXiv:2503.20783)
+    - group-sum: 1/(P n_i)
+
+    A trajectory that is split over several sequences counts once. Raises ValueError for an unknown mode.
     """
     mask = batch.loss_mask
     if not mask.any():
@@ -59,10 +65,12 @@ def token_weights(batch: TrainBatch, mode: str, max_response_length: int) -> np.
 def weights_after_rejection(
     batch: TrainBatch, kept: np.ndarray, mode: str, max_response_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(weight, policy_factor), float32 [T] both, where rejected tokens lose their policy term only.
+    """Return (weight, policy_factor), both float32 [T], for rejected tokens that lose only their policy term.
 
-    kept bool [T]. The weights are those of all trained tokens, for KL and entropy; weight times
-    policy_factor are those of the trained tokens that are kept, as `token_weights` gives them.
+    kept: bool [T], False for rejected tokens.
+
+    `weight` covers all trained tokens and applies to KL and entropy. weight times policy_factor equals
+    `token_weights` over the kept trained tokens.
     """
     weight = token_weights(batch, mode, max_response_length)
     policy = token_weights(replace(batch, loss_mask=batch.loss_mask & kept), mode, max_response_length)

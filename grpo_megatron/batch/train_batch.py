@@ -1,9 +1,9 @@
-"""TrainBatch: after generation everything is flat.
+"""The flat training batch. After generation, all data is in this form.
 
-A struct of arrays over one token stream. Every per-token array is stored at the position whose
-logits predict it: position t predicts ``target[t] = tokens[t+1]``, and the last position of each
-sequence predicts nothing (mask False, weight 0). No code downstream shifts, slices out responses
-or re-aligns.
+A TrainBatch is a struct of arrays over one token stream. Every per-token array is stored at the position
+whose logits predict the token: position t predicts ``target[t] = tokens[t+1]``. The last position of each
+sequence predicts nothing (mask False, weight 0). So no later code shifts arrays, slices out responses or
+re-aligns.
 """
 
 from dataclasses import dataclass, fields
@@ -26,31 +26,41 @@ _TOKEN_ARRAYS = {
 
 @dataclass
 class TrainBatch:
-    """T tokens in S sequences, NumPy, on the CPU until a rank takes its slice.
+    """T tokens in S sequences, as NumPy arrays on the CPU until a rank takes its slice.
 
-    cu_seqlens int32 [S+1]; group_id and trajectory_id int64 [S]; reward float32 [S]; all others [T]:
-    tokens, target int32; loss_mask bool (trained tokens); weight, advantage, rollout_logp,
-    old_logp, ref_logp float32, natural log, zero where unknown. routing int [T, L, k] or None: the
-    experts of each token in each of the L layers with experts, as the engine chose them.
-    policy_factor float32 [T] or None (1 everywhere): multiplies the policy term of the loss. number
-    int64 [T] or None: place of each token in the step, by which a metric names it.
+    Log-probs are natural logs, and zero where unknown.
     """
 
     cu_seqlens: np.ndarray
+    """int32 [S+1]. Start of each sequence in the token stream, and the end of the last one."""
     group_id: np.ndarray
+    """int64 [S]. Group of each sequence."""
     trajectory_id: np.ndarray
+    """int64 [S]. Trajectory of each sequence."""
     reward: np.ndarray
+    """float32 [S]. Reward of each sequence's trajectory."""
     tokens: np.ndarray
+    """int32 [T]. Token ids."""
     target: np.ndarray
+    """int32 [T]. The next token, which this position predicts."""
     loss_mask: np.ndarray
+    """bool [T]. True for trained tokens."""
     weight: np.ndarray
+    """float32 [T]. Weight of the token's loss in the sum over the step, see token_weights."""
     advantage: np.ndarray
+    """float32 [T]. Zero for untrained tokens."""
     rollout_logp: np.ndarray
+    """float32 [T]. Log-prob under the engine's policy, when the token was sampled."""
     old_logp: np.ndarray
+    """float32 [T]. Log-prob under the trainer's policy before the step."""
     ref_logp: np.ndarray
+    """float32 [T]. Log-prob under the reference policy."""
     routing: np.ndarray | None = None
+    """int [T, L, k] or None. The k experts that the engine chose per token in each of L MoE layers."""
     policy_factor: np.ndarray | None = None
+    """float32 [T] or None (1 everywhere). Factor of the policy term of the loss."""
     number: np.ndarray | None = None
+    """int64 [T] or None. Index of each token in the step, by which a metric identifies it."""
 
     def __post_init__(self):
         for name in ("group_id", "trajectory_id", "reward"):
@@ -96,7 +106,7 @@ class TrainBatch:
 
     @classmethod
     def concatenate(cls, parts: list["TrainBatch"]) -> "TrainBatch":
-        """The sequences of all parts, one after the other; copies."""
+        """Return the sequences of all parts, one part after the other. The arrays are copies."""
         arrays = {
             "cu_seqlens": np.concatenate([[0], np.cumsum(np.concatenate([p.lengths for p in parts]))]).astype(
                 np.int32
@@ -109,7 +119,7 @@ class TrainBatch:
         return cls(**arrays)
 
     def set(self, **arrays: np.ndarray | None) -> None:
-        """Put these arrays in place of the ones the batch has; each of the shape that its field has."""
+        """Replace per-token arrays of the batch. Each must have shape [T, ...] or be None."""
         for name, array in arrays.items():
             if array is not None and array.shape[:1] != self.tokens.shape:
                 raise ValueError(f"{name} has {len(array)} entries for {self.num_tokens} tokens")
@@ -125,20 +135,20 @@ class TrainBatch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [S]: tokens of each sequence."""
+        """Number of tokens of each sequence, int64 [S]."""
         return np.diff(self.cu_seqlens).astype(np.int64)
 
     @property
     def sequence_id(self) -> np.ndarray:
-        """int64 [T]: the sequence each token belongs to."""
+        """Index of the sequence that each token belongs to, int64 [T]."""
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
     def token_index(self, sequences) -> np.ndarray:
-        """int64: positions in the stream of the given sequences' tokens, in their order."""
+        """Return the stream positions of the given sequences' tokens, in the order of `sequences`, int64."""
         return np.concatenate([np.arange(self.cu_seqlens[i], self.cu_seqlens[i + 1]) for i in sequences])
 
     def select(self, sequences) -> "TrainBatch":
-        """The batch of the given sequences (indices, in that order)."""
+        """Return a batch with only the given sequences (indices), in that order."""
         sequences = np.asarray(sequences, dtype=np.int64)
         index = self.token_index(sequences)
         per_sequence = {"group_id", "trajectory_id", "reward"}

@@ -1,1 +1,1 @@
-"""Processes: where they run, how they are called, what happens when one dies."""
+"""Processes of a run: where they run, how they are called, and what happens when one dies."""

@@ -1,4 +1,6 @@
-"""The IPv4 address of a node, for job scripts: of one of its network interfaces, or what a host name stands for here.
+"""Print the IPv4 address of a network interface of this node, or the one that a host name stands for here.
+
+Job scripts use it.
 
 python -m grpo_megatron.cluster.address (--interface NAME | --host NAME)
 """
@@ -14,7 +16,10 @@ from grpo_megatron.errors import UserError
 
 
 def of_interface(name: str) -> str:
-    """Of this node. Raises UserError, with the interfaces that there are, for one that is not there or has no IPv4 address."""
+    """Return the IPv4 address of a network interface of this node.
+
+    Raises UserError, with the interfaces that there are, if it does not exist or has no IPv4 address.
+    """
     found = _by_interface()
     if found.get(name):
         return found[name][0]
@@ -24,17 +29,21 @@ def of_interface(name: str) -> str:
 
 
 def loopback_interface() -> str:
-    """Its name on this node, by 127.0.0.1 or its like. Raises UserError where there is none."""
+    """Return the name of this node's loopback interface, found by its address (127.0.0.1 or the like).
+
+    Raises UserError if there is none.
+    """
     for interface, addresses in _by_interface().items():
         if any(ip_address(address).is_loopback for address in addresses):
             return interface
     raise UserError(
-        f"node {socket.gethostname()} has no loopback interface, which processes of a machine meet at; bring it up"
+        f"node {socket.gethostname()} has no loopback interface, which processes of a machine meet at; bring "
+        "it up"
     )
 
 
 def _by_interface() -> dict[str, list[str]]:
-    """The IPv4 addresses of each."""
+    """Return {name of an interface: its IPv4 addresses}."""
     return {
         interface: [address.address for address in addresses if address.family == socket.AF_INET]
         for interface, addresses in psutil.net_if_addrs().items()
@@ -42,7 +51,10 @@ def _by_interface() -> dict[str, list[str]]:
 
 
 def of_host(name: str) -> str:
-    """As this node resolves it, and not a loopback address where it has another. Raises UserError if it does not."""
+    """Return the IPv4 address that this node resolves a host name to. Raises UserError if there is none.
+
+    A loopback address is returned only if there is no other one.
+    """
     try:
         addresses = [found[4][0] for found in socket.getaddrinfo(name, None, socket.AF_INET)]
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Threads of the processes that compute on CPUs.
+"""Thread counts of the processes that compute on CPUs.
 
-Trainer ranks and engines take turns in synchronous training: engines generate, then ranks train. So each side may use
-all cores of a node while the other one waits.
+In synchronous training, trainer ranks and engines work alternately: engines generate, then ranks train. So
+each side may use all cores of a node while the other one waits.
 """
 
 import math
@@ -16,7 +16,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 AUTO = "auto"
-# CPU time that control groups (version 2) grant a container: microseconds of processor time in each period, or `max`.
+# CPU time that control groups (version 2) grant a container: microseconds of processor time, or `max`, and
+# the length of the period in microseconds.
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -31,14 +32,14 @@ def usable_cores() -> int:
 
 
 def openmp_variables(threads: int) -> dict[str, str]:
-    """Return the environment of a rank or an engine with so many threads on a CPU."""
+    """Return the environment variables of a rank or an engine that uses `threads` threads on a CPU."""
     return {
         "OMP_NUM_THREADS": str(threads),
-        # Threads that wait for work by spinning take the cores of others: of the run's own processes, and of whatever else
-        # the machine does.
+        # Threads that spin while they wait for work take cores from the run's other processes and from
+        # everything else on the machine.
         "OMP_WAIT_POLICY": "passive",
-        # They may spin for some microseconds, because small operators follow each other faster than a sleeping thread
-        # wakes up. This saves a tenth of a step.
+        # They may spin for some microseconds, because small operators follow each other faster than a
+        # sleeping thread wakes up. This saves a tenth of a step.
         "GOMP_SPINCOUNT": "1000",
     }
 
@@ -49,7 +50,7 @@ def _usable_cores() -> int:
 
 
 def cores_of(bundle_on: Mapping[str, int], group: PlacementGroup) -> dict[str, int]:
-    """Return the usable cores of nodes. bundle_on: {node: one of the group's bundles there}."""
+    """Return the number of usable cores of each node. bundle_on: {node: one of the group's bundles there}."""
     here = ray.get_runtime_context().get_node_id()  # asking another process would take a second
     asked = {
         node: _usable_cores.options(
@@ -68,11 +69,12 @@ def threads_by_node(
     cores: Mapping[str, int],
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Return the threads of each process of one side, {node: threads}.
+    """Return {node: threads of each process there} for one side, the trainer ranks or the engine ranks.
 
-    setting: a number as text, or `auto`: the driver's OMP_NUM_THREADS if `environ` has it, else the cores of the node
-    divided among the processes there. nodes: the node of each process, trainer ranks or engine ranks. cores: of every
-    node.
+    setting: a number as text, or `auto`. `auto` means the driver's OMP_NUM_THREADS if `environ` has it, else
+        a node's cores divided among its processes.
+    nodes: the node of each process.
+    cores: {node: usable cores}.
     """
     processes = Counter(nodes)
     if setting == AUTO:
@@ -83,13 +85,13 @@ def threads_by_node(
 
 
 def threads_text(what: str, threads: Mapping[str, int]) -> str:
-    """Return such as `2 threads for each trainer rank`."""
+    """Return a text such as `2 threads for each trainer rank`."""
     number = _range(threads)
     return f"{number} thread{'' if number == '1' else 's'} for each {what}"
 
 
 def cores_text(cores: Mapping[str, int]) -> str:
-    """Return such as `8 usable cores on each node`."""
+    """Return a text such as `8 usable cores on each node`."""
     number = _range(cores)
     return f"{number} usable core{'' if number == '1' else 's'} on each node"
 

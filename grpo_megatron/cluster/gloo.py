@@ -1,7 +1,9 @@
-"""All gloo process groups of a process on one device, which is a thread that waits for their sockets.
+"""One gloo device for all process groups of a process.
 
-torch gives each group a device of its own, and a rank has 18 groups or more. The thread of a device looks around a hundred times a
-second, whether or not something comes. On a machine with few processors those of ranks that only waited kept the others from work.
+A gloo device is a thread that waits for the sockets of its groups. torch gives each group a device of its
+own, and a rank has 18 groups or more. The thread of a device wakes up about a hundred times a second, even if
+nothing arrives. On a machine with few processors, the threads of ranks that only waited slowed down the other
+ranks.
 """
 
 import datetime
@@ -12,10 +14,11 @@ from torch.distributed import distributed_c10d
 
 
 def share_device() -> None:
-    """From now on, all gloo groups that this process makes have one device. It may be called again."""
+    """Make all gloo groups that this process creates from now on share one device. It may be called again."""
     groups = distributed_c10d.ProcessGroupGloo
     if not hasattr(groups.__init__, "__wrapped__"):
-        # Not a class in its place: torch asks whether groups are instances of this one, also of those that C++ hands back.
+        # Wrap __init__ rather than replace the class: torch checks whether groups are instances of this
+        # class, also for groups that C++ returns.
         groups.__init__ = _with_shared_devices(groups.__init__)
 
 
@@ -24,7 +27,7 @@ def _with_shared_devices(initialize):
     def __init__(self, store, rank: int, size: int, timeout: datetime.timedelta):
         options = distributed_c10d.ProcessGroupGloo._Options()
         options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-        options._threads = 2 * len(options._devices)  # torch's own number
+        options._threads = 2 * len(options._devices)  # as many as torch has
         options._timeout = timeout
         initialize(self, store, rank, size, options)
 
@@ -33,7 +36,10 @@ def _with_shared_devices(initialize):
 
 @functools.cache
 def _devices(interfaces: str) -> list:
-    """As torch would choose them. interfaces: their names, separated by commas, or nothing for the one of the host's name."""
+    """Return the devices that torch would choose.
+
+    interfaces: names of network interfaces, separated by commas; empty: the interface of the host's name.
+    """
     groups = distributed_c10d.ProcessGroupGloo
     named = [groups.create_device(interface=name) for name in interfaces.split(",") if name]
     return named or [groups.create_default_device()]

@@ -1,18 +1,21 @@
-"""What a process says of itself while it works: the driver hears it from a thread that runs also inside a collective.
+"""Heartbeats: each process tells the driver what it is doing, from a thread that runs even in a collective.
 
-Every two seconds the thread puts one small value into the key-value store of Ray's GCS, where `cluster.watch` reads it. What was tried:
+Every two seconds the thread writes one small value into the key-value store of Ray's GCS, where
+`cluster.watch` reads it. Alternatives that were rejected:
 
-- A method in a Ray concurrency group of its own. An actor with such groups runs all of its methods outside of the main thread, so torch
-  would move to another one. The driver would also make a call to each of 1,024 ranks every few seconds.
-- A socket. It is one more port to guard, and one more address to hand around.
+- A method in a Ray concurrency group of its own. An actor with such groups runs all of its methods outside of
+  the main thread, so torch would move to another thread. The driver would also call each of 1,024 ranks every
+  few seconds.
+- A socket. It is one more port to guard, and one more address to pass around.
 - A file in the run's folder. A thousand ranks would rewrite their files on the cluster's file system.
 
-The store needs no port, and serves threads of plain and of async actors alike. A beat costs its process less than 1 ms of CPU, which is
-0.05%; the driver reads 1,000 beats of 3 kB with one call in 65 ms.
+The store needs no port, and serves threads of plain and of async actors alike. A heartbeat costs its process
+less than 1 ms of CPU time, which is 0.05%. The driver reads 1,000 heartbeats of 3 kB with one call in 65 ms.
 
-A process moves on if its threads are at other places in their Python code than at the last beat, or if a counter has changed: its
-own, or that of `grpo_megatron.progress`. Places alone would not do: a loop that waits in one place nearly all the time, such as passes
-over micro-batches or reads of a file, could be found there at every beat.
+A process has made progress if its threads are at other places in their Python code than at the last
+heartbeat, or if a counter has changed: its own, or that of `grpo_megatron.progress`. Places alone are not
+enough. A loop that waits in one place nearly all the time, such as passes over micro-batches or reads of a
+file, could be found there at every heartbeat.
 """
 
 import json
@@ -33,15 +36,20 @@ from grpo_megatron.progress import moves
 
 BEAT_SECONDS = 2.0
 NAMESPACE = b"grpo_megatron"
-# No hang is shorter, see cluster.hang_timeout. Stacks are long, and many ranks wait for some seconds now and then.
+# Stacks are sent only after this time. They are long, and many ranks wait for some seconds now and then.
+# Every cluster.hang_timeout is longer.
 _STACKS_SECONDS = 10.0
-# A phase that has ended is told by several beats, because the driver may miss one.
+# Several heartbeats repeat a phase that has ended, because the driver may miss one.
 _TOLD_SECONDS = 5 * BEAT_SECONDS
 _MOST_SPANS = 256
 
 
 class Span(NamedTuple):
-    """A phase that has ended. number: of the span in its process. start: seconds since the epoch."""
+    """A phase that has ended.
+
+    number: index of the span in its process
+    start: seconds since the epoch
+    """
 
     number: int
     phase: str
@@ -51,22 +59,26 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process says. number: of the beat. role: its place among others, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`.
-
-    phase: the call that it is in, None if nothing is asked of it. alone: it waits for no other process there. seconds: since the
-    phase began. still: seconds since it moved on last. place: where it is, if it was there at the beat before. stacks: in full,
-    once it has not moved for long. spans: those that ended lately.
-    """
+    """One heartbeat: what a process is doing."""
 
     number: int = 0
+    """Index of the heartbeat in its process."""
     role: str = ""
+    """Which process this is, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`."""
     phase: str | None = None
+    """The call that the process is in; None if it is idle."""
     alone: bool = False
+    """True if the process does not wait for other processes in this phase."""
     seconds: float = 0.0
+    """Seconds since the phase began."""
     still: float = 0.0
+    """Seconds since the process last made progress."""
     place: str = ""
+    """Where the process is in its code, if it was there at the heartbeat before; else empty."""
     stacks: str = ""
+    """Full stacks, if there has been no progress for long; else empty."""
     spans: list[Span] = field(default_factory=list)
+    """The phases that ended lately."""
 
     def encode(self) -> bytes:
         return json_text(vars(self)).encode()
@@ -78,20 +90,23 @@ class Beat:
 
 
 class View(Protocol):
-    """How a process is looked at from its heart's thread."""
+    """The heartbeat thread's view of what its process does."""
 
     def progress(self) -> Any:
-        """Compared with that of the last beat: another one means that the process moves on."""
+        """Return a value that differs from the one at the last heartbeat if the process has made progress."""
 
     def place(self) -> str:
-        """Where it is, short enough for a line."""
+        """Return where the process is in its code, short enough for a line."""
 
     def stacks(self) -> str:
-        """Where it is, in full."""
+        """Return the full stacks."""
 
 
 class PythonThreads:
-    """The process's Python threads but the one that asks. `place` is of the main thread, in which Ray runs the methods of actors."""
+    """The process's Python threads, except the one that asks.
+
+    `place` is that of the main thread, in which Ray runs the methods of actors.
+    """
 
     def progress(self) -> dict[int, list]:
         return {
@@ -117,10 +132,13 @@ class PythonThreads:
 
 
 class Heart:
-    """Notes what its process is asked to do; once it is started, the driver is told. role: see Beat."""
+    """The heartbeat of a process: notes the phases it is in and, once started, sends them to the driver.
+
+    role: see Beat.
+    """
 
     def __init__(self, view: View | None = None):
-        """view: None: the process works in its Python threads."""
+        """view: None: the process does its work in Python threads."""
         self._view = view or PythonThreads()
         self.role = ""
         self._lock = threading.Lock()
@@ -130,14 +148,15 @@ class Heart:
         self._beat, self._seen, self._looked = Beat(), None, time.monotonic()
 
     def tick(self) -> None:
-        """Something is done within a phase that may be long, such as a micro-batch."""
+        """Count progress within a phase that may be long, such as a finished micro-batch."""
         self._moves += 1
 
     @contextmanager
     def phase(self, name: str, alone: bool = False) -> Iterator[None]:
-        """Within this context the process is in a phase. alone: see Beat.
+        """Put the process into a phase while the context is open. alone: see Beat.
 
-        Contexts of one name may overlap; the phase then lasts from the first one's beginning to the last one's end.
+        Contexts with the same name may overlap. The phase then lasts from the start of the first to the end
+        of the last.
         """
         with self._lock:
             self._open.setdefault(name, _Phase(alone)).count += 1
@@ -156,8 +175,8 @@ class Heart:
 
     def start(self) -> None:
         """Start the thread that sends heartbeats. Call it in a Ray actor only."""
-        # Imported here and in `beat`, because the training engine has a Heart that it never starts where Ray
-        # is not installed.
+        # Imported here and in `beat`, because the training engine also has a Heart where Ray is not
+        # installed. It is never started there.
         import ray
 
         self._key = ray.get_runtime_context().get_actor_id().encode()
@@ -165,9 +184,8 @@ class Heart:
 
     def _run(self) -> None:
         while True:
-            with suppress(
-                Exception
-            ):  # the next beat may succeed; a process that is silent for long is taken for lost
+            # The next heartbeat may succeed. A process that is silent for long is considered lost.
+            with suppress(Exception):
                 self._look()
                 self.beat()
             time.sleep(BEAT_SECONDS)
@@ -179,7 +197,8 @@ class Heart:
         with self._lock:
             name, phase = next(reversed(self._open.items()), (None, None))
         asked = phase is not None
-        # The thread itself stood still where much more time has passed than between two beats, such as that of a suspended job.
+        # If much more time has passed than between two heartbeats, this thread was suspended too, as in a
+        # suspended job. That time does not count.
         still = self._beat.still + min(passed, 2 * BEAT_SECONDS) if same else 0.0
         self._beat = Beat(
             role=self.role,
@@ -205,7 +224,7 @@ class Heart:
 
 
 class _Phase:
-    """count: contexts that are open."""
+    """A phase in progress. count: number of contexts that are open."""
 
     def __init__(self, alone: bool):
         self.alone, self.count = alone, 0

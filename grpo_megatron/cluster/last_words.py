@@ -1,4 +1,4 @@
-"""Find out how a dead process ended, and the lines of its log that tell why."""
+"""Diagnosis of a dead process: how it ended, and the lines of its log that tell why."""
 
 import re
 
@@ -11,26 +11,27 @@ from grpo_megatron.process_tree import killed_for_memory
 
 _LINES = 3
 _TAIL_BYTES = 50_000
-_BAR = re.compile(r"\d+%.*\d+/\d+ \[")  # of tqdm
-# Python's faulthandler, which Ray turns on in its workers, names the signal of a crash so; the stack comes behind it.
+_BAR = re.compile(r"\d+%.*\d+/\d+ \[")  # a progress bar of tqdm
+# Ray turns on Python's faulthandler in its workers. This line of it names the signal of a crash. The stack
+# follows.
 _CRASH = "Fatal Python error: "
 _TRACEBACK = "Traceback (most recent call last):"
 _SEVERE = re.compile(
     r"\b(ERROR|CRITICAL|FATAL|error|Error|[A-Z]\w*(Error|Exception)|out of memory|Killed|Aborted|assert\w*)\b"
 )
-# Lines that every start of an engine or a rank writes, whatever becomes of it.
+# Lines that every start of an engine or a rank writes, whether or not it succeeds.
 _HARMLESS = (
     "Ignore import error when loading",  # SGLang's, for models that need other packages
-    "No HuggingFace chat template found",  # messages become tokens in the driver
+    "No HuggingFace chat template found",  # the driver turns messages into tokens
     "init_cpu_threads_env and shared memory based AllReduce is disabled",
     "Fail to set RLIMIT_NOFILE",
     "Signal handler is not added because the engine is not in the main thread",
     "Cannot detect CUDA architecture",
 )
-# Errors that only report the end of another process, whose own error stands before them.
+# Errors that only report the end of another process. That process's own error comes before them.
 _AFTEREFFECTS = re.compile(
-    r"Rank \d+ scheduler died|Scheduler or DataParallelController|Received sigquit|EOFError|BrokenPipeError|ConnectionResetError"
-    r"|Child process unexpectedly failed|KeyboardInterrupt|SystemExit"
+    r"Rank \d+ scheduler died|Scheduler or DataParallelController|Received sigquit|EOFError|BrokenPipeError"
+    r"|ConnectionResetError|Child process unexpectedly failed|KeyboardInterrupt|SystemExit"
 )
 _killed_before = killed_for_memory()
 
@@ -38,9 +39,11 @@ _killed_before = killed_for_memory()
 def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]:
     """Return how the process ended, and at most three lines that tell why.
 
-    error: as Ray reported the death. The lines are those of a crash, or else of the last traceback, or
-    else the last errors; in a log without any of these its last lines, without what every start writes. Where
-    Ray ended the process for lack of memory, they name the processes that needed most.
+    error: the death as Ray reported it.
+
+    The lines are those of a crash, or else of the last traceback, or else the last errors. In a log without
+    any of these they are the last lines, leaving out those that every start writes. If Ray killed the process
+    for lack of memory, the lines name the processes that used most.
     """
     if how := killed_by_ray(error):
         return how, _needed_memory(plain(error))
@@ -69,7 +72,7 @@ def worth_showing(lines: list[str]) -> list[str]:
 
 
 def _cause(lines: list[str]) -> list[str]:
-    """Return the lines that tell most: of the last traceback, or the last errors, or simply the last ones."""
+    """Return the lines that tell most: of the last traceback, else the last errors, else the last lines."""
     found = [block for block in _tracebacks(lines) if not _AFTEREFFECTS.search(block[-1])]
     if found:
         place = [line for line in found[-1][:-1] if line.lstrip().startswith("File ")]
@@ -79,7 +82,7 @@ def _cause(lines: list[str]) -> list[str]:
 
 
 def _tracebacks(lines: list[str]) -> list[list[str]]:
-    """Return the lines of each traceback: what is indented, and the exception below it."""
+    """Return the lines of each traceback: the indented ones, and the exception below them."""
     found = []
     for start, line in enumerate(lines):
         if _TRACEBACK in line:
@@ -111,14 +114,14 @@ def _how(error: RayError | None, crash: str) -> str:
             if not text.strip() or isinstance(error, ENDED)
             else f" ({shortened(text.splitlines()[0], 200)})"
         )
-    # Its connection broke: it had no time to say anything. Ray does not tell the signal.
+    # Its connection broke before it could say anything. Ray does not tell the signal.
     if _on_this_machine(text) and killed_for_memory() > _killed_before:
         return " (by SIGKILL, as it seems: this machine was out of memory, and the kernel killed processes)"
     return " (by SIGKILL, as it seems: by hand, or by the kernel for lack of memory)"
 
 
 def killed_by_ray(error: Exception | None) -> str:
-    """Return how full the node was, if Ray's memory monitor ended the process; else an empty text."""
+    """Return how full the node's memory was, if Ray's memory monitor killed the process; else ""."""
     if not isinstance(error, OutOfMemoryError):
         return ""
     report = plain(error)
@@ -129,7 +132,7 @@ def killed_by_ray(error: Exception | None) -> str:
 
 
 def _needed_memory(report: str) -> list[str]:
-    """Return two lines: the three processes that had most memory by Ray's report, and what to change."""
+    """Return two lines: the three processes with most memory in Ray's report, and what to change."""
     users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", report, re.MULTILINE)[:_LINES]
     said = ", ".join(
         f"{shortened(command, 60)} (process {pid}) with {size} GB" for pid, size, command in users
@@ -137,8 +140,9 @@ def _needed_memory(report: str) -> list[str]:
     lines = [f"most memory there had {said}"] if said else []
     return [
         *lines,
-        "give the job more memory on each node, or lower rollout.engine.max_total_tokens (the KV cache of an engine on a CPU), "
-        "train.max_tokens_per_micro_batch or reward.workers; docs/troubleshooting.md tells more",
+        "give the job more memory on each node, or lower rollout.engine.max_total_tokens (the KV cache of "
+        "an engine on a CPU), train.max_tokens_per_micro_batch or reward.workers; docs/troubleshooting.md "
+        "tells more",
     ]
 
 

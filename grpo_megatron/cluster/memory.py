@@ -1,4 +1,4 @@
-"""How much memory a process occupies, where it computes."""
+"""Memory that a process occupies, on its GPU or on its host."""
 
 import os
 from pathlib import Path
@@ -7,12 +7,15 @@ import torch
 
 
 def occupied() -> int:
-    """Bytes this process occupies: reserved on the device, or anonymous resident memory without one."""
+    """Return the bytes that this process occupies.
+
+    This is the memory reserved on its GPU. Without a GPU it is anonymous resident memory.
+    """
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else anonymous_bytes(os.getpid())
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Resident memory of a process that is its own: neither files nor what it shares with others."""
+    """Return the bytes of a process's resident memory that are neither of files nor shared."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

@@ -1,6 +1,8 @@
-"""Where a process on this node can listen for those of others.
+"""Print the first of N free ports in a row on this node.
 
-python -m grpo_megatron.cluster.ports --first PORT [--count N]: for job scripts, prints the first of N free ports in a row.
+Job scripts use it to find a place where processes can listen for those of other nodes.
+
+python -m grpo_megatron.cluster.ports --first PORT [--count N]
 """
 
 import argparse
@@ -11,16 +13,16 @@ _BEYOND = 65536
 
 
 def free_address(ports: int = 1) -> str:
-    """host:port of this node, of which this port and those behind it, `ports` in all, are free now."""
+    """Return host:port of this node. This port and the following ones, `ports` in all, are free now."""
     import ray
 
     return f"{ray.util.get_node_ip_address()}:{free_ports(ports)}"
 
 
 def free_ports(count: int, first: int = 0) -> int:
-    """A port from which on `count` are free now on every interface: the first such one from `first` on, 0: any.
+    """Return a port from which on `count` ports in a row are free now on every interface.
 
-    Raises OSError where there are none.
+    first: where to start looking; 0: anywhere. Raises OSError if there are none.
     """
     while first + count <= _BEYOND:
         with ExitStack() as held:
@@ -35,10 +37,11 @@ def free_ports(count: int, first: int = 0) -> int:
 
 
 def _hold(held: ExitStack, port: int) -> int:
-    """The port, or another one for 0, as long as `held` is open. Raises OSError if somebody has it."""
+    """Bind a port (0: any free one) until `held` is closed, and return it. Raises OSError if it is taken."""
     holder = held.enter_context(socket.socket())
-    # A port is free again when its last server has ended; without this, not before a minute later, while the system still keeps
-    # connections that the server has closed. Each job on a node then took the port that the next one was to have.
+    # With SO_REUSEADDR a port is free as soon as its last server has ended. Without it, the port stays taken
+    # for a minute, while the system keeps connections that the server has closed. Each job on a node then
+    # took the port that was meant for the next one.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", port))
     return holder.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What the machines of a Ray cluster can do, asked of one of them."""
+"""Capabilities of a Ray cluster's machines, as one of them reports them."""
 
 from dataclasses import replace
 
@@ -12,15 +12,19 @@ _WHERE = "in the Ray cluster"
 
 
 def capabilities_of_ray(timeout: float = 120.0) -> Capabilities:
-    """Of the cluster this process is connected to, whose nodes are taken to be alike; timeout: seconds for the answer.
+    """Return the capabilities of the Ray cluster that this process is connected to.
 
-    A node with GPUs is asked if there is one, without taking a GPU away: they may all be reserved for this run already.
+    The nodes are assumed to be alike. If there is a node with GPUs, it is asked, without reserving a GPU: all
+    of them may be reserved for this run already.
+
+    timeout: seconds to wait for the answer.
+
     Raises UserError if the node does not answer.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     with_gpus = [node for node in nodes if node["Resources"].get("GPU")]
     if not with_gpus:
-        # Its machines may have GPUs that Ray was told not to use.
+        # The machines may have GPUs that Ray was told not to use.
         return replace(Capabilities.of_facts("none", len(nodes), None), where=_WHERE)
     address = with_gpus[0]["NodeManagerAddress"]
     probe = _probe.options(
@@ -37,7 +41,8 @@ def capabilities_of_ray(timeout: float = 120.0) -> Capabilities:
         ) from error
     if not found.gpus:
         raise UserError(
-            f"Ray counts GPUs on node {address}, but torch finds none there: its driver or its build of torch is not right"
+            f"Ray counts GPUs on node {address}, but torch finds none there: its driver or its build of "
+            "torch is not right"
         )
     per_node = {int(node["Resources"]["GPU"]) for node in with_gpus}
     return replace(

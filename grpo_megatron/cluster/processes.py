@@ -1,4 +1,4 @@
-"""Waiting on many remote calls, and turning what goes wrong into one clear error."""
+"""Waiting for many remote calls, and turning what goes wrong into one clear error."""
 
 import logging
 import os
@@ -14,22 +14,29 @@ from grpo_megatron.cluster.ray_errors import ENDED, LOST, plain, raised_there, w
 from grpo_megatron.errors import ProcessLost, UserError
 
 logger = logging.getLogger(__name__)
-# How long a failure may wait for the news that another process died, which is then its cause.
+# How long to wait after a failure for the news that another process died, which is then the cause.
 _GRACE_SECONDS = 5.0
 
 
 class ProcessDied(ProcessLost):
-    """A trainer rank or an engine is gone; says which one, in what it was asked to do, and where its log is."""
+    """A trainer rank or an engine is gone. The message names it, the call that it was in, and its log."""
 
 
 class Process(NamedTuple):
-    """How messages speak of a process. name: such as `trainer rank 1 of 8`; log: its file."""
+    """A process as messages name it.
+
+    name: such as `trainer rank 1 of 8`
+    log: path of its log file
+    """
 
     name: str
     log: str
 
     def died(self, call: str, error: RayError | None = None) -> ProcessDied:
-        """Return the error for the loss of this process in `call`, and why. error: as Ray reported it."""
+        """Return the error for the loss of this process during `call`, with the cause.
+
+        error: the loss as Ray reported it.
+        """
         how, lines = last_words(self.log, error)
         what = "was lost" if isinstance(error, LOST) and not isinstance(error, ENDED) else "died"
         return ProcessDied(
@@ -51,11 +58,14 @@ def redirect_output(path: str) -> None:
 def gather(
     references: dict[int, ray.ObjectRef], processes: list[Process], call: str, timeout: float | None = None
 ) -> dict:
-    """Results of {process number: reference}; raises as soon as the first one fails.
+    """Return the results of {process index: reference}. Raise as soon as the first call fails.
 
-    Waiting for all of them first would wait for ranks that sit in a collective whose partner is
-    dead. call: what was asked, for messages. Raises ProcessLost after `timeout` seconds. Errors that a
-    UserError caused on the other side are raised as such.
+    Waiting for all of them first could wait for ranks in a collective whose partner is dead.
+
+    call: what was called, for messages.
+    timeout: seconds, after which ProcessLost is raised; None: no limit.
+
+    If a UserError was the cause on the other side, that UserError is raised.
     """
     numbers = {reference: number for number, reference in references.items()}
     pending, results = list(numbers), {}
@@ -66,7 +76,8 @@ def gather(
         if not ready:
             names = ", ".join(processes[numbers[reference]].name for reference in pending)
             raise ProcessLost(f"`{call}` was not done within {timeout:.0f} s by {names}")
-        # With all that are ready by now: one wait for each of 1,000 would look at all that are left each time.
+        # Take all that are ready by now. With one ray.wait for each of 1,000 references, every call would
+        # look at all the remaining ones.
         more, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
         for reference in (*ready, *more):
             number = numbers[reference]
@@ -75,7 +86,8 @@ def gather(
             except ProcessDied:
                 raise
             except Exception:
-                # A process whose partner died in a collective, or in a weight sync, often fails before the death is known.
+                # A process whose partner died in a collective or in a weight sync often fails before the
+                # death is known.
                 others = [one for one in numbers if one != reference and numbers[one] not in results]
                 _raise_if_one_died(others, numbers, processes, call)
                 raise
@@ -96,7 +108,7 @@ def _raise_if_one_died(pending: list, numbers: dict, processes: list[Process], c
 
 
 def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
-    """Return ray.get(reference); raise what Ray's error means for a run, see `process_error`."""
+    """Return ray.get(reference). Raise what Ray's error means for a run, see `process_error`."""
     try:
         return ray.get(reference)
     except RayError as error:
@@ -106,15 +118,17 @@ def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
 def process_error(error: RayError, process: Process, call: str) -> Exception:
     """Return what Ray's error means for a run, as an exception to raise.
 
-    ProcessDied: the process is lost, and the run can go on with another. UserError: the process raised one,
-    or its machine lacks something. RuntimeError: its code failed. Any other error of Ray's stays as it is.
+    - ProcessDied: the process is lost, and the run can go on with another.
+    - UserError: the process raised one, or its machine lacks something.
+    - RuntimeError: the process's code failed.
+    - Any other error of Ray stays as it is.
     """
     if isinstance(error, RayTaskError):
         cause, said = raised_there(error)
         if isinstance(cause, UserError):
             return cause
         if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
-            return process_error(cause, process, call)  # what this process waited for is lost
+            return process_error(cause, process, call)  # a process that this one waited for is lost
         return RuntimeError(
             f"{process.name} failed in `{call}`: {said}; its log is {process.log}\n{plain(error)}"
         )

@@ -1,8 +1,8 @@
-"""The meaning of each of Ray's errors for a run: a lost process, a machine that lacks something, or a defect.
+"""Classification of Ray's errors: a lost process, a machine that lacks something, or a defect.
 
-A lost process is replaced: the run goes on from its newest checkpoint. What the machine lacks would be
-lacking again, so the run ends with a message that says what to change. Everything else is a defect, and keeps
-its traceback.
+A lost process is replaced, and the run goes on from its newest checkpoint. If the machine lacks something, a
+restart would fail again, so the run ends with a message that says what to change. Everything else is a defect
+and keeps its traceback.
 """
 
 import re
@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 
 from grpo_megatron.errors import shortened
 
-# The process, its node, or something that it held is gone or out of reach. Another in its place could go on.
+# The process, its node, or something that it held is gone or out of reach. A replacement could go on.
 LOST: tuple[type[RayError], ...] = (
     ray_errors.RayActorError,
     ray_errors.OutOfMemoryError,  # Ray's memory monitor killed it
@@ -29,7 +29,7 @@ LOST: tuple[type[RayError], ...] = (
     ray_errors.RpcError,
     ray_errors.GetTimeoutError,
 )
-# The process is known to have ended. Others may only be out of reach.
+# With these errors the process is known to have ended. With the others it may only be out of reach.
 ENDED = (
     ray_errors.ActorDiedError,
     ray_errors.OutOfMemoryError,
@@ -37,24 +37,30 @@ ENDED = (
     ray_errors.WorkerCrashedError,
     ray_errors.AsyncioActorExit,
 )
-# The machine lacks something, with what to do about it.
+# The machine lacks something. The text says what to do.
 LACKING: dict[type[RayError], str] = {
     ray_errors.ObjectStoreFullError: (
-        "Ray's object store is full; give it more memory: a larger /dev/shm on the node, or a larger --object-store-memory of `ray start`"
+        "Ray's object store is full; give it more memory: a larger /dev/shm on the node, or a larger "
+        "--object-store-memory of `ray start`"
     ),
-    ray_errors.OutOfDiskError: "the disk with Ray's temporary folder is full; make room, or set RAY_TMPDIR to a folder on another disk",
+    ray_errors.OutOfDiskError: (
+        "the disk with Ray's temporary folder is full; make room, or set RAY_TMPDIR to a folder on another "
+        "disk"
+    ),
     ray_errors.RuntimeEnvSetupError: (
-        "Ray could not set up the process's environment; its runtime_env_agent.log on the node has the reason, often a full disk"
+        "Ray could not set up the process's environment; its runtime_env_agent.log on the node has the "
+        "reason, often a full disk"
     ),
     ray_errors.AuthenticationError: (
-        "the Ray cluster refused this process's token; set RAY_AUTH_MODE and RAY_AUTH_TOKEN as they were for its `ray start`"
+        "the Ray cluster refused this process's token; set RAY_AUTH_MODE and RAY_AUTH_TOKEN as they were "
+        "for its `ray start`"
     ),
 }
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def what_is_lacking(error: RayError) -> str | None:
-    """Return what the machine lacks and what to do, with Ray's words; None for an error of another kind."""
+    """Return what the machine lacks and what to do, with Ray's words; None for any other error."""
     for kind, advice in LACKING.items():
         if isinstance(error, kind):
             said = next((line for line in reversed(plain(error).splitlines()) if line.strip()), "")
@@ -68,9 +74,9 @@ def plain(error: BaseException) -> str:
 
 
 def raised_there(error: ray_errors.RayTaskError) -> tuple[BaseException | None, str]:
-    """Return what the remote code raised and its first line, such as `ValueError: no such layer`.
+    """Return the exception that the remote code raised and its first line, such as `ValueError: no layer`.
 
-    Where the exception itself could not be sent, the line is the last one of its traceback.
+    If the exception itself could not be sent, the line is the last one of its traceback.
     """
     cause = error.cause if isinstance(error.cause, BaseException) else None
     if cause is None or isinstance(cause, ray_errors.RayTaskError):

@@ -1,7 +1,8 @@
-"""torch's key-value store, by which processes find each other, for those alone that know its secret.
+"""A key-value store (torch's TCPStore) by which processes find each other, for those that know its secret.
 
-torch's own server listens on every interface, and answers whoever asks. Here it listens on loopback. What is on another node reaches
-it through a gate on this node's address, which first asks for a proof that the caller knows the secret.
+torch's own server listens on every interface and answers everyone. Here it listens on loopback only.
+Processes on other nodes reach it through a gate on this node's address, which first asks for a proof that the
+caller knows the secret.
 """
 
 import asyncio
@@ -28,19 +29,25 @@ _Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where a store is. secret: hex digits, empty on loopback; whoever is told it may read and write everything."""
+    """Address of a store.
+
+    secret: hex digits, empty on loopback. Everyone who has it may read and write everything.
+    """
 
     host: str
     port: int
     secret: str = field(default="", repr=False)
 
     def connect(self, timeout: float) -> dist.TCPStore:
-        """timeout: most seconds that one question to the store waits for its answer. Raises torch's DistNetworkError without a server."""
+        """Connect to the store. Raises torch's DistNetworkError if there is no server.
+
+        timeout: most seconds that one request to the store waits for its answer.
+        """
         port = _way_to(self) if self.secret else self.port
         return dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
 
     async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of the client on this node, to the gate."""
+        """Forward one connection of a client on this node to the gate."""
         there_reader, there_writer = await asyncio.open_connection(self.host, self.port)
         nonce = await there_reader.readexactly(_NONCE_BYTES)
         there_writer.write(_proof(self.secret, nonce))
@@ -49,15 +56,21 @@ class StoreAddress:
 
 @cache
 def _way_to(address: StoreAddress) -> int:
-    """The port of loopback that leads to its gate. An engine connects anew in each weight sync: with a port each it ran out of files."""
+    """Return a port on loopback that leads to the gate of `address`.
+
+    The port is cached, because an engine connects anew in each weight sync. With one port for each
+    connection, it ran out of file descriptors.
+    """
     return _listen(_LOOPBACK, address.forward)
 
 
 class StoreServer:
-    """Serves a store from this process, as long as it lives. address: for those that may use it."""
+    """A store that this process serves as long as it lives. address: for those that may use it."""
 
     def __init__(self, host: str, timeout: float):
-        """host: an address of this node; on loopback there is no gate. timeout: as in StoreAddress.connect."""
+        """host: an address of this node; on loopback there is no gate
+        timeout: as in StoreAddress.connect
+        """
         listening = socket.create_server((_LOOPBACK, 0))
         self._port = listening.getsockname()[1]
         self.store = dist.TCPStore(
@@ -75,7 +88,10 @@ class StoreServer:
             self.address = StoreAddress(host, _listen(host, self._admit), self._secret)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection to the gate: on to the store if it proves that it knows the secret, else closed without an answer."""
+        """Forward a connection to the store if the caller proves that it knows the secret.
+
+        Otherwise close it without an answer.
+        """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         writer.write(nonce)
         proof = await asyncio.wait_for(reader.readexactly(_PROOF_BYTES), _PROOF_SECONDS)
@@ -88,11 +104,14 @@ def _proof(secret: str, nonce: bytes) -> bytes:
 
 
 def _listen(host: str, handler: _Handler) -> int:
-    """Handle connections to a free port of this node's address `host` in a thread of their own; the port."""
+    """Handle connections to a free port of `host`, an address of this node, in a new thread.
+
+    Returns the port.
+    """
     listening = socket.create_server((host, 0))
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A caller that says nothing, something else, or goes away is no error of this process.
+        # A caller that sends nothing, sends something else, or disconnects is no error of this process.
         with suppress(OSError, EOFError, asyncio.TimeoutError):
             await handler(reader, writer)
         writer.close()
@@ -106,7 +125,7 @@ def _listen(host: str, handler: _Handler) -> int:
 
 
 async def _join(*ends: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
-    """Pass bytes on between two connections until either ends."""
+    """Pass bytes in both directions between two connections until either ends."""
     (reader, writer), (there_reader, there_writer) = ends
     passing = {
         asyncio.ensure_future(_pass(reader, there_writer)),

@@ -1,4 +1,4 @@
-"""Wait until a Ray cluster has its nodes; for job scripts.
+"""Wait until a Ray cluster has all of its nodes. Job scripts use it.
 
 python -m grpo_megatron.cluster.wait --address HOST:PORT --nodes N --timeout SECONDS
 """
@@ -31,8 +31,12 @@ def listening(address: str) -> bool:
 
 
 def alive_nodes(address: str) -> int:
-    """0 while the cluster does not answer. In a process of its own: a failed ray.init cannot be repeated. It ends with this one: where
-    a job ended meanwhile it was left behind, asking for a head that was gone."""
+    """Return the number of alive nodes of the Ray cluster; 0 while it does not answer.
+
+    A subprocess counts them, because a failed ray.init cannot be repeated in one process. The subprocess ends
+    with this process. When it did not, it was left behind after the end of a job, still asking for a head
+    that was gone.
+    """
     if not listening(address):
         return 0
     try:
@@ -40,7 +44,7 @@ def alive_nodes(address: str) -> int:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         return 0
-    # Ray may have something to say there too.
+    # Ray may print other lines there.
     counted = re.search(r"^nodes alive: (\d+)$", done.stdout, flags=re.MULTILINE)
     return int(counted[1]) if done.returncode == 0 and counted else 0
 

@@ -1,4 +1,4 @@
-"""The driver's eye on the processes of a run: what they do, and whether they still do it."""
+"""The hang detector: the driver's view of what a run's processes do, and whether they make progress."""
 
 import logging
 import re
@@ -21,32 +21,38 @@ from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.paths import within
 
 logger = logging.getLogger(__name__)
-# What takes a phase that has ended: process, phase, its start in seconds since the epoch, seconds.
+# Callback for a phase that has ended: process, phase, its start in seconds since the epoch, seconds.
 TakeSpan = Callable[[str, str, float, float], None]
-# What takes all that is being done, see `at_work`.
+# Callback for the calls that are in progress, see `at_work`.
 TakeWork = Callable[[list[dict[str, Any]]], None]
 _SHOWN = 3
-# The file with torch's collectives.
+# The file with torch's collectives, as it appears in a place.
 _COLLECTIVE = "distributed_c10d.py"
 _FLUSH_SECONDS = 5.0
 _STACKS_SECONDS = 20.0
-# What a living process may take to answer, which is asked because it has said nothing for long; a dead one's call fails at once.
+# How long a living process may take to answer when it is asked after a long silence. A call to a dead process
+# fails at once.
 _ANSWER_SECONDS = 5.0
 
 
 class ProcessHangs(ProcessLost):
-    """Something was asked of processes, and nothing has moved there for too long; they were ended."""
+    """Processes made no progress in a call for too long, and were killed."""
 
 
 @dataclass(eq=False)
 class Watched:
-    """A process and what it said last. silent: seconds since it did. spans: how many of them are told."""
+    """A process and its last heartbeat."""
 
     process: Process
+    """Name and log of the process."""
     actor: ray.actor.ActorHandle
+    """Ray's handle of the process."""
     beat: Beat | None = None
+    """The newest heartbeat; None before the first."""
     silent: float = 0.0
+    """Seconds since the newest heartbeat."""
     spans: int = 0
+    """Index of the last span that was passed on."""
 
     @property
     def name(self) -> str:
@@ -55,7 +61,12 @@ class Watched:
 
 @dataclass(frozen=True)
 class Hang:
-    """silent: processes that have said nothing for too long. still: those that say that they have not moved. others: at work."""
+    """Processes that hang, and those at work beside them.
+
+    silent: there has been no heartbeat for too long
+    still: heartbeats arrive, but report no progress for too long
+    others: in a call, and making progress
+    """
 
     silent: list[Watched]
     still: list[Watched]
@@ -63,20 +74,26 @@ class Hang:
 
     @property
     def at_fault(self) -> list[Watched]:
-        """The silent ones; else, of those that do not wait for others in a collective, those in the place where fewest are."""
+        """The processes to blame.
+
+        These are the silent ones, if there are any. Otherwise they are the processes at that place in the
+        code where the fewest processes are. Processes that wait in a collective are ignored, unless all of
+        them do.
+        """
         if self.silent:
             return self.silent
         by_place = defaultdict(list)
         for watched in [
             watched for watched in self.still if _COLLECTIVE not in watched.beat.place
         ] or self.still:
-            # An engine's has the ids of its processes; one place for each would make every engine one of the fewest.
+            # The place of an engine contains its process ids. With them, every engine would be alone at its
+            # place, and so be one of the fewest.
             by_place[re.sub(r" \(pid \d+\)", "", watched.beat.place)].append(watched)
         fewest = min(len(group) for group in by_place.values())
         return [watched for group in by_place.values() if len(group) == fewest for watched in group]
 
     def message(self) -> str:
-        """At most five lines."""
+        """Return a description of at most five lines."""
         at_fault = self.at_fault
         lines = [self.line(watched) for watched in at_fault[:_SHOWN]]
         if len(at_fault) > _SHOWN:
@@ -101,7 +118,11 @@ class Hang:
 
 
 def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
-    """Processes in the same call may wait for each other, so they hang if none of them moves; one that is alone, if it does not."""
+    """Return the hang, or None if there is none.
+
+    Processes in the same call may wait for each other, so they hang only if none of them makes progress. A
+    process that is `alone` in its phase hangs if it makes no progress itself.
+    """
     heard = [watched for watched in all_watched if watched.beat]
     silent = [watched for watched in heard if watched.silent > timeout]
     asked = [watched for watched in heard if watched.beat.phase and watched not in silent]
@@ -120,8 +141,13 @@ def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
 
 
 def at_work(all_watched: list[Watched], now: float) -> list[dict[str, Any]]:
-    """A row for each call that processes are in: "name" of the one that has been in it longest, and how many others are; "phase"; "since",
-    and "heard": when the one that has been silent longest said something last. now, and these two: seconds since the epoch."""
+    """Return a row for each call that processes are in. All times are in seconds since the epoch.
+
+    - "name": the process that has been in the call longest, and how many others are in it
+    - "phase": the call
+    - "since": when the first of them entered the call
+    - "heard": when the one that has been silent longest sent its last heartbeat
+    """
     calls = defaultdict(list)
     for watched in all_watched:
         if watched.beat and watched.beat.phase:
@@ -137,14 +163,17 @@ def at_work(all_watched: list[Watched], now: float) -> list[dict[str, Any]]:
 
 
 class Watch:
-    """Within its context, what hangs is reported and ended, and whoever waits for it gets ProcessHangs in the end.
+    """The hang detector. While its context is open, processes that hang are reported and killed.
 
-    Ended processes fail the calls to them, wherever the driver waits: so nothing that waits needs to know of hangs.
+    Calls to killed processes fail wherever the driver waits for them, so the code that waits need not know
+    about hangs. The context then raises ProcessHangs in place of that failure.
     """
 
     def __init__(self, folder: str, timeout: float, take_work: TakeWork | None = None):
-        """folder: for the stacks of processes that hang. timeout: seconds in which something must move. take_work: is told every two
-        seconds what is being done, by another thread."""
+        """folder: for the stacks of processes that hang
+        timeout: seconds within which there must be progress
+        take_work: is called every two seconds, in another thread, with the calls that are in progress
+        """
         self._folder, self._timeout, self._take_work = Path(folder), timeout, take_work
         self._lock = threading.Lock()
         self._watched: dict[str, Watched] = {}
@@ -154,30 +183,34 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def add(self, process: Process, actor: ray.actor.ActorHandle) -> None:
-        """Watch an actor that has a Heart, from its first beat on."""
+        """Watch an actor that has a Heart, from its first heartbeat on."""
         with self._lock:
             self._watched[_key(actor)] = Watched(process, actor)
 
     def remove(self, actor: ray.actor.ActorHandle) -> None:
-        """Its last beat stays in Ray's store: to ask for its removal would wait for a minute where Ray's head is what died."""
+        """Stop watching an actor.
+
+        Its last heartbeat stays in Ray's store. Removing it would take a minute if Ray's head is what died.
+        """
         with self._lock:
             self._watched.pop(_key(actor), None)
 
     def tell_spans(self, take: TakeSpan) -> None:
-        """From now on, what processes did is told to `take`, by another thread and some seconds later."""
+        """Pass phases that end from now on to `take`, in another thread and some seconds after their end."""
         self._take_span = take
 
     def flush(self) -> None:
-        """Tell what has not been told yet. Asks every process; all must be well and idle."""
+        """Pass on all phases that have ended so far. Calls every process, so all must be well and idle."""
         with self._lock:
             beats = [watched.actor.beat.remote() for watched in self._watched.values()]
-        if beats:  # else Ray need not be there, and would be started, or looked for
+        if beats:  # without actors Ray may not run, and ray.wait would start it or look for it
             ray.wait(beats, num_returns=len(beats), timeout=_FLUSH_SECONDS)
             self._read(passed=0.0)
 
     def __enter__(self) -> Self:
         self._verdict = None
-        # Of this thread alone: an earlier one may still wait for Ray's head, and must end when it goes on.
+        # Each thread has its own event. An earlier thread may still wait for Ray's head, and must end when it
+        # goes on.
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(self._stop,), name="watch", daemon=True)
         self._thread.start()
@@ -186,7 +219,8 @@ class Watch:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self._stop.set()
         self._thread.join(_FLUSH_SECONDS)  # it may wait for Ray's head, which may be dead
-        # A refusal is no consequence of the end of a process, and would come again.
+        # A UserError other than ProcessLost does not come from a killed process. It would occur again, so it
+        # stays.
         refused = isinstance(error, UserError) and not isinstance(error, ProcessLost)
         if self._verdict and isinstance(error, Exception) and not refused:
             raise ProcessHangs(self._verdict) from error
@@ -195,13 +229,13 @@ class Watch:
         looked = time.monotonic()
         while not stop.wait(BEAT_SECONDS):
             now = time.monotonic()
-            # More has passed where this process itself stood still, such as in a suspended job.
+            # More time has passed if this process itself was suspended, such as in a suspended job.
             passed, looked = min(now - looked, 2 * BEAT_SECONDS), now
             try:
                 self._read(passed)
                 hang = self._judge()
             except Exception:
-                # Nobody can be judged while Ray does not answer.
+                # No process can be judged while Ray does not answer.
                 logger.warning("the processes of the run cannot be watched", exc_info=True)
                 continue
             if stop.is_set():
@@ -215,8 +249,12 @@ class Watch:
                 return
 
     def _judge(self) -> Hang | None:
-        """A process that is dead says nothing either, and does not hang: whoever calls it next hears of its death, with its cause and its
-        log. To `end` it has no effect, so it must not be the verdict, after which nothing is watched."""
+        """Return the hang, if there is one, without counting dead processes.
+
+        A dead process is silent too, but does not hang. The next call to it reports its death, with cause and
+        log. Killing it would change nothing, so its silence must not become the verdict, after which nothing
+        is watched.
+        """
         with self._lock:
             watched = dict(self._watched)
         hang = find_hang(list(watched.values()), self._timeout)
@@ -225,13 +263,13 @@ class Watch:
             return hang
         logger.warning("not watched any more, because they are dead: %s", ", ".join(one.name for one in dead))
         with self._lock:
-            # Meanwhile another one may have taken its place, or the driver removed it.
+            # In the meantime a replacement may have been added, or the driver may have removed the process.
             self._watched = {key: one for key, one in self._watched.items() if one not in dead}
         return find_hang([one for one in watched.values() if one not in dead], self._timeout)
 
     def _end(self, hang: Hang) -> None:
         self._verdict = hang.message()
-        # What hangs may be the file system that the stacks go to.
+        # The file system that the stacks go to may be what hangs.
         try:
             within(_STACKS_SECONDS, lambda: self._write_stacks(hang))
         except TimeoutError:
@@ -241,7 +279,7 @@ class Watch:
                 ray.kill(watched.actor)
 
     def _read(self, passed: float) -> None:
-        """passed: seconds since the last time."""
+        """Read all heartbeats. passed: seconds since the last time."""
         with self._lock:
             watched = {key.encode(): watched for key, watched in self._watched.items()}
         values = (
@@ -264,7 +302,7 @@ class Watch:
         watched.beat, watched.silent = beat, 0.0
 
     def _write_stacks(self, hang: Hang) -> None:
-        """And say in the verdict where they are."""
+        """Write the stacks to a file, and name the file in the verdict."""
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         rest = [
             watched for watched in (*hang.silent, *hang.still, *hang.others) if watched not in hang.at_fault
@@ -273,14 +311,14 @@ class Watch:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n\n".join(parts), encoding="utf-8")
-        except OSError as error:  # such as a full disk, which may be why they hang
+        except OSError as error:  # such as a full disk, which may be the reason for the hang
             self._verdict += f"\ntheir Python stacks could not be written: {error}"
         else:
             self._verdict += f"\nPython stacks: {path}"
 
 
 def _dead(silent: list[Watched]) -> list[Watched]:
-    """Those whose process has ended, as far as Ray knows."""
+    """Return those of the silent processes that have ended, as far as Ray knows."""
     asked = {one.actor.beat.remote(): one for one in silent}
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])
     dead = []
@@ -290,7 +328,7 @@ def _dead(silent: list[Watched]) -> list[Watched]:
         except ENDED:
             dead.append(asked[answer])
         except RayError:
-            continue  # it cannot be reached, or failed: nobody knows
+            continue  # it cannot be reached or it failed, so its state is unknown
     return dead
 
 

@@ -1,6 +1,7 @@
-"""Processes that compute as one, such as the ranks of a distributed model: started, called, watched, restarted together.
+"""Processes that compute as one, such as the ranks of a distributed model.
 
-What they compute is somebody else's: every process builds one object, and calls go to its methods.
+A group starts, calls, watches and restarts its processes together. It knows nothing of what they compute:
+every process builds one object, and calls go to the methods of that object.
 """
 
 import gc
@@ -17,8 +18,8 @@ from grpo_megatron.cluster.processes import Process, fetch, gather, redirect_out
 from grpo_megatron.cluster.store import StoreAddress, StoreServer
 from grpo_megatron.cluster.watch import Watch
 
-# (rank, the store by which the ranks find each other, the process's heart) -> (the object that calls go to, what the group keeps of
-# this rank)
+# Called in each process with the rank, the store by which the ranks find each other, and the process's Heart.
+# Returns the object that calls go to, and what the group keeps about this rank.
 Build = Callable[[int, StoreAddress, Heart], tuple[Any, Any]]
 
 
@@ -32,14 +33,14 @@ class _Worker:
         self._heart.start()
 
     def serve_store(self, timeout: float) -> StoreAddress:
-        """Where all ranks meet; on rank 0."""
+        """Start the store at which all ranks meet, and return its address. Called on rank 0."""
         self._store = StoreServer(ray.util.get_node_ip_address(), timeout)
         return self._store.address
 
     def build(self, build: Build, rank: int, store: StoreAddress) -> Any:
         with self._heart.phase("start"):
             self._target, info = build(rank, store, self._heart)
-            gc.freeze()  # what was imported stays; no collection need walk through it
+            gc.freeze()  # imported objects stay, so garbage collection need not scan them
         self._heart.role = str(info)
         return info
 
@@ -48,7 +49,7 @@ class _Worker:
             return getattr(self._target, method)(*arguments)
 
     def beat(self) -> None:
-        """Tell the driver's watch what was done until now."""
+        """Send a heartbeat now, so that the driver learns what was done until now."""
         self._heart.beat()
 
     def occupied(self) -> int:
@@ -60,16 +61,23 @@ class _Worker:
 
 
 class WorkerGroup:
-    """Every method returns when all ranks are done, and raises if one of them failed, died or took too long.
+    """A group of processes that are called together.
 
-    ranks: what each rank's `build` said of itself.
+    Except for `submit` and `close`, methods return when all ranks are done. They raise if a rank failed, died
+    or took too long.
+
+    ranks: what `build` returned about each rank.
     """
 
     def __init__(
         self, name: str, options: list[dict], log_dir: str, build: Build, timeout: float, watch: Watch
     ):
-        """name: of one process in messages, such as `trainer rank`. options: Ray's for each process, see
-        placement.Cluster.options. build: runs in every process. timeout: most seconds of any one call. watch: is told of all processes."""
+        """name: of one process in messages, such as `trainer rank`
+        options: Ray's actor options for each process, see placement.Cluster.options
+        build: runs in every process
+        timeout: most seconds of any one call
+        watch: the hang detector, which is told of all processes
+        """
         world = len(options)
         self.processes = [
             Process(f"{name} {rank} of {world}", f"{log_dir}/rank{rank}.log") for rank in range(world)
@@ -94,24 +102,28 @@ class WorkerGroup:
             }
             self.ranks = list(self._gather(started, "start").values())
         except BaseException:
-            self.close()  # nobody else knows of them
+            self.close()  # the caller cannot end them
             raise
 
     def restart(self) -> None:
-        """End what is left of the processes, and start the group anew; nothing of its state survives."""
+        """Kill what is left of the processes, and start the group anew. None of its state survives."""
         self.close()
         self.start()
 
     def submit(self, method: str, *arguments) -> list[ray.ObjectRef]:
-        """Call `method` on every rank with the same arguments, and return at once; references in the order of ranks."""
+        """Call `method` on every rank with the same arguments, without waiting.
+
+        Returns references in rank order.
+        """
         return [worker.call.remote(method, *arguments) for worker in self._workers]
 
     def call(
         self, method: str, arguments: list[tuple] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Call `method` on every rank, with the arguments of each (none: without); all results, in the order of ranks.
+        """Call `method` on every rank, and return all results in rank order.
 
-        timeout: in seconds, if not the group's.
+        arguments: a tuple for each rank; None: no arguments.
+        timeout: seconds; None: the group's timeout.
         """
         arguments = [()] * len(self._workers) if arguments is None else arguments
         pairs = enumerate(zip(self._workers, arguments, strict=True))
@@ -119,7 +131,7 @@ class WorkerGroup:
         return list(self._gather(calls, method, timeout).values())
 
     def occupied(self) -> list[int]:
-        """Bytes that each rank's process occupies, see memory.occupied."""
+        """Return the bytes that each rank's process occupies, see memory.occupied."""
         return list(
             self._gather(
                 {rank: worker.occupied.remote() for rank, worker in enumerate(self._workers)}, "occupied"
@@ -133,12 +145,14 @@ class WorkerGroup:
 
     @contextmanager
     def stream(self, method: str, *arguments) -> Iterator[Iterator[ray.ObjectRef]]:
-        """Within this context: references to what the ranks' generators `method` yield, rank by rank, made as they are taken.
+        """Yield references to the items of the ranks' generators `method`, rank by rank, within a context.
 
-        The bytes stay in the object store; the driver only passes references on. All must be taken. A
-        rank that failed is named also where the consumer stumbled over its item first.
+        Items are made as they are taken, and all of them must be taken. Their bytes stay in the object store;
+        the driver only passes references on. If a rank fails, the error names it, even if the consumer failed
+        first because of the rank's item.
         """
-        # Held back to two items a rank: else all of them would lie in the object store.
+        # Each rank is limited to two items in advance. Without a limit, all of them would be in the object
+        # store.
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2}
         streams = [worker.stream.options(**options).remote(method, *arguments) for worker in self._workers]
         ended = {stream.completed(): rank for rank, stream in enumerate(streams)}
@@ -152,7 +166,7 @@ class WorkerGroup:
         self._gather({rank: reference for reference, rank in ended.items()}, method)
 
     def close(self) -> None:
-        """End all processes; nothing is waited for."""
+        """Kill all processes, without waiting."""
         for worker in self._workers:
             self._watch.remove(worker)
             ray.kill(worker)

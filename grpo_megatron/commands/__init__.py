@@ -1,1 +1,1 @@
-"""What `grpo-megatron COMMAND` does; the tools call some of it too."""
+"""Implementation of `grpo-megatron COMMAND`. The tools call some of it too."""

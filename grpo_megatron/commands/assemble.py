@@ -1,4 +1,4 @@
-"""Puts the processes of a run together from its configuration, and takes them down again; one way for every command."""
+"""Starts the processes of a run from its configuration, and ends them again, in one way for every command."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 
-# How long a run that failed may still take to complete its last checkpoint.
+# Time limit for a failed run to complete its last checkpoint.
 _RESCUE_SECONDS = 60.0
 
 Result = TypeVar("Result")
@@ -41,19 +41,28 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run, up and ready. engines: None where the command or a replay needs none. turns: with engines on the
-    trainer's devices. state: of the checkpoint that the run continues, which the trainer has loaded; None for a new run."""
+    """The parts of a run, up and ready."""
 
     config: Config
+    """Configuration of the run."""
     directory: str
+    """The run's folder, as an absolute path."""
     monitor: Monitor
+    """Receives what the run reports about itself."""
     saver: Checkpoints
+    """Writes checkpoints."""
     trainer: PolicyTrainer
+    """The trainer, whose ranks are up."""
     engines: EnginePool | None
+    """The engines; None if the command or a replay needs none."""
     turns: Turns | None
+    """Device sharing; None unless engines are on the trainer's devices."""
     state: dict | None
+    """The driver's state in the checkpoint that the trainer has loaded; None for a new run."""
     started: float
+    """When the command started, by time.perf_counter."""
     command: str
+    """Name of the command, such as `train`."""
 
     @property
     def resumed(self) -> int:
@@ -61,16 +70,17 @@ class Run:
         return self.state["step"] if self.state else 0
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Complete the last checkpoint, and export the model if so configured.
+        """Complete the last checkpoint, and export the model if so configured. Return the result.
 
-        Returns the result with where everything is and how long it took, as result.json has it. Raises NotWritten if the last
-        checkpoint could not be written; the export is there all the same.
+        The result also gets the places of all outputs and the time taken. It is written to result.json.
+        Raises NotWritten if the last checkpoint could not be written, but not before the export.
         """
         failure = None
         try:
             self.saver.finish()
         except NotWritten as error:
-            # The model takes a seventh of a checkpoint's room, which a disk that is too full for one may have.
+            # The model needs a seventh of a checkpoint's room. A disk that is too full for a checkpoint may
+            # have that.
             failure = error
         if self.config.checkpoint.export_hf:
             result["model"] = f"{self.directory}/hf"
@@ -81,7 +91,7 @@ class Run:
         if failure:
             exported = f"; the trained model is in {result['model']}" if "model" in result else ""
             raise NotWritten(f"{failure}{exported}") from failure
-        result["command"] = self.command  # another one of the same run.name has not done its work
+        result["command"] = self.command  # another command with the same run.name has its own work to do
         result["phases"] = self.monitor.phases.total
         result["run_dir"], result["tensorboard"] = self.directory, self.monitor.tensorboard_dir
         result["wall_seconds"] = time.perf_counter() - self.started
@@ -91,24 +101,34 @@ class Run:
 
 @dataclass
 class Site:
-    """What of a run outlives the loss of its trainer. directory: the run's folder. status: of the run until its end. checkpoint: to
-    begin from, None for a new run. watch: of all processes. engines: None where the command or a replay needs none. started: by
-    time.perf_counter. damaged: folders of checkpoints that ranks found to be so. listeners: of monitor.listeners. begun: an attempt has
-    loaded what it begins from, and set aside what is of another course."""
+    """The parts of a run that survive the loss of its trainer."""
 
     config: Config
+    """Configuration of the run."""
     command: str
+    """Name of the command, such as `train`."""
     directory: str
+    """The run's folder, as an absolute path."""
     status: StatusFile
+    """status.json of the run, until the run's end."""
     checkpoint: Checkpoint | None
+    """The checkpoint to begin from; None for a new run."""
     cluster: Cluster
+    """The connection to Ray, and the slots of all processes."""
     watch: Watch
+    """Hang detector for all processes."""
     engines: EnginePool | None
+    """The engines; None if the command or a replay needs none."""
     guard: Guard
+    """Tells whether the run is asked to stop."""
     started: float
+    """When the command started, by time.perf_counter."""
     damaged: set[str] = field(default_factory=set)
+    """Folders of checkpoints that the ranks found to be damaged."""
     listeners: Sequence[Listener] = ()
+    """The listeners of monitor.listeners."""
     begun: bool = False
+    """True once an attempt has loaded its checkpoint and set aside the abandoned ones."""
 
     @property
     def logs(self) -> str:
@@ -116,13 +136,16 @@ class Site:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the engines are on the ranks' devices."""
+        """True if the engines are on the ranks' devices."""
         return self.engines is not None and self.config.cluster.placement == Placement.colocated
 
     def last_checkpoint(self) -> Checkpoint | None:
-        """To continue from after a failure: the newest sound one of the run's own, else that which it began from."""
-        # Of the run's own folder, earlier ones than that which run.resume names are of another course, and so are later ones
-        # until they have been set aside.
+        """Return the checkpoint to continue from after a failure; None: from the beginning.
+
+        It is the newest sound one that the run itself wrote, else the one that it began from.
+        """
+        # If run.resume names a checkpoint, the earlier ones in the run's own folder belong to another course
+        # of training. So do the later ones, until they have been set aside.
         named = self.checkpoint if self.config.run.resume not in (AUTO, *ANEW) else None
         if named and not self.begun:
             return named
@@ -132,9 +155,10 @@ class Site:
         )
 
     def recover(self) -> None:
-        """After the loss of a process, and of all ranks with it: free the slots of what is left, and have engines that can go on.
+        """Free the slots of what is left after the loss of a process, and restart engines that cannot go on.
 
-        Raises ProcessLost where a node is gone: no other one can take its place in this Ray cluster's placement.
+        All ranks are lost together with the process. Raises ProcessLost if a node is gone, because no other
+        node can take its place in Ray's placement group.
         """
         self.cluster.must_be_whole()
         if self.engines:
@@ -148,10 +172,10 @@ def open_site(
     guard: Guard | None = None,
     must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[Site]:
-    """Within this context Ray is up, and engines start, if `command` (see preflight.rule) generates.
+    """Start Ray, and engines if `command` generates (see preflight.rule), and yield the parts of the run.
 
-    The configuration has passed preflight.start.check_start. must_fit: see open_run_folder. Raises UserError for a checkpoint or
-    a folder that is not right, before any process starts.
+    The configuration has passed preflight.start.check_start. must_fit: see open_run_folder.
+    Raises UserError if a checkpoint or folder is not right, before any process starts.
     """
     started, guard = time.perf_counter(), guard or Guard()
     num_ranks, num_engines = num_processes(config, command)
@@ -173,7 +197,7 @@ def open_site(
         )
         engines = None
         if num_engines:
-            # Engines are slow to start: on devices of their own they do so while the ranks build the model.
+            # Engines are slow to start. On devices of their own, they start while the ranks build the model.
             engines = EnginePool(
                 cluster,
                 config.rollout,
@@ -203,7 +227,7 @@ def open_site(
 
 
 def _throughput(site: Site) -> Throughput:
-    """By which the monitor knows what the run's tokens cost, and on how many devices."""
+    """Return the cost model and the number of devices, by which the monitor computes throughput."""
     cluster = site.cluster
     return Throughput(
         cost=read_architecture(
@@ -216,11 +240,26 @@ def _throughput(site: Site) -> Throughput:
     )
 
 
+def _start_ranks(site: Site) -> PolicyTrainer:
+    """Return the trainer, whose ranks build the model that the site's command trains."""
+    config = site.config
+    return PolicyTrainer(
+        site.cluster,
+        actor_spec(config, site.command),
+        config.megatron,
+        config.run.seed,
+        site.logs,
+        config.cluster.call_timeout,
+        site.watch,
+        site.takes_turns,
+    )
+
+
 @contextmanager
 def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
-    """Within this context the trainer's ranks are up, and the engines of the site ready. checkpoint: what they continue from.
+    """Start the trainer's ranks, wait for the site's engines, and yield the run. The context ends the ranks.
 
-    Raises DamagedCheckpoint where the ranks find it to be so.
+    checkpoint: what the run continues from. Raises DamagedCheckpoint if the ranks find it damaged.
     """
     config, engines = site.config, site.engines
     resumed = checkpoint.step if checkpoint else 0
@@ -230,22 +269,11 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
         site.watch.tell_spans(monitor.timeline.add)
         turns = None
         if site.takes_turns:
-            # Their KV caches are as large as what they find free.
+            # Engines must be up before the ranks: their KV caches take the memory that they find free.
             engines.wait_until_ready()
             turns = Turns(engines, monitor)
             turns.release()
-        spec = actor_spec(config, site.command)
-        timeout = config.cluster.call_timeout
-        trainer = PolicyTrainer(
-            site.cluster,
-            spec,
-            config.megatron,
-            config.run.seed,
-            site.logs,
-            timeout,
-            site.watch,
-            site.takes_turns,
-        )
+        trainer = _start_ranks(site)
         cleanup.callback(trainer.close)
         if turns:
             turns.started(trainer)
@@ -275,17 +303,17 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
             )
             site.watch.flush()
         except BaseException:
-            # Whatever failed, the state that ranks are still writing was sound; those that cannot are not waited for.
+            # Whatever failed, the state that ranks are still writing is sound. Do not wait for stuck ranks.
             with suppress(Exception):
                 saver.finish(_RESCUE_SECONDS)
             raise
 
 
 def persist(site: Site, attempt: Callable[[Site, Checkpoint | None], Result]) -> Result:
-    """attempt(site, checkpoint), and after the loss of a process once more, from the newest checkpoint; run.max_restarts times at most.
+    """Return attempt(site, checkpoint). After the loss of a process, try again from the newest checkpoint.
 
-    A checkpoint of the run's own that ranks find to be damaged is passed over. Any other failure would happen again, so it ends
-    the run.
+    There are at most run.max_restarts such attempts. A checkpoint of the run itself that the ranks find
+    damaged is passed over. Any other failure would happen again, so it ends the run.
     """
     checkpoint, restarts = site.checkpoint, 0
     while True:
@@ -309,6 +337,7 @@ def persist(site: Site, attempt: Callable[[Site, Checkpoint | None], Result]) ->
             site.status.phase("restart")
             checkpoint = site.last_checkpoint()
             say(
-                f"{error}\nrestart {restarts} of at most {site.config.run.max_restarts}, from {checkpoint or 'the beginning'}"
+                f"{error}\nrestart {restarts} of at most {site.config.run.max_restarts}, from "
+                f"{checkpoint or 'the beginning'}"
             )
             site.recover()

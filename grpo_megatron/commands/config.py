@@ -7,7 +7,7 @@ from grpo_megatron.preflight.rule import COMMANDS
 
 
 def add_parser(commands) -> None:
-    """commands: what ArgumentParser.add_subparsers returns."""
+    """Add the command's parser. commands: what ArgumentParser.add_subparsers returns."""
     parser = commands.add_parser("config", help="show, explain, compare and check configurations")
     actions = parser.add_subparsers(dest="action", required=True)
     show = actions.add_parser("show", help="every value in effect, and where it comes from")
@@ -35,7 +35,10 @@ def add_parser(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status: 0; 1 if diff found differences; 2 if check found violations. Raises UserError."""
+    """Execute the command. Return 0, 1 if diff found differences, or 2 if check found violations.
+
+    Raises UserError.
+    """
     if options.action == "show":
         from grpo_megatron.preflight.show import show
 

@@ -1,4 +1,4 @@
-"""What the tools around checkpoints have in common as programs."""
+"""Common parts of the tools for checkpoints, as programs."""
 
 import argparse
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from grpo_megatron.conversion.pool import default_processes
 from grpo_megatron.errors import UserError
 
-_INTERRUPTED = 130  # as shells report it
+_INTERRUPTED = 130  # exit status of an interrupted program in a shell
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
@@ -21,11 +21,13 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def call(parser: argparse.ArgumentParser, work: Callable[[], int | None], continues: bool = False) -> None:
-    """Do the work and end with its exit status; 2 and a message for a UserError. continues: a second call goes on after an interruption."""
+    """Call `work` and exit with its status, or with 2 and a message for a UserError.
+
+    continues: the same command would continue after an interruption, which the message then says.
+    """
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
-    before = signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # so that other processes are ended on the way out
+    # SIGTERM raises KeyboardInterrupt, so that other processes are ended on the way out.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         status = work() or 0
     except UserError as error:

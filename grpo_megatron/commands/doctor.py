@@ -19,19 +19,22 @@ from grpo_megatron.sandbox.run import problem_with
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
-# The releases in requirements/ that this project is tested with, or written for.
+# The releases in requirements/ that this project is tested with or written for.
 MEGATRON_CORE = "0.16.1"
 SGLANG, SGLANG_ON_GPU = "0.5.23", "0.5.17"
 
-# Of the first driver for CUDA 13.
+# Version of the first driver for CUDA 13.
 LEAST_DRIVER = (580,)
-# Where the driver tells its version.
+# File in which the driver reports its version.
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """level: ok, note (something is not possible here), or problem (something is broken)."""
+    """Result of one check.
+
+    level: ok, note (something is not possible here), or problem (something is broken)
+    """
 
     level: str
     subject: str
@@ -47,9 +50,9 @@ def _python() -> Finding:
 
 
 def _driver() -> Finding | None:
-    """Check the version of NVIDIA's driver; None: there is no driver.
+    """Check the version of NVIDIA's driver. Return None if there is no driver.
 
-    torch says of a driver that is too old only that CUDA is not available.
+    If a driver is too old, torch says only that CUDA is not available.
     """
     try:
         text = _DRIVER.read_text(encoding="utf-8")
@@ -96,7 +99,11 @@ def _devices() -> list[Finding]:
 
 
 def _package(package: str, expected: str | None, missing: str, required: bool) -> Finding:
-    """expected: the version this project is written for; missing: what its absence means."""
+    """Check the version of a package.
+
+    expected: the version that this project is written for.
+    missing: the consequence if the package is not installed.
+    """
     have = version(package)
     if have is None:
         return Finding(PROBLEM if required else NOTE, package, f"not installed: {missing}")
@@ -137,7 +144,10 @@ def _shared_memory() -> Finding:
 
 
 def _sandbox() -> Finding:
-    """A program of its own tries to get out of each."""
+    """Check how programs that a model wrote can be contained here.
+
+    For each kind of containment, a test program tries to get out of it.
+    """
     problems = {containment: problem_with(containment) for containment in (NAMESPACES, LANDLOCK)}
     possible = [containment for containment, problem in problems.items() if problem is None]
     if possible:
@@ -158,13 +168,16 @@ def _tried(subject: str, probe: Callable[..., str], *arguments: str) -> Finding:
 
 
 def _imported(module: str, missing: str, required: bool) -> Finding:
-    """missing: what its absence means. A module that is there, and cannot be imported, is a problem in any case."""
+    """Check that a module can be imported. missing: the consequence if it is not installed.
+
+    A module that is installed and cannot be imported is a problem in any case.
+    """
     if util.find_spec(module.split(".")[0]) is None:
         return Finding(PROBLEM if required else NOTE, module, f"not installed: {missing}")
     return _tried(module, probes.import_of, module)
 
 
-# What builds kernels on a machine that runs ranks or engines, and what each is for.
+# The programs that build kernels on a machine with ranks or engines, and where to get each.
 _BUILDERS = {
     "nvcc": "the toolkit of CUDA 13; name its folder by CUDA_HOME",
     "ninja": "the package of this name in requirements/gpu-torch.txt",
@@ -173,7 +186,10 @@ _BUILDERS = {
 
 
 def _builders() -> Iterator[Finding]:
-    """Look for the programs with which SGLang, Triton and torch.compile build kernels, as ranks and engines do."""
+    """Check the programs with which SGLang, Triton and torch.compile build kernels.
+
+    The search is the same as in ranks and engines.
+    """
     environment = filled_in(gpu_environment(os.environ), os.environ)
     for program, source in _BUILDERS.items():
         of_toolkit = os.path.join(environment.get("CUDA_HOME", ""), "bin")
@@ -193,7 +209,7 @@ def _builders() -> Iterator[Finding]:
 
 
 def _gpu_libraries() -> Iterator[Finding]:
-    """What a machine with a GPU needs beyond the packages of every machine."""
+    """Check what a machine with a GPU needs beyond the packages of every machine."""
     import torch
 
     cudnn = torch.backends.cudnn.version()
@@ -207,7 +223,8 @@ def _gpu_libraries() -> Iterator[Finding]:
     yield _imported("sglang.srt.entrypoints.engine", "no rollouts", required=True)
     yield _imported("sgl_kernel", "engines need SGLang's kernels", required=True)
     yield _imported("flashinfer", "engines need its attention and sampling", required=True)
-    # SGLang imports it in every engine on Hopper, and takes nothing but its absence.
+    # SGLang imports it in every engine on Hopper. It copes with a missing module, but not with one that
+    # fails.
     yield _imported("deep_gemm", "engines in FP8 need its kernels", required=False)
     yield _tried("an engine's kernel", probes.kernel)
     if util.find_spec("torch_memory_saver") is None:
@@ -218,14 +235,14 @@ def _gpu_libraries() -> Iterator[Finding]:
         )
     else:
         yield _tried(_SAVER, probes.memory_saver)
-    # A package index has another package of this name.
+    # Package indexes have another package named apex, so a module of NVIDIA's is imported.
     yield _imported(
         "apex.optimizers", "nothing needs it; it is installed from NVIDIA's sources", required=False
     )
 
 
 def _computes(here: Capabilities) -> Iterator[Finding]:
-    """Matrix products of each precision that can be trained in, and a collective over this machine's devices."""
+    """Check matrix products in each precision for training, and a collective over this machine's devices."""
     yield _tried("matrix product, fp32", probes.matrix_product, "fp32")
     yield _tried("matrix product, bf16", probes.matrix_product, "bf16")
     if here.fp8_problem:
@@ -239,7 +256,7 @@ _TE, _SAVER = "TransformerEngine", "torch_memory_saver"
 
 
 def examine() -> Iterator[Finding]:
-    """Whatever could break the process that meets it is tried in another one."""
+    """Check this machine. A check that could crash its process runs in another one."""
     yield _python()
     yield from _devices()
     yield _package("megatron-core", MEGATRON_CORE, "no training", required=True)
@@ -260,13 +277,14 @@ def examine() -> Iterator[Finding]:
     if util.find_spec("transformer_engine") is None:
         yield Finding(NOTE, _TE, "not installed: no FP8, and layers of torch")
     else:
-        # megatron-core imports it wherever it is, and takes nothing but its absence.
+        # megatron-core imports it if it is installed. It copes with a missing module, but not with one that
+        # fails.
         yield _tried(_TE, probes.import_of, "transformer_engine.pytorch")
     yield from _computes(here)
 
 
 def doctor() -> int:
-    """Print the findings as they come; returns 1 if there is a problem."""
+    """Print the findings as they come. Return 1 if there is a problem, else 0."""
     problems = 0
     for finding in examine():
         problems += finding.level == PROBLEM

@@ -1,7 +1,9 @@
-"""The process that drives a run: how it hears that it shall end, and how it ends; with one message, and nothing left running.
+"""The driver: the process that runs a command, with a guard that ends it.
 
-Whatever raises here or elsewhere ends in `drive`. What comes from outside is seen by a thread, which does not wait for the run: it notes
-requests to stop, and ends the process when a request's time is over, the keeper is gone, or a process dies that the run cannot do without.
+The run ends with one message and leaves no process behind. Exceptions raised in the run end in `drive`.
+Events from outside are handled by a thread that does not wait for the run. It records requests to stop. It
+ends the process if a request's time is over, the keeper is gone, or a process dies that the run cannot do
+without.
 """
 
 import contextlib
@@ -29,16 +31,19 @@ from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.stop import outlook
 
 UNEXPECTED = 1
-# A signal to every process of a job reaches the driver twice, by the keeper too.
+# A signal to every process of a job reaches the driver twice: directly and from the keeper.
 _SAME_SIGNAL_SECONDS = 0.5
-# The guard looks around as often.
+# Interval at which the guard looks around.
 _LOOK_SECONDS = 0.5
-# What a disk that hangs may take of the time of a process that is about to end.
+# How long a process that is about to end waits for a disk that hangs.
 _WRITING_SECONDS = 2.0
 
 
 def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
-    """command(guard) as a run with a keeper; its exit status, or that of what it raised, whose message is on stderr."""
+    """Call command(guard) for a run with a keeper, and return its exit status.
+
+    If it raises, show the error's message on stderr and return the status of the error.
+    """
     guard = DriverGuard(keeper)
     try:
         status, message = command(guard), None
@@ -58,7 +63,7 @@ def describe(error: UserError | Stopped) -> str:
 
 
 class DriverGuard(Guard):
-    """A Guard that ends the run. To be made in the main thread."""
+    """A Guard that ends the run. Must be created in the main thread."""
 
     def __init__(self, keeper: Connection):
         super().__init__()
@@ -67,24 +72,22 @@ class DriverGuard(Guard):
         self._keeper = keeper
         self._folder: str | None = None
         self._grace = self._grace_usr1 = 0.0  # there is no step yet
-        self._needed: dict[
-            int, tuple[int, str]
-        ] = {}  # pid and name of each, by a descriptor that can be waited for
-        self._find: Callable[[], list[psutil.Process]] | None = None  # while they start
-        self._port: int | None = None  # where one of them listens
+        # {pidfd, which can be waited for: (pid, name)} of the processes that the run needs.
+        self._needed: dict[int, tuple[int, str]] = {}
+        self._find: Callable[[], list[psutil.Process]] | None = None  # finds them while they start
+        self._port: int | None = None  # port on which one of them listens
         self._finding = threading.Lock()
         self._first_interrupt: float | None = None
         self._deadline: float | None = None
-        self._limit = ""  # the key that set it
-        self._ending = threading.Lock()  # whoever has it says the last word
+        self._limit = ""  # the configuration key that set the deadline
+        self._ending = threading.Lock()  # its holder ends the process, with the last message
         self._signals, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
-                # Nothing is raised: that would be at any place in any library.
+                # The handler raises nothing: an exception could come at any place in any library.
                 signal.signal(number, lambda number, _: os.write(self._write, bytes([number])))
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, STOP_SIGNALS
-        )  # the keeper has left them blocked until here
+        # The keeper has left the signals blocked until now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
 
     def entered(self, folder: str, grace: float, grace_usr1: float) -> None:
@@ -111,12 +114,22 @@ class DriverGuard(Guard):
                     self._needed = self._needed | {os.pidfd_open(process.pid): (process.pid, name)}
 
     def disk_is_full(self, error: BaseException) -> str:
-        """The message for a write that failed for it, wherever in a library. Not every such error knows the file."""
+        """Return the message for a write that failed on a full disk, in any library.
+
+        Not every such error names the file.
+        """
         path = getattr(error, "filename", None) or self._folder
-        return f"error: no space left on the disk of {path}, or of a temporary folder; make room; {outlook(self._folder)}"
+        return (
+            f"error: no space left on the disk of {path}, or of a temporary folder; make room; "
+            f"{outlook(self._folder)}"
+        )
 
     def finish(self, message: str | None, status: int) -> None:
-        """The run has ended by itself. Does not return where the thread is ending it already: its message explains what failed here."""
+        """Show the last message of a run that has ended by itself.
+
+        Does not return if the guard's thread is ending the process already. That thread's message then
+        explains the failure.
+        """
         self._ending.acquire()
         self._end(message, status)
 
@@ -126,7 +139,8 @@ class DriverGuard(Guard):
             try:
                 self._look()
             except Exception as error:
-                # Without this thread no signal would end the run, and no death of Ray's be noticed.
+                # Without this thread, no signal would end the run, and the death of a Ray daemon would go
+                # unnoticed.
                 if repr(error) != told:
                     told = repr(error)
                     with contextlib.suppress(OSError):
@@ -134,10 +148,14 @@ class DriverGuard(Guard):
                 time.sleep(_LOOK_SECONDS)
 
     def _look(self) -> None:
-        """Waits a little for news, and answers it. Requests come first: what else fails here must not keep the run from its end."""
+        """Wait a little for events, and handle them.
+
+        Requests to stop come first, so that a failure in handling other events does not keep the run from
+        ending.
+        """
         try:
             ready = wait([self._keeper, self._signals, *self._needed], timeout=_LOOK_SECONDS)
-        except (OSError, ValueError):  # closed meanwhile by `needs`
+        except (OSError, ValueError):  # closed by `needs` in between
             return
         if self._keeper in ready:
             self._hear_keeper()
@@ -156,13 +174,16 @@ class DriverGuard(Guard):
                 pid, name = self._needed[descriptor]
                 self.leave(
                     LOST,
-                    f"error: {name} (process {pid}) {_how_it_ended(descriptor)}, and the run with it; {outlook(self._folder)}",
+                    f"error: {name} (process {pid}) {_how_it_ended(descriptor)}, and the run with it; "
+                    f"{outlook(self._folder)}",
                 )
             if self._port and not _is_open(self._port):
-                # Ray's GCS closes its port on SIGTERM, and then does not end. A minute later Ray ends this process without a word.
+                # On SIGTERM, Ray's GCS closes its port but does not end. A minute later Ray ends this process
+                # without a message.
                 self.leave(
                     LOST,
-                    f"error: Ray's GCS closed its port {self._port}, and the run with it; {outlook(self._folder)}",
+                    f"error: Ray's GCS closed its port {self._port}, and the run with it; "
+                    f"{outlook(self._folder)}",
                 )
 
     def _hear_keeper(self) -> None:
@@ -193,29 +214,31 @@ class DriverGuard(Guard):
                     f"stopped on request ({by.name}) with no step to finish; {outlook(self._folder)}",
                 )
             self._say(
-                f"{by.name}: stopping after step {self.stop.step} and its checkpoint, within {grace:.0f} s (SIGINT: at once)"
+                f"{by.name}: stopping after step {self.stop.step} and its checkpoint, within {grace:.0f} s "
+                "(SIGINT: at once)"
             )
 
     def _out_of_time(self) -> None:
         self.leave(
             Stopped.exit_status,
-            f"stopped on request ({self.stop.signal.name}) in step {self.stop.step}, which took longer than {self._limit} allows; "
-            + outlook(self._folder),
+            f"stopped on request ({self.stop.signal.name}) in step {self.stop.step}, which took longer than "
+            f"{self._limit} allows; " + outlook(self._folder),
         )
 
     def leave(self, status: int, message: str) -> NoReturn:
-        """End this process and all that descends from it, now. For the thread."""
+        """End this process and all of its descendants now. Only the guard's thread may call this."""
         if not self._ending.acquire(blocking=False):
-            sys.exit()  # of the thread: the run has ended by itself just now
+            sys.exit()  # ends only this thread: the run has just ended by itself
         try:
             self._end(message, status)
             self._note_end(
                 State.interrupted if status in (Stopped.exit_status, INTERRUPTED) else State.failed, message
             )
-            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what other threads say to what follows is no news
+            # Other threads may report failures that are only consequences of the end.
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             kill_descendants()
         finally:
-            os._exit(status)  # whatever fails above: nobody else would end the process
+            os._exit(status)  # always, because no other code would end the process
 
     def _end(self, message: str | None, status: int) -> None:
         self._tell(status=status)
@@ -224,7 +247,10 @@ class DriverGuard(Guard):
         self.log.close()
 
     def _note_end(self, state: State, message: str) -> None:
-        """In status.json, which would go on to say that the run is running: no context of this process is left by its end."""
+        """Record the end in status.json.
+
+        Otherwise the file would still say that the run is running, because os._exit skips the context's end.
+        """
         if self.status:
             with contextlib.suppress(TimeoutError):  # a disk that hangs
                 within(_WRITING_SECONDS, lambda: self.status.overrule(state, message.removeprefix("error: ")))
@@ -234,14 +260,15 @@ class DriverGuard(Guard):
             print(text, file=sys.stderr, flush=True)
 
     def _tell(self, **what: Any) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which the thread sees
+        with contextlib.suppress(OSError):  # the keeper is gone, which the guard's thread notices
             self._keeper.send(what)
 
 
 class _Log:
-    """Where the terminal does not follow: what libraries and child processes write to the descriptors 1 and 2 themselves.
+    """The log of the driver: what libraries and child processes write to the descriptors 1 and 2.
 
-    Python's own stdout and stderr stay where they are. In a temporary file until the run has a folder.
+    Python's own stdout and stderr stay at the terminal. The log is a temporary file until the run has a
+    folder.
     """
 
     def __init__(self) -> None:
@@ -250,9 +277,9 @@ class _Log:
         for number, name in ((1, "stdout"), (2, "stderr")):
             stream = getattr(sys, name)
             stream.flush()
-            terminal = open(
+            terminal = open(  # noqa: SIM115
                 os.dup(number), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace"
-            )  # noqa: SIM115
+            )
             setattr(sys, name, terminal)
         self._redirect(descriptor)
         threading.excepthook = self._thread_failed
@@ -263,7 +290,7 @@ class _Log:
         os.close(descriptor)
 
     def move(self, path: str) -> None:
-        """From here on into this file."""
+        """Move the log to this file, and go on there."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.write(descriptor, Path(self.path).read_bytes())
@@ -278,25 +305,31 @@ class _Log:
         self._write([f"in {where}:\n", *traceback.format_exception(error)])
 
     def unexpected(self, error: BaseException) -> str:
-        """The message for what is no UserError, whose traceback is in the log."""
+        """Write the traceback of an unexpected error to the log, and return a message that names the log."""
         self._write(traceback.format_exception(error))
-        self._temporary = False  # it stays
+        self._temporary = False  # keep the file
         first = next(iter(str(error).splitlines()), "")
-        return f"error: unexpected {type(error).__name__}: {shortened(first, 300)}\nwhere it came from is in {self.path}"
+        return (
+            f"error: unexpected {type(error).__name__}: {shortened(first, 300)}\n"
+            f"where it came from is in {self.path}"
+        )
 
     def _write(self, lines: list[str]) -> None:
         with contextlib.suppress(OSError):  # a full disk
             os.write(2, "".join(lines).encode("utf-8", "backslashreplace"))
 
     def close(self) -> None:
-        """Nothing but a driver without a run's folder and without a defect leaves a temporary file, which goes."""
+        """Delete the log if it is still a temporary file.
+
+        That is so if the run has no folder yet, and there was no unexpected error.
+        """
         if self._temporary:
             Path(self.path).unlink(missing_ok=True)
             self._temporary = False
 
 
 def _is_open(port: int) -> bool:
-    """Whether somebody listens there on this machine, or is too busy to say."""
+    """Return True if a process listens on this port of this machine, or is too busy to answer."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=0.2).close()
     except ConnectionRefusedError:
@@ -307,9 +340,9 @@ def _is_open(port: int) -> bool:
 
 
 def _how_it_ended(descriptor: int) -> str:
-    """descriptor: of a process that has ended, by pidfd_open."""
+    """Return how a process ended. descriptor: from pidfd_open."""
     try:
-        # Left for its parent to be told too.
+        # WNOWAIT leaves the exit status for the process's parent.
         end = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         end = None

@@ -1,4 +1,4 @@
-"""`grpo-megatron eval`: a model on held-out prompts, by engines alone."""
+"""`grpo-megatron eval`: evaluates a model on held-out prompts, with engines only."""
 
 import time
 from contextlib import ExitStack
@@ -27,16 +27,17 @@ from grpo_megatron.run.resume import RESULT, Checkpoint
 
 
 def evaluation_config(config: Config) -> Config:
-    """The run's, in a folder of its own: the training that it may be of has another, and continues there.
+    """Return the configuration for an evaluation in a folder of its own.
 
-    Raises UserError where the model is the checkpoint of a run.
+    A training run that the model may come from has another folder, and continues there. Raises UserError if
+    the model is a checkpoint of a run.
     """
     path = config.model.path
     if Path(path, ACTOR).is_dir():
         raise UserError(
-            f"model.path={path} is a checkpoint of a run, and engines load HF folders: "
-            f"python tools/convert_megatron_to_hf.py {path} OUT_DIR --hf HF_DIR writes one (HF_DIR: the model that the run began with); "
-            "a run that is finished has one in its folder, hf/"
+            f"model.path={path} is a checkpoint of a run, and engines load HF folders: python "
+            f"tools/convert_megatron_to_hf.py {path} OUT_DIR --hf HF_DIR writes one (HF_DIR: the model that "
+            "the run began with); a run that is finished has one in its folder, hf/"
         )
     return replace(
         config,
@@ -46,7 +47,10 @@ def evaluation_config(config: Config) -> Config:
 
 
 def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Sample and score all prompts of data.eval; returns (and writes to result.json in the run's folder) what came out."""
+    """Sample and score all prompts of data.eval, and return the result.
+
+    The result is also written to result.json in the run's folder.
+    """
     config = evaluation_config(config)
     check_start(config, "eval")
     tokenizer = PromptTokenizer(config.model.path, config.data, offered_tools(config.rollout, config.reward))
@@ -82,7 +86,10 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
 
 def table(scores: Scores) -> str:
-    """Return a row for each data set and a column for each metric; `-`: a data set does not have it."""
+    """Return the scores as a table with a row for each data set and a column for each metric.
+
+    `-` means that a data set does not have the metric.
+    """
     metrics = list(dict.fromkeys(metric for values in scores.values() for metric in values))
     rows = [["", *metrics]]
     rows += [

@@ -1,7 +1,8 @@
-"""The keeper: a small process around a run, which outlives it however it ends, and leaves nothing of it behind.
+"""The keeper: a small process around a run. It outlives the run and kills whatever the run leaves behind.
 
-The run itself goes on in a child, the driver, in a session of its own. All that the driver starts descends from the keeper, and orphans
-become its children, so that it finds them all. Signals are passed on to the driver, which answers them (commands.driver).
+The run itself is in a child process, the driver, which has a session of its own. All that the driver starts
+descends from the keeper. Orphans become the keeper's children, so it finds all of them. It passes signals on
+to the driver, which handles them (commands.driver).
 """
 
 import contextlib
@@ -18,18 +19,19 @@ from grpo_megatron.run.stop import outlook
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPTED = 130
-# The driver was lost, without a signal and without a message: Ray's library ends its process so.
+# Exit status if the driver ended without a signal and without a message, as when Ray's library ends it.
 LOST = 3
-# What a driver that was interrupted for the second time may take to leave.
+# Time limit for a driver to end after the second interrupt.
 _LEAVING_SECONDS = 5.0
 
 
 def keep(drive: Callable[[Connection], int]) -> int:
-    """drive(connection to the keeper) in a child; its exit status, when no process of it is left. Returns in both processes.
+    """Run drive(connection to the keeper) in a child process. Return its exit status.
 
-    128 + N for a driver that signal N has killed.
+    Returns when no process of the run is left, with 128 + N if signal N has killed the driver. The child
+    returns from this function too, with what `drive` returned.
     """
-    # What is ignored, as nohup has it, stays so.
+    # Signals that are ignored, such as with nohup, stay ignored.
     watched = {number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN} | {
         signal.SIGCHLD
     }
@@ -42,7 +44,7 @@ def keep(drive: Callable[[Connection], int]) -> int:
     if driver == 0:
         ours.close()
         os.setsid()
-        # Requests to stop wait until the driver has handlers for them.
+        # Requests to stop stay blocked until the driver has handlers for them.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         return drive(theirs)
     theirs.close()
@@ -54,10 +56,11 @@ class _Keeper:
         self._driver, self._connection, self._watched = driver, connection, watched
         self._killed_for_memory = killed_for_memory()
         self._folder: str | None = None
-        self._told: int | None = None  # the status that the driver ends with, once it has said why
+        # the exit status that the driver announced, if it shows the last message itself
+        self._told: int | None = None
 
     def status(self) -> int:
-        """Waits for the driver's end, and sees to everything's."""
+        """Wait for the end of the driver, kill what is left, and return the exit status."""
         wait_status = self._wait()
         left = kill_descendants()
         self._hear()
@@ -67,33 +70,39 @@ class _Keeper:
             _say(f"interrupted; {outlook(self._folder)}")
             return INTERRUPTED
         if self._told:
-            # It need not be the process's own: where Ray's daemons die, Ray's code ends the driver, too, with status 1 a moment later.
+            # The announced status may differ from the process's own. When Ray's daemons die, Ray's code ends
+            # the driver as well, with status 1 a moment later.
             return self._told
         if os.WIFSIGNALED(wait_status):
             number = os.WTERMSIG(wait_status)
             _say(
-                f"error: the driver (process {self._driver}) was killed by {self._named(number)}; {outlook(self._folder)}"
+                f"error: the driver (process {self._driver}) was killed by {self._named(number)}; "
+                f"{outlook(self._folder)}"
             )
             return 128 + number
         status = os.WEXITSTATUS(wait_status)
         if status and self._told is None:
             _say(
-                f"error: the driver (process {self._driver}) ended with status {status} and no message; {outlook(self._folder)}"
+                f"error: the driver (process {self._driver}) ended with status {status} and no message; "
+                f"{outlook(self._folder)}"
             )
             return LOST
         return status
 
     def _wait(self) -> int | None:
-        """As waitpid returns it; None if it was interrupted twice and did not leave."""
+        """Return the driver's wait status as from waitpid.
+
+        Returns None if the driver was interrupted twice and did not end.
+        """
         interrupted, deadline = 0, None
         while deadline is None or time.monotonic() < deadline:
             info = signal.sigtimedwait(self._watched, 1.0)
-            # Also where no signal came: one SIGCHLD may stand for several ends.
+            # Check this even if no signal came: one SIGCHLD may stand for several ended processes.
             if (ended := self._reap()) is not None:
                 return ended
             if info is None or info.si_signo == signal.SIGCHLD:
                 continue
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the driver has just ended
                 self._connection.send(info.si_signo)
             interrupted += info.si_signo == signal.SIGINT
             if interrupted == 2:
@@ -101,7 +110,7 @@ class _Keeper:
         return None
 
     def _reap(self) -> int | None:
-        """The driver's wait status, if it has ended; takes those of adopted orphans too."""
+        """Return the driver's wait status if it has ended. Also reaps adopted orphans."""
         try:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -113,7 +122,7 @@ class _Keeper:
             return None
 
     def _hear(self) -> None:
-        """What the driver has told meanwhile: its folder, and that it gives the last message itself, with this status."""
+        """Read the driver's messages: its folder, and the status if it shows the last message itself."""
         with contextlib.suppress(EOFError, OSError):
             while self._connection.poll():
                 told = self._connection.recv()

@@ -1,10 +1,13 @@
-"""The command line of `grpo-megatron plan`: what a run would take of a cluster, whether it fits, and what would."""
+"""The command line of `grpo-megatron plan`.
+
+It shows what a run would take of a cluster, whether that fits, and which layouts would.
+"""
 
 import argparse
 
 
 def add_parser(commands) -> None:
-    """commands: what ArgumentParser.add_subparsers returns."""
+    """Add the command's parser. commands: what ArgumentParser.add_subparsers returns."""
     parser = commands.add_parser(
         "plan", help="memory and time of a run by arithmetic; refuses what cannot fit; no weights are read"
     )
@@ -30,7 +33,10 @@ def add_parser(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status 0. Raises UserError for a configuration that is not legal, that cannot be planned, or that does not fit."""
+    """Execute the command and return 0.
+
+    Raises UserError if the configuration is not legal, cannot be planned, or does not fit.
+    """
     from grpo_megatron.config.load import read_config
     from grpo_megatron.planner.advice import checked_plan, planned_architecture, searched_plans
     from grpo_megatron.planner.text import plan_text, search_text

@@ -1,4 +1,4 @@
-"""What `grpo-megatron doctor` tries out, each in a process of its own: a broken library may end the process that meets it."""
+"""Probes of `grpo-megatron doctor`. Each runs in its own process, which a broken library may crash."""
 
 import importlib
 import os
@@ -22,14 +22,14 @@ print(getattr(probes, sys.argv[1])(*sys.argv[2:]))
 
 
 class ProbeError(Exception):
-    """What did not work, as one line."""
+    """A probe failed. The message is one line."""
 
 
 def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) -> str:
-    """Run a probe, a function of this module, in another process, and return what it says.
+    """Run a probe, which is a function of this module, in another process, and return its text.
 
     The process has the environment of a rank or an engine. timeout: seconds. Raises ProbeError with the last
-    line of an exception, or with what ended that process.
+    line of an exception, or with what ended the process.
     """
     environment = filled_in(gpu_environment(os.environ), os.environ)
     said = _output_of(["-W", "ignore", "-c", _CHILD, probe.__name__, *arguments], timeout, environment)
@@ -39,7 +39,7 @@ def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) 
 
 
 def _output_of(arguments: list[str], timeout: float, environment: dict[str, str] | None = None) -> str:
-    """Return what Python prints with these arguments. Raises ProbeError if it does not end well."""
+    """Return what Python prints with these arguments. Raises ProbeError if it fails."""
     command = [sys.executable, *arguments]
     try:
         done = subprocess.run(
@@ -56,7 +56,7 @@ def _output_of(arguments: list[str], timeout: float, environment: dict[str, str]
 
 
 def import_of(module: str) -> str:
-    """Import it, with all that it loads."""
+    """Import a module with all that it loads. Return its version."""
     return getattr(importlib.import_module(module), "__version__", "can be imported")
 
 
@@ -75,14 +75,15 @@ freed = torch.cuda.mem_get_info()[0] - free
 saver.resume("weights")
 memory.fill_(3)
 if freed < size // 2 or int(memory[-1]) != 3:
-    raise RuntimeError(f"of {size >> 20} MiB it gave back {freed >> 20} MiB, and the last byte is {int(memory[-1])}, not 3")
+    raise RuntimeError(f"of {size >> 20} MiB it gave back {freed >> 20} MiB, and the last byte is \
+{int(memory[-1])}, not 3")
 """
 
 
 def memory_saver() -> str:
-    """Give memory of a GPU back and take it again, as an engine does that shares its device with the trainer.
+    """Release GPU memory and allocate it again, like an engine that shares its device with the trainer.
 
-    In one more process, because torch_memory_saver's library must be loaded before anything else is.
+    This takes one more process, because torch_memory_saver's library must be loaded before anything else.
     """
     import torch
     import torch_memory_saver
@@ -96,11 +97,11 @@ def memory_saver() -> str:
 def kernel(capability: str = "") -> str:
     """Build SGLang's kernel for SwiGLU, which engines of nearly all models build when they start.
 
-    capability: compute capability to build for, such as `9.0`. Empty: this machine's GPU, on which the kernel
-    is then tried.
+    capability: compute capability to build for, such as `9.0`. If empty, it is that of this machine's GPU,
+        and the kernel is also run.
     """
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TVM_FFI_CACHE_DIR"] = folder  # one that was built earlier would prove nothing
+        os.environ["TVM_FFI_CACHE_DIR"] = folder  # a kernel that was built earlier would prove nothing
         import torch
         from sglang.kernels.jit.utils import arch
         from sglang.kernels.ops.activation import activation
@@ -112,7 +113,7 @@ def kernel(capability: str = "") -> str:
         with chosen:
             try:
                 activation.activation_module(torch.bfloat16)
-            except RuntimeError as error:  # all that the compilers have printed
+            except RuntimeError as error:  # holds all that the compilers have printed
                 lines = [
                     line
                     for line in str(error).splitlines()
@@ -135,16 +136,19 @@ def kernel(capability: str = "") -> str:
     return f"built for sm {target} in {seconds:.0f} s"
 
 
-# Rounding of a product's largest element, relative to it; a wrong library is off by far more.
+# Largest rounding error of a product, relative to its largest element. A wrong library is off by far more.
 _ROUNDING = {"fp32": 1e-5, "bf16": 1e-2, "fp8": 0.1}
 
 
 def matrix_product(precision: str) -> str:
-    """Compare a square matrix product with float64's, and time it; precision: fp32, bf16, or fp8 by TransformerEngine."""
+    """Compare a square matrix product with one in float64, and time it.
+
+    precision: fp32, bf16, or fp8 (with TransformerEngine).
+    """
     import torch
 
     cuda = torch.cuda.is_available()
-    # On a GPU large enough to keep it busy for milliseconds.
+    # On a GPU, the size keeps it busy for milliseconds.
     size = (4096 if precision == "fp32" else 8192) if cuda else 512
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -161,7 +165,7 @@ def matrix_product(precision: str) -> str:
 
 
 def _fp8_product(weight):
-    """A linear layer's forward pass with the given weight: casts to FP8, scales and product."""
+    """Return the forward pass of a linear layer with this weight: casts to FP8, scales and product."""
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
@@ -191,7 +195,7 @@ def _seconds(work: Callable, cuda: bool) -> float:
 
 
 def all_reduce() -> str:
-    """Sum a tensor over one process for each GPU by NCCL, or over two processes by gloo."""
+    """Sum a tensor over one process per GPU with NCCL, or over two processes with gloo."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -210,7 +214,7 @@ _ELEMENTS, _ELEMENTS_ON_GPU = 2**20, 2**26
 
 
 def _all_reduce_rank(rank: int, world: int, store: str, report: str) -> None:
-    """report: the file that rank 0 writes the seconds to."""
+    """Take part in the all-reduce as one rank. report: the file that rank 0 writes the seconds to."""
     import torch
     import torch.distributed as dist
 

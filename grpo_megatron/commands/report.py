@@ -1,4 +1,4 @@
-"""`grpo-megatron report`: one page about a run."""
+"""`grpo-megatron report`: one HTML page about a run."""
 
 from pathlib import Path
 
@@ -10,9 +10,12 @@ from grpo_megatron.report.read import CONFIG, RecordedRun, read_run
 
 
 def report(folder: str, against: str | None, out: str | None) -> int:
-    """Write the page, and print where. against: folder of a run to compare with. out: None for report.html in the folder.
+    """Write the page, print its path, and return 0.
 
-    Exit status: 0. Raises UserError for a folder that is not of a run, and a file that cannot be written.
+    against: folder of a run to compare with.
+    out: path of the page; None: report.html in the run's folder.
+
+    Raises UserError if a folder is not a run's, or the page cannot be written.
     """
     recorded = read_run(folder)
     other = read_run(against) if against else None
@@ -27,7 +30,10 @@ def report(folder: str, against: str | None, out: str | None) -> int:
 
 
 def _changes(run: RecordedRun, other: RecordedRun) -> Changes | str:
-    """Or, in a sentence, why they cannot be told, such as a key that only an earlier version knew."""
+    """Return the differences of the configurations.
+
+    If they cannot be told, such as for a key of an earlier version, return the reason as a sentence.
+    """
     try:
         found = diff(str(run.folder / CONFIG), str(other.folder / CONFIG))
     except UserError as error:

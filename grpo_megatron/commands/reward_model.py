@@ -1,4 +1,7 @@
-"""`grpo-megatron reward-model`: a reward model from preferences. The same trainer, with a scalar head and another loss."""
+"""`grpo-megatron reward-model`: trains a reward model on preferences.
+
+It uses the same trainer, with a scalar head and another loss.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,12 +24,12 @@ from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.trainer.mini_batch import enough, partition
 
-# Steps between two lines on the terminal.
+# Number of steps between two lines on the terminal.
 _SHOWN_EVERY = 10
 
 
 def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Train on preferences and export the model; returns what came out. Raises Stopped if asked to stop."""
+    """Train on preferences, export the model, and return the result. Raises Stopped if asked to stop."""
     if result := finished_result(config, "reward-model", say):
         return result
     check_start(config, "reward-model")
@@ -53,13 +56,13 @@ def _load(key: str, sources: Any, conversations: Conversations, config: Config) 
 
 
 def _parts(pairs: Sequence[Pair], size: int) -> list[list[Pair]]:
-    """As few as there are parts of about `size`, none of them much smaller."""
+    """Return the pairs in parts of about `size`, none of them much smaller."""
     count = max(1, len(pairs) // size)
     return [[pairs[i] for i in numbers] for numbers in np.array_split(np.arange(len(pairs)), count)]
 
 
 class _Training:
-    """One attempt, from the checkpoint of the run."""
+    """One attempt, which begins at the run's checkpoint."""
 
     def __init__(self, run: Run, training: Sequence[Pair], held_out: Sequence[Pair]):
         config = run.config
@@ -69,17 +72,21 @@ class _Training:
         if run.state:
             self._order.load_state_dict(run.state["order"])
             self._tokens, self._evaluations = run.state["trained_tokens"], run.state["evaluations"]
-            self._loss = run.state.get("loss")  # which a checkpoint of an earlier version has not
+            self._loss = run.state.get("loss")  # missing in checkpoints of earlier versions
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
-        """Train to run.total_steps; returns evaluation before and after, the last loss, and the tokens of all steps."""
+        """Train until run.total_steps.
+
+        Return evaluations before and after, the last loss, and the number of tokens of all steps.
+        """
         run, every, last = self._run, self._config.eval.every, self._config.run.total_steps
         if "before" not in self._evaluations:
             self._evaluations["before"] = self._evaluate(run.resumed)
         for step in range(run.resumed + 1, last + 1):
             stop.step = step
             self._step(step, shown=step in (1, last) or step % _SHOWN_EVERY == 0)
-            # A request to stop may leave no time for an evaluation. The last one is of the result, which nobody makes up for.
+            # A request to stop may leave no time for an evaluation. The last one is always made: it belongs
+            # to the result, and would not be made later.
             if step == last or (every and step % every == 0 and not stop.is_made):
                 self._evaluations["after"] = self._evaluate(step)
             state = partial(self._state, step)
@@ -105,7 +112,10 @@ class _Training:
             run.monitor.line(step, scalars)
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Of the held-out pairs, in parts of the size of a training batch; nothing if there are none."""
+        """Return metrics of the held-out pairs; empty if there are none.
+
+        Pairs are scored in parts of the size of a training batch.
+        """
         if not self._held_out:
             return {}
         config, trainer, scores, margins = self._config, self._run.trainer, [], []

@@ -1,4 +1,4 @@
-"""`grpo-megatron sft`: supervised warm start. The same trainer, with another loss."""
+"""`grpo-megatron sft`: supervised warm start, by the same trainer with another loss."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,16 +22,19 @@ from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.trainer.mini_batch import partition
 
-# Steps between two lines on the terminal.
+# Number of steps between two lines on the terminal.
 _SHOWN_EVERY = 50
 
 
 def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Fine-tune on prompt/response pairs and export the model; returns what came out. Raises Stopped if asked to stop."""
+    """Fine-tune on prompt/response pairs, export the model, and return the result.
+
+    Raises Stopped if asked to stop.
+    """
     if result := finished_result(config, "sft", say):
         return result
     check_start(config, "sft")
-    tools = offered_tools(config.rollout, config.reward)  # which the model reads before its episodes, too
+    tools = offered_tools(config.rollout, config.reward)  # the model also reads these before its episodes
     examples, left_out = load_examples(config, PromptTokenizer(config.model.path, config.data, tools))
     say(
         f"data.train: {len(examples)} examples"
@@ -48,13 +51,13 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
 
 def _run(run: Run, examples: Sequence[Sample], stop: StopRequest) -> dict[str, Any]:
-    """Train to run.total_steps; returns the last loss and the tokens of all steps."""
+    """Train until run.total_steps. Return the last loss and the number of tokens of all steps."""
     config = run.config
     order = EpochOrder.of(examples, config.run.seed, config.data.shuffle)
     if run.state:
         order.load_state_dict(run.state["order"])
     tokens, last = run.state["tokens"] if run.state else 0, config.run.total_steps
-    loss = run.state.get("loss") if run.state else None  # which a checkpoint of an earlier version has not
+    loss = run.state.get("loss") if run.state else None  # missing in checkpoints of earlier versions
     for step in range(run.resumed + 1, last + 1):
         stop.step = step
         run.monitor.start_step(step)
@@ -82,7 +85,10 @@ def _state(step: int, order: EpochOrder, tokens: int, loss: float) -> dict[str, 
 def next_batch(
     config: Config, examples: Sequence[Sample], order: EpochOrder, cost_model: CostModel
 ) -> tuple[TrainBatch, Schedule]:
-    """The next data.train_batch_size examples as one optimizer step, weighted to the mean over tokens."""
+    """Return the next data.train_batch_size examples as one optimizer step.
+
+    Tokens are weighted so that the loss is their mean.
+    """
     batch = TrainBatch.from_samples([examples[i] for i in order.take(config.data.train_batch_size)])
     batch.weight = token_weights(batch, "token-mean", config.rollout.max_response_length)
     plan = partition(config, batch.lengths, cost_model)

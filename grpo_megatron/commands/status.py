@@ -1,4 +1,4 @@
-"""`grpo-megatron status`: what the run in a folder does now."""
+"""`grpo-megatron status`: shows what the run in a folder does now."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,10 @@ from grpo_megatron.run.checkpoints import CHECKPOINTS, newest_folder
 
 
 def status(folder: str, as_json: bool) -> int:
-    """Print it. Exit status: 0 for a run that goes on or has finished, 1 for one that ended in another way. Raises UserError."""
+    """Print the status. Return 0 if the run goes on or has finished, 1 if it ended in another way.
+
+    Raises UserError.
+    """
     found = read_status(folder)
     with reading(Path(folder, CHECKPOINTS)):
         newest = newest_folder(folder)
@@ -40,7 +43,10 @@ def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[
 
     state, where = found["state"], f"process {found['pid']} on {found['host']}"
     words = {
-        State.gone: f"gone: {where} has ended without a word (killed, or its machine is); last heard {ago(found['written'])} ago",
+        State.gone: (
+            f"gone: {where} has ended without a word (killed, or its machine is); last heard "
+            f"{ago(found['written'])} ago"
+        ),
         State.failed: f"failed {ago(found['written'])} ago: {found.get('error')}",
         State.interrupted: f"interrupted {ago(found['written'])} ago: {found.get('error')}",
         State.finished: f"finished {ago(found['written'])} ago",
@@ -82,9 +88,8 @@ def _checkpoint(newest: Path | None, ago: Callable[[float], str]) -> str:
         return "none yet"
     try:
         return f"{newest.name}, {ago(newest.stat().st_mtime)} ago"
-    except (
-        OSError
-    ) as error:  # deleted for a newer one since it was listed, or on another node, which still lists it
+    except OSError as error:
+        # A newer one has replaced it since it was listed, or on another node while this node still lists it.
         return f"{newest.name}, of unknown age ({error.strerror})"
 
 

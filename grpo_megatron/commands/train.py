@@ -37,7 +37,7 @@ from grpo_megatron.weights.sync.plan import Layouts
 from grpo_megatron.weights.sync.resharding import make_transport
 from grpo_megatron.weights.sync.sync import WeightSync
 
-# Prompts whose log-probs are compared after a weight sync.
+# Number of prompts whose log-probs are compared after a weight sync.
 _PROBES = 4
 
 
@@ -51,14 +51,18 @@ def _transport(run: Run) -> Transport:
         rank_nodes=run.trainer.nodes,
         engine_nodes=run.engines.nodes,
     )
-    # Of this run alone, whatever else the folder has; the same one when the run comes back, which then removes what it left.
+    # The folder belongs to this run only, whatever else its parent has. It is the same when the run is
+    # resumed, which then removes what it left there.
     which = hashlib.blake2b(run.directory.encode(), digest_size=4).hexdigest()
     folder = f"{config.weight_sync.folder}/{config.run.name}-{which}.weight_sync"
     return make_transport(config.weight_sync, layouts, folder, config.cluster.call_timeout, run.monitor.say)
 
 
 def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
-    """Of the first prompts, repeated where there are too few for all replicas; a prompt of one token is asked twice."""
+    """Return a probe with the first prompts, which are repeated if there are too few for all replicas.
+
+    A prompt of one token is doubled.
+    """
     count = max(_PROBES, run.trainer.sizes.dp)
     found = [
         np.array(prompt.ids if len(prompt.ids) > 1 else prompt.ids * 2) for prompt in prompts.first(count)
@@ -68,7 +72,7 @@ def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
 
 
 class _Data:
-    """What is read before any process starts, so that what is wrong with it costs nothing."""
+    """Data that is read before any process starts, so that an error in it costs nothing."""
 
     def __init__(self, config: Config):
         if config.rollout.record:
@@ -84,7 +88,7 @@ class _Data:
         self._beginning = deepcopy(self._prompts.state_dict()) if self._prompts else None
 
     def must_fit(self, state: dict[str, Any]) -> str:
-        """Raise UserError for a checkpoint's state that is of other data.
+        """Raise UserError if a checkpoint's state belongs to other data.
 
         Return a note, see EpochOrder.must_fit.
         """
@@ -92,7 +96,7 @@ class _Data:
         return self._prompts.must_fit(state["prompts"]) if self._prompts and state["prompts"] else ""
 
     def prompts(self) -> PromptSource | None:
-        """From the first one on; None where recorded rollouts are replayed."""
+        """Return the prompts, starting from the first; None if recorded rollouts are replayed."""
         if self._prompts:
             self._prompts.load_state_dict(self._beginning)
         return self._prompts
@@ -106,11 +110,11 @@ def _loop(
     controller_class: type[Controller] = Controller,
     stop: StopRequest | None = None,
 ) -> Iterator[tuple[Controller, Run]]:
-    """One attempt, which begins at the checkpoint."""
+    """Build the loop for one attempt, which begins at the checkpoint."""
     config, prompts = site.config, data.prompts()
     with ExitStack() as cleanup:
         if site.engines:
-            # They start while the ranks build the model.
+            # The reward workers start while the ranks build the model.
             places = partial(worker_places, site.cluster.nodes, config.reward.workers, site.logs)
             episodes = make_episodes(config, data.tokenizer, places)
             cleanup.callback(episodes.close)
@@ -160,7 +164,10 @@ def _loop(
 def assembled_loop(
     config: Config, controller_class: type[Controller] = Controller, guard: Guard | None = None
 ) -> Iterator[tuple[Controller, Run]]:
-    """The whole GRPO loop, ready to run: a controller with all that it calls. It saves nothing when it is asked to stop."""
+    """Yield a controller with all that it calls, ready to run the whole GRPO loop.
+
+    The loop saves nothing when it is asked to stop.
+    """
     check_start(config, "train")
     data = _Data(config)
     with (
@@ -172,7 +179,10 @@ def assembled_loop(
 
 
 def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Run GRPO; returns (and writes to result.json in the run's folder) what came out. Raises Stopped if asked to stop."""
+    """Run GRPO and return the result, which is also written to result.json in the run's folder.
+
+    Raises Stopped if asked to stop.
+    """
     if result := finished_result(config, "train", say):
         return result
     check_start(config, "train")

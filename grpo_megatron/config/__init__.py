@@ -1,1 +1,1 @@
-"""Configuration: the schema, and loading it."""
+"""Configuration: the schema, and the code that loads it."""

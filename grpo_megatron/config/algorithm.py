@@ -1,11 +1,11 @@
-"""The sections algorithm and mismatch of the schema."""
+"""The sections `algorithm` and `mismatch` of the configuration."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 from grpo_megatron.config.options import option, section
 
-# Estimators of the KL from one token, each with the other name it is known by; algorithm.kl.KL_TYPES computes them.
+# Estimators of the KL from one token, with their alternative names. algorithm.kl.KL_TYPES computes them.
 KL_ESTIMATORS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 
 
@@ -68,7 +68,8 @@ class AlgorithmConfig:
     )
     adv_estimator: str = option(
         "grpo",
-        "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gpg, or module:function; see docs/algorithms.md",
+        "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gpg, or module:function; see "
+        "docs/algorithms.md",
     )
     norm_adv_by_std_in_grpo: bool = option(True, "divide by the group's standard deviation; false: Dr.GRPO")
     adv_whiten: bool = option(False, "whiten advantages over all trained tokens of the step")
@@ -77,7 +78,8 @@ class AlgorithmConfig:
     )
     use_valid_token_scale: bool = option(
         False,
-        "divide advantages by the number of trained tokens of the optimizer step (beside what loss_agg_mode does)",
+        "divide advantages by the number of trained tokens of the optimizer step (beside what loss_agg_mode "
+        "does)",
     )
     filters: list[str] = option(
         [], "which groups are trained on, applied in order: nonzero_variance, or module:function"
@@ -87,7 +89,8 @@ class AlgorithmConfig:
     )
     ratio_level: str = option(
         "token",
-        "policy ratio of: token; sequence (GSPO, its geometric mean over the sequence); sequence_sum (the whole sequence's)",
+        "policy ratio of: token; sequence (GSPO, its geometric mean over the sequence); sequence_sum (the "
+        "whole sequence's)",
         choices=("token", "sequence", "sequence_sum"),
     )
     surrogate: str = option(
@@ -118,8 +121,8 @@ class AlgorithmConfig:
     kl_loss_coef: float = option(0.001, "coefficient of the KL in the loss", at_least=0)
     kl_loss_type: str = option(
         "k3",
-        "estimator of the KL: k1 (kl), abs, k2 (mse), k3 (low_var_kl), each also with + (the gradient of k2), "
-        "full (exact, over the whole vocabulary)",
+        "estimator of the KL: k1 (kl), abs, k2 (mse), k3 (low_var_kl), each also with + (the gradient of "
+        "k2), full (exact, over the whole vocabulary)",
         choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), "full"),
     )
     kl_loss_unbiased: bool = option(
@@ -149,7 +152,7 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probs under the reference policy are asked for."""
+        """True if log-probs under the reference policy are needed."""
         return self.use_kl_loss or self.use_kl_in_reward
 
 
@@ -157,7 +160,8 @@ class AlgorithmConfig:
 class MismatchConfig:
     correction: MismatchCorrection = option(
         MismatchCorrection.none,
-        "weight of the policy term by the ratio of trainer to engine: none, tis, icepop, seq_tis, mis; see docs/algorithms.md",
+        "weight of the policy term by the ratio of trainer to engine: none, tis, icepop, seq_tis, mis; see "
+        "docs/algorithms.md",
     )
     ratio_low: float | None = option(
         None, "lower bound of the correction's ratio; null: the published one", at_least=0
@@ -167,8 +171,8 @@ class MismatchConfig:
     )
     rejection: MismatchRejection = option(
         MismatchRejection.none,
-        "what masks the policy term, without a weight: the ratio of tokens or sequences, or an estimate of the KL between "
-        "engine and trainer; see docs/algorithms.md",
+        "what masks the policy term, without a weight: the ratio of tokens or sequences, or an estimate of "
+        "the KL between engine and trainer; see docs/algorithms.md",
     )
     rejection_low: float | None = option(
         None, "smallest ratio that rejection keeps; null: the published one", at_least=0
@@ -180,11 +184,13 @@ class MismatchConfig:
     )
     renormalize: bool = option(
         False,
-        "the means are over the tokens that are not masked; false: a masked token counts as 0 (IcePop, arXiv:2510.18855)",
+        "the means are over the tokens that are not masked; false: a masked token counts as 0 (IcePop, "
+        "arXiv:2510.18855)",
     )
     action: MismatchAction = option(
         MismatchAction.warn,
-        "about tokens beyond threshold: off, warn (print the worst), mask (their policy term), stop (the run; without the step)",
+        "about tokens beyond threshold: off, warn (print the worst), mask (their policy term), stop (the "
+        "run; without the step)",
     )
     threshold: float = option(
         1.0, "largest acceptable difference of a token's log-probs, engine to trainer", "nats", above=0

@@ -1,4 +1,4 @@
-"""The section rollout.engine of the schema."""
+"""The section `rollout.engine` of the configuration."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -34,8 +34,8 @@ class EngineConfig:
     )
     data_parallel_attention: int = option(
         1,
-        "groups of an engine's ranks that attend to requests of their own: each has whole attention layers and a KV cache that no other "
-        "group has a copy of; 1: one group (GPU)",
+        "groups of an engine's ranks that attend to requests of their own: each has whole attention layers "
+        "and a KV cache that no other group has a copy of; 1: one group (GPU)",
         above=0,
     )
     dtype: str = option(
@@ -45,33 +45,38 @@ class EngineConfig:
     )
     quantization: Quantization = option(
         Quantization.none,
-        "weights of the engine's linear layers and experts: none (its dtype), fp8 (E4M3 with a scale for each block of 128 x 128, "
-        "quantised by the trainer at every weight sync; no latent attention, dtype bfloat16)",
+        "weights of the engine's linear layers and experts: none (its dtype), fp8 (E4M3 with a scale for "
+        "each block of 128 x 128, quantised by the trainer at every weight sync; no latent attention, dtype "
+        "bfloat16)",
     )
     load_format: LoadFormat = option(
         LoadFormat.auto,
-        "weights an engine starts with: auto (model.path's), dummy (random: faster, and the first weight sync replaces them)",
+        "weights an engine starts with: auto (model.path's), dummy (random: faster, and the first weight "
+        "sync replaces them)",
     )
     mem_fraction: float = option(
         0.8, "share of device memory for weights and KV cache (GPU)", above=0, below=1
     )
     kv_cache_dtype: KVCacheDtype = option(
         KVCacheDtype.auto,
-        "keys and values in the cache: auto (the engine's dtype), or fp8_e4m3, fp8_e5m2 (GPU; twice the tokens, rounded log-probs)",
+        "keys and values in the cache: auto (the engine's dtype), or fp8_e4m3, fp8_e5m2 (GPU; twice the "
+        "tokens, rounded log-probs)",
     )
     max_total_tokens: int | None = option(None, "KV cache size; null: from mem_fraction", "tokens", above=0)
     max_running_requests: int = option(256, "requests decoded together in one engine", above=0)
     prefix_cache: bool = option(
         True,
-        "keep keys and values for requests that begin alike (SGLang's radix cache); a cost where none do: short prompts, one turn",
+        "keep keys and values for requests that begin alike (SGLang's radix cache); a cost where none do: "
+        "short prompts, one turn",
     )
     cpu_threads: str = option(
         "auto",
-        "intra-op threads of each tensor-parallel rank of an engine on a machine without a GPU; auto: OMP_NUM_THREADS, or "
-        "without it the node's cores divided among the engines' ranks there, because trainer ranks wait while engines generate",
+        "intra-op threads of each tensor-parallel rank of an engine on a machine without a GPU; auto: "
+        "OMP_NUM_THREADS, or without it the node's cores divided among the engines' ranks there, because "
+        "trainer ranks wait while engines generate",
         text=Text.auto_or_threads,
     )
-    # With empty caches, an engine in FP8 compiles kernels for many minutes.
+    # Long, because an FP8 engine whose kernel caches are empty compiles kernels for many minutes.
     start_timeout: float = option(
         1800.0, "how long an engine may take to start", "seconds", above=0, at_most=LONGEST_WAIT
     )

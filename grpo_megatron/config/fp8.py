@@ -1,4 +1,4 @@
-"""The keys of `megatron.fp8`: how matrix products are computed in FP8."""
+"""The section `megatron.fp8` of the configuration: how matrix products are computed in FP8."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -22,8 +22,8 @@ class FP8Format(str, Enum):
 class FP8Config:
     recipe: FP8Recipe = option(
         FP8Recipe.tensorwise,
-        "where the scales come from: tensorwise (the tensor at hand), delayed (its last largest values), blockwise (blocks of 128, "
-        "weights of 128 x 128), mxfp8 (blocks of 32; Blackwell)",
+        "where the scales come from: tensorwise (the tensor at hand), delayed (its last largest values), "
+        "blockwise (blocks of 128, weights of 128 x 128), mxfp8 (blocks of 32; Blackwell)",
     )
     format: FP8Format = option(
         FP8Format.hybrid, "hybrid (gradients in E5M2, all else in E4M3) or e4m3 (all in E4M3)"

@@ -1,4 +1,4 @@
-"""What a key of the schema is, in words: its type, its default, its unit."""
+"""Text forms of a key of the schema: its type, its default, its value in YAML."""
 
 import dataclasses
 import json
@@ -13,7 +13,10 @@ _PLAIN = {int: "integer", float: "number", bool: "true or false", str: "text", t
 
 
 def type_name(field: dataclasses.Field) -> str:
-    """The type of a key as a person says it: `integer`, `number or null`, `one of recompute, rollout, current`."""
+    """Return the type of a key in words.
+
+    Examples: `integer`, `number or null`, `one of recompute, rollout, current`.
+    """
     return _type_name(field.type)
 
 
@@ -21,7 +24,7 @@ def _type_name(kind: Any) -> str:
     if dataclasses.is_dataclass(kind):
         return "section"
     if isinstance(kind, types.UnionType):
-        # null last, whatever the order in the annotation
+        # null comes last, whatever the order in the annotation
         return " or ".join(
             _type_name(part) for part in sorted(get_args(kind), key=lambda part: part is type(None))
         )
@@ -39,7 +42,7 @@ def default_of(field: dataclasses.Field) -> Any:
 
 
 def value_text(value: Any) -> str:
-    """A value as it would stand in a YAML file, on one line."""
+    """Return a value as it is written in a YAML file, on one line."""
     if isinstance(value, Enum):
         value = value.name
     if value == MISSING:
@@ -47,7 +50,7 @@ def value_text(value: Any) -> str:
     if isinstance(value, float):
         return _number(value)
     if isinstance(value, str):
-        # Quoted wherever a newline or a type would be lost.
+        # safe_dump quotes a text that YAML would read as another type. Newlines need double quotes.
         quoted = yaml.safe_dump(
             value, width=float("inf"), allow_unicode=True, default_style='"' if "\n" in value else None
         )
@@ -62,12 +65,15 @@ def value_text(value: Any) -> str:
 
 
 def _item_text(value: Any) -> str:
-    # Inside a list, a comma or a bracket would end the item.
+    # Quoted, because a comma or a bracket would end the item of the list.
     return json.dumps(value) if isinstance(value, str) and set(value) & set(",[]{}") else value_text(value)
 
 
 def _number(value: float) -> str:
-    """1e-06 is a number to YAML 1.1 only with a point: 1.0e-06."""
+    """Return a float as YAML 1.1 text.
+
+    YAML 1.1 reads 1e-06 as text, and 1.0e-06 as a number.
+    """
     text = repr(value)
     if "e" in text and "." not in text:
         text = text.replace("e", ".0e")
@@ -75,7 +81,11 @@ def _number(value: float) -> str:
 
 
 def nested_yaml(values: dict[str, Any], comments: dict[str, str]) -> str:
-    """YAML sections of values given by dotted key, in their order, each line with its comment if it has one."""
+    """Return YAML sections of the values, in their order.
+
+    values: {dotted key: value}.
+    comments: {dotted key: comment at the end of its line}.
+    """
     lines: list[str] = []
     above: list[str] = []
     for key, value in values.items():

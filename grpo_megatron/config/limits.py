@@ -1,4 +1,4 @@
-"""Which values of a single key make sense, as data of the schema."""
+"""Limits of the values of a single key."""
 
 import math
 import re
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-# Seconds, four months: timers of the operating system and of libraries overflow at very large values.
+# In seconds (four months). Timers of the operating system and of libraries overflow at very large values.
 LONGEST_WAIT = 10**7
-# Well within the normal numbers of float32, so that a product or a quotient of two is one, too.
+# Bounds well within the range of float32, so that a product or a quotient of two values is a normal number.
 _SMALLEST, _LARGEST = 1e-18, 1e18
 
 
 class Text(str, Enum):
-    """What a text must be. Texts are filled unless the schema says otherwise."""
+    """Condition on a text. Unless the schema gives another one, a text must not be empty."""
 
     any = ""
     filled = "must not be empty"
@@ -34,9 +34,9 @@ class Text(str, Enum):
             return value != "" and _compiles(value)
         is_path = value.strip() != "" and "\0" not in value
         if self is Text.path:
-            # Shells expand it at the beginning of a word alone, so it arrives here, and would be a folder of that name.
+            # A shell does not expand ~ within a word, so key=~/x would create a folder named ~.
             return is_path and value.split("/")[0] != "~"
-        # 255 bytes are the longest name that common file systems take.
+        # Common file systems take names of up to 255 bytes.
         return is_path and "/" not in value and value not in (".", "..") and len(value.encode()) <= 255
 
 
@@ -50,21 +50,26 @@ def _compiles(pattern: str) -> bool:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of numbers, and what texts must be; those of a list hold for each of its items. null is never out of limits.
+    """Bounds of a number and condition on a text. In a list they apply to each item. null is always legal.
 
-    Every number must be one that float32 has besides, or an integer of 64 bits, whatever its bounds.
-    choices: the only texts that are legal; none: `text` says what they must be.
+    Whatever its bounds, a float must fit in float32 and an integer in 64 bits.
     """
 
     above: float | None = None
+    """Exclusive lower bound."""
     at_least: float | None = None
+    """Inclusive lower bound."""
     below: float | None = None
+    """Exclusive upper bound."""
     at_most: float | None = None
+    """Inclusive upper bound."""
     choices: tuple[str, ...] = ()
+    """The only legal texts; empty: `text` decides."""
     text: Text = Text.filled
+    """Condition on a text without `choices`."""
 
     def of_numbers(self) -> str:
-        """The bounds in words, such as `must be greater than 0 and at most 1`; empty without any."""
+        """Return the bounds in words, such as `must be greater than 0`; empty if there are none."""
         words = [f"greater than {self.above}"] if self.above is not None else []
         words += [f"at least {self.at_least}"] if self.at_least is not None else []
         words += [f"less than {self.below}"] if self.below is not None else []
@@ -74,7 +79,7 @@ class Limits:
         return f"must be {' and '.join(words)}" if words else ""
 
     def problems(self, key: str, value: Any) -> Iterator[str]:
-        """One sentence for each thing that is wrong with the value of this key."""
+        """Yield one sentence for each problem with the value of this key."""
         if isinstance(value, list):
             for item in value:
                 yield from self.problems(f"each of {key}", item)
@@ -84,7 +89,10 @@ class Limits:
                 yield f"{key} {problem}, is {value}"
         elif isinstance(value, str) and not isinstance(value, Enum):
             if self.choices and value not in self.choices:
-                yield f"{key.removeprefix('each of ')}={value} is unknown; choose one of {', '.join(self.choices)}"
+                yield (
+                    f"{key.removeprefix('each of ')}={value} is unknown; choose one of "
+                    f"{', '.join(self.choices)}"
+                )
             elif not self.choices and not self.text.fits(value):
                 yield f"{key} {self.text.value}, is {value!r}"
 
@@ -102,6 +110,9 @@ class Limits:
         if not inside:
             return self.of_numbers()
         if isinstance(value, float) and value != 0 and not _SMALLEST <= abs(value) <= _LARGEST:
-            # Tensors are of float32: there it would be zero, infinity, or an error of torch in a rank.
-            return f"must be between {_SMALLEST:g} and {_LARGEST:g} in magnitude, because training computes in float32"
+            # In a float32 tensor such a value becomes zero or infinity, or torch raises an error in a rank.
+            return (
+                f"must be between {_SMALLEST:g} and {_LARGEST:g} in magnitude, because training computes in "
+                "float32"
+            )
         return ""

@@ -1,4 +1,4 @@
-"""YAML files and `key=value` arguments into a typed Config."""
+"""Loader that turns YAML files and `key=value` arguments into a typed Config."""
 
 import copy
 import dataclasses
@@ -19,16 +19,18 @@ from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.paths import file_problem
 
 PRESETS = Path(__file__).parent.parent / "presets"
-# Text in which OmegaConf looks for references is parsed by a grammar, recursively.
+# OmegaConf parses a text with references recursively, so its length must be bounded.
 _LONGEST_REFERENCE = 1000
-_LONGEST_KEY = 100  # comparing longer ones with all of ours takes seconds
+_LONGEST_KEY = 100  # comparing a longer key with all known keys takes seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What one file, preset or argument sets: nested plain values, with ${references} as written.
+    """Settings of one file, preset or argument.
 
-    source: where from, for messages. lines: {dotted key: line} of a file.
+    source: file, preset or argument, for messages.
+    values: nested plain values, with ${references} unresolved.
+    lines: {dotted key: line in the file}; empty if there is no file.
     """
 
     source: str
@@ -38,7 +40,7 @@ class Layer:
 
 @cache
 def known_keys(cls: type = Config, prefix: str = "") -> dict[str, dataclasses.Field]:
-    """Every dotted key of the schema, sections included."""
+    """Return {dotted key: field} of the whole schema, including sections."""
     found = {}
     for field in dataclasses.fields(cls):
         found[prefix + field.name] = field
@@ -48,10 +50,15 @@ def known_keys(cls: type = Config, prefix: str = "") -> dict[str, dataclasses.Fi
 
 
 def read_config(path: str | None, overrides: list[str], command: str = "train") -> Config:
-    """Defaults, then algorithm.preset, then the YAML file, then `key=value` overrides. Rules across keys are not checked.
+    """Return the typed configuration, with all required keys set.
 
-    command: one of preflight.rule.COMMANDS; which keys are required. Raises UserError for an unreadable file, an unknown key
-    (naming the nearest), a wrong type, or a missing value.
+    It is made of the defaults, algorithm.preset, the YAML file and the `key=value` overrides. A later source
+    overrides an earlier one. Rules across keys are not checked.
+
+    command: one of preflight.rule.COMMANDS; it decides which keys are required.
+
+    Raises UserError for an unreadable file, an unknown key (naming the nearest one), a wrong type or a
+    missing value.
     """
     config = as_config(merge(layers(path, overrides)))
     missing = missing_keys(config, command)
@@ -61,21 +68,27 @@ def read_config(path: str | None, overrides: list[str], command: str = "train") 
 
 
 def layers(path: str | None, overrides: list[str]) -> list[Layer]:
-    """Everything that is set, in the order in which it applies.
+    """Return the settings of preset, file and arguments, in the order in which they apply.
 
-    Raises UserError for what cannot be read; keys and types are not checked here but in merge.
+    Raises UserError for what cannot be read. Keys and types are checked in `merge`.
     """
     sources = read_sources(path, overrides)
     return [*read_preset(sources), *sources]
 
 
 def read_sources(path: str | None, overrides: list[str]) -> list[Layer]:
-    """The file's layer and the arguments'. Raises UserError for what cannot be read."""
+    """Return the layer of the file, then those of the arguments.
+
+    Raises UserError for what cannot be read.
+    """
     return [*_read_file(path), *map(_read_override, overrides)]
 
 
 def read_preset(sources: list[Layer]) -> list[Layer]:
-    """What the last algorithm.preset of the sources stands for. Raises UserError for an unknown one."""
+    """Return the layer of the preset that `algorithm.preset` names; empty without a preset.
+
+    The last `algorithm.preset` in the sources counts. Raises UserError for an unknown preset.
+    """
     sections = [layer.values.get("algorithm") for layer in sources]
     named = [section["preset"] for section in sections if isinstance(section, dict) and "preset" in section]
     if not named or named[-1] is None:
@@ -91,7 +104,10 @@ def read_preset(sources: list[Layer]) -> list[Layer]:
 
 
 def merge(settings: list[Layer]) -> DictConfig:
-    """The defaults with `settings` on top. Raises UserError for an unknown key or a wrong type."""
+    """Return the defaults overridden by `settings`.
+
+    Raises UserError for an unknown key or a wrong type.
+    """
     created = [_create(layer) for layer in settings]
     try:
         return OmegaConf.merge(_defaults(), *created)
@@ -106,7 +122,10 @@ def merge(settings: list[Layer]) -> DictConfig:
 
 @cache
 def _defaults() -> DictConfig:
-    """To be copied, as OmegaConf.merge does: making it anew takes longer than all else."""
+    """Return the defaults, which callers must copy, as OmegaConf.merge does.
+
+    They are cached because making them takes longer than everything else in a merge.
+    """
     return OmegaConf.structured(Config)
 
 
@@ -120,14 +139,17 @@ def _create(layer: Layer) -> DictConfig:
 
 
 def as_config(merged: DictConfig) -> Config:
-    """The typed form of what merge gives. Raises UserError for a ${reference} that leads nowhere."""
+    """Return the typed form of a merged configuration.
+
+    Raises UserError for a ${reference} that cannot be resolved.
+    """
     try:
         config = OmegaConf.to_object(_fill_missing(merged))
     except (OmegaConfBaseException, RecursionError) as error:
         raise UserError(_plain(error)) from error
     for key, value in flat(config).items():
         for number in value if isinstance(value, list) else [value]:
-            # Written as text, which the reader of YAML has not seen as a number.
+            # A number that was written as text has not been checked by the YAML reader.
             if isinstance(number, int) and abs(number) >= 2**63:
                 raise UserError(f"{key} is not an integer of 64 bits")
             if isinstance(number, float) and math.isnan(number):
@@ -136,7 +158,7 @@ def as_config(merged: DictConfig) -> Config:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """{dotted key: value}, sections left out, in the order of the schema."""
+    """Return {dotted key: value} in the order of the schema, without sections."""
     return {
         key: reduce(getattr, key.split("."), config)
         for key, field in known_keys().items()
@@ -145,13 +167,13 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def missing_keys(config: Config, command: str) -> list[str]:
-    """The keys without which this command cannot start, and that have no value."""
+    """Return the keys that this command requires and that have no value."""
     values = flat(config)
     return [key for key in _required(command) if values[key] in (None, "", [], MISSING)]
 
 
 def _required(command: str) -> list[str]:
-    # A replayed run needs no prompts of its own; preflight.rules says when that is.
+    # `train` does not always need data.train: a replayed run has no prompts. A rule in preflight checks it.
     return [
         "model.path",
         *{"train": [], "sft": ["data.train"], "reward-model": ["data.train"], "eval": ["data.eval"]}[command],
@@ -166,7 +188,7 @@ def _read_file(path: str | None) -> list[Layer]:
         raise UserError(f"--config {shortened(path, 300)} {problem}")
     try:
         with open(path, "rb") as file:
-            # A file of any size, given by mistake, must not be read whole; a character has up to 4 bytes.
+            # Bounded, in case a huge file is given by mistake. A character has up to 4 bytes.
             text = file.read(4 * (MAX_CHARACTERS + 1)).decode("utf-8")
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {error.strerror}") from error
@@ -196,7 +218,10 @@ def _read_override(text: str) -> Layer:
 
 
 def _check_section(source: str, values: dict, prefix: str = "") -> None:
-    """Refuses unknown keys, and the values of known ones that OmegaConf would misread; sets right a bare `off` in place."""
+    """Refuse unknown keys, and values that OmegaConf would misread.
+
+    A bare `off`, which YAML reads as false, is corrected in place.
+    """
     known = known_keys()
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -214,28 +239,32 @@ def _check_section(source: str, values: dict, prefix: str = "") -> None:
 def _unknown(key: str, name: str, value: Any) -> str:
     shown = shortened(repr(key))
     if "." in name:
-        return f"{shown} is written with dots; in a file, nest it: {shortened(name.replace('.', ': {', 1))}: ...}}"
+        return (
+            f"{shown} is written with dots; in a file, nest it: "
+            f"{shortened(name.replace('.', ': {', 1))}: ...}}"
+        )
     nearest = nearest_key(key) or _buried_key(key, value)
     return f"unknown key {shown}" + (f"; did you mean {nearest!r}?" if nearest else "")
 
 
 def _checked(source: str, key: str, value: Any) -> Any:
-    """The value of a key that is no section, as OmegaConf shall read it."""
+    """Return the value of a key that is not a section, corrected for OmegaConf."""
     kind = known_keys()[key].type
     if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
-        # OmegaConf takes every number but 0 for true.
+        # OmegaConf would read every number but 0 as true.
         raise UserError(f"{source}: {key} is true or false, not {value}")
     if (
         get_origin(kind) in (list, dict)
         and isinstance(value, (list, dict))
         and not isinstance(value, get_origin(kind))
     ):
-        # OmegaConf would raise an error of Python's, without the key.
+        # OmegaConf would raise a plain Python error that does not name the key.
         raise UserError(
-            f"{source}: {key} is a {'list' if get_origin(kind) is list else 'mapping'}, not {shortened(repr(value))}"
+            f"{source}: {key} is a {'list' if get_origin(kind) is list else 'mapping'}, not "
+            f"{shortened(repr(value))}"
         )
     if value is False and "off" in getattr(kind, "__members__", ()):
-        return "off"  # YAML reads a bare off as false; where it is one of the choices, it is meant
+        return "off"  # YAML reads a bare off as false, but here it is one of the choices
     for text in _texts(value):
         if "${" in text and len(text) > _LONGEST_REFERENCE:
             raise UserError(
@@ -255,7 +284,10 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _buried_key(key: str, value) -> str | None:
-    """A key of ours below sections that we do not have, such as rollout.n in actor_rollout_ref.rollout.n."""
+    """Return the known key that ends a nested unknown one, or None.
+
+    An example is rollout.n in actor_rollout_ref.rollout.n.
+    """
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
         key = f"{key}.{name}"
@@ -263,12 +295,15 @@ def _buried_key(key: str, value) -> str | None:
 
 
 def nearest_key(key: str) -> str | None:
-    """The known key most like this one; a right name in a wrong section counts most."""
+    """Return the known key most similar to this one, or None.
+
+    The right name in a wrong section counts as most similar.
+    """
     if len(key) > _LONGEST_KEY:
         return None
     known = list(known_keys())
     last = key.rsplit(".", 1)[-1]
-    # The same words in another order count as the same name, such as grad_clip and clip_grad.
+    # Names with the same words in another order count as equal, such as grad_clip and clip_grad.
     same_name = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last] or [
         candidate
         for candidate in known
@@ -295,7 +330,7 @@ def _fill_missing(merged):
 
 
 def _plain(error: Exception) -> str:
-    """The first line of what OmegaConf says, with the key and its type."""
+    """Return the first line of OmegaConf's message, with the key and its type."""
     text = shortened((str(error).strip() or type(error).__name__).splitlines()[0], 300)
     key = getattr(error, "full_key", None)
     if not key:

@@ -1,11 +1,11 @@
-"""The section monitor of the schema."""
+"""The section `monitor` of the configuration."""
 
 from dataclasses import dataclass
 
 from grpo_megatron.config.limits import Text
 from grpo_megatron.config.options import option
 
-# Where scalars can go besides the run's folder; monitoring.optional knows how.
+# Services that scalars can be sent to, besides the run's folder. monitoring.optional implements them.
 LISTENERS = ("wandb", "prometheus")
 
 
@@ -40,7 +40,8 @@ class MonitorConfig:
     )
     prometheus_address: str = option(
         "127.0.0.1",
-        "address at which Prometheus may ask for the newest scalars, with monitor.listeners=[prometheus]; whoever reaches it can read them",
+        "address at which Prometheus may ask for the newest scalars, with monitor.listeners=[prometheus]; "
+        "whoever reaches it can read them",
         text=Text.filled,
     )
     prometheus_port: int = option(9400, "port of monitor.prometheus_address", above=0, at_most=65535)

@@ -1,4 +1,4 @@
-"""What a key of the schema is made of."""
+"""Building blocks of the schema: keys and sections with their help and limits."""
 
 from dataclasses import Field, field
 from typing import Any
@@ -7,7 +7,11 @@ from grpo_megatron.config.limits import Limits
 
 
 def option(default: Any, help: str, unit: str = "", **limits: Any) -> Any:
-    """A field with its one-line help and, for quantities, its unit. limits: arguments of Limits, such as `above=0`."""
+    """Return a dataclass field with its one-line help, which `grpo-megatron config` prints.
+
+    unit: unit of a quantity, such as `seconds`.
+    limits: arguments of Limits, such as `above=0`.
+    """
     metadata = {"help": help, "unit": unit, "limits": Limits(**limits)}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -1,4 +1,4 @@
-"""The resolved value of every key, and where it comes from."""
+"""The resolved value of every key and its origin."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,18 +12,24 @@ COMMAND_LINE = "command line"
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """Values by dotted key, and for each `default`, `preset NAME`, `FILE:line` or `command line`."""
+    """Resolved values and their origins, both by dotted key.
+
+    An origin is `default`, `preset NAME`, `FILE:line` or `command line`.
+    """
 
     values: dict[str, Any]
     origins: dict[str, str]
 
 
 def resolve(path: str | None, overrides: list[str]) -> Resolved:
-    """All keys, with neither required keys nor rules checked. Raises UserError as merge does."""
+    """Return the values and origins of all keys.
+
+    Neither required keys nor rules are checked. Raises UserError like `merge`.
+    """
     settings = layers(path, overrides)
     values = flat(as_config(merge(settings)))
     origins = dict.fromkeys(values, DEFAULT)
-    arguments = len(settings) - len(overrides)  # they apply last
+    arguments = len(settings) - len(overrides)  # the arguments apply last, so they are at the end
     for number, layer in enumerate(settings):
         for names, _ in leaves(layer.values):
             key = ".".join(names)
@@ -35,7 +41,10 @@ def resolve(path: str | None, overrides: list[str]) -> Resolved:
 
 
 def leaves(layer: dict, parents: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(names from the top, value as written) of what a layer sets, known or not; sections are gone into."""
+    """Yield (names from the top, value as written) for each value that a layer sets, known or unknown.
+
+    Sections are descended into.
+    """
     known = known_keys()
     for name, value in layer.items():
         names = (*parents, str(name))

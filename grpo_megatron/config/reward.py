@@ -8,11 +8,11 @@ from grpo_megatron.config.limits import LONGEST_WAIT, Text
 from grpo_megatron.config.options import option, section
 from grpo_megatron.config.sandbox import CodeConfig
 
-# Where the answer can stand in a text; rewards.answers.FINDERS knows how to find it there.
+# Places where the answer can be in a text. rewards.answers.FINDERS has a finder for each.
 ANSWER_PLACES = ("hashes", "boxed", "last_number", "whole")
 
 
-# The value of reward.function for a reward model, which is no function of a reward worker.
+# Value of reward.function for a reward model. It runs on the trainer's ranks, not in a reward worker.
 MODEL = "model"
 
 
@@ -38,8 +38,9 @@ class OverlongBufferConfig:
 class RewardModelConfig:
     path: str | None = option(
         None,
-        "for the function model: HF folder of a reward model (*ForSequenceClassification with one label), such as `grpo-megatron "
-        "reward-model` writes; it scores on the trainer's ranks, between generation and training, with their parallel sizes",
+        "for the function model: HF folder of a reward model (*ForSequenceClassification with one label), "
+        "such as `grpo-megatron reward-model` writes; it scores on the trainer's ranks, between generation "
+        "and training, with their parallel sizes",
         text=Text.path,
     )
 
@@ -53,8 +54,9 @@ class RewardConfig:
     args: dict[str, Any] = option({}, "options of reward.function, such as {pattern: '[0-9]+'} of regex")
     terms: dict[str, Any] = option(
         {},
-        "in place of reward.function: a sum of terms, such as {right: {function: math, weight: 1.0}, form: {function: format, "
-        "weight: 0.1}}, each with its function's options; the value of a term is the component of its name",
+        "in place of reward.function: a sum of terms, such as {right: {function: math, weight: 1.0}, form: "
+        "{function: format, weight: 0.1}}, each with its function's options; the value of a term is the "
+        "component of its name",
     )
     extract: str | None = option(
         None,
@@ -68,7 +70,8 @@ class RewardConfig:
     )
     response_from: list[str] = option(
         [],
-        "where the answer is in a response, tried in order: hashes, boxed, last_number, whole; none: the reward's own search",
+        "where the answer is in a response, tried in order: hashes, boxed, last_number, whole; none: the "
+        "reward's own search",
         choices=ANSWER_PLACES,
     )
     workers: int = option(
@@ -86,8 +89,8 @@ class RewardConfig:
     )
     on_failure: OnFailure = option(
         OnFailure.error,
-        "where a reward or an environment fails, hangs, or takes its process down: error ends the run, value gives that one sample "
-        "failure_value, leave_out takes it out of its group",
+        "where a reward or an environment fails, hangs, or takes its process down: error ends the run, value "
+        "gives that one sample failure_value, leave_out takes it out of its group",
     )
     failure_value: float = option(0.0, "the reward of a sample whose reward failed, with on_failure=value")
     memory_gib: float = option(
@@ -117,7 +120,7 @@ class RewardConfig:
 
 
 def functions_of(reward: RewardConfig) -> list[str]:
-    """Of all terms, as far as they are terms, or the one of a reward without."""
+    """Return the names of the reward functions: one per well-formed term, or the single `reward.function`."""
     terms = reward.terms.values()
     return (
         [str(term.get("function")) for term in terms if isinstance(term, dict)]

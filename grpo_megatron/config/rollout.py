@@ -35,8 +35,9 @@ class BeamConfig:
     )
     early_stopping: EarlyStopping = option(
         EarlyStopping.unlikely,
-        "with rollout.n finished sequences, a search ends where the best beam that goes on would score less than the worst of these if "
-        "it ended now (unlikely; False in transformers), at once (complete; True), or where no longer sequence can score more (never)",
+        "with rollout.n finished sequences, a search ends where the best beam that goes on would score less "
+        "than the worst of these if it ended now (unlikely; False in transformers), at once (complete; "
+        "True), or where no longer sequence can score more (never)",
     )
 
 
@@ -44,12 +45,13 @@ class BeamConfig:
 class DynamicSamplingConfig:
     enabled: bool = option(
         False,
-        "sample further prompts in place of the groups that algorithm.filters drop, until data.train_batch_size are left (DAPO, "
-        "arXiv:2503.14476 section 3.2)",
+        "sample further prompts in place of the groups that algorithm.filters drop, until "
+        "data.train_batch_size are left (DAPO, arXiv:2503.14476 section 3.2)",
     )
     over_sampling: float = option(
         1.0,
-        "groups in flight over those that are missing; more fill a batch sooner, and those in flight when it is full are aborted",
+        "groups in flight over those that are missing; more fill a batch sooner, and those in flight when it "
+        "is full are aborted",
         at_least=1,
         at_most=100,
     )
@@ -87,14 +89,16 @@ class GymnasiumConfig:
     )
     text: str | None = option(
         None,
-        "function (environment, observation) -> text, as module:attribute; null: a text as it is, else what str() makes of it",
+        "function (environment, observation) -> text, as module:attribute; null: a text as it is, else what "
+        "str() makes of it",
     )
     actions: list[str] = option(
         [], "what the model writes for each action, in their order; none: their numbers"
     )
     action_pattern: str | None = option(
         None,
-        "regular expression; its last match (group 1 if any) in a turn is the action; null: the whole turn without white space around it",
+        "regular expression; its last match (group 1 if any) in a turn is the action; null: the whole turn "
+        "without white space around it",
         text=Text.pattern,
     )
     invalid_action: InvalidAction = option(
@@ -109,9 +113,10 @@ class RolloutConfig:
     n: int = option(8, "responses sampled per prompt (the group size)", above=0)
     strategy: Strategy = option(
         Strategy.sampling,
-        "how a group comes about: samples of the policy, or the rollout.n sequences that a beam search finds, which are none",
+        "how a group comes about: samples of the policy, or the rollout.n sequences that a beam search "
+        "finds, which are none",
     )
-    # SGLang takes less than 1e-6 for greedy decoding, and logits of bf16 over a small one lose all precision.
+    # SGLang decodes greedily below 1e-6, and bf16 logits divided by a small temperature lose all precision.
     temperature: float = option(
         1.0, "sampling temperature; applied in training in the same way", at_least=0.01, at_most=100
     )
@@ -121,24 +126,28 @@ class RolloutConfig:
     )
     max_response_length: int = option(
         512,
-        "longest response; with rollout.environment, of turns and observations together, as the model reads them",
+        "longest response; with rollout.environment, of turns and observations together, as the model reads "
+        "them",
         "tokens",
         above=0,
     )
     environment: str | None = option(
         None,
-        "environment that answers the model over several turns and rewards it (in place of reward.function): gymnasium, tools (whose "
-        "last turn reward.function scores), or module:attribute; null: the model answers once",
+        "environment that answers the model over several turns and rewards it (in place of reward.function): "
+        "gymnasium, tools (whose last turn reward.function scores), or module:attribute; null: the model "
+        "answers once",
     )
     gymnasium: GymnasiumConfig = section(GymnasiumConfig, "rollout.environment=gymnasium")
     tools: list[str] = option(
         ["calculator"],
-        "what the model may call with rollout.environment=tools: calculator, python (in the sandbox of reward.code), module:attribute",
+        "what the model may call with rollout.environment=tools: calculator, python (in the sandbox of "
+        "reward.code), module:attribute",
     )
     history: HistoryKind = option(
         HistoryKind.append,
-        "what the model reads in a later turn: append (what it read and wrote before, then the observation), or template (the chat "
-        "template applied to all messages, which may drop the thinking of earlier turns)",
+        "what the model reads in a later turn: append (what it read and wrote before, then the observation), "
+        "or template (the chat template applied to all messages, which may drop the thinking of earlier "
+        "turns)",
     )
     max_turns: int = option(
         8, "most turns of the model in one episode, with rollout.environment", "turns", above=0
@@ -146,8 +155,8 @@ class RolloutConfig:
     stop: list[str] = option([], "strings that end a response (besides the model's end token)")
     stop_token_ids: list[int] = option(
         [],
-        "token ids that end a response, besides the model's end tokens and the one that ends a turn in the chat template; they stay in "
-        "the text that rewards see",
+        "token ids that end a response, besides the model's end tokens and the one that ends a turn in the "
+        "chat template; they stay in the text that rewards see",
         at_least=0,
     )
     max_concurrency: int = option(256, "samples in flight per engine at a time", above=0)

@@ -1,4 +1,4 @@
-"""The sections run and checkpoint of the schema."""
+"""The sections `run` and `checkpoint` of the configuration."""
 
 from dataclasses import dataclass
 
@@ -21,19 +21,21 @@ class RunConfig:
     )
     resume: str | None = option(
         "auto",
-        "auto: continue from the newest whole checkpoint of the run's own folder, if there is one; none: start anew, and move an "
-        "earlier run of this name aside; or the folder of the checkpoint to continue from",
+        "auto: continue from the newest whole checkpoint of the run's own folder, if there is one; none: "
+        "start anew, and move an earlier run of this name aside; or the folder of the checkpoint to continue "
+        "from",
         text=Text.path,
     )
     max_restarts: int = option(
         3,
-        "how often a run whose rank or engine died or hangs goes on from its newest checkpoint before it ends",
+        "how often a run whose rank or engine died or hangs goes on from its newest checkpoint before it "
+        "ends",
         at_least=0,
     )
     grace: float = option(
         60.0,
-        "on SIGINT, SIGTERM or SIGHUP: how long the step that is being done, and a checkpoint, may still take before the run leaves "
-        "without them",
+        "on SIGINT, SIGTERM or SIGHUP: how long the step that is being done, and a checkpoint, may still "
+        "take before the run leaves without them",
         "seconds",
         at_least=0,
         at_most=LONGEST_WAIT,

@@ -1,4 +1,4 @@
-"""Sections about programs that nobody has read: what contains them, and the reward `code`."""
+"""Sections about untrusted programs: the sandbox that contains them, and the reward `code`."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -29,7 +29,7 @@ class SandboxLimits:
         10.0,
         "longest time of one program; while it waits for a processor, it does not count",
         "seconds",
-        at_least=0.01,  # a program that ends sooner may pass before anybody looks at the time
+        at_least=0.01,  # a shorter program may end before the time is checked
         at_most=LONGEST_WAIT,
     )
     cpu_seconds: int = option(6, "processor time of one program", "seconds", above=0, at_most=LONGEST_WAIT)
@@ -46,8 +46,9 @@ class SandboxLimits:
 class CodeConfig:
     isolation: Isolation = option(
         Isolation.full,
-        "what a machine must be able to keep programs from, or the run is refused: full (the network, and files outside of their "
-        "folder), or no_network (programs read and write what the run can). More is kept from them wherever it can be",
+        "what a machine must be able to keep programs from, or the run is refused: full (the network, and "
+        "files outside of their folder), or no_network (programs read and write what the run can). More is "
+        "kept from them wherever it can be",
     )
     find: CodePlace = option(
         CodePlace.last_block,

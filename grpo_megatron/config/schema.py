@@ -1,17 +1,13 @@
-"""Every configuration key, with its meaning, type, unit and default in one place.
-
-The schema is dataclasses on OmegaConf: a key that is not here is an error. ``option`` keeps the
-help text next to the field, so that commands can print it.
-"""
+"""The schema of the configuration: OmegaConf dataclasses, one field per key. Any other key is an error."""
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from omegaconf import MISSING
 
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.algorithm import AlgorithmConfig, MismatchConfig
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.fp8 import FP8Config
 from grpo_megatron.config.limits import LONGEST_WAIT, Text
 from grpo_megatron.config.lora import LoraConfig
@@ -53,12 +49,6 @@ class RoutingReplay(str, Enum):
     engine = "engine"
 
 
-class OverlongPrompts(str, Enum):
-    error = "error"
-    skip = "skip"
-    truncate_left = "truncate_left"
-
-
 class LrSchedule(str, Enum):
     constant = "constant"
     cosine = "cosine"
@@ -96,87 +86,15 @@ class RefConfig:
     )
     hidden_gib: float = option(
         4.0,
-        "with kl_loss_type=full: the most that the reference's last hidden states of a step may take of a device; the rest waits in "
-        "the host's memory. A replica has (tokens of its samples) * (hidden size) values of the precision's size, over the last "
-        "stage's ranks divided by context_parallel, and with sequence_parallel by tensor_parallel",
+        "with kl_loss_type=full: the most that the reference's last hidden states of a step may take of a "
+        "device; the rest waits in the host's memory. A replica has (tokens of its samples) * (hidden size) "
+        "values of the precision's size, over the last stage's ranks divided by context_parallel, and with "
+        "sequence_parallel by tensor_parallel",
         "GiB",
         at_least=0,
     )
     reset_every: int = option(
         0, "the current weights become the reference every this many steps; 0: never", "steps", at_least=0
-    )
-
-
-@dataclass
-class DataConfig:
-    train: Any = option(
-        None,
-        "training prompts (sft: prompt/response pairs, reward-model: preferences): .jsonl, .json or .parquet file, hf:NAME, or a list",
-    )
-    train_weights: list[float] = option(
-        [], "share of each source of data.train; none: each prompt once per epoch", above=0
-    )
-    eval: Any = option(None, "held-out prompts, as data.train; null: no evaluation")
-    prompt_key: str = option(
-        "prompt",
-        "field with the prompt: a string, a list of chat messages, or a list of token ids; a.b: field b of a",
-    )
-    answer_key: str = option(
-        "answer",
-        "field with the reference answer given to the reward, or with a list of those it accepts; a.b: field b of a",
-    )
-    response_key: str = option(
-        "response",
-        "sft only: field with the response to learn: a string, taken as the model writes it, or the messages of the rest of a chat, "
-        "which the chat template renders",
-    )
-    chosen_key: str = option(
-        "chosen",
-        "reward-model only: field with the response that is preferred: text, or chat messages that end with the assistant's; if they do "
-        "not begin with the assistant's, they are a whole conversation, and the record's prompt is not read",
-    )
-    rejected_key: str = option(
-        "rejected", "reward-model only: field with the other response, of the same forms"
-    )
-    margin_key: str | None = option(
-        None,
-        "reward-model only: field with a margin by which the preferred one's score should be ahead (arXiv:2307.09288 eq. 2)",
-    )
-    tools_key: str | None = option(
-        "tools",
-        "field with the JSON schemas of tools that the chat template offers to the model, where a record has it; null: not read",
-    )
-    system_prompt: str | None = option(
-        None, "system message put before prompts that have none", text=Text.any
-    )
-    chat_template: str = option(
-        "tokenizer",
-        "what makes the prompt's text: tokenizer (its chat template), a file with a Jinja template, or none (for base models: "
-        "the string as it is, with the BOS token if the tokenizer puts one before texts, and no end token)",
-    )
-    chat_template_args: dict[str, Any] = option(
-        {},
-        "further arguments of the chat template, such as {enable_thinking: false}; only those that it reads",
-    )
-    prompt_suffix: str = option(
-        "",
-        "text appended to every prompt, such as an instruction; in a chat to its last message of the user",
-        text=Text.any,
-    )
-    max_prompt_length: int = option(512, "longest prompt accepted", "tokens", above=0)
-    overlong_prompts: OverlongPrompts = option(
-        OverlongPrompts.error,
-        "what happens to longer prompts: error, skip (counted), truncate_left (counted); "
-        "sft, reward-model: skip leaves out longer responses, too",
-    )
-    shuffle: bool = option(
-        True, "new order in every epoch (from run.seed); false keeps the order of the file"
-    )
-    train_batch_size: int = option(
-        32,
-        "prompts per step (sft, reward-model: examples or preferences per optimizer step)",
-        "prompts",
-        above=0,
     )
 
 
@@ -222,7 +140,8 @@ class MegatronConfig:
     expert_tensor_parallel: int = option(1, "ranks each expert is split over", above=0)
     recompute: Recompute = option(
         Recompute.none,
-        "activations computed again in the backward pass: none, selective (recompute_modules), full (whole layers)",
+        "activations computed again in the backward pass: none, selective (recompute_modules), full (whole "
+        "layers)",
     )
     recompute_modules: list[str] = option(
         ["core_attn"],
@@ -234,7 +153,8 @@ class MegatronConfig:
     )
     offload_folder: str | None = option(
         None,
-        "where sleeping and offloaded tensors go; null: pinned host memory, or temporary files on a machine without a GPU",
+        "where sleeping and offloaded tensors go; null: pinned host memory, or temporary files on a machine "
+        "without a GPU",
         text=Text.path,
     )
     distributed_optimizer: bool = option(False, "split optimizer states (and fp32 master weights) over DP")
@@ -246,18 +166,20 @@ class MegatronConfig:
     )
     transformer_impl: TransformerImpl = option(
         TransformerImpl.auto,
-        "layers: transformer_engine, local (torch), or auto (the former where it can run; local in fp32 and with lora)",
+        "layers: transformer_engine, local (torch), or auto (the former where it can run; local in fp32 and "
+        "with lora)",
     )
     fp8: FP8Config = section(FP8Config, "matrix products in FP8, with megatron.precision=fp8")
     emulate_kernels: bool = option(
         False,
-        "TransformerEngine's layers on a machine without a GPU, their kernels emulated (slow: for trials and tests)",
+        "TransformerEngine's layers on a machine without a GPU, their kernels emulated (slow: for trials and "
+        "tests)",
     )
     lora: LoraConfig = section(LoraConfig, "adapters, trained in place of the model")
     cpu_threads: str = option(
         "auto",
-        "intra-op threads of a rank on a machine without a GPU; auto: OMP_NUM_THREADS, or without it the node's cores divided "
-        "among the ranks there, because engines wait while ranks train",
+        "intra-op threads of a rank on a machine without a GPU; auto: OMP_NUM_THREADS, or without it the "
+        "node's cores divided among the ranks there, because engines wait while ranks train",
         text=Text.auto_or_threads,
     )
     collective_timeout: float = option(
@@ -271,8 +193,8 @@ class MoEConfig:
     z_loss_coeff: float = option(0.0, "coefficient of the routers' z-loss; 0: off", at_least=0)
     routing_replay: RoutingReplay = option(
         RoutingReplay.off,
-        "experts of each token in training: off (the router's choice), old_policy (as in the pass for the old log-probs; R2), "
-        "engine (as in generation; R3)",
+        "experts of each token in training: off (the router's choice), old_policy (as in the pass for the "
+        "old log-probs; R2), engine (as in generation; R3)",
     )
 
 
@@ -301,15 +223,16 @@ class OptimizerConfig:
     )
     wsd_decay_style: WsdDecayStyle = option(
         WsdDecayStyle.linear,
-        "share of lr - lr_min left after the part r of wsd's decay: linear 1 - r, cosine (1 + cos(pi r)) / 2, "
-        "exponential 2 * 0.5^r - 1, minus_sqrt 1 - sqrt(r) (arXiv:2405.18392)",
+        "share of lr - lr_min left after the part r of wsd's decay: linear 1 - r, cosine (1 + cos(pi r)) / "
+        "2, exponential 2 * 0.5^r - 1, minus_sqrt 1 - sqrt(r) (arXiv:2405.18392)",
     )
     weight_decay: float = option(
         0.0, "decoupled weight decay (AdamW) of matrices; norms and biases never decay", at_least=0
     )
     decay_embeddings: bool = option(
         True,
-        "token embeddings (and an output layer tied to them) decay like the other matrices; false: not at all",
+        "token embeddings (and an output layer tied to them) decay like the other matrices; false: not at "
+        "all",
     )
     beta1: float = option(0.9, "Adam's beta1", at_least=0, below=1)
     beta2: float = option(0.95, "Adam's beta2", at_least=0, below=1)
@@ -320,7 +243,8 @@ class OptimizerConfig:
     clip_grad: float = option(1.0, "global gradient norm limit; 0: off", at_least=0)
     max_grad_norm_to_step: float | None = option(
         None,
-        "drop a step whose gradient norm, before clipping, is more than this; null: only one that is not finite",
+        "drop a step whose gradient norm, before clipping, is more than this; null: only one that is not "
+        "finite",
         above=0,
     )
     max_dropped_steps: int = option(
@@ -343,15 +267,16 @@ class ClusterConfig:
     )
     hang_timeout: float = option(
         600.0,
-        "how long nothing may move in a rank or an engine that was asked for something; it is then reported, and ended",
+        "how long nothing may move in a rank or an engine that was asked for something; it is then reported, "
+        "and ended",
         "seconds",
         at_least=10,
         at_most=LONGEST_WAIT,
     )
     gpu: str | None = option(
         None,
-        "GPU of the cluster, for checks on another machine: none (the run is on CPUs) or a name; null: what the machine or the Ray "
-        "cluster has",
+        "GPU of the cluster, for checks on another machine: none (the run is on CPUs) or a name; null: what "
+        "the machine or the Ray cluster has",
         choices=("none", *GPUS),
     )
     nodes: int | None = option(

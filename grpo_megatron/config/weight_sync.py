@@ -1,4 +1,4 @@
-"""The section weight_sync of the schema."""
+"""The section `weight_sync` of the configuration."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -25,21 +25,23 @@ class PauseMode(str, Enum):
 class WeightSyncConfig:
     transport: SyncTransport = option(
         SyncTransport.auto,
-        "how weights reach the engines: shared_memory (one node; CUDA IPC on GPUs), groups (NCCL, or gloo on CPUs), disk (folder), "
-        "object_store (full HF tensors through Ray, for engines whose parameters no weight map describes), or auto",
+        "how weights reach the engines: shared_memory (one node; CUDA IPC on GPUs), groups (NCCL, or gloo on "
+        "CPUs), disk (folder), object_store (full HF tensors through Ray, for engines whose parameters no "
+        "weight map describes), or auto",
     )
     bucket_bytes: int = option(64 * 2**20, "size of the buckets weights travel in", "bytes", above=0)
     delta: bool = option(
         False,
-        "send only what changed since the last sync, compressed; exact. Pays over slow links; each rank keeps a copy of what it sent",
+        "send only what changed since the last sync, compressed; exact. Pays over slow links; each rank "
+        "keeps a copy of what it sent",
     )
     folder: str | None = option(
         None, "transport=disk: a folder that all nodes see, such as NFS", text=Text.path
     )
     pause: PauseMode = option(
         PauseMode.retract,
-        "what becomes of running requests: retract (continue, with their keys and values computed anew), in_place (continue with the old "
-        "ones), abort (end them)",
+        "what becomes of running requests: retract (continue, with their keys and values computed anew), "
+        "in_place (continue with the old ones), abort (end them)",
     )
     timeout: float = option(
         1800.0,

@@ -1,7 +1,8 @@
-"""YAML text into plain values, and where in the text each key stands.
+"""YAML reader that returns plain values and the line of each key.
 
-Stricter than YAML where a run would follow something else than was meant (a key set twice), and bounded, so
-that no text keeps a command busy: nested aliases can stand for billions of values in a few lines.
+It is stricter than YAML where a run would follow something other than what was meant, as with a key that is
+set a second time. It is also bounded, so that no text can keep a command busy: nested aliases can stand for
+billions of values in a few lines.
 """
 
 import re
@@ -13,21 +14,23 @@ import yaml
 from grpo_megatron.errors import UserError, shortened
 
 MAX_CHARACTERS = 64 * 2**10
-MAX_VALUES = 2_000  # aliases counted as often as they are used
+MAX_VALUES = 2_000  # an alias counts each time it is used
 MAX_DEPTH = 32
 
 _TAG = "tag:yaml.org,2002:"
 _INTEGER = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")
 _FLOAT = re.compile(
-    r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without what it reads into plain text: a date, 1:30 (90 seconds), 007 (octal) and = stay the text they are.
+    """YAML 1.1 loader that keeps some values as text which YAML 1.1 would convert.
 
-    All else it reads as yaml.safe_dump expects; 1e-6 is text to both, and a number once the schema asks for one.
+    These are dates, 1:30 (90 seconds), 007 (octal) and `=`. It reads everything else as yaml.safe_dump
+    expects. 1e-6 is text for both, and becomes a number if the schema asks for one.
     """
 
     def __init__(self, text: str):
@@ -53,7 +56,7 @@ _Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
 
 
 class _Refused(Exception):
-    """line: from 1."""
+    """Error in the text. line: counted from 1."""
 
     def __init__(self, line: int, problem: str):
         super().__init__(problem)
@@ -73,18 +76,25 @@ def _limit(values: int, depth: int, line: int, characters: int = 0) -> None:
 
 @dataclass
 class YamlText:
-    """value: what the text says. lines: {dotted key: its line, from 1} of the mappings in it."""
+    """Content of a YAML text.
+
+    value: its value.
+    lines: {dotted key: line of the key, from 1}, for its mappings.
+    """
 
     value: Any
     lines: dict[str, int] = field(default_factory=dict)
 
 
 def read_yaml(text: str, where: str, key: str = "") -> YamlText:
-    """Read values that are None, bool, int, float, str, and lists and (str-keyed) dicts of them.
+    """Read a value that is None, bool, int, float or str, or a list or (str-keyed) dict of such values.
 
-    where: the file or argument, for messages. key: the dotted key whose value the text is, for messages; without it the
-    text is a file, and messages name the line. Raises UserError for what is not YAML, a key that is set twice, a tag, an
-    integer beyond 64 bits, characters that cannot be written, and for a text that is too large, too deep, or contains itself.
+    where: the file or argument, for messages.
+    key: dotted key that the value belongs to, for messages. Without it the text is a file, and messages name
+    the line.
+
+    Raises UserError for invalid YAML, a key that is set twice, a tag, an integer beyond 64 bits, characters
+    that cannot be written, and a text that is too large, too deep, or contains itself.
     """
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{where}: more than {MAX_CHARACTERS} characters, this is no configuration")
@@ -107,7 +117,7 @@ def read_yaml(text: str, where: str, key: str = "") -> YamlText:
 
 
 def _place(line: int, key: str) -> str:
-    """Return the line of a file as messages show it; the value of one argument has no lines worth naming."""
+    """Return the line as messages show it. A single argument gets none, since it is one line."""
     return "" if key else f":{line}"
 
 
@@ -116,21 +126,27 @@ def _about(key: str, problem: str) -> str:
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    """On one line, without the excerpt of the text that the parser adds."""
+    """Return the parser's message on one line, without its excerpt of the text."""
     parts = [getattr(error, "context", None), getattr(error, "problem", None)]
     said = ", ".join(part for part in parts if part) or str(error)
     return shortened(" ".join(said.split()), 200)
 
 
 class _Inspection:
-    """Refuses what is legal YAML and yet no configuration. Every node is looked at once, however often aliases name it."""
+    """Visitor that refuses legal YAML that cannot be a configuration.
+
+    It visits every node once, however often aliases refer to it.
+    """
 
     def __init__(self, loader: _Loader):
         self._loader = loader
         self._seen: dict[int, tuple[int, int, int] | None] = {}
 
     def visit(self, node: yaml.Node, key: str) -> tuple[int, int, int]:
-        """(values, depth, characters) with aliases written out; key: the dotted key of this value."""
+        """Return (values, depth, characters) of a node, counting an alias each time it is used.
+
+        key: dotted key of this value.
+        """
         line = node.start_mark.line + 1
         if id(node) in self._seen:
             found = self._seen[id(node)]
@@ -159,7 +175,8 @@ class _Inspection:
         if node.tag != expected:
             raise _Refused(
                 line,
-                f"the tag {shortened(node.tag.replace(_TAG, '!!'))} means nothing here; write the value alone",
+                f"the tag {shortened(node.tag.replace(_TAG, '!!'))} means nothing here; write the value "
+                "alone",
             )
 
     def _check_scalar(self, node: yaml.ScalarNode, line: int, key: str) -> None:
@@ -183,7 +200,10 @@ class _Inspection:
             )
 
     def _name_keys(self, node: yaml.MappingNode, prefix: str) -> None:
-        """Keys are text, whatever else YAML would take them for, and each is there once: YAML parsers keep the last of two."""
+        """Make every key a text, even if YAML would read it as another type.
+
+        A key that occurs twice is refused, because YAML parsers would silently keep the last one.
+        """
         lines: dict[str, int] = {}
         for name, _ in node.value:
             line = name.start_mark.line + 1
@@ -201,7 +221,10 @@ class _Inspection:
 
 
 def _note_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
-    """After construction, by which merged keys (<<) stand before a mapping's own, which hide them."""
+    """Collect the line of each key, after construction.
+
+    By then merged keys (<<) come before a mapping's own keys, so that the own keys' lines override theirs.
+    """
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             lines[f"{prefix}{name.value}"] = name.start_mark.line + 1

@@ -1,1 +1,1 @@
-"""Checkpoints between HF's format and Megatron's, tensor by tensor, by several processes, and what compares them."""
+"""Conversion of checkpoints between HF's format and Megatron's, and their comparison."""

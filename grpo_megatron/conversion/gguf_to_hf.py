@@ -1,4 +1,4 @@
-"""GGUF file -> HF checkpoint: weights dequantised, config.json, tokenizer with its chat template."""
+"""Conversion of a GGUF file to an HF checkpoint: dequantised weights, config.json, and the tokenizer."""
 
 import json
 import shutil
@@ -17,8 +17,8 @@ from grpo_megatron.paths import folder_problem, writing
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.gguf_file import GGUFFile
 
-# tokenizer.ggml.pre names the rule that splits a text into words before merging. Those that transformers knows for the models
-# that can be converted, and one that is added here.
+# tokenizer.ggml.pre names the rule that splits a text into words before merging. Listed are the rules that
+# transformers knows for the models that can be converted, and one (_SMOLLM) that this module adds.
 _SMOLLM = "smollm"
 _KNOWN_SPLITS = (
     "default",
@@ -34,10 +34,15 @@ _KNOWN_SPLITS = (
 
 
 def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | None = None) -> int:
-    """Write an HF checkpoint; returns its number of parameters.
+    """Write an HF checkpoint and return its number of parameters.
 
-    tokenizer: a folder whose tokenizer is taken in place of the one in the file. Raises UserError for a file that is damaged or of
-    a model that cannot be said in an HF checkpoint, and for a target that is not empty.
+    source: the GGUF file.
+    target: folder of the checkpoint. It must be empty or absent.
+    dtype: dtype of the written tensors.
+    tokenizer: folder with the tokenizer to use instead of the one in the file.
+
+    Raises UserError if the file is damaged or holds a model that an HF checkpoint cannot express, and if the
+    target is not empty.
     """
     refuse_existing(target)
     file = GGUFFile(source)
@@ -57,7 +62,7 @@ def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | No
 def _write_tensors(
     file: GGUFFile, folder: str, arch: Architecture, dtype: torch.dtype
 ) -> list[tuple[str, dict[str, int]]]:
-    """Write the model's tensors; returns the shards for `hf_checkpoint.finish`."""
+    """Write the model's tensors and return the shards for `hf_checkpoint.finish`."""
     writer = hf_checkpoint.HFWriter(folder, "0", max_shard_bytes=2**30)
     shapes = hf_shapes(weight_map(arch))
     for name, shape in tqdm(shapes.items(), desc=file.path, unit="tensor", disable=None):
@@ -99,22 +104,22 @@ def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer
 
 
 def _make_tokenizer(file: GGUFFile):
-    """The tokenizer that the file describes, as transformers reads it, with its chat template."""
+    """Return the tokenizer that the file describes, as transformers reads it, with its chat template."""
     from transformers import AutoTokenizer
 
     split = file.value("tokenizer.ggml.pre") or "default"
     if split not in _KNOWN_SPLITS:
         raise UserError(
-            f"{file.path}: how its tokenizer splits a text into words ({shortened(split)}) is not known here; name a folder with the "
-            "model's HF tokenizer by --tokenizer"
+            f"{file.path}: how its tokenizer splits a text into words ({shortened(split)}) is not known "
+            "here; name a folder with the model's HF tokenizer by --tokenizer"
         )
     path = Path(file.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     except Exception as error:  # transformers raises whatever the file's metadata leads to
         raise UserError(
-            f"{file.path}: transformers cannot read its tokenizer ({shortened(error, 200)}); name a folder with the model's HF "
-            "tokenizer by --tokenizer"
+            f"{file.path}: transformers cannot read its tokenizer ({shortened(error, 200)}); name a folder "
+            "with the model's HF tokenizer by --tokenizer"
         ) from error
     if template := file.value("tokenizer.chat_template"):
         tokenizer.chat_template = template
@@ -122,16 +127,17 @@ def _make_tokenizer(file: GGUFFile):
 
 
 def _as_the_file_says(file: GGUFFile, tokenizer):
-    """Correct what transformers 5.19 reads otherwise than the file has it."""
+    """Correct what transformers 5.19 reads differently from what the file says."""
     from tokenizers import Tokenizer, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    # It adds GPT-2's <|endoftext|> to every file of that kind, beyond the vocabulary where the file does not have it.
+    # transformers adds GPT-2's <|endoftext|> to every GPT-2 tokenizer. If the file lacks that token, its id
+    # lies beyond the vocabulary.
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     count = len(file.value("tokenizer.ggml.tokens"))
     described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < count]
     backend = Tokenizer.from_str(json_text(described))
-    if file.value("tokenizer.ggml.pre") == _SMOLLM:  # it does not divide numbers into digits first
+    if file.value("tokenizer.ggml.pre") == _SMOLLM:  # transformers does not split numbers into digits first
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
     names = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}

@@ -1,7 +1,7 @@
-"""HF checkpoint -> Megatron's distributed format, which loads in any layout.
+"""Conversion of an HF checkpoint to Megatron's distributed format, which loads in any parallel layout.
 
-Every output file is one unit: its chunks are made one after the other in one buffer, each of the HF rectangles that the model's own
-layout says it is made of.
+Each output file is one unit of work. Its chunks are assembled one after the other in the same buffer. Each
+chunk consists of rectangles of HF tensors, as the model's layout defines.
 """
 
 import sys
@@ -26,18 +26,24 @@ from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.saved_model import SavedModel, clipped, rows_within
 from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, write_metadata
 
-_NOTE = "converted.json"  # says what it was made of; without it, it is a trainer's
+# Records what the checkpoint was converted from. A checkpoint without this file was saved by a trainer.
+_NOTE = "converted.json"
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """key[at : at + shape]; pieces: the HF rectangles in it, counted from its own first element."""
+    """The part tensor[at : at + shape] of a Megatron tensor."""
 
     key: str
+    """Megatron's key of the tensor."""
     at: Shape
+    """Position of the chunk's first element in the tensor."""
     shape: Shape
+    """Shape of the chunk."""
     dtype: torch.dtype
+    """Dtype of the written elements."""
     pieces: tuple[Piece, ...]
+    """Rectangles of HF tensors in the chunk, with positions relative to the chunk's first element."""
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +58,7 @@ class _Unit:
 
 @dataclass
 class _Converter:
-    """What each process does."""
+    """The job of each process: read from the HF checkpoint and write the units' files."""
 
     source: str
     folder: Path
@@ -62,7 +68,7 @@ class _Converter:
         self.buffer = Buffer()
 
     def do(self, unit: _Unit, advance) -> list[tuple[int, int]]:
-        """(offset, length) of each chunk in the file."""
+        """Write the unit's file. Return (offset, length in bytes) of each chunk in it."""
         places = []
         with new_file(self.folder / unit.name) as file:
             for chunk in unit.chunks:
@@ -80,10 +86,13 @@ class _Converter:
 
 
 def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
-    """Write `target`/actor (weights in Megatron's distributed format) and a copy of configuration and tokenizer in `target`/hf.
+    """Convert an HF checkpoint. The weights go to `target`/actor, configuration and tokenizer to `target`/hf.
 
-    dtype stays that of config.json. Continues what an interrupted call with the same source and target has left. Raises UserError
-    for a source that is incomplete, damaged or pickled, for a target that is not empty, and for a full disk.
+    The weights are in Megatron's distributed format, with the dtype of config.json. If an earlier call with
+    the same source and target was interrupted, this one continues it.
+
+    Raises UserError if the source is incomplete, damaged or pickled, if the target is not empty, or if the
+    disk is full.
     """
     refuse_existing(target)
     arch = read_architecture(source)
@@ -93,9 +102,8 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
         raise UserError("; ".join(violations))
     for note in checkpoint.notes:
         print(note, file=sys.stderr)
-    from grpo_megatron.megatron.saved_model import (
-        saved_model,
-    )  # not above: the processes that share the work need no Megatron
+    # Imported here and not at the top, because the worker processes need no Megatron.
+    from grpo_megatron.megatron.saved_model import saved_model
 
     saved = saved_model(arch)
     units = _units(saved, arch)
@@ -148,7 +156,7 @@ def _units(saved: SavedModel, arch: Architecture) -> list[_Unit]:
 def _finish(
     folder: PartialFolder, weights: Path, saved: SavedModel, arch: Architecture, units: list[_Unit]
 ) -> None:
-    """What makes the files a checkpoint."""
+    """Write the files that complete the checkpoint: metadata, the saved objects, and common.pt."""
     tensors = {part.key: Stored(part.dtype or arch.dtype, part.full, ()) for part in saved.parts}
     for unit in units:
         for chunk, place in zip(unit.chunks, folder.note(_inside(unit)), strict=True):

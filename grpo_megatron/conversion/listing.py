@@ -1,4 +1,4 @@
-"""What a checkpoint holds: names, shapes, types, bytes, and a digest of each tensor; and how two checkpoints differ."""
+"""Listing of a checkpoint's tensors (name, shape, dtype, bytes, digest), and comparison of two listings."""
 
 import hashlib
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +30,10 @@ _OPTIMIZER = "optimizer."
 
 @dataclass(frozen=True)
 class Described:
-    """One tensor. digest: SHA-256 of its elements as they lie in memory, row by row, little-endian; None if it was not asked for."""
+    """One tensor.
+
+    digest: SHA-256 of the elements in row-major order, little-endian; None if it was not requested.
+    """
 
     name: str
     shape: Shape
@@ -48,7 +51,10 @@ class Described:
 
 @dataclass(frozen=True)
 class Listing:
-    """tensors: under HF's names, or, of a Megatron checkpoint of which nobody knows the model, under Megatron's keys."""
+    """All tensors of a checkpoint.
+
+    tensors: named by HF, or by Megatron's keys for a Megatron checkpoint whose model is not known.
+    """
 
     path: str
     kind: str
@@ -64,7 +70,8 @@ class Listing:
         for tensor in self.tensors:
             shape = "x".join(map(str, tensor.shape)) or "scalar"
             lines.append(
-                f"  {tensor.name:<{width}}  {shape:>16}  {tensor.type:<14}{tensor.nbytes:>14,}  {(tensor.digest or '')[:16]}"
+                f"  {tensor.name:<{width}}  {shape:>16}  {tensor.type:<14}{tensor.nbytes:>14,}  "
+                f"{(tensor.digest or '')[:16]}"
             )
         count = sum(prod(tensor.shape) for tensor in self.tensors)
         size = sum(tensor.nbytes for tensor in self.tensors)
@@ -93,10 +100,16 @@ class _Hasher:
 
 
 def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int) -> Listing:
-    """Of an HF folder, a converted checkpoint, a trainer's, or Megatron-LM's; weights alone, without an optimizer's states.
+    """Return the listing of an HF checkpoint or a Megatron checkpoint.
 
-    hf: which model a Megatron checkpoint is of; a converted one says so itself. keys: Megatron's own keys in place of HF's names. Raises
-    UserError for what is no checkpoint, or a damaged one.
+    The Megatron checkpoint may be a converted one, a trainer's, or Megatron-LM's. Only weights are listed,
+    not an optimizer's states.
+
+    hf: HF folder of the model that a Megatron checkpoint belongs to. A converted checkpoint contains its own.
+    keys: True to list a Megatron checkpoint by Megatron's keys instead of HF's names.
+    digests: True to compute digests.
+
+    Raises UserError if the path is no checkpoint, or a damaged one.
     """
     if hf_files(path):
         kind, source = "HF", HFTensors(path, raw=True)
@@ -134,7 +147,7 @@ def _with_digests(path: str, source: Tensors, tensors: list[Described], processe
 
 
 def differences(first: Listing, second: Listing) -> list[str]:
-    """One line for each tensor that is not the same in both."""
+    """Return one line for each tensor that differs between the two listings."""
     a, b = ({tensor.name: tensor for tensor in listing.tensors} for listing in (first, second))
     found = [f"{name}: only in {first.path}" for name in sorted(a.keys() - b.keys())]
     found += [f"{name}: only in {second.path}" for name in sorted(b.keys() - a.keys())]

@@ -1,7 +1,7 @@
-"""Megatron checkpoint, converted or a trainer's, in whatever layout it was saved -> HF checkpoint.
+"""Conversion of a Megatron checkpoint (converted or a trainer's, saved in any layout) to an HF checkpoint.
 
-Every safetensors file is one unit. Its header is known before any tensor is read; then each tensor goes through one buffer, some
-rows at a time, to its place in the file.
+Each safetensors file is one unit of work. Its header is known before any tensor is read. Each tensor then
+passes through one buffer, some rows at a time, to its place in the file.
 """
 
 from dataclasses import dataclass
@@ -32,12 +32,16 @@ from grpo_megatron.weights.file_bytes import bytes_of, write
 from grpo_megatron.weights.safetensors_file import Header
 from grpo_megatron.weights.saved_model import SavedModel
 
-_FP8_BUCKET = BUCKET_BYTES // 8  # quantising computes in float32, on several copies
+_FP8_BUCKET = BUCKET_BYTES // 8  # smaller, because quantising works on several copies in float32
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor to be written; fp8: as float8_e4m3fn and scales for blocks of it, read as `dtype`."""
+    """A tensor to be written.
+
+    dtype: dtype in which it is read, and written unless fp8 is set.
+    fp8: True to write it as float8_e4m3fn with a scale for each block.
+    """
 
     name: str
     shape: Shape
@@ -46,7 +50,7 @@ class HFTensor:
 
     @property
     def stored(self) -> list[tuple[str, Shape, torch.dtype]]:
-        """(name, shape, dtype) of what is in the file for it."""
+        """Return (name, shape, dtype) of each tensor that the file holds for this one."""
         if not self.fp8:
             return [(self.name, self.shape, self.dtype)]
         scales = tuple(-(-size // fp8_blocks.BLOCK) for size in self.shape)
@@ -57,7 +61,7 @@ class HFTensor:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Return the number of bytes in the file."""
         return sum(prod(shape) * dtype.itemsize for _, shape, dtype in self.stored)
 
 
@@ -72,7 +76,7 @@ class _Unit:
 
 @dataclass
 class _Converter:
-    """What each process does."""
+    """The job of each process: read the Megatron checkpoint and write the units' files."""
 
     source: MegatronTensors
     folder: Path
@@ -120,7 +124,10 @@ class _Converter:
 
 
 def companions_of(source: str, hf: str | None) -> str:
-    """Where configuration and tokenizer of a Megatron checkpoint are. Raises UserError if nobody has said so."""
+    """Return the folder with configuration and tokenizer of a Megatron checkpoint.
+
+    Raises UserError if it is not known.
+    """
     folder = hf or f"{source}/{COMPANIONS}"
     if not Path(folder, "config.json").is_file():
         raise UserError(f"{folder} has no config.json; say by --hf which model this checkpoint is of")
@@ -135,19 +142,22 @@ def megatron_to_hf(
     dtype: torch.dtype | None = None,
     fp8: bool = False,
 ) -> Progress:
-    """Write the weights of a Megatron checkpoint, without its optimizer's states, as an HF checkpoint.
+    """Write the weights of a Megatron checkpoint, without optimizer states, as an HF checkpoint.
 
-    hf: where configuration and tokenizer come from; a converted checkpoint brings its own. dtype: of the written tensors, None: as in
-    config.json. fp8: the matrices of attention and experts, and of MLPs, in blocks as DeepSeek-V3 has them. Continues what an interrupted
-    call with the same arguments has left. Raises UserError for a source that is incomplete, damaged, pickled or of another
-    model, for a target that is not empty, and for a full disk.
+    hf: folder with configuration and tokenizer. A converted checkpoint contains its own.
+    dtype: dtype of the written tensors. None: that of config.json.
+    fp8: True to write the matrices of attention, experts and MLPs in FP8 blocks, like DeepSeek-V3.
+
+    If an earlier call with the same arguments was interrupted, this one continues it.
+
+    Raises UserError if the source is incomplete, damaged, pickled or of another model, if the target is not
+    empty, or if the disk is full.
     """
     refuse_existing(target)
     weights, companions = weights_folder(source), companions_of(source, hf)
     arch = read_architecture(companions)
-    from grpo_megatron.megatron.saved_model import (
-        saved_model,
-    )  # not above: the processes that share the work need no Megatron
+    # Imported here and not at the top, because the worker processes need no Megatron.
+    from grpo_megatron.megatron.saved_model import saved_model
 
     saved = saved_model(arch)
     tensors = hf_tensors(saved, hf_shapes(weight_map(arch)), dtype or arch.dtype, fp8)
@@ -163,8 +173,8 @@ def megatron_to_hf(
     converter = _Converter(megatron_tensors(weights, saved), Path())
     folder = PartialFolder(target, plan)
     converter.folder = folder.result
-    # The largest first: an output layer, which is the last tensor and often has a file of its own, would keep one process busy
-    # after all others have ended.
+    # The largest units come first. The output layer is the last tensor and often has a file of its own; at
+    # the end it would keep one process busy after all others have finished.
     missing = sorted(
         (unit for unit in units if folder.note(unit.name) is None), key=_Unit.nbytes, reverse=True
     )
@@ -184,7 +194,7 @@ def megatron_to_hf(
 def hf_tensors(
     saved: SavedModel, shapes: dict[str, Shape], dtype: torch.dtype, fp8: bool = False
 ) -> list[HFTensor]:
-    """All tensors of the HF checkpoint in the map's order."""
+    """Return all tensors of the HF checkpoint in the order of the weight map."""
     fixed = {piece.hf: part.dtype for part in saved.parts for piece in part.pieces}
     router = {piece.hf for part in saved.parts if ".router." in part.key for piece in part.pieces}
     return [
@@ -195,7 +205,7 @@ def hf_tensors(
             fp8 and ".layers." in name and len(shape) == 2 and name not in router,
         )
         for name, shape in shapes.items()
-        if name in fixed  # a tied output layer is no tensor of its own
+        if name in fixed  # a tied output layer is not stored
     ]
 
 
@@ -209,7 +219,7 @@ def _units(tensors: list[HFTensor]) -> list[_Unit]:
 
 
 def _describe(folder: Path, tensors: list[HFTensor], fp8: bool) -> None:
-    """Say in config.json how the weights are stored, which may be another way than in the model it came from."""
+    """Record in config.json how the weights are stored. The file was copied, so that it may say otherwise."""
     config = read_object(folder / "config.json")
     config.pop("quantization_config", None)
     if fp8:

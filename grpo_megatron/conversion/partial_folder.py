@@ -1,4 +1,7 @@
-"""A folder that is written aside, continued where an earlier attempt stopped, and put in place when it is whole."""
+"""Output folder that is written under a temporary name and renamed when it is complete.
+
+An interrupted conversion can be continued: files that are already complete are kept.
+"""
 
 import fcntl
 import json
@@ -17,11 +20,15 @@ _PLAN, _LOCK, _NOTES, _RESULT = "plan.json", "lock", "notes", "result"
 
 
 class PartialFolder:
-    """`target`.partial: the files of the result, and a note for each one that is whole.
+    """The folder `target`.partial: the finished files of the result, and a note for each of them.
 
-    Nothing has its final name before all of it is whole: a file is written as NAME.tmp, brought to the disk and renamed; the folder
-    is renamed at the end. plan: what the result is made of, JSON-serialisable. Raises UserError if the target is there already, if what
-    lies there was begun with another plan, or if another process is writing it.
+    A name is final only when the thing is complete: a file is written as NAME.tmp, synced to disk and then
+    renamed. The folder itself is renamed at the end.
+
+    plan: what the result is made of, JSON-serialisable.
+
+    Raises UserError if the target exists, if the partial folder was begun with another plan, or if another
+    process is writing it.
     """
 
     def __init__(self, target: str, plan: dict[str, Any]):
@@ -47,8 +54,8 @@ class PartialFolder:
             different = sorted(key for key in plan.keys() | before.keys() if plan.get(key) != before.get(key))
             if different:
                 raise UserError(
-                    f"{self.root} was begun with other settings or from other files ({', '.join(different)}); "
-                    "delete it to begin anew, or choose another target"
+                    f"{self.root} was begun with other settings or from other files "
+                    f"({', '.join(different)}); delete it to begin anew, or choose another target"
                 )
             return
         for leftover in (self.result, self._notes):
@@ -57,12 +64,12 @@ class PartialFolder:
         (self.root / _PLAN).write_text(json_text(plan), encoding="utf-8")
 
     def note(self, name: str) -> Any:
-        """What was noted of a file of the result, if it is whole."""
+        """Return the note of a file of the result, or None if the file is not finished."""
         path = self._note_of(name)
         return read_object(path)["note"] if path.is_file() and (self.result / name).is_file() else None
 
     def add_note(self, name: str, note: Any) -> None:
-        """Say that a file is whole."""
+        """Record that a file is finished, with a note."""
         path = self._note_of(name)
         with writing(path):
             aside = path.with_suffix(".tmp")
@@ -73,15 +80,16 @@ class PartialFolder:
         return self._notes / f"{name.replace('/', '-')}.json"
 
     def check_space(self, needed: int) -> None:
-        """Raises UserError if the disk has no room for so many bytes."""
+        """Raise UserError if the disk has fewer free bytes than needed."""
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise UserError(
-                f"{self.root} needs {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free; make room, or choose another disk"
+                f"{self.root} needs {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free; make "
+                "room, or choose another disk"
             )
 
     def finish(self) -> None:
-        """Put the folder in its place; all of it must be written."""
+        """Rename the folder to its target. All files must have been written."""
         with writing(self.root):
             for folder in (self.result, *(path for path in self.result.rglob("*") if path.is_dir())):
                 sync_to_disk(folder)
@@ -91,7 +99,7 @@ class PartialFolder:
 
 
 def refuse_existing(target: str) -> None:
-    """Raises UserError unless the target is free; nothing is ever overwritten."""
+    """Raise UserError unless the target is absent or an empty folder. Nothing is ever overwritten."""
     path = Path(target)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{target} is not empty; choose another folder, or delete it")
@@ -99,7 +107,10 @@ def refuse_existing(target: str) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Any]:
-    """A file to write, which gets its name when it is whole and on the disk. Raises UserError for a full disk."""
+    """Open a file for writing that gets its final name once it is complete and synced to disk.
+
+    Raises UserError if the disk is full.
+    """
     aside = path.with_name(f"{path.name}.tmp")
     with writing(path):
         with open(aside, "wb") as file:
@@ -110,7 +121,10 @@ def new_file(path: Path) -> Iterator[Any]:
 
 
 def files_of(folder: str | Path, suffixes: tuple[str, ...]) -> list[list]:
-    """[name, bytes, time of the last change] of a folder's files: are they still those of an earlier attempt?"""
+    """Return [name, bytes, modification time in ns] of a folder's files.
+
+    An interrupted conversion may be continued only if this list is still the same.
+    """
     found = [path for path in Path(folder).rglob("*") if path.is_file() and path.name.endswith(suffixes)]
     return [
         [str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns]

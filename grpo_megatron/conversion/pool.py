@@ -1,4 +1,4 @@
-"""Several processes that do one unit of work after the other, and end with the one that started them."""
+"""Pool of processes that do units of work and end when the process that started them ends."""
 
 import multiprocessing
 import os
@@ -19,24 +19,30 @@ from grpo_megatron.process_tree import end_with_parent
 
 
 class Job(Protocol):
-    """What every process does; sent to it once, before its first unit."""
+    """The work of every process. It is sent to the process once, before the first unit."""
 
     def start(self) -> None:
-        """Open the files; in the process that does the work."""
+        """Open the files. Called in the process that does the work."""
 
     def do(self, unit: Any, advance: Callable[[int], None]) -> Any:
-        """One unit; advance: takes bytes as they are done. Raises UserError."""
+        """Do one unit and return its result. Raises UserError.
+
+        advance: call it with the number of bytes done since the last call.
+        """
 
 
 @dataclass(frozen=True)
 class Progress:
-    """bytes done in `seconds`, which begin when all processes are ready."""
+    """The number of bytes done, and the seconds that it took after all processes were ready."""
 
     bytes: int
     seconds: float
 
     def __str__(self):
-        return f"{self.bytes / 1e9:.2f} GB in {self.seconds:.1f} s ({self.bytes / max(self.seconds, 1e-9) / 1e9:.2f} GB/s)"
+        return (
+            f"{self.bytes / 1e9:.2f} GB in {self.seconds:.1f} s "
+            f"({self.bytes / max(self.seconds, 1e-9) / 1e9:.2f} GB/s)"
+        )
 
 
 def default_processes() -> int:
@@ -46,10 +52,14 @@ def default_processes() -> int:
 def run(
     job: Job, units: list, processes: int, title: str, total: int, done: Callable[[Any, Any], None]
 ) -> Progress:
-    """Do all units, the first ones first; with one process or unit here, else in `processes` new ones.
+    """Do all units in the order of the list. Return how many bytes were done in how many seconds.
 
-    total: bytes of all units, for the progress bar on a terminal. done: called here with each unit and its result. Raises UserError,
-    also if a process dies; none is left then.
+    With one process or one unit, the work is done in this process; otherwise in `processes` new ones.
+
+    total: bytes of all units, for the progress bar on a terminal.
+    done: called in this process with each unit and its result.
+
+    Raises UserError if a unit does, or if a process dies. No process is left then.
     """
     with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=None, smoothing=0.1) as bar:
         if min(processes, len(units)) <= 1:
@@ -67,7 +77,7 @@ def run(
 
 @contextmanager
 def _workers(job: Job, count: int):
-    """{connection: process}, each ready; killed at the end, whatever the end is."""
+    """Start the processes, yield {connection: process} when all are ready, and kill them at the end."""
     context = multiprocessing.get_context("spawn")
     workers = {}
     try:
@@ -114,7 +124,7 @@ def _distribute(workers: dict, units: list, advance: Callable[[int], None]) -> I
 def _receive(connection, process) -> tuple[str, Any]:
     try:
         kind, value = connection.recv()
-    except (EOFError, OSError):  # it is reset where the process had not read its unit yet
+    except (EOFError, OSError):  # OSError: the process died before it read its unit
         raise _lost(process) from None
     if kind == "user error":
         raise UserError(value)
@@ -131,12 +141,13 @@ def _lost(process) -> UserError:
         else f"ended with status {process.exitcode}"
     )
     return UserError(
-        f"a process of the conversion (pid {process.pid}) {how}; if the machine ran out of memory, use fewer (--processes)"
+        f"a process of the conversion (pid {process.pid}) {how}; if the machine ran out of "
+        "memory, use fewer (--processes)"
     )
 
 
 def _serve(connection, parent: int, job: Job) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     end_with_parent(parent)
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""The HF tensors of a checkpoint, whichever format it has: their shapes and types, and any rectangle of them."""
+"""Readers of a checkpoint's HF tensors, in either format: shapes, dtypes, and any rectangle of a tensor."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from grpo_megatron.weights.pickled import pickled_weights
 from grpo_megatron.weights.saved_model import SavedModel, rows_within
 from grpo_megatron.weights.torch_dist import TorchDistReader, read_metadata
 
-WEIGHTS = "actor"  # within a converted checkpoint, and within a trainer's
-COMPANIONS = "hf"  # configuration and tokenizer, within a converted one
+WEIGHTS = "actor"  # subfolder with the weights, in a converted checkpoint and in a trainer's
+COMPANIONS = "hf"  # subfolder with configuration and tokenizer, in a converted checkpoint
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 class Tensors(Protocol):
-    """Sent from process to process before it is opened."""
+    """Reader of tensors. It is sent to another process and opened there."""
 
     def open(self) -> None: ...
 
@@ -35,7 +35,10 @@ class Tensors(Protocol):
 
 @dataclass
 class HFTensors:
-    """Of an HF checkpoint; raw: FP8 as it is stored."""
+    """Reader of an HF checkpoint.
+
+    raw: True to read FP8 tensors as they are stored, without dequantising them.
+    """
 
     folder: str
     raw: bool = False
@@ -49,7 +52,10 @@ class HFTensors:
 
 @dataclass
 class MegatronTensors:
-    """Of a Megatron checkpoint; places: where the rectangles of each HF tensor lie, as (key, piece of it)."""
+    """Reader of the HF tensors in a Megatron checkpoint.
+
+    places: HF name -> [(Megatron's key, rectangle of the HF tensor in it)].
+    """
 
     folder: Path
     places: dict[str, list[tuple[str, Piece]]]
@@ -73,7 +79,7 @@ class MegatronTensors:
             raise RuntimeError(f"the weight map does not cover {name}")
 
     def shape(self, name: str) -> Shape:
-        """Of the whole HF tensor."""
+        """Return the shape of the whole HF tensor."""
         return tuple(
             np.max([np.add(piece.start, piece.shape) for _, piece in self.places[name]], axis=0).tolist()
         )
@@ -81,7 +87,7 @@ class MegatronTensors:
 
 @dataclass
 class KeyTensors:
-    """What a Megatron checkpoint stores, under Megatron's own keys."""
+    """Reader of a Megatron checkpoint's tensors under Megatron's own keys."""
 
     folder: Path
 
@@ -93,12 +99,15 @@ class KeyTensors:
 
 
 def hf_files(path: str) -> bool:
-    """Is this a folder with an HF checkpoint, whole or not?"""
+    """Return True if the folder contains an HF checkpoint, complete or not."""
     return any(Path(path).glob("*.safetensors")) or any(Path(path).glob("*.safetensors.index.json"))
 
 
 def weights_folder(source: str) -> Path:
-    """The folder with the shards of a converted checkpoint, of a trainer's, or of Megatron-LM's. Raises UserError where there is none."""
+    """Return the folder with the shards of a Megatron checkpoint. Raises UserError if there is none.
+
+    The checkpoint may be a converted one, a trainer's, or Megatron-LM's.
+    """
     root = Path(source)
     if advice := gguf_advice(root):
         raise UserError(f"{source} {advice}")
@@ -116,23 +125,27 @@ def weights_folder(source: str) -> Path:
 
 
 def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
-    """Raises UserError unless the checkpoint has all tensors that this model saves, in their shapes."""
+    """Return a reader of the model's HF tensors in the checkpoint.
+
+    Raises UserError unless the checkpoint has all tensors that this model saves, in their shapes.
+    """
     stored = read_metadata(folder)
     if any(is_adapter(key) for key in stored):
         raise UserError(
-            f"{folder} was saved with adapters (megatron.lora), which would be lost; the run that trained them exports them, merged and "
-            "alone, when it ends (hf/)"
+            f"{folder} was saved with adapters (megatron.lora), which would be lost; the run that trained "
+            "them exports them, merged and alone, when it ends (hf/)"
         )
     places = defaultdict(list)
     for part in saved.parts:
         if part.key not in stored:
             raise UserError(
-                f"{folder} holds no tensor {part.key}, which config.json promises; it is a checkpoint of another model"
+                f"{folder} holds no tensor {part.key}, which config.json promises; it "
+                "is a checkpoint of another model"
             )
         if stored[part.key].shape != part.full and not part.padded:
             raise UserError(
-                f"{folder} has {part.key} of shape {stored[part.key].shape}, config.json promises {part.full}; "
-                "it is a checkpoint of another model"
+                f"{folder} has {part.key} of shape {stored[part.key].shape}, config.json promises "
+                f"{part.full}; it is a checkpoint of another model"
             )
         for piece in part.pieces:
             places[piece.hf].append((part.key, piece))
@@ -142,14 +155,14 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
         and _differ(folder, _HEAD, _EMBEDDING)
     ):
         raise UserError(
-            f"{folder} has an output layer ({_HEAD}) with other values than the embedding ({_EMBEDDING}), which would be lost: "
-            "config.json says that they are tied. Set tie_word_embeddings: false there"
+            f"{folder} has an output layer ({_HEAD}) with other values than the embedding ({_EMBEDDING}), "
+            "which would be lost: config.json says that they are tied. Set tie_word_embeddings: false there"
         )
     return MegatronTensors(folder, dict(places))
 
 
 def _differ(folder: Path, first: str, second: str) -> bool:
-    """Return whether two matrices of a Megatron checkpoint have other shapes or values."""
+    """Return True if two matrices of a Megatron checkpoint differ in shape or values."""
     reader = TorchDistReader(folder)
     shape, dtype = reader.tensors[first].shape, reader.tensors[first].dtype
     if reader.tensors[second].shape != shape:
@@ -164,13 +177,13 @@ def _differ(folder: Path, first: str, second: str) -> bool:
 
 
 class Buffer:
-    """Memory for one bucket, used again for every one: fresh memory costs more time than filling it."""
+    """Memory for one bucket. It is reused, because allocating memory takes longer than filling it."""
 
     def __init__(self):
         self._raw = np.empty(0, np.uint8)
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Valid until the next call; alone in its storage."""
+        """Return a tensor that has its own storage and is valid until the next call."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if self._raw.nbytes < size:
             self._raw = np.empty(size, np.uint8)
@@ -186,7 +199,10 @@ def buckets(
     buffer: Buffer,
     multiple: int = 1,
 ):
-    """The tensor from its first row to its last, in pieces of at most `limit` bytes; each valid until the next."""
+    """Yield the tensor from the first row to the last, in pieces of at most `limit` bytes.
+
+    Each piece is valid until the next one is read.
+    """
     for start, size in rows_within(shape, dtype.itemsize, limit, multiple):
         out = buffer.tensor(size, dtype)
         tensors.read(name, start, out)

@@ -1,4 +1,4 @@
-"""Is a Megatron checkpoint the HF checkpoint it should be: bit by bit, and by what both models compute."""
+"""Check that a Megatron checkpoint equals an HF checkpoint, by comparing all bits and both models' logits."""
 
 from dataclasses import dataclass
 
@@ -20,8 +20,8 @@ from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.saved_model import rows_within
 
-LOGITS_BOUND = 1e-5  # of float32 logits, over the largest of them in magnitude
-_LENGTHS = (48, 17)  # of the sequences whose logits are compared
+LOGITS_BOUND = 1e-5  # largest allowed difference of float32 logits, relative to the largest magnitude
+_LENGTHS = (48, 17)  # lengths of the sequences whose logits are compared
 
 
 @dataclass
@@ -54,16 +54,16 @@ class _Comparer:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers, of which NaN is equal to itself and -0 is not 0."""
+    """View the tensor as integers, so that a NaN equals itself and -0 differs from 0."""
     return tensor.view(
         {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     )
 
 
 def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], Progress]:
-    """(a line for each HF tensor that would come back otherwise, what was read). Nothing is written.
+    """Return a line for each HF tensor that would not come back unchanged, and what was read.
 
-    Raises UserError for a checkpoint that is damaged, incomplete or of another model.
+    Nothing is written. Raises UserError if a checkpoint is damaged, incomplete or of another model.
     """
     from grpo_megatron.megatron.saved_model import saved_model
 
@@ -75,7 +75,7 @@ def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], P
     source = megatron_tensors(weights_folder(megatron), saved_model(arch))
     stored = HFCheckpoint(hf, raw=True)
     tensors = [
-        # What is dequantised is rounded to the model's dtype before it becomes Megatron's.
+        # A dequantised tensor is rounded to the model's dtype before it is written to Megatron's checkpoint.
         Described(
             name, shape, arch.dtype if (dtype := stored.header(name)[1]) == torch.float8_e4m3fn else dtype
         )
@@ -96,9 +96,10 @@ def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], P
 
 
 def logits_difference(hf: str, megatron: str) -> tuple[float, float]:
-    """(largest difference, largest logit in magnitude) of float32 logits of random tokens, ours against transformers'.
+    """Return (largest difference, largest magnitude) of the float32 logits of our model and transformers'.
 
-    A reward model has one logit, its score of every token. Both models are loaded whole, one after the other, in float32.
+    The input is random tokens. A reward model has one logit per token, its score. Both models are loaded
+    completely in float32, one after the other.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

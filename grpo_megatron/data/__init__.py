@@ -1,4 +1,4 @@
-"""Where prompts come from."""
+"""Data sources: records, prompts, their tokenization, and the order in which training uses them."""
 
 from grpo_megatron.data.order import EpochOrder, PromptSource
 from grpo_megatron.data.prompts import as_list, load_prompts

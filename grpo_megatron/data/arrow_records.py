@@ -1,4 +1,4 @@
-"""Records of Parquet files and of HF `datasets`, both of which are Arrow tables when they are read."""
+"""Records of Parquet files and of HF `datasets`. Both are read as Arrow tables."""
 
 import os
 from bisect import bisect_right
@@ -13,18 +13,19 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.paths import is_absent
 
 HUB_PREFIX = "hf:"
-# Row groups that are kept decoded, of each file: a shuffled order comes back to them.
+# Cache of decoded row groups, per file: a shuffled order reads the same row groups repeatedly.
 _CACHE_BYTES = 256 * 2**20
-_LONGEST_LINE = 200  # characters of a message of the library
-_LONGEST_REASON = 1000  # as above, where it lists columns
-_SAVED = ("state.json", "dataset_dict.json")  # one of them is in every folder that save_to_disk wrote
+_LONGEST_LINE = 200  # characters of one message of the library
+_LONGEST_REASON = 1000  # characters of a message that lists columns
+_SAVED = ("state.json", "dataset_dict.json")  # every folder written by save_to_disk contains one of them
 
 
 class _ArrowRecords(Records):
     """Records of Arrow tables.
 
-    A struct in Arrow has every key that any record has, and null for those that this record lacks. Such a
-    null cannot be told from one that was written, so chat templates get neither.
+    In Arrow, a struct has every key that occurs in any record, with null where a record lacks the key. Such a
+    null cannot be told from a null that was written on purpose, so `meant` removes both before a chat
+    template sees the value.
     """
 
     def meant(self, value: Any) -> Any:
@@ -32,7 +33,10 @@ class _ArrowRecords(Records):
 
 
 class ParquetRecords(_ArrowRecords, FileRecords):
-    """A Parquet file, read by row group. In memory are groups of up to 256 MiB together, or one that is larger."""
+    """The records of a Parquet file, read by row group.
+
+    At most 256 MiB of decoded row groups stay in memory, or a single group if it is larger.
+    """
 
     def __init__(self, path: str):
         super().__init__(path)
@@ -45,7 +49,7 @@ class ParquetRecords(_ArrowRecords, FileRecords):
             names = self._parquet.schema_arrow.names
             metadata = self._parquet.metadata
             rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        except Exception as error:  # the library raises many kinds for damaged files; all of them mean this
+        except Exception as error:  # damaged files raise many kinds of errors
             raise UserError(f"{path} cannot be read: {_line(error)}") from error
         if len(set(names)) < len(names):
             twin = next(name for name in names if names.count(name) > 1)
@@ -63,7 +67,7 @@ class ParquetRecords(_ArrowRecords, FileRecords):
         return _row(self._table(group), number - self._starts[group], self.where(number))
 
     def _table(self, group: int):
-        """The group as a pyarrow.Table, decoded or from the cache."""
+        """Return the row group as a pyarrow.Table, from the cache or newly decoded."""
         if group not in self._tables:
             where = f"{self.source}: records from {self._starts[group]}"
             try:
@@ -84,14 +88,15 @@ class ParquetRecords(_ArrowRecords, FileRecords):
 
 
 class HubRecords(_ArrowRecords):
-    """`hf:NAME[:CONFIG[:SPLIT]]`: what `datasets.load_dataset` finds, or a folder that `save_to_disk` wrote.
+    """The records of `hf:NAME[:CONFIG[:SPLIT]]`.
 
-    The library maps the records from its files.
+    NAME is what `datasets.load_dataset` finds, or a folder written by `save_to_disk`. The library memory-maps
+    its files.
     """
 
     def __init__(self, source: str):
         self.source = source
-        # A split may have colons of its own: train[:100].
+        # A split may itself contain colons, as in train[:100].
         name, config, split = (*source.removeprefix(HUB_PREFIX).split(":", 2), "", "")[:3]
         try:
             from datasets import load_dataset
@@ -105,11 +110,11 @@ class HubRecords(_ArrowRecords):
                 data = _saved(source, name, config, split)
             else:
                 data = load_dataset(name, config or None, split=split or "train")
-            # The Arrow format leaves pictures and sounds undecoded.
+            # The Arrow format leaves images and audio undecoded.
             self._data = data.with_format("arrow")
         except UserError:
             raise
-        except Exception as error:  # the library raises many kinds; all of them mean this
+        except Exception as error:  # the library raises many kinds of errors
             hint = "" if folder else "; is the hub reachable?"
             raise UserError(f"{source} cannot be loaded ({_reasons(error)}){hint}") from error
 
@@ -121,39 +126,44 @@ class HubRecords(_ArrowRecords):
 
 
 def hub_folder(source: str) -> str | None:
-    """Return the folder on this machine that `hf:NAME...` names; None for a name to be looked up on a hub."""
+    """Return the local folder that `hf:NAME...` names, or None if the name has to be looked up on a hub."""
     name = source.removeprefix(HUB_PREFIX).split(":", 1)[0]
     return name if os.path.isdir(name) or name.startswith(("/", "./", "../")) else None
 
 
 def _saved(source: str, folder: str, config: str, split: str):
-    """Return the data set of a folder that `save_to_disk` wrote.
+    """Return the data set in a folder that `save_to_disk` wrote.
 
-    Raises UserError for a configuration or a split that it does not have.
+    Raises UserError if the folder does not have the requested configuration or split.
     """
     from datasets import Dataset, load_from_disk
 
     data = load_from_disk(folder)
     if config:
         raise UserError(
-            f"{source}: the folder was written by save_to_disk, so it has no configuration {config!r}; use hf:FOLDER::SPLIT"
+            f"{source}: the folder was written by save_to_disk, so it has no configuration {config!r}; use "
+            "hf:FOLDER::SPLIT"
         )
     if isinstance(data, Dataset):
         if split:
             raise UserError(
-                f"{source}: the folder was written by save_to_disk of one data set, so it has no splits; use hf:{folder}"
+                f"{source}: the folder was written by save_to_disk of one data set, so it has no splits; use "
+                f"hf:{folder}"
             )
         return data
     if (split or "train") not in data:
         raise UserError(
-            f"{source}: the folder has no split {split or 'train'!r}, but {', '.join(sorted(data))}; use hf:{folder}::SPLIT with the "
-            "name of one"
+            f"{source}: the folder has no split {split or 'train'!r}, but {', '.join(sorted(data))}; use "
+            f"hf:{folder}::SPLIT with the name of one"
         )
     return data[split or "train"]
 
 
 def _reasons(error: BaseException) -> str:
-    """Return the messages of an error and its causes: the last one often says only that something failed."""
+    """Return the messages of an error and of its causes.
+
+    The last error often says only that something failed.
+    """
     said: list[str] = []
     while error is not None:
         message = " ".join(str(error).split())
@@ -163,15 +173,18 @@ def _reasons(error: BaseException) -> str:
 
 
 def _row(table, row: int, where: str) -> dict[str, Any]:
-    """One row of a pyarrow.Table in plain Python."""
+    """Return one row of a pyarrow.Table as plain Python."""
     try:
         [record] = table.slice(row, 1).to_pylist()
-    except Exception as error:  # text that is not UTF-8, dates that Python does not have, and more
+    except Exception as error:  # text that is not UTF-8, dates that Python cannot represent, and more
         raise UserError(f"{where} cannot be read: {_line(error)}") from error
     return plain_record(record, where)
 
 
 def _line(error: Exception) -> str:
-    """The first line of the message, which may quote bytes of the file, or else the kind of error."""
+    """Return the first line of the error's message, or the kind of error if it has no message.
+
+    Unprintable characters are replaced, because the message may quote bytes of the file.
+    """
     line = (str(error).strip().splitlines() or [type(error).__name__])[0][:_LONGEST_LINE]
     return "".join(character if character.isprintable() else "?" for character in line)

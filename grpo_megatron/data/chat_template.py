@@ -1,4 +1,4 @@
-"""A chat template: what it makes of messages, and which part of its text the model writes itself."""
+"""Chat templates: rendering of messages, and finding the part of the text that the model writes itself."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from grpo_megatron.json_files import json_text
 
 _WORD = "response"
 _QUESTION = {"role": "user", "content": "prompt"}
-# A tag that begins a turn, and the white space behind it: templates of models that always think end with
+# A tag that begins a turn, and the white space after it. The templates of models that always think end with
 # <think>.
 _LAST_TAG = re.compile(r"(<[^<>\s]+>)(\s*)\Z")
 
@@ -25,46 +25,49 @@ class TurnShape:
     """The text that a template puts around a turn of the model."""
 
     lead: str
-    """White space between the beginning of a turn and its text, such as that behind Mistral's [/INST]."""
+    """White space between the beginning of a turn and its text, such as the space after Mistral's [/INST]."""
     tail: str
-    """Everything behind the text in a finished conversation, such as `<|im_end|>` and a line break."""
+    """Everything after the text in a finished conversation, such as `<|im_end|>` and a line break."""
     closing: str
-    """The part of `tail` that the model writes, up to the first added token, such as `<|im_end|>`."""
+    """The part of `tail` that the model writes, up to and including the first added token (`<|im_end|>`)."""
     is_closed: bool
-    """Whether `closing` has such a token. If not, the tokenizer's end token has to close the turn."""
+    """True if `closing` contains such a token. If False, the tokenizer's end token has to close the turn."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the model in a chat."""
+    """One turn of the model in a chat."""
 
     before: str
-    """All text in front of the turn."""
+    """All text before the turn."""
     text: str
-    """What the model writes, without the closing."""
+    """The text that the model writes, without the closing."""
     closing: str
-    """As in TurnShape."""
+    """See TurnShape.closing."""
     is_closed: bool
-    """As in TurnShape."""
+    """See TurnShape.is_closed."""
 
 
 class ChatTemplate:
-    """The template of one run, with its arguments and the tools of its environment."""
+    """The chat template of a run, together with its arguments and the tools of the environment."""
 
     def __init__(
         self, tokenizer, text: str | None, arguments: dict[str, Any], tools: Sequence[dict[str, Any]] = ()
     ):
-        """tokenizer: of transformers. text: a template in place of the tokenizer's own.
+        """Check that the template compiles and reads all of its arguments.
 
-        Raises UserError for a template that cannot be compiled, and for arguments that it does not read.
+        tokenizer: a tokenizer of transformers.
+        text: a template that replaces the tokenizer's own. None means the tokenizer's own.
+
+        Raises UserError if the template cannot be compiled, or if it does not read one of the arguments.
         """
         self._tokenizer, self._text, self._arguments, self._tools = tokenizer, text, arguments, list(tools)
         self._names = _names_read(tokenizer.chat_template if text is None else text)
         unread = sorted(set(arguments) - self._names)
         if unread:
             raise UserError(
-                f"data.chat_template_args: the chat template reads nothing of the name {', '.join(unread)}, so that would have no "
-                f"effect; it reads {', '.join(sorted(self._names))}"
+                f"data.chat_template_args: the chat template reads nothing of the name {', '.join(unread)}, "
+                f"so that would have no effect; it reads {', '.join(sorted(self._names))}"
             )
         added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
         self.added_tokens = sorted(
@@ -84,17 +87,19 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a chat.
 
-        tools: JSON schemas that its record offers. generation: add the beginning of the model's next turn.
+        where: place of the record, named in error messages.
+        tools: JSON schemas of the tools that the record offers.
+        generation: whether to add the beginning of the model's next turn.
         """
         if tools and self._tools:
             raise UserError(
-                f"{where}: the record offers tools of its own (data.tools_key), and so does the environment; set data.tools_key=null to "
-                "offer those of the environment alone"
+                f"{where}: the record offers tools of its own (data.tools_key), and so does the environment; "
+                "set data.tools_key=null to offer those of the environment alone"
             )
         if tools and not self.shows_tools:
             raise UserError(
-                f"{where}: the record offers tools (data.tools_key), which the chat template does not show to the model; use a template "
-                "that reads `tools`, or set data.tools_key=null"
+                f"{where}: the record offers tools (data.tools_key), which the chat template does not show "
+                "to the model; use a template that reads `tools`, or set data.tools_key=null"
             )
         for message in messages:
             if message.get("tool_calls") and not self._call_forms:
@@ -105,7 +110,7 @@ class ChatTemplate:
             )
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        except Exception as error:  # a template is a program: it can fail in any way
+        except Exception as error:  # a template is a program and can fail in any way
             raise UserError(f"{where}: the chat template fails: {type(error).__name__}: {error}") from error
 
     def _apply(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation: bool) -> str:
@@ -123,20 +128,22 @@ class ChatTemplate:
     ) -> str:
         """Return the text that the model continues.
 
-        A chat that ends with a message of the assistant is a begun turn: the text ends where that message
-        ends.
+        If the chat ends with an assistant message, that message is a begun turn: the text ends where the
+        message ends.
         """
         *earlier, last = messages
         if last["role"] != "assistant":
             return self.render(messages, where, tools)
         if beside := written_beside_content(last):
             raise UserError(
-                f"{where}: the prompt ends with a turn of the assistant that has {beside[0]}, which cannot be continued; end it with "
-                "the message that the model shall answer, or with the begun text of an answer"
+                f"{where}: the prompt ends with a turn of the assistant that has {beside[0]}, which cannot "
+                "be continued; end it with the message that the model shall answer, or with the begun text "
+                "of an answer"
             )
         if not earlier:
             raise UserError(
-                f"{where}: the prompt is a turn of the assistant alone; put the message before it that it answers"
+                f"{where}: the prompt is a turn of the assistant alone; put the message before it that it "
+                "answers"
             )
         before = self.render(earlier, where, tools)
         return before + self.text_behind(before, last["content"])
@@ -144,7 +151,7 @@ class ChatTemplate:
     def text_behind(self, before: str, text: str) -> str:
         """Return the beginning of a turn's text in the form in which it follows the text `before`.
 
-        A tag that the template puts at the beginning of turns is not repeated.
+        If the template already put a tag at the beginning of the turn, the tag is not repeated.
         """
         if not text:
             return text
@@ -155,12 +162,16 @@ class ChatTemplate:
 
     @cached_property
     def shape(self) -> TurnShape:
-        """Raises UserError for a template that fails for a finished turn, or leaves out its text."""
+        """Return the text that the template puts around a finished turn of the model.
+
+        Raises UserError if the template fails for a finished turn, or if it leaves out the text of the turn.
+        """
         where = "a finished conversation"
         text = self.render([_QUESTION, {"role": "assistant", "content": _WORD}], where, generation=False)
         if _WORD not in text:
             raise UserError(
-                "the chat template leaves out what the assistant says, so there is nothing to score or to learn"
+                "the chat template leaves out what the assistant says, so there is nothing to score or to "
+                "learn"
             )
         start = text.rindex(_WORD)
         before, tail = self.render([_QUESTION], where), text[start + len(_WORD) :]
@@ -176,11 +187,14 @@ class ChatTemplate:
     def turn(
         self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None, begun: str = ""
     ) -> Turn:
-        """Return the last message, which is the assistant's, as the model writes it.
+        """Return the last message of the chat, an assistant message, as the model writes it.
 
-        The turn is what the template adds to the chat before it. begun: the part of its content that the
-        prompt has. Raises UserError if the template leaves out a part of the message, or if its beginning or
-        end cannot be found.
+        The turn is the text that the template adds when this message is appended to the chat.
+
+        begun: the part of the message's content that belongs to the prompt already.
+
+        Raises UserError if the template leaves out a part of the message, or if the turn's beginning or end
+        cannot be found.
         """
         *earlier, last = messages
         before = self.render(earlier, where, tools)
@@ -191,14 +205,15 @@ class ChatTemplate:
                 raise UserError(f"{where}: a message of the assistant has {key}, {_LEFT_OUT}")
         if not whole.startswith(before):
             raise UserError(
-                f"{where}: the chat template does not show the assistant's message behind the beginning that it gives to a turn, "
-                f"{before[-40:]!r}, so it does not tell what the model writes; give the response as a string, or change "
-                "data.chat_template or its arguments"
+                f"{where}: the chat template does not show the assistant's message behind the beginning that "
+                f"it gives to a turn, {before[-40:]!r}, so it does not tell what the model writes; give the "
+                "response as a string, or change data.chat_template or its arguments"
             )
         if _squeezed(last["content"] or "") not in _squeezed(begun + whole[len(before) :]):
             raise UserError(
-                f"{where}: a message of the assistant has content of which the chat template cuts off a part, such as "
-                f"thinking before </think>; give the response as a string, or change data.chat_template"
+                f"{where}: a message of the assistant has content of which the chat template cuts off a "
+                "part, such as thinking before </think>; give the response as a string, or change "
+                "data.chat_template"
             )
         return self._closed(before, whole[len(before) :], where)
 
@@ -209,29 +224,30 @@ class ChatTemplate:
                 [*messages[:-1], {**last, "content": last["content"] or ""}], where, tools, generation=False
             )
         except UserError:
-            return None  # it is read, at least
+            return None  # the template at least reads the key
 
     def _closed(self, before: str, text: str, where: str) -> Turn:
         shape = self.shape
         if text.endswith(shape.tail):
             return Turn(before, text[: len(text) - len(shape.tail)], shape.closing, shape.is_closed)
         text = text.rstrip()
-        # Some templates end turns with calls by another token.
+        # Some templates end turns that contain calls with another token.
         closing = next((token for token in self.added_tokens if text.endswith(token)), None)
         if closing is None:
             raise UserError(
-                f"{where}: the chat template ends turns of the assistant with {shape.tail!r}, but this one with {text[-40:]!r}, which is "
-                "no token of its own, so it does not tell where the model stops; change data.chat_template"
+                f"{where}: the chat template ends turns of the assistant with {shape.tail!r}, but this one "
+                f"with {text[-40:]!r}, which is no token of its own, so it does not tell where the model "
+                "stops; change data.chat_template"
             )
         return Turn(before, text.removesuffix(closing), closing, True)
 
     @cached_property
     def _call_forms(self) -> list[tuple[str | None, type]]:
-        """Forms in which the template shows tool calls: (what empty content has to be, type of arguments).
+        """Return the forms in which the template shows tool calls.
 
-        Templates differ: some print None, and some show calls only if content is None; some write arguments
-        that are text as a JSON string within JSON, and others fail if they are an object. The usual form
-        comes first.
+        A form is a pair (value for empty content, type of the arguments). Templates differ. Some print None,
+        others show calls only if the content is None. Some write arguments given as text as a JSON string
+        within JSON, others fail if the arguments are an object. The usual form comes first.
         """
         return [form for form in product((None, ""), (dict, str)) if self._shows_calls(*form)]
 
@@ -256,7 +272,7 @@ class ChatTemplate:
         return _WORD in text and not prints_nothing and f'\\"{_WORD}' not in text
 
     def _fitted(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with empty content and arguments of calls in a form that the template shows."""
+        """Return the message with empty content and call arguments in a form that the template shows."""
         if not message.get("tool_calls"):
             return message if message["content"] is not None else {**message, "content": ""}
         given = _function(message["tool_calls"][0]).get("arguments", {})
@@ -271,12 +287,15 @@ class ChatTemplate:
 
 
 def _squeezed(text: str) -> str:
-    """Return the text without white space, which templates change around thinking and contents."""
+    """Return the text without white space, which templates change around reasoning and contents."""
     return "".join(text.split())
 
 
 def _function(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a call that has its name and arguments: some data sets have no object around it."""
+    """Return the part of a call that holds its name and arguments.
+
+    Some data sets omit the object around it.
+    """
     return call.get("function", call)
 
 
@@ -287,7 +306,7 @@ _LEFT_OUT = (
 
 
 def _arguments(given: Any, kind: type) -> Any:
-    """Return the arguments of a call as an object, or as JSON text."""
+    """Return the arguments of a call as an object, or as JSON text if `kind` is str."""
     if type(given) is kind:
         return given
     if kind is str:
@@ -304,14 +323,15 @@ def _arguments(given: Any, kind: type) -> Any:
 
 
 def _names_read(template: str | dict[str, str]) -> set[str]:
-    """Return the names that a template, or any of several, takes from outside."""
+    """Return the variable names that a template, or any of several templates, reads from outside."""
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     names: set[str] = set()
     for text in template.values() if isinstance(template, dict) else [template]:
         try:
-            # The environment in which transformers renders it, with the tags that it adds to Jinja's.
+            # Use the environment in which transformers renders the template: it has tags that Jinja itself
+            # lacks.
             environment = _compile_jinja_template(text).environment
         except TemplateError as error:
             raise UserError(

@@ -1,11 +1,11 @@
-"""A prompt and a response as a reward model reads them: one finished conversation, whose last token is scored."""
+"""Conversations as a reward model reads them: a prompt and a finished response. The last token is scored."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from grpo_megatron.config.schema import DataConfig
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.data.tokenizer import FROM_TOKENIZER, NO_TEMPLATE, PromptTokenizer, load_tokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import read_object
@@ -14,18 +14,23 @@ _TOKENIZER = "tokenizer.json"
 
 
 class Conversations:
-    """pad: the token that transformers' *ForSequenceClassification takes for padding, wherever it stands: it scores the last token
-    that is another one. None: it scores the last token, whatever it is."""
+    """The conversations that one reward model scores.
+
+    pad: id of the padding token of transformers' *ForSequenceClassification, or None. The model treats this
+        token as padding wherever it occurs, and scores the last token that is not padding. With None, it
+        scores the last token, whatever it is.
+    """
 
     def __init__(self, tokenizer: PromptTokenizer, pad: int | None):
         self.tokenizer, self.pad = tokenizer, pad
         self._ending = tokenizer.after_response()
 
     def finished(self, response: np.ndarray) -> np.ndarray:
-        """int32 [R] -> the response with what stands behind it in a finished conversation, up to the token that is scored.
+        """Return the int32 response [R] plus the end of a conversation, up to the token that is scored.
 
-        What a response already has of that, such as the end token that the engine stopped at, is not repeated. Empty where all of it is
-        padding: then the prompt's last token is scored.
+        The part of that end that the response already has, such as the end token at which the engine stopped,
+        is not repeated. The result is empty if it consists only of padding. The prompt's last token is scored
+        then.
         """
         have = next(
             (n for n in range(len(self._ending), 0, -1) if np.array_equal(response[-n:], self._ending[:n])), 0
@@ -36,26 +41,32 @@ class Conversations:
 
 
 def same_tokenizer(folder: str, other: str) -> bool:
-    """Whether both have the same tokens, by their files."""
+    """Return True if both folders have the same tokenizer.json."""
     files = Path(folder, _TOKENIZER), Path(other, _TOKENIZER)
     return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
 
 
 def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conversations:
-    """As a reward model that is not trained here reads them: with the policy's tokenizer as data.chat_template says; with another, in the
-    template of its own folder, unless data.chat_template=none. policy: its folder.
+    """Return the conversations of a reward model that is not trained in this run.
 
-    Raises UserError where there is no tokenizer, or no template.
+    If the reward model has the policy's tokenizer, its conversations follow data.chat_template. If it has
+    another tokenizer, they use the template in its own folder, unless data.chat_template=none.
+
+    reward_model: folder of the reward model.
+    policy: folder of the policy.
+
+    Raises UserError if the tokenizer or the template is missing.
     """
     try:
         if data.chat_template != NO_TEMPLATE and not same_tokenizer(reward_model, policy):
             if not load_tokenizer(reward_model).chat_template:
                 raise UserError(
-                    f"{reward_model}: its tokenizer is not the policy's, so data.chat_template is not for it, and it has no chat template; "
-                    "put the one that it was trained with into this folder, as chat_template.jinja"
+                    f"{reward_model}: its tokenizer is not the policy's, so data.chat_template is not for "
+                    "it, and it has no chat template; put the one that it was trained with into this folder, "
+                    "as chat_template.jinja"
                 )
             data = replace(data, chat_template=FROM_TOKENIZER, chat_template_args={})
-        # The policy's prompts come with the system prompt and the suffix.
+        # The policy's prompts already contain the system prompt and the suffix.
         data = replace(data, system_prompt=None, prompt_suffix="")
         return Conversations(PromptTokenizer(reward_model, data), stated_pad_token(reward_model))
     except UserError as error:
@@ -63,14 +74,15 @@ def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conver
 
 
 def stated_pad_token(model_path: str) -> int | None:
-    """pad_token_id of config.json."""
+    """Return pad_token_id of the model's config.json, or None."""
     return read_object(Path(model_path) / "config.json").get("pad_token_id")
 
 
 def pad_token(model_path: str) -> int | None:
-    """Of a reward model that is made of this checkpoint: what config.json states, else the tokenizer's, else its end token.
+    """Return the padding token of a reward model that is made from this checkpoint.
 
-    Where it is also the last token of a conversation, that token is left out, in training as in scoring.
+    It is the one in config.json, else the tokenizer's padding token, else its end token. If a conversation
+    ends with this token, the token is left out, in training and in scoring.
     """
     stated = stated_pad_token(model_path)
     if stated is not None:

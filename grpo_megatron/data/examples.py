@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_megatron.batch.sample import Sample
-from grpo_megatron.config.schema import Config, OverlongPrompts
+from grpo_megatron.config.data import OverlongPrompts
+from grpo_megatron.config.schema import Config
 from grpo_megatron.data.lazy import Chain, Made
 from grpo_megatron.data.lengths import too_long, within_limit
 from grpo_megatron.data.prompts import as_list, record_prompt, record_tools
@@ -20,15 +21,19 @@ from grpo_megatron.errors import UserError
 
 
 def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[Sample], int]:
-    """Return the prompt/response pairs of all of data.train as samples, and how many were left out because they are too long.
+    """Return the prompt/response pairs of data.train as samples, and how many were left out as too long.
 
-    Every response ends as the chat template ends a turn of the assistant; if the template has no token for
-    that, with the tokenizer's end token. A response may also be the rest of a chat, such as an episode with
-    an environment: a list of messages that begins and ends with one of the assistant. All messages of the
-    assistant are trained on.
+    Every response ends as the chat template ends an assistant turn. If the template has no token for that,
+    the response ends with the tokenizer's end token.
 
-    Each is made once here, so that whatever is wrong is found before a run starts, and again when it is asked for. Raises
-    UserError, naming the record, for a bad one, and for one that is too long unless data.overlong_prompts=skip.
+    A response may also be the rest of a chat, such as an episode with an environment. It is then a list of
+    messages that begins and ends with an assistant message, and all assistant messages are trained on.
+
+    Every sample is made once here, so that errors in the data are found before the run starts. It is made
+    again each time it is requested.
+
+    Raises UserError, naming the record, for a bad record, and for a pair that is too long unless
+    data.overlong_prompts=skip.
     """
     parts, first, left_out = [], 0, 0
     for source in as_list(config.data.train):
@@ -45,15 +50,19 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[
 
 @dataclass(frozen=True)
 class ExampleMaker:
-    """Makes the sample of a record by its number. first: number of record 0 among all sources."""
+    """Maker of supervised samples: called with a record's index, it returns the record's sample."""
 
     records: Records
     tokenizer: PromptTokenizer
     config: Config
     first: int
+    """Index of this source's record 0 among the records of all sources."""
 
     def __call__(self, number: int) -> Sample:
-        """Raises UserError, naming the record, for one that is damaged or incomplete."""
+        """Return the sample of record `number`.
+
+        Raises UserError, naming the record, if it is damaged or incomplete.
+        """
         data = self.config.data
         record, where = self.records[number], self.records.where(number)
         given, tools = (
@@ -75,7 +84,10 @@ class ExampleMaker:
         )
 
     def fits(self, number: int) -> bool:
-        """Make a sample and return whether it is short enough. Raises UserError if it is not, unless data.overlong_prompts=skip."""
+        """Make a sample and return True if it is short enough.
+
+        Raises UserError if the sample is too long, unless data.overlong_prompts=skip.
+        """
         sample, data = self(number), self.config.data
         problem = too_long(
             len(sample.prompt_ids), len(sample.response_ids), data, self.config.rollout.max_response_length

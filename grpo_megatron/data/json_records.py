@@ -1,4 +1,7 @@
-"""Records of JSON files: where each begins is known, the rest stays in the file."""
+"""Records of JSON files.
+
+Only the position of each record is kept in memory; its content is read on request.
+"""
 
 import json
 import os
@@ -13,15 +16,15 @@ from grpo_megatron.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK = 2**18  # bytes read at a time
-# A whole string, a mark of structure, or the quote of a string that goes on behind the block.
+# A whole string, a structural character, or the opening quote of a string that continues after the block.
 _MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]|"', re.DOTALL)
 
 
 class JsonRecords(FileRecords):
-    """JSON Lines, or an array of objects. In memory are 24 bytes for each record.
+    """The records of a JSON Lines file, or of a JSON array of objects. They take 24 bytes of memory each.
 
-    An array is known by its first character, in files named .json; what is named .jsonl has a record on each line
-    that is not blank. Files are UTF-8, with or without a byte-order mark.
+    A .json file is an array if its first character is `[`. In any other file, each line that is not blank is
+    a record. Files are UTF-8, with or without a byte-order mark.
     """
 
     def __init__(self, path: str):
@@ -51,15 +54,18 @@ class JsonRecords(FileRecords):
         return plain_record(_parse(raw, where), where)
 
     def _text_lines(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """(first byte, byte behind the last, number) of the lines that are not blank."""
+        """Yield (start byte, end byte, line number) of each line that is not blank. The end is exclusive."""
         for number, line in enumerate(self._file, start=1):
             if line.strip():
                 yield start, start + len(line), number
             start += len(line)
 
     def _elements(self, base: int) -> Iterator[tuple[int, int, int]]:
-        """(first byte, byte behind the last, 0) of the array's elements. Only the brackets and commas around them
-        are looked at here: an element that is not JSON is found when it is read."""
+        """Yield (start byte, end byte, 0) of each element of the array. The end is exclusive.
+
+        Only the brackets and commas around the elements are examined here. An element that is not JSON is
+        found when it is read.
+        """
         depth = start = number = 0
         buffer, block = b"", _BLOCK
         while chunk := self._file.read(block):
@@ -81,7 +87,7 @@ class JsonRecords(FileRecords):
                 elif depth == 1 and start == 0:
                     start = position + 1
             if not done:
-                block *= 2  # a string longer than the buffer; doubling keeps the work linear
+                block *= 2  # a string is longer than the buffer; doubling keeps the work linear
             base, buffer = base + done, buffer[done:]
         raise UserError(
             f"{self.source}: record {number}: the file ends within the array; it may have been cut off"
@@ -91,7 +97,7 @@ class JsonRecords(FileRecords):
         return end - start < _BLOCK and not os.pread(self._file.fileno(), end - start, start).strip()
 
     def _nothing_from(self, position: int) -> None:
-        """Raises UserError if anything but white space follows the array."""
+        """Raise UserError if anything but white space follows the array."""
         self._file.seek(position)
         while chunk := self._file.read(_BLOCK):
             if chunk.strip():
@@ -99,7 +105,7 @@ class JsonRecords(FileRecords):
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
-    """The object that the bytes spell. Raises UserError if they do not."""
+    """Parse the bytes as a JSON object. Raises UserError if they are not one."""
     try:
         record = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_twins)
     except UnicodeDecodeError as error:
@@ -108,7 +114,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
     except RecursionError as error:
         raise UserError(f"{where}: nested too deeply") from error
-    except ValueError as error:  # of _without_twins, or a number of thousands of digits
+    except ValueError as error:  # raised by _without_twins, or by a number with thousands of digits
         raise UserError(f"{where}: {error}") from error
     if not isinstance(record, dict):
         raise UserError(f"{where}: expected an object, got {type(record).__name__}")
@@ -116,7 +122,10 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """json's own dict would keep the last value of a key without a word."""
+    """Return the pairs as a dict.
+
+    Raises ValueError if a key occurs twice; json's own dict silently keeps the last value.
+    """
     record = dict(pairs)
     if len(record) < len(pairs):
         seen: set[str] = set()

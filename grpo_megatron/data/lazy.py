@@ -1,4 +1,4 @@
-"""Sequences whose items are made when they are asked for."""
+"""Lazy sequences: an item is made each time it is requested."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class Made(Sequence[T]):
-    """A sequence that keeps numbers, such as places of records, and calls `make` for the item that is asked for.
+    """A sequence that stores integers, such as record indices, and calls `make` to build the requested item.
 
-    contents: digests of the sources that the items are made from, by name.
+    contents: digest of each source that the items are made from, by the source's name.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class Made(Sequence[T]):
 
 
 def contents_of(items: Sequence) -> dict[str, str]:
-    """Return the digests of the sources that the items are made from, by their names.
+    """Return the digests of the sources that the items are made from, by the source's name.
 
-    A plain list has none.
+    The result is empty for a plain list.
     """
     return dict(getattr(items, "contents", {}))
 
 
 class Chain(Sequence[T]):
-    """Sequences one behind the other. contents: of all of them, see Made."""
+    """The concatenation of several sequences. `contents` merges those of the parts, see Made."""
 
     def __init__(self, parts: Sequence[Sequence[T]]):
         self._parts = parts

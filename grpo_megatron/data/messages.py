@@ -1,4 +1,4 @@
-"""Chat messages and tools as records give them, made plain for a chat template."""
+"""Chat messages and tools: converts what records contain into the plain form that chat templates expect."""
 
 import ast
 import json
@@ -7,22 +7,23 @@ from typing import Any
 from grpo_megatron.data.values import shown
 from grpo_megatron.errors import UserError
 
-# Keys of an assistant's message, besides its content, that hold what the model wrote.
+# Keys of an assistant message, besides its content, that hold what the model wrote.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 CALL_KEYS = ("tool_calls", "function_call")
 
 
 def chat_messages(prompt: Any, where: str, name: str = "prompt") -> list[dict[str, Any]]:
-    """Return the messages with their contents as text, and without the keys that are null.
+    """Return the messages with text contents and without keys that are null.
 
-    Many libraries write null for keys that a message lacks, but templates ask whether a key is there. The
-    content is None where an assistant's message has tool calls or reasoning alone. name: of the field, for a
-    UserError.
+    Many libraries write null for keys that a message lacks, but templates test whether a key is present. The
+    content of an assistant message stays None if the message consists only of tool calls or reasoning.
+
+    name: name of the field, used in the text of a UserError.
     """
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise UserError(
-            f"{where}: the {name} must be a string, a list of messages with role and content, or a list of token ids; "
-            f"it is {shown(prompt)}"
+            f"{where}: the {name} must be a string, a list of messages with role and content, or a list of "
+            f"token ids; it is {shown(prompt)}"
         )
     if not prompt:
         raise UserError(f"{where}: the {name} is empty, a list without messages")
@@ -37,7 +38,7 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role.strip():
         raise UserError(f"{where} has no role; its keys are {shown(list(message))}")
     if not message.get("tool_calls"):
-        message.pop("tool_calls", None)  # an empty list, which some templates take for calls
+        message.pop("tool_calls", None)  # some templates take an empty list for calls
     else:
         message["tool_calls"] = _tool_calls(message["tool_calls"], where)
     return {**message, "content": _content(message, where)}
@@ -51,7 +52,8 @@ def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
     calls = _json_value(given) if isinstance(given, str) else given
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise UserError(
-            f"{where} has the tool_calls {shown(given)}; they must be a list of objects with name and arguments"
+            f"{where} has the tool_calls {shown(given)}; they must be a list of objects with name and "
+            "arguments"
         )
     calls = [_without_nulls(call) for call in calls]
     for call in calls:
@@ -63,7 +65,10 @@ def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _content(message: dict[str, Any], where: str) -> str | None:
-    """Return the text of a message, whose content may be a list of parts `{"type": "text", "text": ...}`."""
+    """Return the text of a message.
+
+    Its content may also be a list of parts `{"type": "text", "text": ...}`.
+    """
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -83,14 +88,16 @@ def _content(message: dict[str, Any], where: str) -> str | None:
 
 
 def written_beside_content(message: dict[str, Any]) -> list[str]:
-    """Return the keys besides content that hold what the model wrote in an assistant's message."""
+    """Return the keys of an assistant message, other than content, that hold something the model wrote."""
     return [key for key in (*REASONING_KEYS, *CALL_KEYS) if message.get(key)]
 
 
 def chat_in_text(text: str, where: str) -> list[dict[str, Any]] | None:
-    """Return the messages if a text is a list of them as JSON, as in CSV files; None for any other text.
+    """Return the messages if the text is a JSON list of messages, as in CSV files.
 
-    Raises UserError for messages that are spelled as Python spells them.
+    Return None for any other text.
+
+    Raises UserError if the text is such a list in Python syntax instead of JSON.
     """
     if not text.lstrip().startswith("[") or "role" not in text:
         return None
@@ -102,7 +109,8 @@ def chat_in_text(text: str, where: str) -> list[dict[str, Any]] | None:
         return None
     if _is_chat(value):
         raise UserError(
-            f"{where}: the text is a list of messages as Python prints it, {shown(text)}; write it as JSON (json.dumps), or as a list"
+            f"{where}: the text is a list of messages as Python prints it, {shown(text)}; write it as JSON "
+            "(json.dumps), or as a list"
         )
     return None
 
@@ -116,7 +124,7 @@ def _is_chat(value: Any) -> bool:
 
 
 def _json_value(text: str) -> Any:
-    """Return what the text spells as JSON; None if it is no JSON."""
+    """Parse the text as JSON. Return None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -124,11 +132,14 @@ def _json_value(text: str) -> Any:
 
 
 def offered_tools(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return the JSON schemas of the tools that a record offers. given: a list of them, or its JSON text."""
+    """Return the JSON schemas of the tools that a record offers.
+
+    given: a list of schemas, or the JSON text of such a list.
+    """
     tools = _json_value(given) if isinstance(given, str) else given
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(
-            f"{where} must be a list of JSON schemas, one for each tool, or the JSON text of such a list; it is {shown(given)}. "
-            "Set data.tools_key=null if this field is something else"
+            f"{where} must be a list of JSON schemas, one for each tool, or the JSON text of such a list; it "
+            f"is {shown(given)}. Set data.tools_key=null if this field is something else"
         )
     return tools

@@ -1,4 +1,4 @@
-"""The order training prompts are handed out in."""
+"""The order in which training prompts are handed out."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -11,10 +11,12 @@ from grpo_megatron.errors import ANOTHER_RUN, UserError
 
 
 class EpochOrder:
-    """Endless indices 0..size-1, each once per epoch; the order depends on seed and epoch alone.
+    """An endless stream of indices 0..size-1, each once per epoch.
 
-    contents: digests of the sources that the indices are places in, by name, which a checkpoint keeps. `of`
-    takes them from a sequence of such items.
+    The order depends only on the seed and the epoch.
+
+    contents: digest of each source that the indices refer to, by the source's name. Checkpoints store it.
+        `EpochOrder.of` takes it from a sequence of items.
     """
 
     def __init__(
@@ -26,7 +28,7 @@ class EpochOrder:
 
     @classmethod
     def of(cls, items: Sequence, seed: int, shuffle: bool) -> "EpochOrder":
-        """Return the order in which these items are handed out."""
+        """Return a new order over the given items."""
         return cls(len(items), seed, shuffle, contents_of(items))
 
     def _make_order(self) -> np.ndarray:
@@ -56,26 +58,31 @@ class EpochOrder:
         }
 
     def must_fit(self, state: dict) -> str:
-        """Raise UserError for a state of other data.
+        """Raise UserError if a saved state belongs to other data.
 
-        Return a note on what could not be compared, or an empty text.
+        Return a note about what could not be compared, or an empty string.
         """
         saved = (state["size"], state["seed"], state["shuffle"])
         if saved != (self.size, self.seed, self.shuffle):
             raise UserError(
-                "the checkpoint's data had {} records, seed {} and shuffle={}, now {}, {} and {}; the order of the rest of the "
-                "epoch would be another; {}".format(*saved, self.size, self.seed, self.shuffle, ANOTHER_RUN)
+                "the checkpoint's data had {} records, seed {} and shuffle={}, now {}, {} and {}; the order "
+                "of the rest of the epoch would be another; {}".format(
+                    *saved, self.size, self.seed, self.shuffle, ANOTHER_RUN
+                )
             )
         contents = state.get("contents")
         if contents is None:
-            return "the checkpoint is of an earlier version, which kept no digest of the data: whether they were edited is not known"
-        # By their order and not by name: the files may have been moved.
+            return (
+                "the checkpoint is of an earlier version, which kept no digest of the data: whether they "
+                "were edited is not known"
+            )
+        # Compare by position and not by name, because the files may have been moved.
         if list(contents.values()) != list(self.contents.values()):
             changed = [source for source, digest in self.contents.items() if digest not in contents.values()]
             raise UserError(
-                f"data.train: what {', '.join(changed or self.contents)} holds has changed since the checkpoint was written, although the "
-                "number of records has not; the rest of the epoch would mix the old data with the new. Bring the old file back under "
-                f"data.train, or {ANOTHER_RUN}"
+                f"data.train: what {', '.join(changed or self.contents)} holds has changed since the "
+                "checkpoint was written, although the number of records has not; the rest of the epoch would "
+                f"mix the old data with the new. Bring the old file back under data.train, or {ANOTHER_RUN}"
             )
         return ""
 
@@ -86,11 +93,13 @@ class EpochOrder:
 
 
 class PromptSource:
-    """Hands out the training prompts of one or several sources; the orders are its state.
+    """The training prompts of one or several sources, handed out in order.
 
-    Without weights all sources form one data set, each prompt once per epoch. With weights every
-    source has its own order and supplies its share of what is handed out, to within one prompt. Where a
-    run goes on with other weights, that is of what is handed out since then.
+    The state is the position in each source's order.
+
+    Without weights, all sources form one data set, and each prompt occurs once per epoch. With weights, every
+    source has its own order and supplies its share of the prompts, exact to within one prompt. If a resumed
+    run has other weights, the new shares hold for the prompts handed out after the resume.
     """
 
     def __init__(
@@ -104,7 +113,8 @@ class PromptSource:
         self._shares = [weight / sum(weights) for weight in weights] if weights else [1.0]
         self._orders = [EpochOrder.of(source, seed + i, shuffle) for i, source in enumerate(self._sources)]
         self._taken = [0] * len(self._sources)
-        # Places (source, index): of prompts to be handed out again first, and of those handed out since `settle`.
+        # Places are (source, index): first those to be handed out again, then those handed out since the last
+        # `settle`.
         self._returned: list[tuple[int, int]] = []
         self._lent: list[tuple[int, int, int]] = []
 
@@ -115,7 +125,10 @@ class PromptSource:
         ]
 
     def settle(self, unused: list[Prompt]) -> None:
-        """Of the prompts handed out since the last call, these were not used: they come first in what is handed out next."""
+        """Take back the prompts that were handed out since the last call but not used.
+
+        They are handed out first next time.
+        """
         places = {uid: (source, index) for source, index, uid in self._lent}
         self._returned = [places[prompt.uid] for prompt in unused] + self._returned
         self._lent = []
@@ -133,12 +146,15 @@ class PromptSource:
         return source, self._orders[source].take(1)[0]
 
     def first(self, count: int) -> list[Prompt]:
-        """The first prompts of the first source as its file has them; nothing is handed out. Fewer if it has fewer."""
+        """Return the first `count` prompts of the first source, or all if it has fewer.
+
+        They are not handed out.
+        """
         return [self._sources[0][number] for number in range(min(count, len(self._sources[0])))]
 
     @property
     def epoch(self) -> int:
-        """Of the source that is furthest."""
+        """Epoch of the source that is furthest ahead."""
         return max(order.epoch for order in self._orders)
 
     def state_dict(self) -> dict:
@@ -147,13 +163,14 @@ class PromptSource:
         return {"orders": orders, "taken": self._taken, "shares": self._shares, "returned": returned}
 
     def must_fit(self, state: dict) -> str:
-        """Raise UserError for a state of other data.
+        """Raise UserError if a saved state belongs to other data.
 
-        Return a note on what could not be compared, or an empty text.
+        Return a note about what could not be compared, or an empty string.
         """
         if len(state["orders"]) != len(self._orders):
             raise UserError(
-                f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}; {ANOTHER_RUN}"
+                f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}; "
+                f"{ANOTHER_RUN}"
             )
         notes = [order.must_fit(saved) for order, saved in zip(self._orders, state["orders"], strict=True)]
         return next(filter(None, notes), "")
@@ -161,7 +178,8 @@ class PromptSource:
     def load_state_dict(self, state: dict) -> None:
         self.must_fit(state)
         if state.get("shares", self._shares) != self._shares:
-            # Counted from the beginning, one source would be alone until it has its new share of all that was handed out before.
+            # Start counting again. Otherwise one source would supply every prompt until it has its new share
+            # of all prompts that were handed out before.
             state = state | {"taken": [0] * len(self._sources)}
         for order, saved in zip(self._orders, state["orders"], strict=True):
             order.load_state_dict(saved)

@@ -1,4 +1,4 @@
-"""Pairs of responses of which people prefer one, as a reward model is trained on them."""
+"""Preference pairs, the training data of a reward model: a chosen and a rejected response to a prompt."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.config.schema import DataConfig, OverlongPrompts
+from grpo_megatron.config.data import DataConfig, OverlongPrompts
 from grpo_megatron.data.conversations import Conversations
 from grpo_megatron.data.lazy import Chain, Made
 from grpo_megatron.data.lengths import too_long, within_limit
@@ -20,22 +20,32 @@ from grpo_megatron.data.store import Records
 from grpo_megatron.data.values import required, shown
 from grpo_megatron.errors import UserError
 
-# (the chosen one, the rejected one)
+# (chosen sample, rejected sample)
 Pair = tuple[Sample, Sample]
 
 
 @dataclass(frozen=True)
 class PairMaker:
-    """Makes the pair of a record by its number. longest: tokens of a response. first: number of record 0 among all sources."""
+    """Maker of preference pairs: called with a record's index, it returns the record's pair."""
 
     records: Records
+    """The records of one source."""
     conversations: Conversations
+    """Tokenizer and end-of-conversation rules of the reward model."""
     config: DataConfig
+    """The section `data` of the configuration."""
     longest: int
+    """Maximal length of a response, in tokens."""
     first: int
+    """Index of this source's record 0 among the records of all sources."""
 
     def __call__(self, number: int) -> Pair:
-        """Prompts are their last data.max_prompt_length tokens. Raises UserError, naming the record, for whatever is wrong with it."""
+        """Return the pair of record `number`.
+
+        With data.overlong_prompts=truncate_left, long prompts are cut on the left.
+
+        Raises UserError, naming the record, for anything that is wrong with it.
+        """
         record, where = self.records[number], self.records.where(number)
         margin = 0.0 if self.config.margin_key is None else _margin(record, self.config.margin_key, where)
         chosen = self._sample(record, self.config.chosen_key, number, where, margin)
@@ -61,7 +71,7 @@ class PairMaker:
         )
 
     def _said(self, record: dict[str, Any], key: str, where: str) -> tuple[np.ndarray, str]:
-        """Return (int32 ids of the prompt, what the assistant said)."""
+        """Return the int32 ids of the prompt and the text of the assistant's response."""
         tokenizer, value = self.conversations.tokenizer, self.records.meant(required(record, key, where))
         tools = record_tools(self.records, record, self.config, where)
         if isinstance(value, str):
@@ -73,7 +83,8 @@ class PairMaker:
         messages = chat_messages(value, f"{where}: field {key!r}")
         if messages[-1]["role"] != "assistant":
             raise UserError(
-                f"{where}: field {key!r} ends with a message of {shown(messages[-1]['role'])}, not of the assistant"
+                f"{where}: field {key!r} ends with a message of {shown(messages[-1]['role'])}, not of the "
+                "assistant"
             )
         *earlier, last = self._conversation(messages, record, where)
         _, prompt_ids = tokenizer.chat_prompt(earlier, where, tools)
@@ -86,7 +97,8 @@ class PairMaker:
     ) -> list[dict[str, Any]]:
         """Return the whole conversation.
 
-        messages: all of it, or, if they begin with the assistant, the rest behind the record's prompt.
+        messages: the whole conversation, or, if the first message is the assistant's, only the part after the
+            record's prompt.
         """
         tokenizer = self.conversations.tokenizer
         if messages[0]["role"] != "assistant":
@@ -97,7 +109,7 @@ class PairMaker:
         return [*asked, *messages]
 
     def problem(self, pair: Pair) -> str | None:
-        """What of a pair is too long."""
+        """Return a message that says which part of the pair is too long, or None."""
         prompt, response = (max(len(ids) for ids in both) for both in zip(*map(_parts, pair), strict=True))
         return too_long(prompt, response, self.config, self.longest)
 
@@ -118,11 +130,16 @@ def _margin(record: dict[str, Any], key: str, where: str) -> float:
 def load_pairs(
     sources: Any, conversations: Conversations, data: DataConfig, longest: int
 ) -> tuple[Sequence[Pair], dict[str, int]]:
-    """The pairs of data.train or data.eval, and how many were left out because they are too long, or because both responses are alike.
+    """Return the pairs of data.train or data.eval, and the number of pairs left out for each reason.
 
-    Every record is read, checked and tokenized here once, so that whatever is wrong is found before a run starts; kept is only which
-    records are left. longest: tokens of a response. Raises UserError, naming the record, for a bad one, and for one that is too long
-    unless data.overlong_prompts=skip; a response is never cut.
+    The reasons are that a pair is too long, or that its two responses are identical. Every record is read,
+    checked and tokenized once here, so that errors in the data are found before the run starts. Only the
+    indices of the remaining records are kept in memory.
+
+    longest: maximal length of a response, in tokens.
+
+    Raises UserError, naming the record, for a bad record, and for a pair that is too long unless
+    data.overlong_prompts=skip. A response is never cut.
     """
     parts, first, counts = [], 0, {"too long": 0, "with two responses that are alike": 0}
     for source in as_list(sources):
@@ -143,7 +160,8 @@ def load_pairs(
                 kept.append(number)
         if not kept:
             raise UserError(
-                f"{source}: no pair is left, all {len(records)} are too long or have two responses that are alike"
+                f"{source}: no pair is left, all {len(records)} are too long or have two responses that are "
+                "alike"
             )
         parts.append(Made(kept, make, {source: records.digest()}))
         first += len(records)
@@ -151,9 +169,10 @@ def load_pairs(
 
 
 def pair_batch(pairs: Sequence[Pair]) -> TrainBatch:
-    """Sequence 2i is the chosen one of pair i, 2i + 1 the rejected one. The margin of a pair is the difference of their `reward`.
+    """Return P pairs as one batch: sequence 2i is the chosen one of pair i, sequence 2i + 1 the rejected one.
 
-    The two weights of a pair's loss are at the last tokens of its sequences; together they are 1 / P of the P pairs.
+    The margin of a pair is the difference between the `reward` of its two sequences. The loss weight of a
+    pair, 1 / P, is split evenly over the last tokens of its two sequences.
     """
     batch = TrainBatch.from_samples([sample for pair in pairs for sample in pair])
     batch.weight[batch.cu_seqlens[1:] - 1] = 0.5 / len(pairs)

@@ -1,4 +1,4 @@
-"""Prompts of records: text, tokens, reference answer, and the policy for those that are too long."""
+"""Prompts made from records: text, tokens, reference answer, and the policy for prompts that are too long."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.config.schema import DataConfig, OverlongPrompts
+from grpo_megatron.config.data import DataConfig, OverlongPrompts
 from grpo_megatron.data.lazy import Made
 from grpo_megatron.data.messages import offered_tools
 from grpo_megatron.data.records import open_records
@@ -19,21 +19,24 @@ from grpo_megatron.data.tokenizer import PromptTokenizer, Tools
 from grpo_megatron.data.values import lookup, required, shown
 from grpo_megatron.errors import UserError
 
-# Takes a prompt and the place of its record, and raises UserError for one that cannot be used.
+# Called with a prompt and the place of its record. Raises UserError if the prompt cannot be used.
 RecordCheck = Callable[[Prompt, str], None]
 
 
 def as_list(value: Any) -> list[str]:
-    """data.train and data.eval: one source, or a list of them."""
+    """Return the sources of data.train or data.eval, which may be one source or a list, as a list."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
 def reference_answer(value: Any, where: str) -> str | list[str]:
-    """Return the text of an answer, or of each accepted one of a list.
+    """Return the text of a reference answer, or a list with the text of each accepted answer.
 
-    Numbers are written out in digits, without an exponent (1e-07 -> 0.0000001), and whole ones without a decimal point
-    (15.0 -> 15). True and False are written as Python writes them. where: record and field, for the message of the
-    UserError about anything else.
+    Numbers are written in digits without an exponent (1e-07 -> 0.0000001), and whole numbers without a
+    decimal point (15.0 -> 15). True and False are written as in Python.
+
+    where: the record and field, named in error messages.
+
+    Raises UserError for any other type of value.
     """
     if isinstance(value, list):
         if not value:
@@ -52,28 +55,36 @@ def _answer_text(value: Any, where: str) -> str:
     if isinstance(value, int):
         return str(value)
     raise UserError(
-        f"{where} is {shown(value)}; a reference answer must be a string, a number, true or false, or a list of those (each of "
-        "them accepted). data.answer_key may name a field of an object: outer.inner"
+        f"{where} is {shown(value)}; a reference answer must be a string, a number, true or false, or a list "
+        "of those (each of them accepted). data.answer_key may name a field of an object: outer.inner"
     )
 
 
 @dataclass(frozen=True)
 class PromptMaker:
-    """Makes the prompt of a record by its number. first_uid: uid of record 0; name: of the source."""
+    """Maker of prompts: called with a record's index, it returns the record's prompt."""
 
     records: Records
+    """The records of one source."""
     tokenizer: PromptTokenizer
+    """Tokenizes the prompts."""
     config: DataConfig
+    """The section `data` of the configuration."""
     first_uid: int
+    """uid of record 0."""
     name: str
+    """Name of the source."""
 
     def __call__(self, number: int) -> Prompt:
-        """The prompt as it is handed out: its last data.max_prompt_length tokens."""
+        """Return the prompt as it is handed out: cut to its last data.max_prompt_length tokens."""
         prompt = self.whole(number)
         return Prompt(**{**vars(prompt), "ids": prompt.ids[-self.config.max_prompt_length :]})
 
     def whole(self, number: int) -> Prompt:
-        """With all of its tokens. Raises UserError, naming the record, for whatever is wrong with it."""
+        """Return the prompt with all of its tokens.
+
+        Raises UserError, naming the record, for anything wrong with it.
+        """
         config, where = self.config, self.records.where(number)
         record = self.records[number]
         given = record_prompt(self.records, record, config, where)
@@ -90,12 +101,12 @@ class PromptMaker:
 
 
 def record_prompt(records: Records, record: dict[str, Any], config: DataConfig, where: str) -> Any:
-    """Return what data.prompt_key names, as PromptTokenizer takes it."""
+    """Return the value of the field data.prompt_key, in the form that PromptTokenizer accepts."""
     return records.meant(required(record, config.prompt_key, where))
 
 
 def record_tools(records: Records, record: dict[str, Any], config: DataConfig, where: str) -> Tools:
-    """Return the JSON schemas of the tools that a record offers to the model; None if it has none."""
+    """Return the JSON schemas of the tools that a record offers to the model, or None if it offers none."""
     given = None if config.tools_key is None else lookup(record, config.tools_key)
     if given in (None, [], ""):
         return None
@@ -109,13 +120,17 @@ def load_prompts(
     first_uid: int = 0,
     check: RecordCheck | None = None,
 ) -> tuple[Sequence[Prompt], dict[str, int]]:
-    """The prompts of one source, and how many were skipped or truncated for their length.
+    """Return the prompts of one source, and how many were skipped or truncated because of their length.
 
-    Every record is read, checked and tokenized here once, so that whatever is wrong is found before a run starts;
-    kept is only which records are left. Each prompt is read and tokenized again when it is asked for.
-    uid counts records from first_uid. check: of the prompts that are left, such as
-    rollout.episodes.record_check. Raises UserError, naming the record, for a bad one, for an overlong prompt
-    under data.overlong_prompts=error, and if none is left.
+    Every record is read, checked and tokenized once here, so that errors in the data are found before the run
+    starts. Only the indices of the remaining records are kept in memory. A prompt is read and tokenized again
+    each time it is requested.
+
+    first_uid: uid of the first record. Each further record counts up by 1.
+    check: called for each remaining prompt, for example rollout.episodes.record_check.
+
+    Raises UserError, naming the record, for a bad record, and for an overlong prompt if
+    data.overlong_prompts=error. Raises UserError if no prompt is left.
     """
     records = open_records(source)
     name = re.sub(r"[^\w.-]+", "_", Path(source).stem)  # becomes part of file names and metric tags
@@ -128,8 +143,8 @@ def load_prompts(
             if config.overlong_prompts == OverlongPrompts.error:
                 raise UserError(
                     f"{records.where(number)}: the prompt has {length} tokens, more than "
-                    f"data.max_prompt_length={config.max_prompt_length}; raise that, or set data.overlong_prompts to skip or "
-                    "truncate_left"
+                    f"data.max_prompt_length={config.max_prompt_length}; raise that, or set "
+                    "data.overlong_prompts to skip or truncate_left"
                 )
             if config.overlong_prompts == OverlongPrompts.skip:
                 counts["skipped"] += 1

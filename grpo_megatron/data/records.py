@@ -1,4 +1,4 @@
-"""Records from JSON and Parquet files, and from HF `datasets` names."""
+"""Opening of record sources: JSON and Parquet files, and data sets of the HF `datasets` library."""
 
 from pathlib import Path
 
@@ -14,18 +14,21 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
 
 def open_records(source: str) -> Records:
-    """The records of one source; none of them is checked yet.
+    """Open one source of records. The records themselves are not checked yet.
 
-    source: a .jsonl, .json or .parquet file, or `hf:NAME[:CONFIG[:SPLIT]]` for what `datasets.load_dataset`
-    finds (a hub name where a hub is reachable, or a local folder; SPLIT is train by default).
-    Raises UserError for what cannot be read and for an empty source.
+    source: a .jsonl, .json or .parquet file, or `hf:NAME[:CONFIG[:SPLIT]]`. The part after `hf:` is what
+        `datasets.load_dataset` accepts: a name on the hub, if a hub is reachable, or a local folder. SPLIT is
+        train by default.
+
+    Raises UserError if the source cannot be read or has no records.
     """
     suffix = Path(source).suffix.lower()
     if source.startswith(HUB_PREFIX):
         records: Records = HubRecords(source)
     elif Path(source).is_dir():
         raise UserError(
-            f"{source} is a folder, not a file; name the files in it, or hf:{source} to load it as an HF dataset"
+            f"{source} is a folder, not a file; name the files in it, or hf:{source} to load it as an HF "
+            "dataset"
         )
     elif not Path(source).is_file():
         raise UserError(f"{source} does not exist (a file, or hf:NAME[:CONFIG[:SPLIT]] for an HF dataset)")
@@ -45,7 +48,10 @@ def open_records(source: str) -> Records:
 
 
 def read_records(source: str, keys: list[str]) -> Records:
-    """open_records, and every record read once. Raises UserError for one that is damaged or lacks one of the keys."""
+    """Open a source as `open_records` does, and read every record once.
+
+    Raises UserError if a record is damaged or lacks one of the keys.
+    """
     records = open_records(source)
     for number, record in enumerate(records):
         for key in keys:

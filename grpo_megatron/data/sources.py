@@ -1,4 +1,7 @@
-"""The prompts of a run, from all of its sources. check: of each record, see load_prompts."""
+"""All prompts of a run, for training and evaluation.
+
+The argument `check` is called for each record, see load_prompts.
+"""
 
 from itertools import count
 
@@ -25,9 +28,12 @@ def training_prompts(
 def held_out_prompts(
     config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None
 ) -> dict[str, list[Prompt]]:
-    """{name of the data set: its prompts}; a name that occurs twice gets a number, and so does `average`, which is that of all.
+    """Return the evaluation prompts of each data set, by the data set's name.
 
-    These are held in memory: an evaluation samples them all at once.
+    A number is appended to a name that occurs twice, and to the name `average`, which the mean over all data
+    sets uses.
+
+    The prompts are held in memory, because an evaluation samples all of them at once.
     """
     loaded: list[tuple[str, list[Prompt]]] = []
     for source in as_list(config.data.eval):
@@ -44,7 +50,7 @@ def held_out_prompts(
         free = name
         if name in (*datasets, "average"):
             numbered = (f"{name}_{number}" for number in count(len(datasets)))
-            # It may be what another data set is called itself, which would take its place.
+            # The numbered name may be another data set's own name, and would then replace that data set.
             free = next(one for one in numbered if one not in {*own, *datasets})
         datasets[free] = prompts
     return datasets

@@ -1,4 +1,4 @@
-"""What records of every source have in common: they are read when they are asked for."""
+"""Base classes of records. A record is read from its source each time it is requested."""
 
 import os
 import weakref
@@ -12,13 +12,14 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import json_text
 from grpo_megatron.progress import moved
 
-_DIGESTED_BYTES = 4 * 2**20  # at a time
+_DIGESTED_BYTES = 4 * 2**20  # bytes read at a time for a digest
 
 
 class Records(Sequence[dict[str, Any]]):
-    """The records of one source, in its order, each a dict of plain Python (values.plain).
+    """The records of one source in their order, each a dict of plain Python values (see values.plain).
 
-    Only places are kept in memory. Asking for a record that is damaged raises a UserError that names it.
+    Only the positions of records are kept in memory. Requesting a damaged record raises a UserError that
+    names it.
     """
 
     source: str
@@ -27,19 +28,18 @@ class Records(Sequence[dict[str, Any]]):
         return self._read(range(len(self))[number])
 
     def where(self, number: int) -> str:
-        """The place of a record as messages name it."""
+        """Return the place of a record, as error messages name it."""
         return f"{self.source}: record {number}"
 
     def meant(self, value: Any) -> Any:
-        """Return a value of a record without what the file's format has added to it."""
+        """Return a value of a record without anything that the file format added to it."""
         return value
 
     def digest(self) -> str:
-        """Return the XXH3 digest, of 128 bits, of all that the records hold.
+        """Return the XXH3-128 digest of the content of all records. It changes if any record changes.
 
-        Another one tells that they were changed.
-
-        All records are read for it. They are read anyway when a run starts, which takes much longer.
+        All records are read for this. That takes much less time than the checks at the start of a run, which
+        read them anyway.
         """
         digest = xxhash.xxh3_128()
         for record in self:
@@ -52,7 +52,7 @@ class Records(Sequence[dict[str, Any]]):
 
 
 class FileRecords(Records):
-    """Of a file that stays open, and must stay as it is: places in it are remembered."""
+    """The records of a file. The file stays open and must not change, because positions in it are stored."""
 
     def __init__(self, path: str):
         self.source = path
@@ -68,7 +68,7 @@ class FileRecords(Records):
         return status.st_size, status.st_mtime_ns
 
     def digest(self) -> str:
-        """Return the XXH3 digest, of 128 bits, of the file's bytes."""
+        """Return the XXH3-128 digest of the file's bytes."""
         digest, place = xxhash.xxh3_128(), 0
         while block := os.pread(self._file.fileno(), _DIGESTED_BYTES, place):
             digest.update(block)
@@ -79,6 +79,7 @@ class FileRecords(Records):
     def __getitem__(self, number: int) -> dict[str, Any]:
         if self._now() != self._stamp:
             raise UserError(
-                f"{self.source} has been changed since it was opened; write a new file in place of changing it"
+                f"{self.source} has been changed since it was opened; write a new file in place of changing "
+                "it"
             )
         return super().__getitem__(number)

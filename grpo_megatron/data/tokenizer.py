@@ -1,4 +1,7 @@
-"""Prompts into text and tokens: the chat template, special tokens, the vocabulary."""
+"""The prompt tokenizer.
+
+It turns the prompts of records into text and token ids, with the chat template if there is one.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_megatron.config.schema import DataConfig
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.decoder import Decoder, end_tokens
 from grpo_megatron.data.messages import chat_in_text, chat_messages
@@ -15,7 +18,8 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.json_files import read_object
 
 FROM_TOKENIZER, NO_TEMPLATE = "tokenizer", "none"
-# Arguments of apply_chat_template that decide about its result, not about the text.
+# Arguments of apply_chat_template that change the form of its result, not the text. data.chat_template_args
+# may not set them.
 _OURS = (
     "conversation",
     "chat_template",
@@ -35,18 +39,23 @@ Tools = list[dict[str, Any]] | None
 
 
 class PromptTokenizer:
-    """A prompt as records have it -> text and token ids, as data.chat_template says.
+    """The tokenizer of prompts. It follows data.chat_template and accepts these forms of a prompt:
 
-    With a template, a string is the user's message, and the generation prompt is added. Without one a string is
-    text to go on from, with what the tokenizer itself puts before texts (BOS) but no end token behind it. A list of
-    integers is token ids, taken as they are. A string that spells a list of messages as JSON is that list.
+    - A string with a chat template: the string is the user's message, and the generation prompt is added.
+    - A string without a chat template: the model continues the text. The tokenizer's own prefix (BOS) is put
+      before it, but no end token is put after it.
+    - A list of messages, or a string that contains such a list as JSON: a chat. It needs a chat template.
+    - A list of integers: token ids, used unchanged.
     """
 
     def __init__(self, model_path: str, data: DataConfig | None = None, tools: Sequence[dict[str, Any]] = ()):
-        """Raises UserError for a tokenizer that cannot be used, and for settings that do not fit it.
+        """Load the tokenizer of a model folder and check the settings against it.
 
-        data: template, its arguments, the system prompt and the suffix are used; None: the defaults.
-        tools: JSON schemas of what the model may call in every prompt, for the template.
+        data: its chat template, template arguments, system prompt and suffix are used. None means the
+            defaults.
+        tools: JSON schemas of the functions that the model may call in every prompt. The template shows them.
+
+        Raises UserError if the tokenizer cannot be used, or if the settings do not fit it.
         """
         data = data or DataConfig()
         self.tokenizer = load_tokenizer(model_path)
@@ -54,7 +63,7 @@ class PromptTokenizer:
         self._system, self._suffix = data.system_prompt, data.prompt_suffix
         self.template = _template(model_path, self.tokenizer, data, tools)
         self._beginning = self._put_before_texts()
-        # SentencePiece tokenizers put a space in front of a text, but not in front of a part within it.
+        # SentencePiece tokenizers put a space before a text, but not before a part inside a text.
         self._depends_on_text_before = self._behind("\n", "a") != self._ids("a")
         if self.template and self._system is not None:
             self._check_system_prompt()
@@ -62,9 +71,12 @@ class PromptTokenizer:
         self.decoder = Decoder(self.tokenizer, {*self.turn_ends, *end_tokens(self.tokenizer, model_path)})
 
     def prompt(self, prompt: Any, where: str, tools: Tools = None) -> tuple[str, np.ndarray]:
-        """Return (text, int32 ids [P], P > 0). tools: JSON schemas that the record offers.
+        """Return the text of a prompt and its int32 ids [P], P > 0.
 
-        Raises UserError for a prompt that cannot be used. where: the record, for its message.
+        where: place of the record, named in error messages.
+        tools: JSON schemas of the tools that the record offers.
+
+        Raises UserError if the prompt cannot be used.
         """
         if _are_ids(prompt):
             return self._given_ids(prompt, where, tools)
@@ -73,7 +85,8 @@ class PromptTokenizer:
             return self.chat_prompt(messages, where, tools)
         if tools:
             raise UserError(
-                f"{where}: the record offers tools (data.tools_key), which need a chat template; data.chat_template=none"
+                f"{where}: the record offers tools (data.tools_key), which need a chat template; "
+                "data.chat_template=none"
             )
         text = f"{prompt}{self._suffix}"
         return text, self._some(self._encode_with_beginning(text), text, where)
@@ -81,7 +94,10 @@ class PromptTokenizer:
     def chat_prompt(
         self, messages: list[dict[str, Any]], where: str, tools: Tools = None
     ) -> tuple[str, np.ndarray]:
-        """Return text and int32 ids of a prompt of messages, see `prompt`. messages: as the method `messages` returns them."""
+        """Return the text and the int32 ids of a chat prompt, see `prompt`.
+
+        messages: the chat, as the method `messages` returns it.
+        """
         text = self._needed_template().prompt(messages, where, tools)
         if not text.strip():
             raise UserError(f"{where}: the prompt is empty (after the chat template, if there is one)")
@@ -89,13 +105,13 @@ class PromptTokenizer:
         return text, self._some(self.encode(text), text, where)
 
     def text(self, prompt: Any, where: str = "the prompt") -> str:
-        """Return what is tokenized for a string or a list of messages."""
+        """Return the text that is tokenized for a string or a list of messages."""
         return self.prompt(prompt, where)[0]
 
     def messages(self, prompt: Any, where: str = "the prompt") -> list[dict[str, Any]] | None:
-        """Return the prompt as a chat, with system prompt and suffix.
+        """Return the prompt as a chat, with the system prompt and the suffix added.
 
-        None for token ids, and for text where there is no template.
+        Return None for token ids, and for plain text if there is no chat template.
         """
         if _are_ids(prompt):
             return None
@@ -110,8 +126,8 @@ class PromptTokenizer:
         messages = chat_messages(given, where)
         if not self.template:
             raise UserError(
-                f"{where}: the prompt is a list of chat messages, but data.chat_template=none; give a string or token ids, or "
-                "set data.chat_template to tokenizer or a file with a Jinja template"
+                f"{where}: the prompt is a list of chat messages, but data.chat_template=none; give a string "
+                "or token ids, or set data.chat_template to tokenizer or a file with a Jinja template"
             )
         if self._system is not None and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": self._system})
@@ -121,42 +137,43 @@ class PromptTokenizer:
         asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
         if not asked:
             raise UserError(
-                f"{where}: the prompt has no message of the user, to which data.prompt_suffix could be appended"
+                f"{where}: the prompt has no message of the user, to which data.prompt_suffix could be "
+                "appended"
             )
         last = messages[asked[-1]]
         messages[asked[-1]] = {**last, "content": f"{last['content']}{self._suffix}"}
         return messages
 
     def chat(self, messages: list[dict[str, Any]], where: str = "the prompt", tools: Tools = None) -> str:
-        """Return the text of a chat, whose last message is finished, with the beginning of the next turn."""
+        """Return the text of a chat whose last message is complete, plus the beginning of the next turn."""
         return self._needed_template().render(messages, where, tools)
 
     def after_turn(self, messages: list[dict[str, Any]], tools: Tools = None) -> np.ndarray:
-        """Return int32 ids of what the template puts behind a turn of the model.
+        """Return the int32 ids that the template puts after a turn of the model.
 
-        They are the turn's end, these messages, and the beginning of the next turn.
+        They contain the end of that turn, the given messages, and the beginning of the model's next turn.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}, *messages]
         _, found, behind = self.chat(chat, "an observation", tools).partition(_STAND_IN)
         if not found:
             raise UserError(
-                "the chat template does not show a turn of the model as it was written, so nothing can be put behind one: use "
-                "rollout.history=template"
+                "the chat template does not show a turn of the model as it was written, so nothing can be "
+                "put behind one: use rollout.history=template"
             )
         return self.encode(behind)
 
     def continued(self, ids: list[int], messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
-        """Return ids that end with a turn of the model, and `after_turn` behind them."""
+        """Return `ids`, which end with a turn of the model, followed by the tokens of `after_turn`."""
         behind, shape = self.after_turn(messages, tools).tolist(), self._needed_template().shape
         end = self._ids(shape.closing) if shape.is_closed else behind[:1]
-        # The model mostly wrote the end of its turn itself.
+        # The model usually wrote the end of its turn itself. Then it is not added again.
         is_written = end == behind[: len(end)] == ids[len(ids) - len(end) :]
         return [*ids, *(behind[len(end) :] if is_written else behind)]
 
     def after_response(self) -> np.ndarray:
-        """Return int32 ids that follow a response in a finished conversation.
+        """Return the int32 ids that follow a response in a finished conversation.
 
-        Without a template this is the end token, if there is one.
+        Without a chat template, that is the end token, if there is one.
         """
         if self.template:
             return self.encode(self.template.shape.tail)
@@ -164,22 +181,26 @@ class PromptTokenizer:
         return np.array([] if end is None else [end], dtype=np.int32)
 
     def closing(self, text: str, is_closed: bool, where: str) -> np.ndarray:
-        """Return int32 ids that close a turn of the model. text, is_closed: as in TurnShape."""
+        """Return the int32 ids that close a turn of the model.
+
+        See TurnShape for `text` (its `closing`) and `is_closed`.
+        """
         end = self.tokenizer.eos_token_id
         if is_closed:
             return self.encode(text)
         if end is None:
             raise UserError(
-                f"{where}: neither the chat template nor the tokenizer has an end token, which must close every response"
+                f"{where}: neither the chat template nor the tokenizer has an end token, which must close "
+                "every response"
             )
         return np.append(self.encode(text), np.int32(end))
 
     def encode(self, text: str) -> np.ndarray:
-        """Return int32 ids of the text alone; a template has put in whatever special tokens it wants."""
+        """Return the int32 ids of exactly this text, without adding special tokens."""
         return np.array(self._ids(text), dtype=np.int32)
 
     def encode_behind(self, before: str, text: str) -> np.ndarray:
-        """Return int32 ids of a text that stands behind another one."""
+        """Return the int32 ids of `text` as it is tokenized directly after the text `before`."""
         return np.array(
             self._behind(before, text) if self._depends_on_text_before else self._ids(text), dtype=np.int32
         )
@@ -209,20 +230,21 @@ class PromptTokenizer:
         return ids
 
     def _must_be_plain(self, messages: list[dict[str, Any]], text: str, where: str) -> None:
-        """Refuse a prompt that begins like the template's own text: a template was applied to it before."""
+        """Raise UserError if a prompt looks as if a template was already applied to it."""
         first = next((token for token in self.template.added_tokens if text.startswith(token)), None)
         asked = next((message["content"] for message in messages if message["role"] == "user"), None)
         if first and asked and asked.lstrip().startswith(first):
             raise UserError(
-                f"{where}: the prompt begins with {first!r}, as what the chat template makes does, so a template was applied to it "
-                "before; set data.chat_template=none, or give prompts without it"
+                f"{where}: the prompt begins with {first!r}, as what the chat template makes does, so a "
+                "template was applied to it before; set data.chat_template=none, or give prompts without it"
             )
 
     def _given_ids(self, ids: list[int], where: str, tools: Tools) -> tuple[str, np.ndarray]:
         wrong = [number for number in ids if not 0 <= number < self.vocab_size]
         if wrong:
             raise UserError(
-                f"{where}: token id {shown(wrong[0])} of the prompt is not among the model's 0 to {self.vocab_size - 1}"
+                f"{where}: token id {shown(wrong[0])} of the prompt is not among the model's 0 to "
+                f"{self.vocab_size - 1}"
             )
         for key, value in (
             ("system_prompt", self._system),
@@ -240,18 +262,21 @@ class PromptTokenizer:
             with_it = self.chat([{"role": "system", "content": self._system}, asked])
             without = self.chat([asked])
         except UserError:
-            return  # it is said with the first record, for which the template may not fail
+            return  # reported with the first record, for which the template may work
         if with_it == without:
             raise UserError(
                 "data.system_prompt has no effect: the chat template leaves out messages of the role system"
             )
 
     def _ends_of_template(self) -> tuple[int, ...]:
-        """Return the token that ends turns in the template, if any; not always the tokenizer's end token."""
+        """Return the token that ends turns in the template, if any.
+
+        It is not always the tokenizer's end token.
+        """
         try:
             shape = self.template.shape if self.template else None
         except UserError:
-            return ()  # it is said where it matters: not every run needs finished turns
+            return ()  # reported where the turn shape is needed; not every run needs finished turns
         return tuple(self._ids(shape.closing)[-1:]) if shape and shape.is_closed else ()
 
     def _needed_template(self) -> ChatTemplate:
@@ -260,11 +285,11 @@ class PromptTokenizer:
         return self.template
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text without end and padding tokens; `decoder` does the same in other processes."""
+        """Return the text without end and padding tokens, as `decoder` does in other processes."""
         return self.decoder(ids)
 
     def decode_all(self, ids: np.ndarray) -> str:
-        """Return the text with every token."""
+        """Return the text of all tokens, special tokens included."""
         return self.tokenizer.decode(ids.tolist())
 
 
@@ -273,31 +298,32 @@ def _are_ids(prompt: Any) -> bool:
 
 
 def load_tokenizer(model_path: str):
-    """Return the folder's tokenizer of transformers. Raises UserError if there is none."""
+    """Load the tokenizer of a model folder with transformers. Raises UserError if the folder has none."""
     from transformers import AutoTokenizer
 
     if not Path(model_path).is_dir():
         raise UserError(f"{model_path} is not a folder with a tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
-    except Exception as error:  # the library raises many kinds; all of them mean this
+    except Exception as error:  # the library raises many kinds of errors
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
             f"{model_path}: the tokenizer cannot be loaded ({type(error).__name__}: {reason})"
         ) from error
-    # In a folder without tokenizer files the library makes an empty tokenizer of the model's type.
+    # If a folder has no tokenizer files, the library creates an empty tokenizer of the model's type.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(
-            f"{model_path} has no tokenizer (tokenizer.json, or another tokenizer file); copy the model's into it"
+            f"{model_path} has no tokenizer (tokenizer.json, or another tokenizer file); copy the model's "
+            "into it"
         )
     return tokenizer
 
 
 def _vocab_size(model_path: str, tokenizer) -> int:
-    """Return the model's number of tokens; the tokenizer's where the folder has no model.
+    """Return the number of tokens of the model, or of the tokenizer if the folder contains no model.
 
-    A model may have more tokens than its tokenizer, because embeddings are padded to convenient sizes, but
-    not fewer.
+    A model may have more tokens than its tokenizer, because embeddings are padded to convenient sizes. Fewer
+    is an error.
     """
     needed = max(tokenizer.get_vocab().values()) + 1
     config = Path(model_path) / "config.json"
@@ -306,8 +332,9 @@ def _vocab_size(model_path: str, tokenizer) -> int:
         beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= size)
         names = ", ".join(repr(token) for _, token in beyond[:5]) + (", ..." if len(beyond) > 5 else "")
         raise UserError(
-            f"{model_path}: the tokenizer has {needed} tokens, but the model has only {size} (vocab_size of its config.json), so it cannot "
-            f"embed {names}; take the tokenizer that belongs to the model, or enlarge the model's embedding with resize_token_embeddings"
+            f"{model_path}: the tokenizer has {needed} tokens, but the model has only {size} (vocab_size of "
+            f"its config.json), so it cannot embed {names}; take the tokenizer that belongs to the model, or "
+            "enlarge the model's embedding with resize_token_embeddings"
         )
     return size
 
@@ -315,7 +342,10 @@ def _vocab_size(model_path: str, tokenizer) -> int:
 def _template(
     model_path: str, tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]]
 ) -> ChatTemplate | None:
-    """Return the template that data.chat_template names; None for `none`. Raises as _read_template does."""
+    """Return the template that data.chat_template names, or None for `none`.
+
+    Raises as `_read_template` does.
+    """
     text = _read_template(model_path, tokenizer, data)
     return (
         None
@@ -325,15 +355,16 @@ def _template(
 
 
 def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
-    """Return the text of the file that data.chat_template names; None if it names no file.
+    """Return the text of the template file that data.chat_template names, or None if it names no file.
 
-    Raises UserError for settings that do not go together.
+    Raises UserError for settings that contradict each other.
     """
     name = data.chat_template
     ours = sorted(set(_OURS) & set(data.chat_template_args))
     if ours:
         raise UserError(
-            f"data.chat_template_args: {', '.join(ours)} cannot be set; only what the template itself reads can"
+            f"data.chat_template_args: {', '.join(ours)} cannot be set; only what the template itself reads "
+            "can"
         )
     if name == NO_TEMPLATE:
         for key, value in (
@@ -346,8 +377,8 @@ def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
     if name == FROM_TOKENIZER:
         if not tokenizer.chat_template:
             raise UserError(
-                f"{model_path}: the tokenizer has no chat template; set data.chat_template=none to give prompts as they are "
-                "(a base model), or to a file with a Jinja template"
+                f"{model_path}: the tokenizer has no chat template; set data.chat_template=none to give "
+                "prompts as they are (a base model), or to a file with a Jinja template"
             )
         return None
     if not Path(name).is_file():

@@ -1,4 +1,4 @@
-"""Tokens of a response to learn from, and which of them the model writes."""
+"""Tokens of a response for supervised training, and a mask of those that the model has to write."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,23 +15,27 @@ from grpo_megatron.errors import UserError
 
 @dataclass(frozen=True)
 class Asked:
-    """The prompt of a record. text: what was tokenized. messages, tools: as in Prompt."""
+    """The prompt of a record."""
 
     text: str
+    """The text that was tokenized."""
     messages: list[dict[str, Any]] | None
+    """See Prompt.messages."""
     tools: Tools
+    """See Prompt.tools."""
 
 
 def written(
     tokenizer: PromptTokenizer, asked: Asked, response: Any, where: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (int32 ids [R], bool mask [R]) of everything behind the prompt.
+    """Return the int32 ids [R] of everything after the prompt, and a bool mask [R].
 
     The mask is true for tokens that the model writes.
 
-    response: a string, which is the text of one turn as the model writes it, or messages, which the chat
-    template renders. The first and the last message are the assistant's. The tokens are those of an episode
-    with rollout.history=append. where: the record and its field, for the message of a UserError.
+    response: a string, which is one turn as the model writes it, or a list of messages, which the chat
+        template renders. The first and the last message must be the assistant's. The tokens are the same as
+        in an episode with rollout.history=append.
+    where: the record and its field, named in error messages.
     """
     parts = [
         (ids, by_model)
@@ -43,7 +47,7 @@ def written(
 
 
 def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return the response as a string, or as the messages of the rest of a chat."""
+    """Return the response as a string, or as a list of messages that continues the chat."""
     if isinstance(response, str):
         response = chat_in_text(response, where) or response
     if isinstance(response, str):
@@ -52,8 +56,8 @@ def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
     messages = chat_messages(response, where, "response") if legal else []
     if not messages or {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
         raise UserError(
-            f"{where} must be a string, or a list of messages with role and content of which the first and the last are the "
-            f"assistant's; is {shown(response)}"
+            f"{where} must be a string, or a list of messages with role and content of which the first and "
+            f"the last are the assistant's; is {shown(response)}"
         )
     return messages
 
@@ -70,7 +74,7 @@ def _parts(
 
 
 def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
-    """Return a turn whose text is given as the model writes it."""
+    """Return the turn whose text is given as the model writes it."""
     template, closing, is_closed = tokenizer.template, "", False
     if template:
         closing, is_closed = template.shape.closing, template.shape.is_closed
@@ -79,7 +83,7 @@ def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
     ):
         text = template.text_behind(asked.text, text)
     end = closing if is_closed else tokenizer.tokenizer.eos_token
-    if end and text.rstrip().endswith(end):  # some data sets have it in their texts
+    if end and text.rstrip().endswith(end):  # some data sets include the end token in their texts
         text = text.rstrip().removesuffix(end)
     return Turn(asked.text, text, closing, is_closed)
 
@@ -92,12 +96,16 @@ def _turn(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarra
 def _plain_parts(
     tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str
 ) -> Iterator:
-    """Yield the parts behind a prompt that is no chat: contents verbatim, as in such an episode."""
+    """Yield the parts after a prompt that is not a chat.
+
+    Contents are used verbatim, as in an episode of that kind.
+    """
     before = asked.text
     for message in response:
         if beside := written_beside_content(message):
             raise UserError(
-                f"{where} has a message with {beside[0]}, which only a chat template can show, and the prompt is no chat"
+                f"{where} has a message with {beside[0]}, which only a chat template can show, and the "
+                "prompt is no chat"
             )
         text = message["content"]
         if message["role"] == "assistant":
@@ -110,7 +118,7 @@ def _plain_parts(
 def _chat_parts(
     tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str
 ) -> Iterator:
-    """Yield each turn of the assistant, and what the template puts between two of them."""
+    """Yield each assistant turn, and between two turns the text that the template puts there."""
     template, chat, begun = tokenizer.template, list(asked.messages), ""
     if chat[-1]["role"] == "assistant":
         begun = chat.pop()["content"]
@@ -132,11 +140,11 @@ def _chat_parts(
 def _between(
     tokenizer: PromptTokenizer, earlier: Turn, turn: Turn, messages: list[dict[str, Any]], tools: Tools
 ) -> np.ndarray:
-    """Return int32 ids that stand between two turns of the assistant."""
+    """Return the int32 ids between two assistant turns."""
     behind = f"{earlier.before}{earlier.text}{earlier.closing}"
     if turn.before.startswith(behind):
         return tokenizer.encode_behind(behind, turn.before[len(behind) :])
-    # The template now shows the earlier turn in another form, mostly without its thinking. An episode with
-    # rollout.history=append keeps what the model wrote.
+    # The template now shows the earlier turn in another form, usually without its reasoning. An episode with
+    # rollout.history=append keeps what the model wrote, so the text between the turns is rendered on its own.
     ids, end = tokenizer.after_turn(messages, tools), tokenizer.encode(tokenizer.template.shape.closing)
     return ids[len(end) :] if np.array_equal(ids[: len(end)], end) else ids

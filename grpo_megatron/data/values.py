@@ -1,4 +1,4 @@
-"""Values of records as plain Python, and finding them by their key."""
+"""Values of records: conversion to plain Python, and lookup by key."""
 
 import base64
 import datetime
@@ -8,17 +8,22 @@ from typing import Any
 
 from grpo_megatron.errors import UserError
 
-# Far from where pickle and the JSON writer, which are recursive, reach Python's limit.
+# Far below the depth at which pickle and the JSON writer, which are recursive, reach Python's recursion
+# limit.
 DEEPEST = 64
 _KEYS_SHOWN = 20
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """The same value in str, int, float, bool, None, list and dict alone: it pickles, and can be written as JSON.
+    """Return the value built only from str, int, float, bool, None, list and dict.
 
-    Dates and times become ISO 8601 text, durations seconds, decimals their digits. Bytes become text if they are
-    UTF-8, else `{"base64": ...}`, which nothing takes for text. Raises ValueError, whose message goes on after the
-    name of the field, for what is nested too deeply, for text that is not Unicode, and for any other type.
+    The result can be pickled and written as JSON.
+
+    Dates and times become ISO 8601 text, durations become seconds, and decimals become their digits. Bytes
+    become text if they are UTF-8, else `{"base64": ...}`, which cannot be mistaken for text.
+
+    Raises ValueError for a value that is nested too deeply, for text that is not Unicode, and for any other
+    type. The message is written to follow the name of the field.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
@@ -47,7 +52,10 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def plain_record(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """The record with plain values. where: the record's place, for the message of the UserError."""
+    """Return the record with plain values. Raises UserError if a value has no plain form.
+
+    where: place of the record, named in error messages.
+    """
     result = {}
     for key, value in record.items():
         try:
@@ -69,7 +77,7 @@ def _text(text: str) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without the keys of objects, at any depth, that are null."""
+    """Return the value without keys that are null, in objects at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -78,7 +86,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def lookup(record: dict[str, Any], key: str) -> Any:
-    """record[key]; if there is no such key, `a.b` is b of the object a. None if that is missing too."""
+    """Return record[key].
+
+    If there is no such key, `a.b` means key b of the object a. Return None if that is missing too.
+    """
     if key in record or "." not in key:
         return record.get(key)
     value: Any = record
@@ -88,7 +99,10 @@ def lookup(record: dict[str, Any], key: str) -> Any:
 
 
 def required(record: dict[str, Any], key: str, where: str) -> Any:
-    """What lookup finds. Raises UserError, naming the record's own keys, if it is missing or null."""
+    """Return what `lookup` finds.
+
+    If it is missing or null, raise UserError, which lists the record's keys.
+    """
     value = lookup(record, key)
     if value is None:
         has = ", ".join(map(shown, list(record)[:_KEYS_SHOWN])) + (
@@ -102,6 +116,6 @@ def required(record: dict[str, Any], key: str, where: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value, for messages."""
+    """Return the beginning of a value's repr, for error messages."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

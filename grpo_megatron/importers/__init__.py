@@ -1,4 +1,4 @@
-"""Configurations of other GRPO systems, turned into ours."""
+"""Import of the configurations of other GRPO systems (verl, RLinf)."""
 
 from grpo_megatron.importers.convert import Import, import_settings, to_yaml
 from grpo_megatron.importers.mapping import System

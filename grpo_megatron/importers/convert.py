@@ -1,4 +1,4 @@
-"""Turn another system's settings into ours, with an account of everything that happened to them."""
+"""Conversion of another system's settings into ours, with a report of what became of each setting."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,40 +22,44 @@ from grpo_megatron.importers.typed import takes_text, typed
 
 @dataclass
 class Import:
-    """Our values, and what became of every key of theirs."""
+    """The values of our keys, and a record of what became of every key of the other system."""
 
     system: str
+    """Name of the other system, such as "verl"."""
     values: dict[str, Any] = field(default_factory=dict)
-    """By our dotted key."""
+    """Dotted key of ours -> value."""
     origins: dict[str, str] = field(default_factory=dict)
-    """Where each of `values` comes from."""
+    """Key of `values` -> text that says where the value comes from."""
     given: dict[str, Any] = field(default_factory=dict)
-    """Keys of ours that were set by hand."""
+    """Key of ours -> value that a person set by hand."""
     findings: list[Finding] = field(default_factory=list)
-    """What makes another run of it."""
+    """Differences that make the imported run train something else than the original one."""
     changed: list[str] = field(default_factory=list)
-    """Carried over, but in another unit or definition."""
+    """Settings that were carried over with another unit or definition, one line each."""
     not_carried: list[str] = field(default_factory=list)
-    """Known and without a counterpart, with the reason."""
+    """Known settings that have no counterpart here, each with the reason."""
     absorbed: list[str] = field(default_factory=list)
-    """Nothing had to be set for them, or another key decided."""
+    """Settings that need nothing here, or that another key decides."""
     unknown: list[str] = field(default_factory=list)
-    """Keys that the mapping does not have."""
+    """Settings whose keys the mapping does not contain."""
     unread: list[str] = field(default_factory=list)
-    """Words of a script that may be settings or change them."""
+    """Words of a script that could not be read and may be settings, or change some."""
     notes: list[str] = field(default_factory=list)
-    """What a script takes from its caller."""
+    """Arguments that the script takes from its caller."""
 
     @property
     def changes_training(self) -> list[str]:
-        """What a person must accept; first what no key of ours could settle."""
+        """Return the findings that a person must accept, first those that no key of ours could settle."""
         return [
             finding.text for finding in sorted(self.findings, key=lambda finding: bool(finding.settled_by))
         ]
 
     @property
     def needs_acceptance(self) -> bool:
-        """Return whether the result may train something else: an unknown key or an unread word can mean anything."""
+        """Return True if the result may train something else.
+
+        An unknown key or an unread word counts as well, because it can mean anything.
+        """
         return bool(self.changes_training or self.unknown or self.unread)
 
     def report(self) -> str:
@@ -75,9 +79,11 @@ class Import:
 
 
 def import_settings(system: System, settings: Settings, given: dict[str, Any] | None = None) -> Import:
-    """Everything of settings ends in one of the fields of the result; nothing is dropped.
+    """Convert settings of another system. Every setting ends up in one field of the result; none is dropped.
 
-    given: values of our keys, of their types, that a person sets; they win. Raises UserError for settings of another kind of run.
+    given: values of our keys that a person sets, already in the types of those keys. They take precedence.
+
+    Raises UserError for settings that are no GRPO run of this system.
     """
     result = Import(system.name, given=given or {}, unread=list(settings.unread), notes=list(settings.notes))
     source = Source(settings.values, system.entries)
@@ -100,7 +106,7 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
             result.unknown.append(f"{key}={value}")
         else:
             known.append((order[entry.theirs], key, value, entry))
-    # In the order of the table, so that a special key of theirs comes after the general one.
+    # Carry keys over in the order of the table, so that a special key can overwrite what a general one set.
     for _, key, value, entry in sorted(known, key=lambda item: item[0]):
         _carry(key, value, entry, source, result, settings.undecided.get(key))
     result.findings += [
@@ -129,7 +135,10 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
 
 
 def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import, undecided: str | None) -> None:
-    """Carry one of their keys over. undecided: between which values a script leaves it open, or None."""
+    """Carry one key of the other system over.
+
+    undecided: text that lists the possible values, if the script leaves the key's value open; otherwise None.
+    """
     if not entry.ours and entry.convert is None:
         if value in (None, {}, []):
             result.absorbed.append(f"{key}={value}: nothing is set")
@@ -161,7 +170,11 @@ def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import, u
 
 
 def _leave(line: str, entry: Entry, result: Import, not_known: bool = False) -> None:
-    """Report what is not carried over, to be accepted if it decides what is trained or was not_known."""
+    """Record a key that is not carried over.
+
+    It becomes a finding, which a person must accept, if it decides what is trained or if its value is not
+    known (not_known). A key of ours that was given by hand settles it.
+    """
     settled = [name for name in entry.ours if name in result.given]
     if settled:
         result.absorbed.append(f"{line} (settled: {settled[0]}={result.given[settled[0]]})")
@@ -172,7 +185,7 @@ def _leave(line: str, entry: Entry, result: Import, not_known: bool = False) -> 
 
 
 def _converted(key: str, value: Any, entry: Entry, source: Source) -> dict[str, Any]:
-    """Our keys with values of their types. Raises CannotCarry."""
+    """Return our keys and their values, in the types of our keys. Raises CannotCarry."""
     if "$" in str(value) and not all(map(takes_text, entry.ours)):
         raise NotKnown(f"not known here; set it by hand ({', '.join(entry.ours)})")
     if isinstance(value, dict):
@@ -183,7 +196,7 @@ def _converted(key: str, value: Any, entry: Entry, source: Source) -> dict[str, 
         try:
             converted = entry.convert(plain(value), source)
         except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            # A converter computes with what the key is meant to hold; anything else ends here.
+            # A converter assumes a value of the right type, and fails like this for any other.
             raise CannotCarry(f"{value!r} is nothing this key takes") from error
     carried = converted if isinstance(converted, dict) else {entry.ours[0]: converted}
     if not carried.keys() <= known_keys().keys():
@@ -192,7 +205,7 @@ def _converted(key: str, value: Any, entry: Entry, source: Source) -> dict[str, 
 
 
 def _carry_default(entry: Entry, source: Source, result: Import) -> None:
-    """Their default, where ours is another: the run that is imported used theirs."""
+    """Carry over the other system's default where ours differs, because the imported run used theirs."""
     try:
         carried = _converted(entry.theirs, entry.default, entry, source)
     except CannotCarry as reason:
@@ -207,7 +220,7 @@ def _carry_default(entry: Entry, source: Source, result: Import) -> None:
 
 
 def to_yaml(result: Import) -> str:
-    """Our YAML, each value with its origin as a comment."""
+    """Return the values as YAML of our configuration, each with a comment that says where it comes from."""
     return (
         nested_yaml(result.values, {key: " ".join(origin.split()) for key, origin in result.origins.items()})
         + "\n"

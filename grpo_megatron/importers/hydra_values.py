@@ -1,4 +1,4 @@
-"""The right side of a key=value argument, by Hydra's grammar: numbers, quoted text, [lists], {mappings}."""
+"""Parser for the value of a Hydra `key=value` argument: numbers, quoted text, [lists] and {mappings}."""
 
 import re
 from collections.abc import Callable
@@ -14,13 +14,16 @@ _STAND_IN = re.compile(r"xHELDx(\d+)x")
 
 
 def hydra_value(text: str, shown: Callable[[str], str]) -> Any:
-    """The value; text that the grammar does not have (a path with a tilde) is that text.
+    """Return the value that Hydra's grammar reads from the text.
 
-    text: may hold placeholders of shell_expand. shown: turns them into words, as they stand in what is returned.
+    A text that the grammar rejects, such as a path with a tilde, is returned unchanged.
+
+    text: may contain placeholders of shell_expand.
+    shown: turns a placeholder into readable words, which replace it in the returned value.
     """
     if text in ("", "None"):
         return None
-    # The grammar takes none of the marks of a placeholder; a plain word stands in for each.
+    # The grammar does not accept the characters of a placeholder, so that a plain word replaces each of them.
     held: list[str] = []
 
     def stand_in(match: re.Match) -> str:
@@ -44,7 +47,7 @@ def hydra_value(text: str, shown: Callable[[str], str]) -> Any:
 
 
 def as_words(value: Any) -> Any:
-    """Write ${references} as $<references>, also within lists and mappings: our files would follow them."""
+    """Write ${references} as $<references>, also within lists and mappings, so that nothing resolves them."""
     if isinstance(value, dict):
         return {as_words(name): as_words(one) for name, one in value.items()}
     if isinstance(value, list):

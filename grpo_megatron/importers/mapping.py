@@ -1,4 +1,4 @@
-"""What a mapping from another system's keys to ours is made of: one Entry per key of theirs."""
+"""Building blocks of a mapping from another system's keys to ours: one Entry per key of that system."""
 
 import math
 import re
@@ -14,18 +14,18 @@ UNSET: Any = object()
 
 
 class CannotCarry(Exception):
-    """A value that has no counterpart here; the message says why."""
+    """Raised for a value that has no counterpart here. The message says why."""
 
 
 class NotKnown(CannotCarry):
-    """A value that the other system's file leaves open, so that it has to be given by hand."""
+    """Raised for a value that the other system's file leaves open. A person has to give it by hand."""
 
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def plain(value: Any) -> Any:
-    """A number, truth value or null that is written as text ('1', "1e-6", None) as what it is; all else as it is."""
+    """Convert a number, truth value or null written as text ('1', "1e-6", None). Keep any other value."""
     if not isinstance(value, str):
         return value
     text = value.strip()
@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
 
 
 class Source:
-    """The values of the other system: as set, else as it has them by default."""
+    """The settings of the other system. A key that is not set has that system's default."""
 
     def __init__(self, values: dict[str, Any], entries: tuple["Entry", ...]):
         self._values = values
@@ -55,7 +55,7 @@ class Source:
         return plain(value)
 
     def below(self, section: str) -> dict[str, Any]:
-        """The values that are set in a section, by the rest of their keys."""
+        """Return the values that are set in a section. Their keys are relative to the section."""
         return {
             key.removeprefix(f"{section}."): self[key]
             for key in self._values
@@ -69,35 +69,35 @@ class Source:
         return int(value) if float(value).is_integer() else float(value)
 
     def count(self, key: str) -> int:
-        """A whole number of at least 1."""
+        """Return a whole number of at least 1. Raises CannotCarry for anything else."""
         value = self.number(key)
         if not isinstance(value, int) or value < 1:
             raise CannotCarry(f"{key}={value} is no number of at least 1")
         return value
 
 
-# (value, all values) -> the value of Entry.ours, or {our key: value} if there are several.
+# convert(value, all settings) returns the value of the key Entry.ours, or {our key: value} for several keys.
 Convert = Callable[[Any, Source], Any]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of theirs, or a pattern with `*`.
-
-    ours: the keys it becomes; none: it is not carried over, and note says why. note: what differs,
-    for the documentation and the report. default: theirs, carried over when the key is not set, since
-    ours may be another; UNSET where nothing would be carried. unit: `theirs -> ours` if it changes.
-    changes_training: a value that cannot be carried over makes another run of it, which a person must accept, unless
-    one of ours is given by hand.
-    """
+    """The mapping of one key of the other system, or of all keys that match a pattern."""
 
     theirs: str
+    """Key of the other system, such as `data.shuffle`; a pattern if it contains `*`."""
     ours: tuple[str, ...] = ()
+    """Keys of ours that it becomes. None: the key is not carried over, and `note` says why."""
     note: str = ""
+    """What differs between the two keys, for the documentation and the report."""
     convert: Convert | None = None
+    """Turns the value into values of `ours`. None: the value stays as it is."""
     default: Any = UNSET
+    """The other system's default, carried over if the key is not set, because ours may differ; else UNSET."""
     unit: str = ""
+    """`theirs -> ours` if the unit changes."""
     changes_training: bool = False
+    """True if a value that cannot be carried over changes what is trained, which a person must accept."""
 
     @property
     def is_pattern(self) -> bool:
@@ -106,7 +106,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence about what is trained that no single key says. settled_by: our keys of which one, given by hand, settles it."""
+    """A statement about what is trained that follows from several keys together.
+
+    settled_by: our keys. If a person gives one of them by hand, the finding no longer applies.
+    """
 
     text: str
     settled_by: tuple[str, ...] = ()
@@ -114,9 +117,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class System:
-    """name: as people call it. entries: exact keys and patterns; the first exact one wins, then the first pattern.
+    """Another system and the mapping of its keys.
 
-    findings: what changes what is trained, across keys. refusal: why these settings are no such run at all, or None.
+    name: the system's usual name.
+    entries: exact keys and patterns. The first exact key that matches wins, then the first pattern.
+    findings: returns differences in what is trained that follow from several keys.
+    refusal: returns why these settings are not a run that can be imported, or None.
     """
 
     name: str
@@ -133,7 +139,7 @@ class System:
         )
 
     def table(self) -> str:
-        """The mapping as a Markdown table, which the documentation holds word for word."""
+        """Return the mapping as a Markdown table. The documentation contains this table word for word."""
         lines = [f"| {self.name} | here | what to know |", "|---|---|---|"]
         for entry in self.entries:
             ours = ", ".join(f"`{key}`" for key in entry.ours) or "-"
@@ -145,7 +151,7 @@ class System:
 
 
 def same(theirs: str, ours: str, note: str = "", default: Any = UNSET, unit: str = "") -> Entry:
-    """The same meaning under another name."""
+    """Return the entry of a key that has the same meaning under another name here."""
     return Entry(theirs, (ours,), note, None, default, unit)
 
 
@@ -157,22 +163,22 @@ def becomes(
     default: Any = UNSET,
     unit: str = "",
 ) -> Entry:
-    """A value that has to be translated."""
+    """Return the entry of a key whose value has to be translated."""
     return Entry(theirs, (ours,) if isinstance(ours, str) else ours, note, convert, default, unit)
 
 
 def dropped(theirs: str, why: str) -> Entry:
-    """No counterpart."""
+    """Return the entry of a key that has no counterpart here."""
     return Entry(theirs, (), why)
 
 
 def trains(*entries: Entry) -> tuple[Entry, ...]:
-    """Keys that decide what is trained."""
+    """Return the entries with changes_training set: they decide what is trained."""
     return tuple(replace(entry, changes_training=True) for entry in entries)
 
 
 def choice(names: dict[str, Any], why: str = "there is no such choice here") -> Convert:
-    """A converter by a table of values; others cannot be carried."""
+    """Return a converter that looks the value up in a table. For any other value it raises CannotCarry."""
 
     def convert(value: Any, source: Source) -> Any:
         if str(value) not in names:
@@ -183,7 +189,7 @@ def choice(names: dict[str, Any], why: str = "there is no such choice here") -> 
 
 
 def truth(value: Any) -> bool:
-    """Raises CannotCarry for what is neither true nor false."""
+    """Return the value as a bool. Raises CannotCarry for anything that is neither true nor false."""
     if isinstance(value, bool):
         return value
     named = {"true": True, "false": False, "none": False, "null": False, "1": True, "0": False}
@@ -193,7 +199,10 @@ def truth(value: Any) -> bool:
 
 
 def only(expected: tuple[Any, ...], why: str) -> Convert:
-    """For keys whose other values mean something that is not here; carries nothing itself."""
+    """Return a converter that accepts the expected values and carries nothing.
+
+    It raises CannotCarry for any other value, which would mean something that does not exist here.
+    """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         if value not in expected:
@@ -204,7 +213,7 @@ def only(expected: tuple[Any, ...], why: str) -> Convert:
 
 
 def elsewhere(value: Any, source: Source) -> dict[str, Any]:
-    """For a key that the converter of another one reads."""
+    """Carry nothing, because the converter of another key reads this key."""
     return {}
 
 
@@ -213,7 +222,10 @@ def flag(value: Any, source: Source) -> bool:
 
 
 def room_for(longest: Callable[[Source], int]) -> Convert:
-    """For the switch of dynamic batches: a micro-batch here holds at least the longest sequence, whatever else says its size."""
+    """Return a converter for the switch that turns dynamic batches on.
+
+    It makes room for the longest sequence: a micro-batch here holds at least one, whatever another key says.
+    """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         tokens = longest(source)
@@ -234,7 +246,7 @@ def unless_null(ours: str) -> Convert:
 
 
 def every(ours: str) -> Convert:
-    """For intervals in steps, where -1 is never; ours has 0 for that."""
+    """Return a converter for an interval in steps. "Never" is -1 in the other system and 0 here."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         return {ours: max(0, value) if isinstance(value, int) else value}
@@ -243,7 +255,7 @@ def every(ours: str) -> Convert:
 
 
 def run_name(value: Any, source: Source) -> str:
-    """Return a name that run.name takes: that of one folder."""
+    """Return a value for run.name, which has to be the name of a single folder."""
     name = str(value).strip().replace("/", "-")
     if "$" in name or value is None or name in ("", ".", "..", "???"):
         raise CannotCarry("no name that is known here; give run.name=NAME")
@@ -255,15 +267,18 @@ def total_steps(value: Any, source: Source) -> dict[str, Any]:
 
 
 def epochs(steps: str) -> Convert:
-    """For the number of epochs, which says how long a run is unless `steps`, a key of theirs, does."""
+    """Return a converter for the number of epochs.
+
+    steps: the other system's key for the number of steps. If it is set, the epochs decide nothing.
+    """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         given = source[steps]
         if isinstance(given, int) and given > 0:
             return {}
         raise CannotCarry(
-            "a run is measured in steps, and how many prompts the data has is not known here: give run.total_steps="
-            "(this many epochs * prompts / data.train_batch_size)"
+            "a run is measured in steps, and how many prompts the data has is not known here: give "
+            "run.total_steps=(this many epochs * prompts / data.train_batch_size)"
         )
 
     return convert

@@ -1,25 +1,29 @@
-"""Recognise launch files of systems whose settings cannot be imported."""
+"""Recognition of launch files of systems whose settings cannot be imported."""
 
 import re
 from dataclasses import dataclass
 
-# What only files of systems that can be imported have.
+# Text that only files of the systems that can be imported contain.
 _IMPORTED = re.compile(
     r"actor_rollout_ref\.|^actor_rollout_ref:|\bverl\.(trainer|recipe|experimental)\b|\brlinf\b|^runner:",
     re.M,
 )
-_ENOUGH = 2  # marks, each of which may stand in another system's file by chance
+# Number of marks needed to name a system. A single one may occur in another system's file by chance.
+_ENOUGH = 2
 
 
 @dataclass(frozen=True)
 class Other:
-    """A system that is known by name only. marks: regular expressions, each for one thing that its files have."""
+    """A system that is recognised but cannot be imported.
+
+    marks: regular expressions. Each matches one thing that is typical of the system's files.
+    """
 
     name: str
     marks: tuple[str, ...]
 
     def found_in(self, text: str) -> list[str]:
-        """Return the first place of each mark in the text."""
+        """Return the text that each mark matches first. Marks without a match are left out."""
         matches = (re.search(mark, text, re.M) for mark in self.marks)
         return [match[0].strip() for match in matches if match]
 
@@ -29,7 +33,7 @@ def _flags(*names: str) -> tuple[str, ...]:
 
 
 def _either(*names: str) -> tuple[str, ...]:
-    """Make marks for keys that are flags of a command or keys of a YAML file."""
+    """Return marks for keys that are either flags of a command or keys of a YAML file."""
     return tuple(rf"(?:--|^\s*)(?:{name})(?=[\s:=]|$)" for name in names)
 
 
@@ -143,7 +147,7 @@ OTHERS = (
 
 
 def refusal(text: str) -> str | None:
-    """Say whose launch file this is, if it is one that cannot be imported; None for anything else."""
+    """Return a message if this is a launch file of a system that cannot be imported, otherwise None."""
     if _IMPORTED.search(text):
         return None
     found = {other.name: other.found_in(text) for other in OTHERS}
@@ -151,6 +155,7 @@ def refusal(text: str) -> str | None:
     if len(found[name]) < _ENOUGH:
         return None
     return (
-        f"this is a file of {name} ({', '.join(found[name][:3])}), and only launch files of verl and RLinf can be imported. "
-        "docs/config.md has every key with its meaning, and docs/recipes.md whole configurations to start from"
+        f"this is a file of {name} ({', '.join(found[name][:3])}), and only launch files of verl and RLinf "
+        "can be imported. docs/config.md has every key with its meaning, and docs/recipes.md whole "
+        "configurations to start from"
     )

@@ -1,4 +1,7 @@
-"""RLinf's keys (the YAML of its reasoning tasks) and ours."""
+"""Mapping of RLinf's keys to ours: run, data, rollout and trainer.
+
+RLinf's settings are the YAML of one of its reasoning tasks.
+"""
 
 import re
 from typing import Any
@@ -53,7 +56,7 @@ def _template_arguments(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _model_of_the_actor(value: Any, source: Source) -> dict[str, Any]:
-    """The model's folder, where the rollout does not name it."""
+    """Return the model's folder. Raises CannotCarry if the rollout names another one."""
     named = source["rollout.model.model_path"] or source["rollout.model_dir"]
     if named not in (None, value):
         raise CannotCarry(f"the rollout has another one ({named}), and one model serves both here")
@@ -77,7 +80,7 @@ def _checkpointing(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _wsd(ours: str) -> Convert:
-    """Return the conversion of a key that only the schedule WSD has."""
+    """Return a converter for a key that has an effect only with the WSD schedule."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         return {ours: value} if value is not None and source["actor.lr_sched.lr_decay_style"] == "WSD" else {}
@@ -111,7 +114,7 @@ def _dynamic_tokens(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _unless_constant(ours: str) -> Convert:
-    """For what only a schedule that is not constant has."""
+    """Return a converter for a key that has no effect with a constant schedule."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         constant = source["actor.lr_sched.lr_decay_style"] in (None, "constant")
@@ -232,7 +235,8 @@ RUN = (
     dropped("reward.*", "belongs to RLinf's own rewards: see reward.function and reward.args"),
     dropped(
         "cluster.*",
-        "set megatron.data_parallel and rollout.engine.num_engines for the GPUs you have, and cluster.placement",
+        "set megatron.data_parallel and rollout.engine.num_engines for the GPUs "
+        "you have, and cluster.placement",
     ),
     dropped("critic.*", "GRPO has no critic"),
     dropped("inference.*", "the trainer's own ranks compute log-probs"),
@@ -373,11 +377,14 @@ def _refusal(source: Source, settings: Settings) -> str | None:
     task = settings.values.get("runner.task_type")
     if task in (None, "reasoning", "math"):
         return None
-    return f"runner.task_type={task}: only RLinf's reasoning tasks are imported, runs that train a language model on text with RL"
+    return (
+        f"runner.task_type={task}: only RLinf's reasoning tasks are imported, runs that train a "
+        "language model on text with RL"
+    )
 
 
 def _findings(source: Source, settings: Settings) -> list[Finding]:
-    """What changes what is trained, across keys."""
+    """Return the differences in what is trained that follow from several keys."""
     found = []
     for key in ("rollout.model.model_type", f"{MODEL}.model_type"):
         value = settings.values.get(key)
@@ -388,11 +395,13 @@ def _findings(source: Source, settings: Settings) -> list[Finding]:
         name = str(base)
         if isinstance(base, dict):
             name = ", ".join(f"{part}={value}" for part, value in base.items())
-        # Those of a training engine say how, not what; a file names itself as _self_.
+        # The base file of a training engine changes how things are computed, not what is trained. `_self_` is
+        # the file itself.
         if not re.match(r"override hydra/|_self_|.*(hybrid_engines|training_backend)/", name):
             found.append(
                 Finding(
-                    f"defaults: {name}: a base configuration that was not read; put its settings into the file"
+                    f"defaults: {name}: a base configuration that was not read; put its settings into the "
+                    "file"
                 )
             )
     if "reward.reward_type" not in settings.values:

@@ -1,4 +1,4 @@
-"""RLinf's keys of the algorithm, of sampling and of the reward, and ours."""
+"""Mapping of RLinf's keys to ours: algorithm, sampling and reward."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def _estimator(value: Any, source: Source) -> str:
 
 
 def _whiten(value: Any, source: Source) -> dict[str, Any]:
-    # REINFORCE++ whitens by itself, there as here.
+    # REINFORCE++ always whitens the advantages, in both systems.
     return {} if source["algorithm.adv_type"] == "reinpp" else {"algorithm.adv_whiten": truth(value)}
 
 
@@ -71,7 +71,8 @@ def _entropy(value: Any, source: Source) -> float:
 def _token_scale(value: Any, source: Source) -> dict[str, Any]:
     if truth(value) and source["algorithm.loss_agg_func"] != "token-mean":
         raise CannotCarry(
-            "a weight of micro-batches by their tokens; only with token-mean is that a mean over the whole step"
+            "a weight of micro-batches by their tokens; only with token-mean is "
+            "that a mean over the whole step"
         )
     return {}
 
@@ -115,7 +116,10 @@ def _sampled(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _off_is(neutral: Any) -> Convert:
-    """Only the neutral value: another one would sample from another distribution than the log-probs are of."""
+    """Return a converter that accepts only the neutral value, which switches the filter off.
+
+    Any other value would sample from another distribution than the one that the log-probs belong to.
+    """
 
     def convert(value: Any, source: Source) -> Any:
         if value is not None and value != neutral:
@@ -180,8 +184,9 @@ ALGORITHM = trains(
         "algorithm.kl_penalty_type",
         ("algorithm.kl_loss_type", "algorithm.kl_penalty"),
         _kl_type,
-        "the same names; k3 is limited to 10 there, here only the log-ratio to 20; the FSDP actor swaps policy and reference in the "
-        "loss, so that k1 has the other sign and k3 is another function: see above",
+        "the same names; k3 is limited to 10 there, here only the log-ratio to 20; the "
+        "FSDP actor swaps policy and reference in the loss, so that k1 has the other sign "
+        "and k3 is another function: see above",
     ),
     same("algorithm.kl_penalty", "algorithm.kl_loss_type", "the older name of kl_penalty_type"),
     becomes(
@@ -234,8 +239,9 @@ ALGORITHM = trains(
         "algorithm.use_valid_token_scale",
         ("algorithm.loss_agg_mode",),
         _token_scale,
-        "its documentation speaks of advantages divided by the token count, its actors turn the mean of each micro-batch into the mean "
-        "over the step, which token-mean always is here; algorithm.use_valid_token_scale is the former, literally, and stays false",
+        "its documentation speaks of advantages divided by the token count, its actors turn the mean of "
+        "each micro-batch into the mean over the step, which token-mean always is here; "
+        "algorithm.use_valid_token_scale is the former, literally, and stays false",
         default=False,
     ),
     becomes(
@@ -370,7 +376,8 @@ PENALTIES = trains(
         "reward.reward_type",
         "reward.function",
         _reward,
-        "math: math (right is 1 and wrong 0 here, reward_scale and minus reward_scale there); others: a function of yours",
+        "math: math (right is 1 and wrong 0 here, reward_scale and minus reward_scale "
+        "there); others: a function of yours",
     ),
     becomes(
         "reward.reward_scale",

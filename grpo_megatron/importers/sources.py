@@ -1,4 +1,4 @@
-"""Reading the other system's configuration: YAML, or the `key=value` arguments of a launch script."""
+"""Reader of another system's configuration: YAML, or the `key=value` arguments of a launch script."""
 
 import re
 import warnings
@@ -28,33 +28,34 @@ _NEITHER = "found neither YAML sections nor key=value arguments of a launch comm
 
 @dataclass
 class Settings:
-    """Settings of another system, with what of its file could not be read."""
+    """The settings of another system, and the parts of its file that could not be read."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """By dotted key. What is not known is text with a $ in it, such as `$N` or `$<8 or 16>`."""
+    """Dotted key -> value. A value that is not known is text with a $ in it, such as `$N` or `$<8 or 16>`."""
     undecided: dict[str, str] = field(default_factory=dict)
-    """For keys of `values` that the script gives several values: which, and the condition that decides."""
+    """Keys of `values` with several possible values -> these values and the condition that decides."""
     unread: list[str] = field(default_factory=list)
-    """Words that may be settings or change them, each with what it is."""
+    """Words that may be settings or change some, each with an explanation."""
     notes: list[str] = field(default_factory=list)
-    """What the script takes from its caller, which changes nothing when it is started by itself."""
+    """Arguments that the script takes from its caller; without arguments they change nothing."""
     lost: list[str] = field(default_factory=list)
-    """Settings that stand in the script and reach no command."""
+    """Settings that occur in the script and reach no command."""
     program: str | None = None
-    """Python module, .py or .sh file that is launched; None for YAML."""
+    """Python module, .py file or .sh file that is launched; None for YAML."""
     base: dict[str, str] = field(default_factory=dict)
-    """What the command says with --config-name, --config-path and --config-dir, by the last word of each."""
+    """Values of --config-name, --config-path and --config-dir, under the keys name, path and dir."""
 
 
 def read_settings(
     text: str, launch: int | None = None, is_yaml: bool = False, environment: dict[str, str] | None = None
 ) -> Settings:
-    """Read YAML sections or a launch command, told apart by what they look like.
+    """Read YAML sections or a launch command. The text itself shows which of the two it is.
 
-    Raises UserError for neither, and for a file of another system than those that can be imported.
+    launch: number of the script's launch command to import, counted from 1.
+    is_yaml: True to accept nothing but YAML.
+    environment: variables that are set when the script starts.
 
-    launch: which of a script's launch commands, counted from 1. is_yaml: nothing else is tried. environment: variables
-    that a script finds set.
+    Raises UserError if the text is neither, or if it is a file of a system that cannot be imported.
     """
     if problem := others.refusal(text):
         raise UserError(problem)
@@ -77,7 +78,7 @@ def read_settings(
 
 
 class _Loader(yaml.SafeLoader):
-    """Dates stay text: no key of a training run is one."""
+    """A YAML loader that keeps dates as text, because no setting of a training run is a date."""
 
 
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
@@ -100,7 +101,7 @@ def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _resolved(tree: dict) -> dict:
-    """The tree with its ${references} replaced where that is possible, and left as they are where not."""
+    """Return the tree with its ${references} replaced, except for those that cannot be resolved."""
     with _arithmetic():
         config = OmegaConf.create(tree)
         return _resolve_node(config, OmegaConf.to_container(config, resolve=False), ())
@@ -124,7 +125,7 @@ def _resolve_node(config, raw: Any, path: tuple) -> Any:
 
 @contextmanager
 def _arithmetic() -> Iterator[None]:
-    """The resolvers that RLinf's files use, within this block only."""
+    """Register, within this block only, the resolvers that RLinf's files use."""
     resolvers = {
         "add": lambda *numbers: sum(numbers),
         "subtract": lambda a, b: a - b,
@@ -135,7 +136,7 @@ def _arithmetic() -> Iterator[None]:
     }
     added = [name for name in resolvers if not OmegaConf.has_resolver(name)]
     with warnings.catch_warnings():
-        # The name of this method changes between versions of omegaconf, with a warning about the old one.
+        # omegaconf renamed this method; some versions warn about the old name.
         warnings.simplefilter("ignore", UserWarning)
         for name in added:
             OmegaConf.register_new_resolver(name, resolvers[name])
@@ -164,7 +165,7 @@ def _read_command(text: str, number: int | None, environment: dict[str, str] | N
 
 
 def _settings(launch: Launch) -> list[str]:
-    """Return the words that are settings, or may be."""
+    """Return the words of the command that are settings or may be some."""
     return [
         word
         for word in launch.words
@@ -182,7 +183,8 @@ def _chosen(launches: list[Launch], number: int | None) -> Launch:
         return launches[number - 1]
     if any(_settings(launch) != _settings(launches[0]) for launch in launches):
         listed = "; ".join(
-            f"{place} in line {launch.line} ({_program(launch) or launch.words[0]}, {len(_settings(launch))} settings)"
+            f"{place} in line {launch.line} ({_program(launch) or launch.words[0]}, "
+            f"{len(_settings(launch))} settings)"
             for place, launch in enumerate(launches, start=1)
         )
         raise UserError(
@@ -192,7 +194,10 @@ def _chosen(launches: list[Launch], number: int | None) -> Launch:
 
 
 def _program(launch: Launch) -> str | None:
-    """Return what is run: the module after the last -m before the settings, or a .py or .sh file."""
+    """Return what the command runs: the module after the last -m before the settings, or a .py or .sh file.
+
+    None if there is neither.
+    """
     first = next(
         (place for place, word in enumerate(launch.words) if _ARGUMENT.match(word)), len(launch.words)
     )
@@ -203,15 +208,15 @@ def _program(launch: Launch) -> str | None:
 
 
 class _Arguments:
-    """The words of a launch command, read into settings."""
+    """Reads the words of a launch command into Settings."""
 
     def __init__(self, launch: Launch, variables: Variables, settings: Settings):
         self._launch, self._variables, self._settings = launch, variables, settings
-        # What the command sets only under conditions that are not known: {key: [(value, condition)]}
+        # Settings that depend on a condition that is not known: {key: [(value, condition)]}
         self._perhaps: dict[str, list[tuple[Any, str]]] = {}
 
     def read(self) -> None:
-        begun = False  # words before the program may be variables of the launcher
+        begun = False  # unknown words before the program may be variables of the launcher; they are skipped
         for word, held in zip(self._launch.words, self._launch.held, strict=True):
             perhaps = self._variables.perhaps(held)
             match = _ARGUMENT.match(perhaps.word if perhaps else held)
@@ -235,7 +240,7 @@ class _Arguments:
             self._settings.undecided[key] = reasons
 
     def _leave_open(self, key: str, found: list[tuple[Any, str]]) -> None:
-        """Note the values of a key that depend on a condition, and the one that is set in any case."""
+        """Record all possible values of a key that depends on a condition."""
         always = [self._settings.values[key]] if key in self._settings.values else []
         values = list(dict.fromkeys(map(str, [*always, *(value for value, _ in found)])))
         if always and len(values) == 1:

@@ -1,4 +1,4 @@
-"""Values of another system as the types of our keys."""
+"""Conversion of the other system's values to the types of our keys."""
 
 import math
 import types
@@ -14,7 +14,10 @@ _FIELDS = known_keys()
 
 
 def typed(key: str, value: Any) -> Any:
-    """value as our key takes it. Raises CannotCarry, with what the key takes, for what cannot be that."""
+    """Return the value in the type of our key.
+
+    Raises CannotCarry, with a message that names the type, if the value cannot be converted.
+    """
     field = _FIELDS[key]
     try:
         return _as(field.type, value)

@@ -1,4 +1,7 @@
-"""verl's keys (`python3 -m verl.trainer.main_ppo key=value ...`) and ours."""
+"""Mapping of verl's keys to ours: algorithm, loss and batch sizes, and the complete mapping VERL.
+
+verl's settings are the arguments of `python3 -m verl.trainer.main_ppo key=value ...`.
+"""
 
 from typing import Any
 
@@ -57,7 +60,7 @@ def _longest(source: Source) -> int:
 def _dynamic_tokens(value: Any, source: Source) -> dict[str, Any]:
     if not truth(source[f"{ACTOR}.use_dynamic_bsz"]):
         raise CannotCarry(f"means nothing to verl without {ACTOR}.use_dynamic_bsz")
-    # With CP, theirs may be shorter than a sequence, which is then spread over the ranks.
+    # With CP, verl's limit may be shorter than a sequence, because it spreads the sequence over the ranks.
     return {"train.max_tokens_per_micro_batch": max(int(value), _longest(source))}
 
 
@@ -70,7 +73,7 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _discounting(estimators: tuple[str, ...], why: str):
-    """For gamma and lam, which only some of verl's estimators read."""
+    """Return a converter for gamma or lam, which only some of verl's estimators read."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         if value != 1 and source["algorithm.adv_estimator"] in estimators:
@@ -101,14 +104,17 @@ def _of_other_losses(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
-    """0: as many as it takes."""
+    """Return the limit on generated batches. verl's 0 means no limit."""
     if not truth(source["algorithm.filter_groups.enable"]):
         return {}
     return {"rollout.dynamic_sampling.max_batches": float(value) or 10000.0}
 
 
 def _loss_mode(source: Source) -> str:
-    """What decides the policy loss in verl: in bypass mode it overwrites loss_mode with that mode's own loss_type."""
+    """Return the name of the policy loss that verl uses.
+
+    In bypass mode verl overwrites loss_mode with that mode's own loss_type.
+    """
     if not bypasses(source):
         return str(source[f"{ACTOR}.policy_loss.loss_mode"])
     return {"ppo_clip": "vanilla", "reinforce": "gpg"}.get(source[f"{CORRECTION}.loss_type"], "unknown")
@@ -134,19 +140,24 @@ def _scale_factor(value: Any, source: Source) -> dict[str, Any]:
         return {}
     if source.number(f"{ACTOR}.loss_scale_factor") != source.number("data.max_response_length"):
         raise CannotCarry(
-            "seq-mean-token-sum-norm divides by rollout.max_response_length here; the whole gradient has another scale"
+            "seq-mean-token-sum-norm divides by rollout.max_response_length here; the "
+            "whole gradient has another scale"
         )
     return {}
 
 
-_PER_GPU = "this limit on padded rectangles becomes a limit on packed tokens; what a micro-batch holds does not change the loss here"
+_PER_GPU = (
+    "this limit on padded rectangles becomes a limit on packed tokens; what a micro-batch holds "
+    "does not change the loss here"
+)
 
 ALGORITHM = (
     becomes(
         "algorithm.adv_estimator",
         "algorithm.adv_estimator",
         choice(ESTIMATORS, "no such estimator here (no critic)"),
-        "grpo_vectorized: grpo, rloo_vectorized: rloo; gpg has another alpha; a group of one has the advantage 0 here",
+        "grpo_vectorized: grpo, rloo_vectorized: rloo; gpg has another alpha; a group of "
+        "one has the advantage 0 here",
         default="gae",
     ),
     becomes("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std_in_grpo", flag, default=True),
@@ -207,8 +218,8 @@ LOSS = (
         f"{ACTOR}.clip_ratio",
         ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
         _clip,
-        "the files verl ships set clip_ratio_low and clip_ratio_high to 0.2 themselves, and those win: set alone, clip_ratio may "
-        "have had no effect there",
+        "the files verl ships set clip_ratio_low and clip_ratio_high to 0.2 themselves, and those win: set "
+        "alone, clip_ratio may have had no effect there",
     ),
     same(f"{ACTOR}.clip_ratio_low", "algorithm.clip_ratio_low", default=0.2),
     same(f"{ACTOR}.clip_ratio_high", "algorithm.clip_ratio_high", default=0.2),
@@ -223,16 +234,18 @@ LOSS = (
         f"{ACTOR}.policy_loss.loss_mode",
         ("algorithm.surrogate", "algorithm.ratio_level", "algorithm.loss_agg_mode"),
         _loss,
-        "vanilla: clip of the token's ratio; gspo: clip of the sequence's, with seq-mean-token-mean whatever loss_agg_mode says; "
-        "cispo; gpg: reinforce; bypass_mode puts its own loss_type in its place",
+        "vanilla: clip of the token's ratio; gspo: clip of the sequence's, with "
+        "seq-mean-token-mean whatever loss_agg_mode says; cispo; gpg: reinforce; bypass_mode puts "
+        "its own loss_type in its place",
         default="vanilla",
     ),
     becomes(
         f"{ACTOR}.loss_agg_mode",
         "algorithm.loss_agg_mode",
         _aggregation,
-        "the mean is over the whole optimizer step here, never over a micro-batch or a rank; gspo does not read it; before "
-        "February 2026 verl's seq-mean-token-sum-norm was not divided by the number of trajectories",
+        "the mean is over the whole optimizer step here, never over a micro-batch or a rank; "
+        "gspo does not read it; before February 2026 verl's seq-mean-token-sum-norm was not "
+        "divided by the number of trajectories",
         default="token-mean",
     ),
     becomes(f"{ACTOR}.use_kl_loss", "algorithm.use_kl_loss", flag, default=False),
@@ -256,8 +269,8 @@ LOSS = (
         f"{ACTOR}.loss_scale_factor",
         (),
         _scale_factor,
-        "seq-mean-token-sum-norm divides by rollout.max_response_length here; not set, verl divides by the width of the padded "
-        "response tensor",
+        "seq-mean-token-sum-norm divides by rollout.max_response_length here; not set, verl divides by the "
+        "width of the padded response tensor",
     ),
 )
 

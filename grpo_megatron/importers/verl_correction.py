@@ -1,7 +1,10 @@
-"""verl's algorithm.rollout_correction and ours: weights (rollout_is) and masks (rollout_rs) for the mismatch of engine and trainer.
+"""Mapping of verl's algorithm.rollout_correction to ours.
 
-verl works with the log-ratio of trainer to engine as well, but its criteria k1 are its negative: bounds of token_k1 and its
-kin are of the ratio of engine to trainer, so that "0.5_5.0" keeps our ratios from 1/5 to 1/0.5.
+The keys are weights (rollout_is) and masks (rollout_rs) for the mismatch between engine and trainer.
+
+verl also works with the log-ratio of trainer to engine, but its k1 criteria use the negative of it. Bounds of
+token_k1, seq_sum_k1 and seq_mean_k1 are therefore bounds of the ratio of engine to trainer. For example,
+"0.5_5.0" keeps our ratios from 1/5 to 1/0.5.
 """
 
 from typing import Any
@@ -9,9 +12,11 @@ from typing import Any
 from grpo_megatron.importers.mapping import CannotCarry, Source, becomes, dropped, elsewhere, only, truth
 
 CORRECTION = "algorithm.rollout_correction"
-# With bounds of our ratio (versions of 2025), with bounds of its inverse, with an upper bound of a KL.
+# Criteria with bounds of our ratio (versions of 2025).
 DIRECT = {"token": "token_ratio", "sequence": "seq_ratio", "geometric": "seq_geometric_ratio"}
+# Criteria with bounds of the inverse of our ratio.
 INVERSE = {"token_k1": "token_ratio", "seq_sum_k1": "seq_ratio", "seq_mean_k1": "seq_geometric_ratio"}
+# Criteria with an upper bound of a KL estimate.
 KL = tuple(
     f"{level}_{measure}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for measure in ("k2", "k3")
 )
@@ -33,7 +38,7 @@ def _number(key: str, text: Any) -> float | int:
 
 
 def _thresholds(key: str, value: Any) -> tuple[float | None, float]:
-    """(lower or None, upper) of a number or "lower_upper"."""
+    """Return (lower bound or None, upper bound) of a number or of a text "lower_upper"."""
     if value is None:
         raise CannotCarry(f"verl needs {key} with it")
     lower, separator, upper = str(value).rpartition("_")
@@ -47,7 +52,8 @@ def _rollout_is(value: Any, source: Source) -> dict[str, Any]:
         raise CannotCarry("there is no such weight here; token and sequence are tis and seq_tis")
     if bypasses(source) and source[f"{CORRECTION}.loss_type"] != "reinforce":
         raise CannotCarry(
-            "verl does not apply it in bypass_mode with loss_type=ppo_clip, whose ratio is to the engine already"
+            "verl does not apply it in bypass_mode with loss_type=ppo_clip, whose "
+            "ratio is to the engine already"
         )
     lower, upper = _thresholds(
         f"{CORRECTION}.rollout_is_threshold", source[f"{CORRECTION}.rollout_is_threshold"]
@@ -56,7 +62,8 @@ def _rollout_is(value: Any, source: Source) -> dict[str, Any]:
         return {"mismatch.correction": "tis" if value == "token" else "seq_tis", "mismatch.ratio_high": upper}
     if source[f"{CORRECTION}.rollout_rs"] is not None and not bypasses(source):
         raise CannotCarry(
-            "what lower_upper zeroes stays in verl's means, and what rollout_rs masks does not; here mismatch.renormalize is for both"
+            "what lower_upper zeroes stays in verl's means, and what rollout_rs masks does not; here "
+            "mismatch.renormalize is for both"
         )
     kind = "icepop" if value == "token" else "mis"
     return {"mismatch.correction": kind, **dict(zip(_BOUNDS, (lower, upper), strict=True))}
@@ -75,7 +82,7 @@ def _rejection(name: str, source: Source) -> dict[str, Any]:
     key = f"{CORRECTION}.rollout_rs_threshold"
     threshold = source[key]
     if name in DIRECT:
-        # Versions with these names took the threshold of rollout_is where none was set.
+        # verl versions that have these names use the threshold of rollout_is if this one is not set.
         lower, upper = _thresholds(key, threshold or source[f"{CORRECTION}.rollout_is_threshold"])
         set_lower = source[f"{CORRECTION}.rollout_rs_threshold_lower"]
         lower = lower or (_number(f"{key}_lower", set_lower) if set_lower is not None else 1 / upper)
@@ -95,7 +102,10 @@ def _kept(kind: str, low: float, high: float) -> dict[str, Any]:
 
 
 def _what_a_mask_takes(source: Source) -> dict[str, Any]:
-    """Outside of bypass mode verl takes the rejected tokens out of the batch: KL, entropy and the means lose them too."""
+    """Return the keys that make a mask act on KL, entropy and the means as well.
+
+    Outside of bypass mode, verl removes rejected tokens from the batch, so that all of these lose them.
+    """
     if bypasses(source):
         return {}
     return {"mismatch.renormalize": True, "algorithm.mask_applies_to": "all"}
@@ -119,10 +129,11 @@ ROLLOUT_CORRECTION = (
             "algorithm.mask_applies_to",
         ),
         _rollout_rs,
-        "masks without a weight; token_k1, seq_sum_k1, seq_mean_k1: token_ratio, seq_ratio, seq_geometric_ratio, the bounds inverted, "
-        "since verl's are of engine to trainer; *_k2, *_k3: the same names; token, sequence, geometric of 2025: bounds as they are; "
-        "without bypass_mode verl takes masked tokens out of KL, entropy and the means too, but counts sequences that are wholly "
-        "masked in seq-mean-*",
+        "masks without a weight; token_k1, seq_sum_k1, seq_mean_k1: token_ratio, seq_ratio, "
+        "seq_geometric_ratio, the bounds inverted, since verl's are of engine to trainer; *_k2, "
+        "*_k3: the same names; token, sequence, geometric of 2025: bounds as they are; without "
+        "bypass_mode verl takes masked tokens out of KL, entropy and the means too, but counts "
+        "sequences that are wholly masked in seq-mean-*",
         default=None,
     ),
     becomes(f"{CORRECTION}.rollout_is_threshold", (), elsewhere, "read with rollout_is", default=2.0),

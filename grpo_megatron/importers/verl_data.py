@@ -1,4 +1,4 @@
-"""verl's keys of the prompts and the reward, and ours."""
+"""Mapping of verl's keys to ours: prompts and reward."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ BUFFER = "reward_model.overlong_buffer"
 
 
 def _train_files(value: Any, source: Source) -> dict[str, Any]:
-    # Where the records of verl's own preprocessing have it.
+    # The records that verl's own preprocessing writes have the answer at this key.
     return {"data.train": value, "data.answer_key": "reward_model.ground_truth"}
 
 
@@ -48,7 +48,10 @@ def _overlong_length(buffer: str) -> Convert:
 
 
 def _overlong_end(buffer: str) -> Convert:
-    """Return the conversion of the length at which the buffer ends. Here it is always the longest response's."""
+    """Return a converter for the length at which the overlong buffer ends.
+
+    Here the buffer always ends at the length of the longest response, so that no other value can be carried.
+    """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         if (
@@ -83,7 +86,8 @@ DATA = (
             "data.train_files",
             ("data.train", "data.answer_key"),
             _train_files,
-            "the reference answer is reward_model.ground_truth of the records, as verl's own preprocessing writes them",
+            "the reference answer is reward_model.ground_truth of the records, as verl's "
+            "own preprocessing writes them",
         ),
         same("data.prompt_key", "data.prompt_key", default="prompt"),
         same("data.max_prompt_length", "data.max_prompt_length", default=512),
@@ -129,7 +133,8 @@ DATA = (
             "data.gen_batch_size",
             "rollout.dynamic_sampling.over_sampling",
             _drawn,
-            "only that of data.train_batch_size; how many prompts are drawn for filtered groups follows from over_sampling",
+            "only that of data.train_batch_size; how many prompts are drawn for filtered "
+            "groups follows from over_sampling",
         ),
         becomes("data.tokenizer", (), only((None,), "the tokenizer is that of model.path"), "only null"),
         becomes(
@@ -156,7 +161,7 @@ _SANDBOX = "programs run in a sandbox on the node here: reward.function=code"
 
 
 def _reward_entries(old: bool) -> tuple[Entry, ...]:
-    """Return the keys of the reward. old: as they were called until the end of 2025, under other sections."""
+    """Return the entries of the reward's keys. old: by their names and sections until the end of 2025."""
     manager, function, sandbox, kwargs = (
         (
             "reward_model.reward_manager",

@@ -1,11 +1,11 @@
-"""What the settings of a verl run say together."""
+"""Differences in what is trained that follow from several settings of a verl run together."""
 
 import re
 
 from grpo_megatron.importers.mapping import Finding, Source
 from grpo_megatron.importers.sources import Settings
 
-# The configuration files that verl ships; their values are the defaults of the mapping.
+# Configuration files that verl ships. The defaults of the mapping are their values.
 SHIPPED = ("ppo_trainer", "ppo_megatron_trainer")
 _VISION = re.compile(
     r"(?i)(?<![a-z])(vl|vlm|omni|vision|pixtral|llava|internvl|paligemma|mllama)(?![a-z])|minicpm-?[ov](?![a-z])|glm-?4\.[15]v"
@@ -14,16 +14,20 @@ _VISION = re.compile(
 
 def refusal(source: Source, settings: Settings) -> str | None:
     if settings.program and re.search(r"sft|generation|main_eval", settings.program):
-        return f"{settings.program} is no reinforcement learning: only runs of verl's RL trainer (main_ppo and its kin) are imported"
+        return (
+            f"{settings.program} is no reinforcement learning: only runs of verl's RL trainer "
+            "(main_ppo and its kin) are imported"
+        )
     return None
 
 
 def findings(source: Source, settings: Settings) -> list[Finding]:
-    """What changes what is trained, across keys."""
+    """Return the differences in what is trained that follow from several keys."""
     found = [
         Finding(
-            "reward: verl scores a record by the rule of its data_source, or by a function of yours; here one reward.function is "
-            "for all records: give reward.function=math, exact_match or module:function",
+            "reward: verl scores a record by the rule of its data_source, or by a function of "
+            "yours; here one reward.function is for all records: give reward.function=math, "
+            "exact_match or module:function",
             ("reward.function",),
         )
     ]
@@ -31,13 +35,15 @@ def findings(source: Source, settings: Settings) -> list[Finding]:
     if isinstance(model, str) and _VISION.search(model):
         found.append(
             Finding(
-                f"actor_rollout_ref.model.path={model}: a model for images, to judge by its name; only text is trained here"
+                f"actor_rollout_ref.model.path={model}: a model for images, to judge by its "
+                "name; only text is trained here"
             )
         )
     if settings.program and not settings.program.endswith(("main_ppo", "main_ppo.py")):
         found.append(
             Finding(
-                f"{settings.program}: another program than verl's main_ppo; what it does besides is not known here"
+                f"{settings.program}: another program than verl's main_ppo; what it "
+                "does besides is not known here"
             )
         )
     name = settings.base.get("name", "").removesuffix(".yaml")
@@ -49,7 +55,8 @@ def findings(source: Source, settings: Settings) -> list[Finding]:
         named = ", ".join(f"--config-{kind}={value}" for kind, value in settings.base.items())
         found.append(
             Finding(
-                f"{named}: a base configuration that was not read; put its settings into the command, or import that file by itself"
+                f"{named}: a base configuration that was not read; put its settings into the command, "
+                "or import that file by itself"
             )
         )
     return found + [Finding(line) for line in settings.lost]

@@ -1,4 +1,4 @@
-"""verl's keys of the optimizer and its schedule, and ours."""
+"""Mapping of verl's keys to ours: optimizer and learning-rate schedule."""
 
 from typing import Any
 
@@ -54,7 +54,10 @@ def _schedule(source: Source) -> str:
 
 
 def _wsd(ours: str, names: dict[str, str] | None = None) -> Convert:
-    """Return the conversion of a key that only the schedule WSD has. names: values with another name here."""
+    """Return a converter for a key that has an effect only with the WSD schedule.
+
+    names: verl's values -> ours, where the names differ.
+    """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         return (
@@ -71,7 +74,7 @@ def _unless_constant(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _min_ratio(value: Any, source: Source) -> dict[str, Any]:
-    """Turn a share of the peak rate into a rate."""
+    """Convert a fraction of the peak learning rate into a rate."""
     return _unless_constant(value * source.number(f"{ACTOR}.optim.lr"), source) if value else {}
 
 

@@ -1,4 +1,4 @@
-"""verl's keys of the engine that generates, and ours."""
+"""Mapping of verl's keys to ours: the engine that generates."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from grpo_megatron.importers.mapping import (
 )
 from grpo_megatron.importers.verl_trainer import ACTOR, MODEL, ROLLOUT
 
-# The engine of the actor's strategy reads its own one; the first is for strategies without.
+# Each training engine of verl reads the key of its own section. The first key is for those without one.
 REPLAY_MODES = tuple(f"{ACTOR}.{section}router_replay.mode" for section in ("", "megatron.", "veomni."))
 
 
@@ -28,7 +28,10 @@ def _validation(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _off_is(neutral: Any, why: str):
-    """Only the neutral value: another one would sample from another distribution than the log-probs are of."""
+    """Return a converter that accepts only the neutral value, which switches the filter off.
+
+    Any other value would sample from another distribution than the one that the log-probs belong to.
+    """
 
     def convert(value: Any, source: Source) -> Any:
         if value is not None and value != neutral:
@@ -56,7 +59,10 @@ def _max_turns(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _same_as(length: str) -> Convert:
-    """Return the conversion of a length that defaults to the key `length` in verl, and has no key of its own here."""
+    """Return a converter for a length that has no key of its own here.
+
+    length: the key whose value verl takes for it by default, the only value that can be carried over.
+    """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         if value is not None and value != source.number(length):
@@ -223,7 +229,8 @@ ENGINE = (
         ),
         only(
             (1, None),
-            "an engine of TP * DP ranks there: give tensor_parallel as their product, and the number of engines",
+            "an engine of TP * DP ranks there: give tensor_parallel as their "
+            "product, and the number of engines",
         ),
         "only 1",
     ),

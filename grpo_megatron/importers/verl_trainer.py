@@ -1,4 +1,4 @@
-"""verl's keys of the cluster, the Megatron layout and the optimizer, and ours."""
+"""Mapping of verl's keys to ours: cluster, checkpoints, model and Megatron layout."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def _recompute(value: Any, source: Source) -> str:
 
 
 def _checkpointing(value: Any, source: Source) -> dict[str, Any]:
-    # verl's own switch for its FSDP actor; with Megatron the granularity decides.
+    # This switch is for verl's FSDP actor. With Megatron the granularity decides.
     granularity = f"{OVERRIDE}.recompute_granularity"
     return {"megatron.recompute": "full"} if truth(value) and granularity not in source else {}
 
@@ -77,7 +77,7 @@ def _resume(value: Any, source: Source) -> dict[str, Any]:
     )
 
 
-# Keys of the actor that change how it computes, not what.
+# Keys of the actor that change how it computes, but not the result.
 _HOW = (
     "pad_to_length",
     "entropy_from_logits_chunk_size",
@@ -92,7 +92,10 @@ _HOW = (
     "use_fused_kernels",
     "use_remove_padding",
 )
-_ADAPTER = "adapters are not carried over: give megatron.lora.* by hand, or the run is full fine-tuning of every weight"
+_ADAPTER = (
+    "adapters are not carried over: give megatron.lora.* by hand, or the run is "
+    "full fine-tuning of every weight"
+)
 _BY_HAND = "other than 0: give it and megatron.lora.alpha and targets by hand"
 
 TRAINER = (

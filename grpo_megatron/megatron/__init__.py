@@ -1,6 +1,7 @@
-"""The training engine. Knows models, ranks and optimizers; nothing of rewards or prompts."""
+"""Training engine: models, ranks and optimizers. It knows nothing of rewards or prompts."""
 
 from grpo_megatron.megatron import cpu
 
-# Before anything below imports Megatron; does nothing with CUDA.
+# This must run before any module below imports Megatron. With CUDA it only adds what a missing
+# TransformerEngine leaves undefined.
 cpu.install()

@@ -1,4 +1,4 @@
-"""Causal attention over packs, with rotary embedding, for Megatron's local layer spec.
+"""Causal attention with rotary embedding over packs, for Megatron's local layer spec.
 
 Megatron's own core attention refuses packed sequences. This one also runs on CUDA without TransformerEngine.
 """
@@ -19,7 +19,7 @@ from grpo_megatron.batch.layout import Pack, on_device
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding: x [t, heads, d], cos and sin [t, 1, d], the first half of sin negated -> like x."""
+    """Rotary embedding of x [t, heads, d]. cos, sin: [t, 1, d], with the first half of sin negated."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -38,7 +38,10 @@ def _rotated(x, cos, sin):
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """x [t, heads, d] with its first channels rotated, as many as the rotation has; see PackedSequences.rotation."""
+    """Return x [t, heads, d] with its first channels rotated, as many as the rotation has.
+
+    rotation: cos and sin, see PackedSequences.rotation.
+    """
     turned = rotation[0].shape[-1]
     if turned == x.shape[-1]:
         return _Rotate.apply(x, *rotation)
@@ -47,10 +50,10 @@ def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Queries whose attention is computed together: n stretches of q.
+    """Queries whose attention is computed together: n stretches of q consecutive queries.
 
-    Their keys are the first n * k rows of key part `part`. q = k: causal; q < k: the queries belong to
-    the last q of the k keys.
+    Their keys are the first n * k rows of key part `part`. If q = k, attention is causal. If q < k, the
+    queries belong to the last q of the k keys.
     """
 
     n: int
@@ -63,26 +66,36 @@ class AttentionBatch:
 class PackedSequences(PackedSeqParams):
     """Megatron's description of a pack, with the plan by which PackedAttention computes it.
 
-    position_ids int64 [t]. query_rows int64: rows of this rank's part of the pack in the order of the
-    batches (shorter members of a batch repeat their last row); key_rows: rows of the keys of all CP
-    ranks in the order of the key parts, of key_sizes rows each; inverse int64 [t]: where each position
-    of the pack is found in the batches' outputs. None: in place already. short: batches are computed by batched
-    matrix products, not by torch's flash kernel.
+    query_rows, key_rows and inverse are None if the rows are in that order already.
     """
 
     position_ids: torch.Tensor | None = None
+    """int64 [t]: position of each token in its sequence."""
     batches: tuple[AttentionBatch, ...] = ()
+    """Batches of queries, in the order in which they are computed."""
     query_rows: torch.Tensor | None = None
+    """int64: rows of this rank's part of the pack, in the order of the batches.
+
+    Shorter members of a batch repeat their last row.
+    """
     key_rows: torch.Tensor | None = None
+    """int64: rows of the keys of all CP ranks, in the order of the key parts."""
     key_sizes: tuple[int, ...] = ()
+    """Rows of each key part."""
     inverse: torch.Tensor | None = None
+    """int64 [t]: row of each position of the pack in the batches' concatenated outputs."""
     short: bool = False
+    """True: compute batches by batched matrix products. False: use torch's flash kernel."""
     _kept: dict = field(default_factory=dict, repr=False)
+    """Cached rotations and masks, which are the same in every layer."""
 
     def rotation(
         self, frequencies: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin times the factor, for `rotate`, both [t, 1, d]. Kept: the arguments must be the same in every layer."""
+        """Return cos and sin times `factor`, both [t, 1, d], for `rotate`.
+
+        The result is cached by dtype, so frequencies and factor must be the same in every layer.
+        """
         if dtype not in self._kept:
             angle = self.position_ids.to(frequencies.dtype)[:, None] * frequencies.to(
                 self.position_ids.device
@@ -94,7 +107,10 @@ class PackedSequences(PackedSeqParams):
         return self._kept[dtype]
 
     def mask(self, batch: AttentionBatch, dtype: torch.dtype) -> torch.Tensor:
-        """[q, k] to be added to the scores. Kept: attention saves it, in every layer the same one."""
+        """Return the mask [q, k] to add to the scores.
+
+        The mask is cached, so that all layers save the same tensor for the backward pass.
+        """
         key = (batch.q, batch.k, dtype)
         if key not in self._kept:
             hidden = torch.full((batch.q, batch.k), -torch.inf, dtype=dtype, device=self.position_ids.device)
@@ -102,35 +118,38 @@ class PackedSequences(PackedSeqParams):
         return self._kept[key]
 
 
-# A batch takes sequences down to this share of its longest one; more would waste attention FLOPs
-# on padding, less would make many small kernels.
+# A batch holds sequences down to this share of its longest one. A smaller share would waste attention FLOPs
+# on padding; a larger one would make many small kernels.
 _BATCH_RANGE = 0.8
-# On a CPU, packs of sequences up to this length are computed by matrix products of whole batches: torch's flash kernel
-# makes small ones for each head of each sequence. A query and head has at most as many scores in memory.
+# On a CPU, packs whose sequences are at most this long are computed by batched matrix products, because
+# torch's flash kernel makes a small product for each head of each sequence. A query and head then has at most
+# this many scores in memory.
 _SHORT = 128
 # Among short sequences, starting a product costs more than padding does.
 _SHORT_BATCH_RANGE = 0.5
-# Queries that share a mask. Its size is this times the keys of a sequence, whatever the pack holds.
+# Queries that share a mask. A mask's size is this times the keys of a sequence, whatever the pack holds.
 _MASKED_QUERIES = 1024
 
 
 def describe_pack(
     pack: Pack, device: torch.device, own_attention: bool = True, equal_only: bool | None = None
 ) -> PackedSequences:
-    """The pack as Megatron and PackedAttention need it, tensors on `device`.
+    """Return the pack as Megatron and PackedAttention need it, with tensors on `device`.
 
-    own_attention: with the plan for PackedAttention; TransformerEngine's attention needs none. equal_only: without CP, only
-    neighbours of equal length share a batch. That wastes nothing and moves no row, but makes more kernels; None: on a
-    CPU, for packs with sequences so long that starting a kernel does not count.
+    own_attention: include the plan for PackedAttention; TransformerEngine's attention needs none.
+    equal_only: without CP, let only neighbours of equal length share a batch. This wastes nothing and moves
+        no row, but makes more kernels. None: True on a CPU for packs with long sequences, where starting a
+        kernel costs little in comparison.
     """
     cu_seqlens = on_device(torch.from_numpy(pack.cu_seqlens), device)
     cu_seqlens_padded = on_device(torch.from_numpy(pack.cu_seqlens_padded), device)
     longest = int(pack.padded_lengths.max())
     plan = {}
     if not own_attention:
-        # Padding counts as tokens. The kernel writes no statistics for rows that no sequence claims, and under CP what the
-        # memory held there, NaN at worst, spread from the padding to every gradient. It also saves TransformerEngine's
-        # comparisons with the real lengths, two synchronisations in each layer.
+        # Padding counts as tokens here. The kernel writes no statistics for rows outside of all sequences.
+        # Under CP, what the memory held there (NaN at worst) then spread from the padding to every gradient.
+        # This also saves TransformerEngine's comparisons with the real lengths: two synchronisations per
+        # layer.
         cu_seqlens, cu_seqlens_padded = cu_seqlens_padded, None
     elif pack.layout.cp > 1:
         plan = _masked_stretches(pack, device)
@@ -155,7 +174,7 @@ def describe_pack(
 
 
 def _whole_sequences(pack: Pack, device: torch.device, groups: list[np.ndarray]) -> dict:
-    """Without CP: whole sequences; groups: the members of each batch."""
+    """Return the plan without CP: batches of whole sequences. groups: indices of each batch's sequences."""
     lengths, starts = pack.padded_lengths, pack.cu_seqlens_padded[:-1].astype(np.int64)
     batches, rows, real = [], [], []
     for members in groups:
@@ -189,7 +208,7 @@ def _similar(lengths: np.ndarray, share: float) -> list[np.ndarray]:
 
 
 def _masked_stretches(pack: Pack, device: torch.device) -> dict:
-    """Under CP: the queries in stretches, the keys in the order of the sequences."""
+    """Return the plan under CP: queries in stretches, keys in the order of the sequences."""
     batches = []
     firsts, lengths = pack.pieces(pack.layout.cp_rank)
     for sequence in range(len(firsts)):
@@ -205,15 +224,18 @@ def _masked_stretches(pack: Pack, device: torch.device) -> dict:
 
 
 class PackedAttention(MegatronModule):
-    """Causal self-attention over a pack of sequences with rotary embedding, on torch's scaled_dot_product_attention or,
-    for short sequences on a CPU, on batched matrix products.
+    """Causal self-attention with rotary embedding over a pack of sequences.
 
-    query [t, heads, d], key [t, kv_heads, d] and value [t, kv_heads, e] of one TP and CP rank, not yet rotated
-    -> [t, heads * e]. rope_frequencies: float32 [d / 2] or fewer, of all layers alike, None: rotated already; Megatron's
-    own rotation of packs asks for the lengths of all sequences (a synchronisation) and computes cosines anew in every
-    layer, twice.
-    Padding sits behind a sequence's real tokens, where the causal mask hides it. Under CP every rank
-    gathers the keys and values of the pack, and no mask is larger than 1024 times a sequence.
+    It uses torch's scaled_dot_product_attention or, for short sequences on a CPU, batched matrix products.
+
+    forward: query [t, heads, d], key [t, kv_heads, d] and value [t, kv_heads, e] of one TP and CP rank, not
+        yet rotated -> [t, heads * e].
+    rope_frequencies: float32 [d / 2] or fewer, the same in all layers. None: the inputs are rotated already.
+
+    Megatron's own rotation of packs is not used: it asks for the lengths of all sequences (a synchronisation)
+    and computes cosines twice in every layer. Padding comes after a sequence's real tokens, where the causal
+    mask hides it. Under CP every rank gathers the keys and values of the pack. No mask is larger than 1024
+    times a sequence.
     """
 
     def __init__(
@@ -254,7 +276,7 @@ class PackedAttention(MegatronModule):
             rotation = packed.rotation(self.rope_frequencies, query.dtype)
             query, key = rotate(query, rotation), rotate(key, rotation)
         if self.cp_group.size() > 1:
-            # One collective for both; its backward sums every rank's gradients (reduce-scatter).
+            # One collective for both. Its backward pass sums the ranks' gradients (reduce-scatter).
             both = torch.cat([key, value], dim=-1)
             both = gather_from_sequence_parallel_region(both, group=self.cp_group)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
@@ -267,7 +289,10 @@ class PackedAttention(MegatronModule):
         return _take(torch.cat(outputs), packed.inverse)
 
     def _attend(self, packed: PackedSequences, batch: AttentionBatch, query, key, value) -> torch.Tensor:
-        """[n * q, heads, d], [at least n * k, kv_heads, d], the same with e -> [n * q, heads * e]"""
+        """Compute one batch. Return [n * q, heads * e].
+
+        query: [n * q, heads, d]. key: [at least n * k, kv_heads, d]. value: as key, with e in place of d.
+        """
         seen = batch.n * batch.k
         if seen < len(key):
             key, value = key[:seen], value[:seen]
@@ -286,10 +311,12 @@ class PackedAttention(MegatronModule):
 
 
 class _ShortAttention(torch.autograd.Function):
-    """softmax(scale * q k^T + mask) v by batched matrix products, in which the query heads of one kv head are rows.
+    """Computes softmax(scale * q k^T + mask) v by batched matrix products.
 
-    query [n, q, heads, d], key [n, k, kv_heads, d], value [n, k, kv_heads, e], float32 mask [q, k] -> [n * q, heads * e].
-    Of bf16 it is computed in float32 too, because scores must not be rounded. That is twice as fast as torch's flash kernel.
+    query [n, q, heads, d], key [n, k, kv_heads, d], value [n, k, kv_heads, e], float32 mask [q, k] ->
+    [n * q, heads * e]. The query heads that share a kv head become rows of one matrix. bf16 inputs are
+    computed in float32 too, because scores must not be rounded. This is twice as fast as torch's flash
+    kernel.
     """
 
     @staticmethod
@@ -322,12 +349,12 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def _rows_of_heads(x: torch.Tensor, groups: int = 1) -> torch.Tensor:
-    """[n, length, kv_heads * groups, d] -> [n * kv_heads, groups * length, d]"""
+    """Reshape [n, length, kv_heads * groups, d] to [n * kv_heads, groups * length, d]."""
     return x.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _heads_of_rows(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Undoes `_rows_of_heads`; shape: [n, length, heads, any] before it."""
+    """Undo `_rows_of_heads`. shape: the shape before it, [n, length, heads, any]."""
     n, length, heads, _ = shape
     kv_heads, d = len(x) // n, x.shape[-1]
     return (

@@ -1,7 +1,7 @@
-"""The files of a checkpoint: every rank writes its own from a thread, and any rank reads what it needs of all.
-
-The format is torch.distributed.checkpoint's, with the names that Megatron gives its fully reshardable checkpoints.
-Megatron's own writers cannot be used: they copy all that they write. docs/checkpoints.md has the comparison.
+"""Files of a checkpoint. Every rank writes its own file from a thread; any rank can read all of them.
+The format is torch.distributed.checkpoint's, with the names of Megatron's fully reshardable checkpoints.
+Megatron's own writers cannot be used, because they copy everything that they write. docs/checkpoints.md has
+the comparison.
 """
 
 import ctypes
@@ -33,27 +33,35 @@ from grpo_megatron.run.checkpoints import NotWritten, SaveReport
 from grpo_megatron.run.manifest import DigestedFile, FileRecord, must_be_sound, problems, record_of
 from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, load_metadata, write_metadata
 
-# What is no tensor; Megatron's own loader asks for a file of this name.
+# File for everything that is not a tensor. Megatron's own loader asks for this name.
 _COMMON = "common.pt"
 
 
 class _Written(NamedTuple):
-    """Where a piece of a tensor, or an object (without shape), is in the file of its rank. at, length: in bytes."""
+    """Place of a piece of a tensor, or of an object, in its rank's file."""
 
     name: str
+    """Global name of the tensor or object."""
     at: int
+    """Offset in the file in bytes."""
     length: int
+    """Length in bytes."""
     shape: tuple[int, ...] | None = None
+    """Shape of the whole tensor. None for an object."""
     dtype: torch.dtype | None = None
+    """Dtype of the tensor. None for an object."""
     offset: tuple[int, ...] = ()
+    """Offset of the piece in the whole tensor."""
     size: tuple[int, ...] = ()
+    """Shape of the piece."""
 
 
 class Writer:
-    """Writes one rank's file from the live tensors; whoever is about to change them waits until they are read.
+    """Writes one rank's file from the live tensors, in a thread.
 
-    Nothing is copied but the piece that is being written. Weights come first: they may be exchanged for the reference's
-    long before the optimizer's states change.
+    Code that changes the tensors must first call `wait_until_read`. Only the piece that is being written is
+    copied. Weights come first, because they may be swapped with the reference's long before the optimizer's
+    states change.
     """
 
     def __init__(
@@ -65,8 +73,12 @@ class Writer:
         common: dict,
         begun: float,
     ):
-        """Begins to write. objects: what is no tensor, by global name. common: what rank 0 writes beside all shards.
-        begun: when the saving did, by time.perf_counter."""
+        """Start writing.
+
+        objects: {global name: bytes} of everything that is not a tensor.
+        common: what rank 0 writes beside all shards.
+        begun: when saving began, by time.perf_counter.
+        """
         self._begun = begun
         self._folder, self._rank, self._common = folder, dist.get_rank(), common
         self._file = f"__{self._rank}_0.distcp"
@@ -99,7 +111,8 @@ class Writer:
                 file.flush()
                 os.fsync(file.fileno())
         except Exception as error:
-            # Raised by `finish` on all ranks; a wait that failed on one would leave the others in a collective.
+            # `finish` raises this on all ranks. A rank that raised here would leave the others in a
+            # collective.
             self._error = f"{type(error).__name__}: {error}"
         finally:
             self._weights_read.set()
@@ -108,8 +121,9 @@ class Writer:
 
     def _write(self, file: DigestedFile, pieces: list[Rectangle]) -> None:
         for piece in pieces:
-            host = piece.data.cpu()  # the live memory itself where that is the host's
-            # A tensor that is all of its storage. A copy would do, but its page faults cost more than the writing.
+            host = piece.data.cpu()  # no copy where the live memory is the host's
+            # The tensor to write must be all of its storage. A copy would be, but its page faults cost more
+            # than the writing.
             memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
             at, length = append_tensor(file, torch.frombuffer(memory, dtype=host.dtype).view(host.shape))
             self._written.append(
@@ -125,13 +139,16 @@ class Writer:
             )
 
     def wait_until_read(self, weights_only: bool = False) -> None:
-        """Return when the live tensors may change; weights_only: the weights, but not the optimizer's states."""
+        """Wait until the live tensors have been read and may change.
+
+        weights_only: wait for the weights, not for the optimizer's states.
+        """
         begun = time.perf_counter()
         (self._weights_read if weights_only else self._all_read).wait()
         self._waited += time.perf_counter() - begun
 
     def done(self) -> bool:
-        """Whether this rank's file is on the disk, or has failed."""
+        """Return True if this rank's file is on disk, or has failed."""
         return not self._thread.is_alive()
 
     def finish(self) -> SaveReport:
@@ -165,7 +182,7 @@ class Writer:
         common = io.BytesIO()
         torch.save(
             self._common, common
-        )  # in memory first: of a full disk its own writer says "unexpected pos"
+        )  # into memory first, because on a full disk torch's own writer says "unexpected pos"
         (folder / _COMMON).write_bytes(common.getvalue())
         sync_to_disk(folder / _COMMON)
         written = [_COMMON, *write_metadata(folder, *_contents(files))]
@@ -174,9 +191,9 @@ class Writer:
 
 
 def _contents(files: dict[str, list[_Written]]) -> tuple[dict[str, Stored], dict[str, tuple[str, int, int]]]:
-    """All that the ranks' files hold, as write_metadata wants it.
+    """Return the contents of all ranks' files, in the form that write_metadata takes.
 
-    Raises RuntimeError unless every element of every tensor was written once.
+    Raises RuntimeError unless every element of every tensor was written exactly once.
     """
     parts, objects = defaultdict(list), {}
     for file, items in files.items():
@@ -197,7 +214,10 @@ def _contents(files: dict[str, list[_Written]]) -> tuple[dict[str, Stored], dict
 
 
 class _Targets:
-    """Where read pieces go; what FileSystemReader wants of a planner. objects: those read."""
+    """Targets of the pieces that are read; implements what FileSystemReader wants of a planner.
+
+    objects: the objects that were read.
+    """
 
     def __init__(self, pieces: dict[str, list[Rectangle]]):
         self._pieces = pieces
@@ -215,8 +235,10 @@ class _Targets:
 
 
 def verify(folder: str, files: dict[str, FileRecord]) -> None:
-    """Read all files of a folder, each on one rank. Collective. Raises on all ranks DamagedCheckpoint where one is not as recorded,
-    and UserError where one cannot be read."""
+    """Read all files of a checkpoint folder, each on one rank, and check them. Collective.
+
+    Raises on all ranks DamagedCheckpoint if a file is not as recorded, and UserError if one cannot be read.
+    """
     mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, problems(Path(folder), files, mine))
@@ -226,9 +248,10 @@ def verify(folder: str, files: dict[str, FileRecord]) -> None:
 def read(
     folder: str, pieces: list[Rectangle], objects: list[str], optional: Sequence[str] = ()
 ) -> dict[str, io.BytesIO]:
-    """Fill the pieces in place, whatever layout wrote them; returns the objects of these names, and of those `optional` that there are.
+    """Fill the pieces in place, whatever layout wrote them. Return the objects of the given names.
 
-    Raises UserError where the checkpoint lacks one, has another shape, or is damaged.
+    optional: names of further objects, which are returned if the checkpoint has them.
+    Raises UserError if the checkpoint lacks something, has another shape, or is damaged.
     """
     reader = FileSystemReader(folder)
     metadata = load_metadata(folder)
@@ -241,7 +264,8 @@ def read(
     for name in (*by_name, *objects):
         if name not in metadata.state_dict_metadata:
             raise UserError(
-                f"{folder} has no {name}: it is of another model or another megatron.precision, or weights alone; {ANOTHER_RUN}"
+                f"{folder} has no {name}: it is of another model or another megatron.precision, or weights "
+                f"alone; {ANOTHER_RUN}"
             )
     for name, parts in by_name.items():
         saved = metadata.state_dict_metadata[name]
@@ -250,7 +274,8 @@ def read(
                 part.data.zero_()
         elif tuple(saved.size) != parts[0].shape:
             raise UserError(
-                f"{folder}: {name} has shape {tuple(saved.size)}, this model's is {parts[0].shape}; {ANOTHER_RUN}"
+                f"{folder}: {name} has shape {tuple(saved.size)}, this model's is {parts[0].shape}; "
+                f"{ANOTHER_RUN}"
             )
         wanted = [ChunkStorageMetadata(torch.Size(part.offset), part.data.shape) for part in parts]
         items += create_read_items_for_chunk_list(name, saved, wanted)
@@ -268,7 +293,7 @@ def _object_item(name: str) -> ReadItem:
 
 
 def read_common(folder: str) -> dict:
-    """What `Writer` was given as `common`. Raises UserError where it is not there or damaged."""
+    """Return what `Writer` was given as `common`. Raises UserError if it is missing or damaged."""
     try:
         return torch.load(Path(folder, _COMMON), weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:

@@ -1,13 +1,13 @@
-"""Lets megatron-core 0.16.1 run where there is no CUDA, and without TransformerEngine where there is.
+"""Patches that let megatron-core 0.16.1 run without CUDA, and with CUDA but without TransformerEngine.
 
-``install()`` must run before the first ``megatron`` import. Where there is no CUDA, it
+``install()`` must run before the first ``megatron`` import. Without CUDA it
 
-1. has ``megatron.*`` modules rewritten as they load, so that ``torch.cuda``, ``.cuda()``, ``device="cuda"`` and pinned memory
-   mean the CPU *inside Megatron only*. Patching torch itself is shorter, but it changes ``Tensor.type`` and the factory
-   functions for every library in the process;
-2. replaces, as their modules load, the few functions that no rewriting can mend.
+1. rewrites ``megatron.*`` modules as they load, so that ``torch.cuda``, ``.cuda()``, ``device="cuda"`` and
+   pinned memory mean the CPU *inside Megatron only*. Patching torch itself would be shorter, but it changes
+   ``Tensor.type`` and the factory functions for every library in the process;
+2. replaces the few functions that no rewriting can fix, as their modules load.
 
-Where TransformerEngine is absent, with CUDA or without, what Megatron lacks then is put in, see `without_te`.
+If TransformerEngine is absent, with CUDA or without, it also adds what Megatron then lacks, see `without_te`.
 """
 
 import ast
@@ -26,7 +26,7 @@ _CUDA_TENSOR_TYPES = ("torch.cuda.FloatTensor", "torch.cuda.HalfTensor", "torch.
 
 
 class _Stream:
-    """Everything on the CPU happens in program order, so waiting is never needed."""
+    """Stand-in for a CUDA stream. A CPU works in program order, so waiting is never needed."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -76,7 +76,7 @@ class _Nvtx:
 
 
 class CpuCuda(types.ModuleType):
-    """What ``torch.cuda`` means inside rewritten modules; unknown names fall through to torch."""
+    """Stand-in for ``torch.cuda`` inside rewritten modules. Unknown names fall through to torch."""
 
     Stream = _Stream
     Event = _Event
@@ -137,7 +137,7 @@ def _is_name(node, name):
 
 
 class CudaToCpu(ast.NodeTransformer):
-    """Rewrites the syntax tree of one Megatron module."""
+    """Syntax tree transformer that replaces CUDA by the CPU in one Megatron module."""
 
     def visit_Call(self, node):
         func = node.func
@@ -152,7 +152,7 @@ class CudaToCpu(ast.NodeTransformer):
             and isinstance(node.args[0], ast.Constant)
             and node.args[0].value == "cuda"
         ):
-            node.args = [ast.copy_location(ast.Constant("cpu"), node)]  # the index goes too
+            node.args = [ast.copy_location(ast.Constant("cpu"), node)]  # drops the device index too
         return self.generic_visit(node)
 
     def visit_keyword(self, node):
@@ -193,7 +193,7 @@ def _patch_mappings(module):
     def gather_unequal(input_, group, output_split_sizes=None, use_global_buffer=False):
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
-        # gloo gathers parts of one size only.
+        # gloo only gathers parts of equal size.
         padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
         padded[: len(input_)] = input_
         parts = [torch.empty_like(padded) for _ in output_split_sizes]
@@ -212,9 +212,10 @@ def _patch_mappings(module):
 
 
 def install() -> None:
-    """Prepare this process for Megatron.
+    """Prepare this process for importing Megatron.
 
-    Raises RuntimeError if Megatron was imported before (its modules are then already bound to ``torch.cuda``).
+    Raises RuntimeError if Megatron was imported before, because its modules are then already bound to
+    ``torch.cuda``.
     """
     ours = changes()
     if ours.mend:
@@ -223,7 +224,7 @@ def install() -> None:
     ours.mend |= without_te.MEND
     if torch.cuda.is_available():
         return
-    # jit-compiled helpers of Megatron would start the inductor (a C++ compiler) on CPU.
+    # On a CPU, Megatron's jit-compiled helpers would start the inductor (a C++ compiler).
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     ours.rewriters["megatron."] = CudaToCpu
     ours.names["__cpu_cuda__"] = CpuCuda()
@@ -233,7 +234,10 @@ def install() -> None:
 
 
 def must_be_new(prefix: str) -> None:
-    """Raises RuntimeError if a module whose name begins like this was imported, which must be changed while it is."""
+    """Raise RuntimeError if a module whose name starts with `prefix` was already imported.
+
+    Such modules must be changed while they are imported.
+    """
     loaded = next((name for name in sys.modules if name.startswith(prefix)), None)
     if loaded:
         raise RuntimeError(f"this process imported {loaded} before it was prepared for it")

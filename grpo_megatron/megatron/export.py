@@ -1,4 +1,4 @@
-"""The trained model as an HF checkpoint, written by the ranks that hold it."""
+"""Export of the trained model as an HF checkpoint, written by the ranks that hold it."""
 
 import itertools
 from collections.abc import Iterable
@@ -27,10 +27,12 @@ def save_hf(
     dtype: torch.dtype,
     adapters: dict[str, Entry],
 ) -> None:
-    """Write aside, and put in place of what was there when whole. Collective over all ranks.
+    """Write an HF checkpoint aside, then put it in the place of the old one. Collective over all ranks.
 
-    spec: names the original, for configuration and tokenizer. dtype: of the written tensors. adapters: entries of theirs, which
-    are merged into the weights, and in `folder`/adapter besides.
+    spec: names the original model, for configuration and tokenizer.
+    dtype: of the written tensors.
+    adapters: weight-map entries of the adapters, which are merged into the weights and also written to
+        `folder`/adapter.
     """
     rank, partial, model_path = rank_info(), f"{folder}.partial", spec.model_path
     if rank.rank == 0:
@@ -51,7 +53,7 @@ def save_hf(
 
 
 def _of_reward_model(arch: Architecture, model_path: str) -> dict[str, Any]:
-    """What its config.json says otherwise than that of a language model."""
+    """Return what a reward model's config.json says differently from that of a language model."""
     return {
         "architectures": [reward_architecture(arch)],
         "id2label": {"0": "reward"},
@@ -61,7 +63,10 @@ def _of_reward_model(arch: Architecture, model_path: str) -> dict[str, Any]:
 
 
 def _write(folder: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, dict[str, int]]]:
-    """The shards that all ranks have written, in the order of the stages: (file, {tensor: bytes})."""
+    """Write this rank's tensors. Return the shards of all ranks, in the order of their pipeline stages.
+
+    A shard is (file, {tensor: bytes}).
+    """
     rank = rank_info()
     writer = hf_checkpoint.HFWriter(folder, f"{rank.rank:05d}")
     for name, tensor in tensors:

@@ -1,9 +1,9 @@
-"""Passes over micro-batches, through Megatron's pipeline schedules.
+"""Forward and backward passes over micro-batches, run by Megatron's pipeline schedules.
 
-On scaling: Megatron divides all gradients by the token count that loss functions return, summed
-over micro-batches and ranks (``calculate_per_token_loss``). Ours return (M * sum w l, their share
-of M), with M the tokens of the whole optimizer step, so that exactly ``sum w l`` remains and MoE
-auxiliary losses, which are added per token, are scaled rightly.
+Scaling: Megatron divides all gradients by the token count that loss functions return, summed over
+micro-batches and ranks (``calculate_per_token_loss``). Let M be the tokens of the whole optimizer step.
+Our loss functions return (M * sum w l, their micro-batch's share of M), so exactly ``sum w l`` remains.
+MoE auxiliary losses, which Megatron adds per token, are then scaled correctly too.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from grpo_megatron.metrics import Metrics
 def _run(
     chunks: list, micro_batches: list[MicroBatch], loss_func, forward_only: bool, routing: Routing
 ) -> list:
-    """Megatron's schedule over the micro-batches; what loss_func stored, on the last stage.
+    """Run Megatron's schedule over the micro-batches. Return what loss_func stored, on the last stage.
 
     chunks: the (wrapped) model chunks of this stage.
     """
@@ -56,7 +56,7 @@ def _run(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
-        # Only a default: stages exchange the real shapes, unless all packs are equally long.
+        # This is only a default: stages exchange the real shapes, unless all packs have the same length.
         seq_length=micro_batches[0].tokens.shape[1] * micro_batches[0].pack.layout.cp,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -72,8 +72,9 @@ def forward_logprobs(
     routing: Routing = Routing.own,
     keep_hidden: Callable[[MicroBatch, torch.Tensor], None] | None = None,
 ) -> list[torch.Tensor]:
-    """Log-probs of the targets, one float32 [T] per micro-batch, on the device; empty except on the last stage.
+    """Return the log-probs of the targets: one float32 [T] per micro-batch, on the device.
 
+    The list is empty except on the last stage.
     keep_hidden: called with each micro-batch and its last hidden states [t, h].
     """
 
@@ -90,7 +91,10 @@ def forward_logprobs(
 def forward_probe(
     chunks: list, micro_batches: list[MicroBatch], head: Head, routing: Routing = Routing.own
 ) -> list[torch.Tensor]:
-    """As `forward_logprobs`, but float32 [2, T] per micro-batch: log-probs of the targets, and entropies."""
+    """Return log-probs of the targets and entropies: one float32 [2, T] per micro-batch, on the device.
+
+    The list is empty except on the last stage.
+    """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         output, group = head(hidden, micro_batch), mpu.get_context_parallel_group()
@@ -101,7 +105,10 @@ def forward_probe(
 
 @torch.no_grad()
 def forward_scores(chunks: list, micro_batches: list[MicroBatch], head: ScoreHead) -> list[torch.Tensor]:
-    """Scores of the sequences, one float32 [S] per micro-batch, on the device; empty except on the last stage."""
+    """Return the scores of the sequences: one float32 [S] per micro-batch, on the device.
+
+    The list is empty except on the last stage.
+    """
     return _run(chunks, micro_batches, head, forward_only=True, routing=Routing.own)
 
 
@@ -112,15 +119,15 @@ def forward_backward(
     step_tokens: int,
     routing: Routing = Routing.own,
 ) -> list[Metrics]:
-    """Gradients of the objective's sum over micro-batches and ranks into the model's buffers; metrics per micro-batch on the last
-    stage.
+    """Compute the gradients of the objective, summed over micro-batches and ranks, into the model's buffers.
 
-    step_tokens: M, tokens of the optimizer step over all ranks, padding excluded.
+    Returns the metrics of each micro-batch, on the last stage.
+    step_tokens: M, the tokens of the optimizer step over all ranks, padding excluded.
     """
 
     def compute(hidden: torch.Tensor, micro_batch: MicroBatch):
         total, metrics = objective(hidden, micro_batch)
-        # Known to the host, where it stays: Megatron adds it up as a number.
+        # The host knows the count, and it stays there: Megatron adds it up as a number.
         share = torch.tensor(int((micro_batch.pack.index >= 0).sum()), dtype=torch.int)
         return total * step_tokens, share, metrics
 

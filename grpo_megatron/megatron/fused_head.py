@@ -1,12 +1,12 @@
-"""The output projection fused with log-softmax, entropy and KL: one autograd function.
+"""Output projection fused with log-softmax, entropy and KL in one autograd function.
 
-Logits exist one tile (some tokens x some words) at a time: the forward pass keeps running sums over
-the vocabulary, the backward pass computes each tile again. A forward pass costs two all-reduces over
-TP, of [t]-sized tensors, a backward pass none.
+Logits exist one tile (some tokens x some words) at a time. The forward pass keeps running sums over the
+vocabulary; the backward pass computes each tile again. A forward pass costs two all-reduces over TP, of
+[t]-sized tensors; a backward pass costs none.
 
-A tile spans part of the vocabulary too, because whole rows of a large vocabulary leave so few
-tokens to a tile that the products become slow, and because the gradient of a block of words can
-then be finished, in float32, before the next block is begun.
+A tile spans only part of the vocabulary, for two reasons. Whole rows of a large vocabulary leave so few
+tokens to a tile that the products become slow. And the gradient of a block of words can be finished, in
+float32, before the next block begins.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-# Below any logit. Minus infinity would give inf - inf = NaN on a rank that holds no word at all.
+# A value below any logit. Minus infinity would give inf - inf = NaN on a rank that holds no word at all.
 _NEVER = -1e30
 
-# Float32 logits of one tile, and the tokens it spans at most. On a CPU the tile should stay in the
+# (bytes of float32 logits of one tile, most tokens of a tile). On a CPU the tile should stay in the
 # last-level cache: of 2 to 64 MiB, 8 was the fastest. A GPU needs larger products to be busy.
 _CPU_TILE = (8 << 20, 1024)
 _GPU_TILE = (128 << 20, 4096)
@@ -26,13 +26,18 @@ _GPU_TILE = (128 << 20, 4096)
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of this rank's [t, words] logits. Rows of the weight that pad the vocabulary are in none."""
+    """Tiles of this rank's [t, words] logits. No tile contains rows of the weight that pad the vocabulary."""
 
-    start: int  # id of this rank's first word
-    words: int  # of this rank, without padding
-    tokens: int  # t
+    start: int
+    """Id of this rank's first word."""
+    words: int
+    """Words of this rank, without padding."""
+    tokens: int
+    """Number of tokens t."""
     chunk_tokens: int
+    """Tokens of a tile."""
     chunk_vocab: int
+    """Words of a tile."""
 
     @classmethod
     def of(cls, weight, tokens: int, vocab_size: int, group, chunk_tokens, chunk_vocab) -> "Tiling":
@@ -65,7 +70,7 @@ class Tiling:
         return _Scratch(torch.empty(self.chunk_tokens * self.chunk_vocab, dtype=dtype, device=like.device))
 
     def columns(self, target: torch.Tensor, words: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Column of each target in a tile of these words, int64 [n, 1], and which targets are in it."""
+        """Return the column of each target in a tile of these words, int64 [n, 1], and which are in it."""
         column = target - (self.start + words.start)
         inside = (column >= 0) & (column < words.stop - words.start)
         return torch.where(inside, column, 0)[:, None], inside
@@ -73,7 +78,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class _Scratch:
-    """Memory of one tile, used for tile after tile."""
+    """Memory of one tile, reused for tile after tile."""
 
     memory: torch.Tensor
 
@@ -82,9 +87,9 @@ class _Scratch:
 
 
 class _Projection:
-    """logits / temperature of one tile, float32, in memory that the next call overwrites.
+    """Computes logits / temperature of one tile, float32, in memory that the next call overwrites.
 
-    exact: logits are float32 sums that are not rounded to the weight's dtype in between.
+    exact: do not round the float32 sums to the weight's dtype in between.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class _Projection:
         self.low = None
         if weight.dtype != torch.float32:
             self.low = tiling.scratch(hidden, weight.dtype)
-            # It has one dimension, because bf16 times a tensor of one dimension is float32: rounded once, in one pass.
+            # A scale of one dimension makes bf16 times float32 a float32 result: one pass, rounded once.
             self.scale = torch.full((1,), 1.0 / temperature, dtype=torch.float32, device=hidden.device)
 
     def __call__(self, tokens: slice, words: slice) -> torch.Tensor:
@@ -107,7 +112,7 @@ class _Projection:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=logits).mul_(
                 1.0 / self.temperature
             )
-        if self.exact:  # a CPU has no such product; products of bf16 numbers are exact in float32
+        if self.exact:  # a CPU has no such product, but products of bf16 numbers are exact in float32
             factors = hidden.float(), weight.float().t()
             return torch.addmm(logits, *factors, beta=0, alpha=1.0 / self.temperature, out=logits)
         low = torch.mm(hidden, weight.t(), out=self.low(len(hidden), len(weight)))
@@ -120,8 +125,8 @@ class _Projection:
 class _Sums:
     """Running sums over the vocabulary, float32 [t] each, of a = z - max z and c = r - max r.
 
-    z and r: logits / temperature of policy and reference. When the maxima grow, the sums follow
-    (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", extended to the others):
+    z and r are logits / temperature of policy and reference. When the maxima grow, the sums are rescaled
+    (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", extended to the other sums):
         norm = sum e^a    linear = sum e^a a    cross = sum e^a (a - c)    ref_norm = sum e^c
     """
 
@@ -130,11 +135,12 @@ class _Sums:
         self.maximum = torch.full(
             (2 if with_reference else 1, tokens), _NEVER, dtype=torch.float32, device=device
         )
-        # norm, linear, z of the target, and with a reference ref_norm, cross: one tensor, one collective.
+        # Rows: norm, linear, z of the target; with a reference also ref_norm and cross. One tensor needs only
+        # one collective.
         self.sums = torch.zeros(5 if with_reference else 3, tokens, dtype=torch.float32, device=device)
 
     def add(self, tokens: slice, z, r, column, inside, scratch: _Scratch) -> None:
-        """A tile of logits, which it overwrites; r: the reference's or None."""
+        """Add a tile of logits and overwrite it. r: the reference's logits, or None."""
         self.sums[2, tokens] += torch.where(inside, z.gather(1, column)[:, 0], 0.0)
         peak = torch.stack([z.amax(1), r.amax(1)]) if self.with_reference else z.amax(1)[None]
         self._raise_maximum(tokens, torch.maximum(self.maximum[:, tokens], peak))
@@ -149,7 +155,7 @@ class _Sums:
         sums[1] += a.mul_(exp).sum(1)
 
     def reduce(self, group) -> None:
-        """Over the words of all TP ranks."""
+        """Sum over the words of all TP ranks."""
         if group.size() > 1:
             highest = self.maximum.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -170,23 +176,26 @@ class _Sums:
 
 @dataclass(frozen=True)
 class HeadTask:
-    """What FusedHead computes, beside its differentiable inputs.
-
-    target int64 [t]: the word whose log-prob is asked for. vocab_size: without padding. group: the TP group that the
-    words are divided over. into_main_grad: the weight's gradient is added to its `main_grad`. exact: see `_Projection`.
-    """
+    """Inputs of FusedHead that are not differentiable."""
 
     target: torch.Tensor
+    """int64 [t]: the word whose log-prob is computed."""
     temperature: float
+    """Logits are divided by this."""
     vocab_size: int
+    """Number of words, without padding."""
     tiling: Tiling
+    """Tiles of this rank's logits."""
     group: dist.ProcessGroup
+    """TP group that the words are divided over."""
     into_main_grad: bool
+    """True: add the weight's gradient to its `main_grad`."""
     exact: bool
+    """True: do not round logits to the weight's dtype, see `_Projection`."""
 
 
 class FusedHead(torch.autograd.Function):
-    """Projection, log-softmax at the target, entropy and KL. With p = softmax(z), q = softmax(r):
+    """Autograd function for projection, log-softmax, entropy and KL. With p = softmax(z), q = softmax(r):
 
     logp_target = log p_target          d logp / dz_j = [j = target] - p_j
     H    = -sum p log p                 d H    / dz_j = -p_j (log p_j + H)
@@ -196,7 +205,7 @@ class FusedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, ref_hidden, ref_weight, task: "HeadTask"):
         target, temperature, tiling = task.target, task.temperature, task.tiling
-        ctx.set_materialize_grads(False)  # an output the loss does not use costs nothing backward
+        ctx.set_materialize_grads(False)  # an output that the loss does not use costs nothing in the backward
         with_reference = ref_hidden is not None
         policy = _Projection(hidden, weight, temperature, tiling, task.exact)
         reference = (
@@ -223,7 +232,8 @@ class FusedHead(torch.autograd.Function):
             hidden, weight, ref_hidden, ref_weight, target, state.maximum, log_norm, log_ref_norm, entropy, kl
         )
         ctx.temperature, ctx.tiling, ctx.exact = temperature, tiling, task.exact
-        # What is saved comes back as another tensor, without its main_grad, where hooks offload or count saved tensors.
+        # Where hooks offload or count saved tensors, a saved weight comes back as another tensor without
+        # main_grad.
         ctx.parameter = weight if task.into_main_grad else None
         return logp, entropy, kl
 
@@ -260,17 +270,18 @@ class FusedHead(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.result(),
-            *[None] * 3,  # the reference's two, and the task
+            *[None] * 3,  # for ref_hidden, ref_weight and task
         )
 
 
 @dataclass(frozen=True)
 class _Coefficients:
-    """d loss / d logits of word j = e^a_j (constant + linear a_j + ref c_j) + target [j = target].
+    """Coefficients of the loss's gradient in the logits.
 
-    float32 [t] each; None where an unused output leaves nothing to compute. The three derivatives
-    of `FusedHead` with log p = a - log_norm, log q = c - log_ref_norm; the division by the norm
-    and by the temperature is in the coefficients, which costs [t] and not [t, V].
+    d loss / d logits of word j = e^a_j (constant + linear a_j + ref c_j) + target [j = target]
+    Each is float32 [t], or None if the outputs that need it are unused. They combine the three derivatives of
+    `FusedHead`, with log p = a - log_norm and log q = c - log_ref_norm. They include the division by the norm
+    and by the temperature, which thus costs [t] and not [t, V].
     """
 
     constant: torch.Tensor
@@ -298,7 +309,7 @@ class _Coefficients:
         return cls(constant * scale, linear, ref, target)
 
     def grad_logits(self, tokens: slice, a, c, column, inside, scratch: _Scratch | None) -> torch.Tensor:
-        """Of one tile, in the memory of `a`."""
+        """Return the gradient of one tile's logits, in the memory of `a`."""
         if self.linear is None:
             grad = a.exp_().mul_(self.constant[tokens, None])
         else:
@@ -313,9 +324,9 @@ class _Coefficients:
 
 
 class _WeightGradient:
-    """Gradient of the weight, block of words after block; sums over tokens are in float32.
+    """Gradient of the weight, block of words after block. Sums over tokens are in float32.
 
-    parameter: to whose `main_grad` it is added; None: it is a tensor of its own.
+    parameter: the gradient is added to its `main_grad`. None: the gradient is a tensor of its own.
     """
 
     def __init__(self, weight: torch.Tensor, tiling: Tiling, parameter: torch.nn.Parameter | None):
@@ -334,7 +345,10 @@ class _WeightGradient:
     def add(
         self, words: slice, grad_logits: torch.Tensor, hidden: torch.Tensor, first: bool, last: bool
     ) -> None:
-        """Of a tile; first, last: whether it is that of its words. Tiles of the same words follow each other."""
+        """Add the gradient of a tile. Tiles of the same words must follow each other.
+
+        first, last: whether the tile is the first or the last of its words.
+        """
         out = self.out[words]
         sums = out if self.block is None else self.block[: len(out)]
         overwrite = first and (self.parameter is None or self.block is not None)
@@ -343,8 +357,11 @@ class _WeightGradient:
             out.copy_(sums) if self.parameter is None else out.add_(sums)
 
     def result(self) -> torch.Tensor | None:
-        """What autograd is given. With main_grad: as Megatron's LinearWithGradAccumulationAndAsyncCommunication,
-        a tensor nobody reads, so that the hooks of the parameter run, and zeros where it is read after all."""
+        """Return the gradient for autograd.
+
+        With main_grad, return a tensor that is not read, so that the parameter's hooks run; or zeros where it
+        is read after all. Megatron's LinearWithGradAccumulationAndAsyncCommunication does the same.
+        """
         if self.parameter is None:
             return self.out
         if not hasattr(self.parameter, "grad_added_to_main_grad"):
@@ -355,7 +372,7 @@ class _WeightGradient:
 
 
 def _add_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, overwrite: bool = False) -> None:
-    """out += left @ right, or out = left @ right; out is float32, the factors may be narrower."""
+    """Compute out += left @ right, or out = left @ right. out is float32, the factors may be narrower."""
     if out.dtype == left.dtype:
         out.addmm_(left, right, beta=0 if overwrite else 1)
     elif overwrite:

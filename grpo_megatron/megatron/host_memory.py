@@ -1,4 +1,7 @@
-"""Memory of the host that waits for what is not on the device: page-locked where there is CUDA, so that copies run beside computation."""
+"""Host memory for data that waits outside of the device.
+
+With CUDA it is page-locked, so that copies run beside computation.
+"""
 
 import mmap
 from dataclasses import dataclass, field
@@ -7,7 +10,7 @@ import torch
 
 
 class _Pages(mmap.mmap):
-    """Pages of this process; with CUDA they are locked until the last tensor on them is gone."""
+    """Memory pages of this process. With CUDA they are locked until the last tensor on them is gone."""
 
     def __new__(cls, size: int):
         return super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -25,18 +28,19 @@ class _Pages(mmap.mmap):
 
 
 def host_memory(size: int) -> torch.Tensor:
-    """uint8 [size], size above 0. Slow with CUDA, where every page is touched and locked: keep it, do not allocate it in every step.
+    """Return a tensor uint8 [size] in host memory. size must be above 0.
 
-    torch's own page-locked memory (`pin_memory`) comes in powers of two: 70 GB would take 128.
+    With CUDA this is slow, because every page is touched and locked. Keep the memory; do not allocate it in
+    every step. torch's own page-locked memory (`pin_memory`) comes in powers of two: 70 GB would take 128.
     """
     return torch.frombuffer(_Pages(size), dtype=torch.uint8)
 
 
 @dataclass
 class HostArena:
-    """Tensors that are given up together; their memory is kept for the next ones.
+    """Host memory for tensors that are released together. It is kept for the next ones.
 
-    block_bytes: what it grows by, at least.
+    block_bytes: the arena grows by at least this much.
     """
 
     block_bytes: int = 1 << 30
@@ -44,8 +48,8 @@ class HostArena:
     _used: list[int] = field(default_factory=list)
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Uninitialised, of the tensor's shape and dtype."""
-        size = -(-tensor.nbytes // 64) * 64  # any dtype may begin where another ended
+        """Return an uninitialised host tensor of this tensor's shape and dtype."""
+        size = -(-tensor.nbytes // 64) * 64  # aligned, so that a tensor of any dtype may follow
         number = next((i for i, block in enumerate(self._blocks) if len(block) - self._used[i] >= size), None)
         if number is None:
             number = len(self._blocks)
@@ -56,5 +60,5 @@ class HostArena:
         return self._blocks[number][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def clear(self) -> None:
-        """All tensors of this arena are given up: the next ones will overwrite them."""
+        """Release all tensors of this arena. The next ones will overwrite them."""
         self._used = [0] * len(self._blocks)

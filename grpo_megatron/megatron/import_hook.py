@@ -1,7 +1,8 @@
-"""Changes modules of Megatron (and TransformerEngine) while they are imported.
+"""Import hook that changes modules of Megatron (and TransformerEngine) while they are imported.
 
-One finder in ``sys.meta_path`` knows, by the name's beginning, how a module's syntax tree is rewritten, which further names the
-module sees, and by its whole name, what is put right after it was loaded.
+One finder in ``sys.meta_path`` holds the changes. The beginning of a module's name decides how its syntax
+tree is rewritten and which additional names it sees. The whole name decides which functions are called right
+after it is loaded.
 """
 
 import ast
@@ -15,8 +16,12 @@ from typing import Any
 
 @dataclass
 class Changes:
-    """rewriters: {beginning of the name: transformer of its modules' trees}. names: {name: value} that rewritten modules
-    see. mend: {module: functions to be called with it once it is loaded}."""
+    """Changes to modules that are made while they are imported.
+
+    rewriters: {beginning of a module's name: transformer of its syntax tree}.
+    names: {name: value} that rewritten modules see.
+    mend: {module: functions that are called with it after it is loaded}.
+    """
 
     rewriters: dict[str, type[ast.NodeTransformer]] = field(default_factory=dict)
     names: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +67,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def changes() -> Changes:
-    """Those of this process, to be added to before the modules that they concern are imported."""
+    """Return the changes of this process. Add to them before the modules they concern are imported."""
     for finder in sys.meta_path:
         if isinstance(finder, _Finder):
             return finder.changes

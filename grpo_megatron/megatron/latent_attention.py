@@ -1,7 +1,10 @@
-"""Multi-head latent attention (arXiv:2405.04434, section 2.1) over packs, for either kind of layers.
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1) over packs.
 
-Megatron's own class is not used. With its local layers the gradient of the key part that all heads share misses the heads of other
-tensor-parallel ranks, and its rotation of packs asks for the lengths of all sequences in every layer.
+It works with local and with TransformerEngine's layers.
+
+Megatron's own class is not used. With its local layers, the gradient of the key part that all heads share
+misses the heads of other tensor-parallel ranks. Its rotation of packs asks for the lengths of all sequences
+in every layer.
 """
 
 import math
@@ -25,7 +28,11 @@ from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
 
 @dataclass(frozen=True)
 class LatentAttentionParts:
-    """column_parallel, row_parallel: linear layers; core: attention over heads whose queries and keys are rotated already."""
+    """Classes from which LatentAttention is built.
+
+    column_parallel, row_parallel: linear layers.
+    core: attention over heads whose queries and keys are rotated already.
+    """
 
     column_parallel: type
     row_parallel: type
@@ -33,7 +40,10 @@ class LatentAttentionParts:
 
 
 class _Replicated(torch.nn.Linear):
-    """A linear layer without bias that every TP rank has whole; under sequence parallelism each applies it to its tokens."""
+    """Linear layer without bias that every TP rank holds whole.
+
+    Under sequence parallelism each rank applies it to its own tokens.
+    """
 
     def __init__(self, config, rows: int, columns: int):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -41,14 +51,17 @@ class _Replicated(torch.nn.Linear):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def reset_parameters(self) -> None:
-        """Values come from the checkpoint; on the meta device there is no memory for others."""
+        """Do nothing: values come from the checkpoint, and the meta device has no memory for others."""
 
 
 class LatentAttention(MegatronModule):
-    """Queries, keys and values come from latents of low rank; one rotated part of the key is shared by all heads.
+    """Attention whose queries, keys and values come from low-rank latents.
 
-    [t / tp under sequence parallelism, 1, h] -> (the same shape, None). Constructed the way Megatron's layers construct
-    attention. Names of the parameters are those of Megatron's own class.
+    All heads share one rotated part of the key.
+
+    forward: hidden states [t, 1, h], under sequence parallelism [t / tp, 1, h] -> (the same shape, None).
+    The constructor takes what Megatron's layers pass to attention. Parameters are named as in Megatron's
+    class.
     """
 
     def __init__(
@@ -81,7 +94,7 @@ class LatentAttention(MegatronModule):
             self.linear_q_proj = column_parallel(arch.hidden_size, heads * arch.head_dim)
         else:
             self.linear_q_down_proj = _Replicated(config, self.latent.query_rank, arch.hidden_size)
-        # Next to the queries' one also in the order of weight syncs, see weights.buckets.
+        # Created next to the queries' down projection, because weight syncs send both in one bucket.
         self.linear_kv_down_proj = _Replicated(config, self.latent.kv_rank + rotated, arch.hidden_size)
         if self.latent.query_rank is not None:
             self.q_layernorm = RMSNorm(config, self.latent.query_rank, eps=LATENT_NORM_EPS)
@@ -117,7 +130,7 @@ class LatentAttention(MegatronModule):
         query, key, value = self._projected(hidden_states, packed_seq_params)
 
         def attend(query, key, value):
-            # Megatron's recomputation hands over tensors only.
+            # Megatron's recomputation passes only tensors, so the rest comes from the enclosing scope.
             return self.core_attention(
                 query,
                 key,
@@ -134,7 +147,7 @@ class LatentAttention(MegatronModule):
         return self.linear_proj(attended.reshape(attended.shape[0], 1, -1))
 
     def _projected(self, hidden, packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """query and key [t, heads, plain + rotated], value [t, heads, value_dim] of this TP rank's heads."""
+        """Return this TP rank's query and key [t, heads, plain + rotated] and value [t, heads, value_dim]."""
         latent = self.latent
         if latent.query_rank is None:
             query = self.linear_q_proj(hidden)[0]
@@ -142,7 +155,7 @@ class LatentAttention(MegatronModule):
             query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))[0]
         latents, shared = self.linear_kv_down_proj(hidden).split([latent.kv_rank, latent.rotated_dim], dim=-1)
         pair = self.linear_kv_up_proj(self.kv_layernorm(latents))[0]
-        # Every rank's heads use the shared part: its gradient is the sum over ranks.
+        # Every rank's heads use the shared part, so its gradient is the sum over ranks.
         if self.config.sequence_parallel:
             shared = gather_from_sequence_parallel_region(shared, group=self.tp_group)
         else:
@@ -158,5 +171,5 @@ class LatentAttention(MegatronModule):
         return query, key, value.contiguous()
 
     def _halves(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., d] with the two channels of a rotation side by side -> all first ones, then all second ones."""
+        """Reorder [..., d] from adjacent pairs of channels to all first channels, then all second ones."""
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.latent.interleaved else x

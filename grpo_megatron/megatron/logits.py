@@ -1,4 +1,4 @@
-"""Logits of a checkpoint on one rank, for comparisons; training never makes them."""
+"""Logits of a checkpoint, computed on one rank for comparisons. Training never computes whole logits."""
 
 import tempfile
 
@@ -17,7 +17,10 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @torch.no_grad()
 def logits_of(folder: str, arch: Architecture, sequences: list[torch.Tensor]) -> torch.Tensor:
-    """float32 [t, vocabulary] of all tokens, one sequence after the other; folder: the shards. The model is loaded whole."""
+    """Return the logits of all tokens, float32 [t, vocabulary], one sequence after the other.
+
+    The whole model is loaded on this rank. folder: folder of the sharded checkpoint.
+    """
     pack = Layout().pack(np.array([len(tokens) for tokens in sequences]))
     with tempfile.TemporaryDirectory() as store:
         process_groups.initialize(ParallelSizes(), 0, f"file://{store}/store", seed=0)

@@ -1,7 +1,7 @@
-"""The head: hidden states in; log-prob, entropy and KL to a reference per token out.
+"""The head: computes log-prob, entropy and KL to a reference per token from hidden states.
 
-Megatron's own post-processing turns hidden states into logits first and always; here the
-projection is part of the function (`fused_head`), so that no [t, V] tensor is ever alive.
+Megatron's own post-processing always turns hidden states into logits first. Here the projection is part of
+the function (`fused_head`), so a [t, V] tensor never exists.
 """
 
 from typing import NamedTuple
@@ -14,31 +14,30 @@ from grpo_megatron.megatron.fused_head import FusedHead, HeadTask, Tiling
 
 
 class HiddenStatesOutput(ColumnParallelLinear):
-    """An output layer that hands out its input: same parameters and names, no projection."""
+    """Output layer that returns its input without projecting it. Parameters and their names are unchanged."""
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         return input_, None
 
 
 def hand_out_hidden_states(model) -> None:
-    """Make a GPTModel return hidden states [1, t, h] in place of logits.
+    """Make a GPTModel return hidden states [1, t, h] instead of logits.
 
-    The class of the existing layer is exchanged, because GPTModel constructs its output layer
-    itself; parameter, names and sharded checkpoint state stay what they were.
+    GPTModel constructs its output layer itself, so this replaces the class of the existing layer. Its
+    parameter, names and sharded checkpoint state do not change.
     """
     model.output_layer.__class__ = HiddenStatesOutput
 
 
 class HeadOutput(NamedTuple):
-    """Values of each computed token, float32 [t] or [n], natural log; equal on every TP rank.
-
-    logp: log-prob of the target. entropy: entropy of the distribution. kl: sum_v p_v (log p_v - log q_v) over
-    the whole vocabulary, q the reference's distribution; None without a reference.
-    """
+    """Values of each computed token, float32 [t] or [n], natural logarithm, equal on every TP rank."""
 
     logp: torch.Tensor
+    """Log-prob of the target."""
     entropy: torch.Tensor
+    """Entropy of the distribution."""
     kl: torch.Tensor | None
+    """sum_v p_v (log p_v - log q_v) over all words, q the reference's distribution. None: no reference."""
 
 
 def token_logprobs(
@@ -56,23 +55,24 @@ def token_logprobs(
     exact_logits: bool = False,
     positions: torch.Tensor | None = None,
 ) -> HeadOutput:
-    """Log-prob of each target, entropy of each distribution and, with a reference, the exact KL.
+    """Return log-prob of each target, entropy of each distribution and, with a reference, the exact KL.
 
-    hidden [t, h] (with sequence_parallel [t / tp, h], this rank's part); weight [V_padded / tp, h],
-    this rank's rows of the output projection (the embedding if tied); target int64 [t], ids below
-    vocab_size (any other id has log-prob NaN). Distributions are softmax(logits / temperature) over
-    vocab_size words, in float32 whatever the weights' dtype. Differentiable in hidden and weight
-    (once); an output the loss does not use costs nothing in the backward pass. Every TP rank must
-    compute the same loss from what is returned.
+    Distributions are softmax(logits / temperature) over vocab_size words, in float32 whatever the weights'
+    dtype. The result is differentiable (once) in hidden and weight. An output that the loss does not use
+    costs nothing in the backward pass. Every TP rank must compute the same loss from the result.
 
-    reference: (hidden, weight) of the reference model, of the same shapes; no gradient flows into
-    them, and they must stay unchanged until the backward pass, which reads them again.
-    chunk_tokens, chunk_vocab: the size of a tile; None: 8 MiB of float32 logits and at most 1024
-    tokens on a CPU, 128 MiB and 4096 on a GPU. Results differ by rounding only.
+    hidden: [t, h]; with sequence_parallel [t / tp, h], this rank's part.
+    weight: [V_padded / tp, h], this rank's rows of the output projection (of the embedding if tied).
+    target: int64 [t], ids below vocab_size. Any other id has log-prob NaN.
+    reference: (hidden, weight) of the reference model, of the same shapes. No gradient flows into them. They
+        must stay unchanged until the backward pass, which reads them again.
+    chunk_tokens, chunk_vocab: size of a tile. None: 8 MiB of float32 logits and at most 1024 tokens on a CPU,
+        128 MiB and 4096 tokens on a GPU. Results differ by rounding only.
     accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`, as Megatron's
-    gradient_accumulation_fusion does, and leave no meaningful `weight.grad`.
-    exact_logits: do not round logits to the weight's dtype; the gradient's products still take factors of that dtype.
-    positions: int64 [n], the tokens to compute; the outputs are then [n], and the others cost nothing. None: all t.
+        gradient_accumulation_fusion does, and leave no meaningful `weight.grad`.
+    exact_logits: do not round logits to the weight's dtype. The gradient's products still use that dtype.
+    positions: int64 [n], the tokens to compute. Outputs are then [n], and other tokens cost nothing. None:
+        all t.
 
     Raises ValueError for a target, temperature or chunk size that does not fit, or a missing main_grad.
     """
@@ -95,8 +95,10 @@ def token_logprobs(
 
 
 def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
-    """(hidden states, weight) of the reference without gradient; (None, None) if there is none. Raises ValueError for other
-    shapes than those of the policy's."""
+    """Return (hidden states, weight) of the reference without gradient, or (None, None) if there is none.
+
+    Raises ValueError if their shapes differ from the policy's.
+    """
     if reference is None:
         return None, None
     with torch.no_grad():
@@ -111,7 +113,10 @@ def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
 
 
 def _all_tokens(hidden, sequence_parallel: bool, group):
-    """[t, h] on every TP rank; backward sums the ranks' gradients (each has those of its words)."""
+    """Return hidden states [t, h] on every TP rank.
+
+    The backward pass sums the ranks' gradients, because each rank has only those of its words.
+    """
     if sequence_parallel:
         return tensor_parallel.gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=True, group=group

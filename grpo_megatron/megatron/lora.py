@@ -1,7 +1,8 @@
 """Adapters (LoRA, arXiv:2106.09685): two small matrices beside a frozen one, under every layout.
 
-Of a column-parallel layer B is split over TP by rows, of a row-parallel one A by columns; the other matrix is whole on every rank. What
-travels between the ranks is the product with A, which has `rank` columns.
+In a column-parallel layer, B is split over TP by rows. In a row-parallel layer, A is split over TP by
+columns. The other matrix is whole on every rank. Only the product with A travels between the ranks; it has
+`rank` columns.
 """
 
 import math
@@ -25,31 +26,35 @@ from grpo_megatron.model.pieces import box
 
 
 class _Adapted:
-    """What both kinds of layer have in common: weight [out, in], lora_a [rank, in], lora_b [out, rank], shards of the last two as of the
-    first."""
+    """Common part of both kinds of layer with an adapter.
+
+    Shapes: weight [out, in], lora_a [rank, in], lora_b [out, rank]. out and in are those of this rank's shard
+    of the weight.
+    """
 
     def _add_adapter(self, lora: LoraConfig, whole: str) -> None:
-        """whole: name of the matrix that every TP rank has all of. Values come from `attach`."""
+        """Add the adapter's matrices; `attach` fills them. whole: the matrix that is not split over TP."""
         rows, columns = self.weight.shape
         self.rank, self.alpha = lora.rank, lora.alpha
         self.lora_a = torch.nn.Parameter(self.weight.new_empty(lora.rank, columns))
         self.lora_b = torch.nn.Parameter(self.weight.new_empty(rows, lora.rank))
-        # Under SP each TP rank sees other tokens of the whole matrix's side: finalize_model_grads sums marked gradients over TP.
+        # Under SP each TP rank sees different tokens at the whole matrix: finalize_model_grads sums marked
+        # gradients over TP.
         getattr(self, whole).sequence_parallel = self.sequence_parallel
 
     def _with_adapter(self, output: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        """low [..., rank]: the product with A, of the tokens that `output` is of."""
+        """Return `output` plus the adapter's part. low [..., rank]: the product with A of the same tokens."""
         return torch.add(output, F.linear(low, self.lora_b), alpha=self.alpha / self.rank)
 
     def merged_weight(self) -> torch.Tensor:
-        """This rank's shard of W + (alpha / rank) B A, rounded once to the dtype of W."""
+        """Return this rank's shard of W + (alpha / rank) B A, rounded once to the dtype of W."""
         product = self.lora_b.float() @ self.lora_a.float()
         return product.mul_(self.alpha / self.rank).add_(self.weight).to(self.weight.dtype)
 
     def _sharded(
         self, state: dict, name: str, axis: int, prefix: str, offsets: tuple, metadata: dict
     ) -> None:
-        """In `state`, where Megatron has the matrix as a whole one, the shard that it is."""
+        """Store a matrix in `state` as a shard. Megatron stored it there as a whole matrix."""
         key, groups = f"{prefix}{name}", {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         tensor = getattr(self, name)
         state[key] = make_tp_sharded_tensor_for_checkpoint(
@@ -67,7 +72,7 @@ class AdaptedColumns(tp.ColumnParallelLinear, _Adapted):
     def forward(self, input_, weight=None, runtime_gather_output=None):
         output, bias = super().forward(input_, weight, runtime_gather_output)
         low = F.linear(input_, self.lora_a)
-        # Backward, each rank has the part of the gradient that comes through its own rows of B.
+        # In the backward pass, each rank has the part of the gradient that comes through its own rows of B.
         if self.sequence_parallel:
             low = tp.gather_from_sequence_parallel_region(
                 low, tensor_parallel_output_grad=True, group=self.tp_group
@@ -83,7 +88,10 @@ class AdaptedColumns(tp.ColumnParallelLinear, _Adapted):
 
 
 class AdaptedGateUp(AdaptedColumns):
-    """Each rank has its part of the gate, then of up: Megatron's MLP says so of weight and bias only."""
+    """Gate and up projection with an adapter. Each rank holds its part of the gate, followed by that of up.
+
+    Megatron's MLP declares this order for weight and bias only, so lora_b needs it here.
+    """
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -115,9 +123,11 @@ class AdaptedRows(tp.RowParallelLinear, _Adapted):
 
 
 def attach(chunks, entries: dict[str, Entry], seed: int) -> None:
-    """Give the adapters their first values, and freeze everything else. entries: of the adapters.
+    """Give the adapters their first values, and freeze everything else.
 
-    A is uniform within 1 / sqrt(in), as PEFT has it, the same in every layout; B is zero, so that the model computes what it did.
+    entries: weight-map entries of the adapters.
+    A is uniform within 1 / sqrt(in) as in PEFT, with the same values in every layout. B is zero, so that the
+    model's output does not change.
     """
     parameters, group = local_parameters(chunks, adapters=True), mpu.get_tensor_model_parallel_group()
     for name, parameter in parameters.items():
@@ -134,7 +144,8 @@ def attach(chunks, entries: dict[str, Entry], seed: int) -> None:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(is_adapter(name))
         if chunk.pre_process:
-            # A layer that is recomputed has no gradient at all, its adapters included, if nothing that enters it needs one.
+            # A recomputed layer gets no gradient, not even for its adapters, unless one of its inputs needs
+            # one.
             chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
@@ -144,9 +155,9 @@ def _first_value(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 class MergedWeights(Mapping):
-    """{Megatron name: this rank's shard as it is now}, with adapters merged in when asked for.
+    """Mapping {Megatron name: this rank's shard as it is now}. Adapters are merged when a name is looked up.
 
-    One merged tensor is kept at a time, because whoever packs slices of it asks for it again and again.
+    One merged tensor is kept at a time, because code that packs slices of it asks for it again and again.
     """
 
     def __init__(self, chunks):
@@ -173,7 +184,7 @@ class MergedWeights(Mapping):
 
 
 def description(chunks) -> dict | None:
-    """What must be alike for a checkpoint to be continued; None without adapters."""
+    """Return what must be the same when a checkpoint is continued. None without adapters."""
     found = {
         name.rsplit(".")[-1]: module
         for c in chunks
@@ -185,12 +196,16 @@ def description(chunks) -> dict | None:
 
 
 def check_checkpoint(folder: str, saved: dict | None, chunks) -> None:
-    """saved: `description` of the chunks that are in the folder. Raises UserError unless it is these chunks' too: more would be lost."""
+    """Check that a checkpoint's adapters are those of these chunks. saved: `description` of the saved chunks.
+
+    Raises UserError if they differ, because weights would be lost.
+    """
     ours = description(chunks)
     if saved != ours:
         raise UserError(
-            f"{folder} was saved with {_in_words(saved)}, but here there are {_in_words(ours)}: megatron.lora must be as in the "
-            "run that saved it (to go on from its weights alone, take that run's hf/ as model.path)"
+            f"{folder} was saved with {_in_words(saved)}, but here there are {_in_words(ours)}: "
+            "megatron.lora must be as in the run that saved it "
+            "(to go on from its weights alone, take that run's hf/ as model.path)"
         )
 
 

@@ -1,44 +1,41 @@
-"""What a rank holds in its device's memory, and giving it back for a while.
+"""Device memory that training occupies on a rank, and how to free it for a while."""
 
-Tensors are parked by emptying their storages and filled again in place: parameters, DDP buffers and
-optimizer states are views of each other, and whoever holds one keeps a valid tensor.
-"""
-
-import ctypes
-import socket
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
-from typing import BinaryIO
+from contextlib import contextmanager
 
 import torch
 
-from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.host_memory import host_memory
-from grpo_megatron.paths import output_folder_problem
+from grpo_megatron.megatron.parking import Parking
 
-# name -> bytes
+# {name: bytes}
 Bytes = dict[str, int]
 
 
 def unique_storages(tensors) -> dict[int, torch.UntypedStorage]:
-    """{address: storage} of the tensors that occupy memory."""
+    """Return {address: storage} of the tensors that occupy memory."""
     storages = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
 class TrainingMemory:
-    """The storages behind a DDP-wrapped model and its optimizer; found anew at each call, as some
-    come into being with the first step.
+    """Storages of a DDP-wrapped model and its optimizer, which `sleep` and an offloaded optimizer park.
 
-    parameters: the weights. gradients: DDP's buffers. optimizer: moments, and master weights where
-    they are not the weights themselves. fp8_casts: the weights once more in FP8, which TransformerEngine keeps from one
-    micro-batch to the next.
+    Each call finds the storages anew, because some appear only with the first step.
+    parameters: the weights.
+    gradients: DDP's buffers.
+    optimizer: moments, and master weights where they are not the weights themselves.
+    fp8_casts: FP8 copies of the weights, which TransformerEngine keeps from one micro-batch to the next.
     """
 
-    def __init__(self, ddp: list, optimizer):
-        self._ddp, self._optimizer = ddp, optimizer
+    def __init__(self, ddp: list, optimizer, offload_optimizer: bool, folder: str | None):
+        """Park the optimizer's states at once if they are offloaded.
+
+        offload_optimizer: the states are in device memory only within `optimizer_at_hand`.
+        folder: see `Parking`.
+        """
+        self._ddp, self._optimizer, self._offload = ddp, optimizer, offload_optimizer
+        self._parking = Parking(folder)
+        self._park_optimizer()
 
     def _buffers(self) -> Iterator:
         for ddp in self._ddp:
@@ -77,12 +74,12 @@ class TrainingMemory:
         )
 
     def drop_fp8_casts(self) -> None:
-        """The next micro-batch makes them again."""
+        """Drop the FP8 copies of the weights. The next micro-batch makes them again."""
         for casts in self._casts():
             casts.clear()
 
     def resident(self) -> Bytes:
-        """Bytes in the device's memory now, by kind."""
+        """Return the bytes in device memory now, by kind."""
         kinds = {
             "parameters": self.parameters(),
             "gradients": self.gradients(),
@@ -93,93 +90,29 @@ class TrainingMemory:
             name: sum(storage.nbytes() for storage in storages.values()) for name, storages in kinds.items()
         }
 
+    @contextmanager
+    def optimizer_at_hand(self):
+        """Keep the optimizer's states in device memory within the context."""
+        self._parking.unpark("optimizer")
+        try:
+            yield
+        finally:
+            self._park_optimizer()
 
-class Parking:
-    """Parked storages and their contents: in pinned host memory, or in files.
+    def _park_optimizer(self) -> None:
+        if self._offload:
+            self._parking.park("optimizer", self.optimizer())
 
-    folder: for files; None: pinned host memory where there is CUDA, else files in the system's folder for temporary ones,
-    because on a machine without a GPU the host's memory is the memory to be given back.
+    def sleep(self) -> None:
+        """Park everything until `wake`. Gradients come back as zeros."""
+        if not self._parking.parked("optimizer"):
+            self._parking.park("optimizer", self.optimizer())
+        self._parking.park("parameters", self.parameters())
+        self._parking.park("gradients", self.gradients(), keep=False)
 
-    The files have no names: a rank ends by SIGKILL, and what it had parked in a file with a name would stay on the disk.
-    """
-
-    def __init__(self, folder: str | None = None):
-        self._pinned: dict[str, torch.Tensor] = {}
-        self._folder, self._in_files = folder, folder is not None or not torch.cuda.is_available()
-        if folder is not None:
-            if problem := output_folder_problem(folder):  # on this node; the driver may be on another
-                raise UserError(f"megatron.offload_folder={folder} {problem} (on {socket.gethostname()})")
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        # Of each name: the file of its contents, if in files, and each storage with its bytes and its copy, if in memory.
-        self._parked: dict[
-            str, tuple[BinaryIO | None, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]]
-        ] = {}
-
-    def park(self, name: str, storages: dict[int, torch.UntypedStorage], keep: bool = True) -> None:
-        """Empty the storages. keep: with their contents, else they come back as zeros."""
-        if name in self._parked:
-            raise RuntimeError(f"{name} is parked already")
-        # One for all storages, one behind the other: a process may open only so many files.
-        file = tempfile.TemporaryFile(dir=self._folder) if self._in_files and keep else None  # noqa: SIM115 - open until unpark
-        copies: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
-        self._parked[name] = file, copies
-        for number, storage in enumerate(storages.values()):
-            size, copy = storage.nbytes(), None
-            if file:
-                host = storage.cpu()  # which must live until it is written
-                file.write(_host_bytes(host))
-            elif keep:
-                copy = self._pin(f"{name}-{number}", storage)
-            storage.resize_(0)
-            copies.append((storage, size, copy))
-        if file:
-            file.seek(0)
-        return_to_system()
-
-    def unpark(self, name: str) -> None:
-        """Give the storages their memory and contents back; nothing happens if `name` is not parked."""
-        file, copies = self._parked.pop(name, (None, []))
-        for storage, size, copy in copies:
-            storage.resize_(size)
-            if file:
-                _read(file, storage)
-            elif copy is not None:
-                _as_tensor(storage).copy_(copy)
-            else:
-                storage.fill_(0)
-        if file:
-            file.close()
-
-    def parked(self, name: str) -> bool:
-        return name in self._parked
-
-    def _pin(self, name: str, storage: torch.UntypedStorage) -> torch.Tensor:
-        # Kept when it is empty again: to allocate it takes longer than to fill it.
-        if name not in self._pinned or len(self._pinned[name]) != storage.nbytes():
-            self._pinned[name] = host_memory(storage.nbytes())
-        return self._pinned[name].copy_(_as_tensor(storage))
-
-
-def _read(file: BinaryIO, storage: torch.UntypedStorage) -> None:
-    host = storage if storage.device.type == "cpu" else torch.UntypedStorage(storage.nbytes())
-    if file.readinto(_host_bytes(host)) != storage.nbytes():
-        raise RuntimeError("the file of what was parked is shorter than that")
-    if host is not storage:
-        storage.copy_(host)
-
-
-def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _host_bytes(storage: torch.UntypedStorage):
-    """A storage on the host as a writable buffer. Tensor.numpy() would make it impossible to resize."""
-    return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-
-
-def return_to_system() -> None:
-    """Freed memory back to where others can have it."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    elif sys.platform == "linux":
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # glibc keeps small blocks otherwise
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self._parking.unpark("gradients")
+        self._parking.unpark("parameters")
+        if not self._offload:
+            self._parking.unpark("optimizer")

@@ -1,4 +1,4 @@
-"""One micro-batch as a rank sees it, and what the rank keeps of it between the passes."""
+"""Micro-batches as one rank sees them, and the store that keeps them between the passes of a step."""
 
 from dataclasses import dataclass, field
 
@@ -19,35 +19,43 @@ from grpo_megatron.model.architecture import MoE
 
 @dataclass
 class MicroBatch:
-    """t local positions, on the rank's device.
-
-    padding: True on padding. trained: the positions whose loss counts, known once the loss inputs are set; the training pass
-    computes the head for these alone. routing: {layer: int64 [t, k]} (under SP this rank's share of t), the experts of each token
-    to be used; None: the routers' choice. reference_hidden: the reference model's last hidden states, [t, h] (or that share),
-    on the last stage; on the device or the host.
-    """
+    """One micro-batch on one rank: t local positions, with tensors on the rank's device."""
 
     pack: Pack
+    """Mapping between the stream of tokens and this rank's positions."""
     packed: PackedSequences
-    tokens: torch.Tensor  # int64 [1, t]
-    position_ids: torch.Tensor  # int64 [1, t]
-    padding: torch.Tensor  # bool [1, t]
-    target: torch.Tensor  # int64 [t]
-    weight: torch.Tensor | None = None  # float32 [t]
-    trained: torch.Tensor | None = None  # int64 [n]
+    """Description of the pack for Megatron and PackedAttention."""
+    tokens: torch.Tensor
+    """int64 [1, t]: token ids."""
+    position_ids: torch.Tensor
+    """int64 [1, t]: position of each token in its sequence."""
+    padding: torch.Tensor
+    """bool [1, t]: True on padding."""
+    target: torch.Tensor
+    """int64 [t]: the token to predict at each position."""
+    weight: torch.Tensor | None = None
+    """float32 [t]: weight of each token's loss. None until `set_loss_inputs`."""
+    trained: torch.Tensor | None = None
+    """int64 [n]: positions whose loss counts. The training pass computes the head for these only."""
     inputs: LossInputs | PairInputs | None = None
+    """Further inputs of the loss: LossInputs of a policy, PairInputs of a reward model."""
     routing: dict[int, torch.Tensor] | None = None
+    """{layer: int64 [t, k]}: experts of each token, under SP this rank's share. None: routers choose."""
     reference_hidden: torch.Tensor | None = None
+    """[t, h], under SP this rank's share: the reference's last hidden states, on the device or the host.
+
+    Only the last stage has them.
+    """
 
     def hidden_of_reference(self) -> torch.Tensor:
-        """reference_hidden on the device. Raises RuntimeError if no pass of the reference kept them."""
+        """Return reference_hidden on the device. Raises RuntimeError if no pass of the reference kept it."""
         if self.reference_hidden is None:
             raise RuntimeError("the exact KL needs a pass of the reference that keeps its hidden states")
         return self.reference_hidden.to(self.target.device, non_blocking=True)
 
 
 def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attention: bool) -> MicroBatch:
-    """What the model's input is made of. own_attention: with the plan PackedAttention needs."""
+    """Build the model's input for one micro-batch. own_attention: include the plan for PackedAttention."""
     pack = layout.pack(batch.lengths)
     return MicroBatch(
         pack=pack,
@@ -60,7 +68,7 @@ def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attenti
 
 
 def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: bool) -> None:
-    """Everything the loss needs, which is known after the log-prob passes only."""
+    """Store everything the loss needs in the micro-batch. It is known only after the log-prob passes."""
     pack, device = micro_batch.pack, micro_batch.target.device
     group = mpu.get_context_parallel_group()
 
@@ -83,13 +91,16 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
 
 
 def _trained_positions(pack: Pack, mask: np.ndarray) -> torch.Tensor:
-    """Return the local positions at which the mask is true. Without any, return the first: collectives need a token."""
+    """Return the local positions where the mask is True.
+
+    If there is none, return the first position, because collectives need a token.
+    """
     positions = pack.local_positions(mask)
     return positions if len(positions) else torch.zeros(1, dtype=torch.int64)
 
 
 def set_pair_inputs(micro_batch: MicroBatch, batch: TrainBatch) -> None:
-    """What the loss of a reward model needs. batch: see data.preferences.pair_batch."""
+    """Store what the loss of a reward model needs. batch: see data.preferences.pair_batch."""
     device, ends = micro_batch.target.device, batch.cu_seqlens[1:] - 1
     weight = batch.weight[ends].reshape(-1, 2).sum(1)
     margin = batch.reward[0::2] - batch.reward[1::2]
@@ -99,7 +110,7 @@ def set_pair_inputs(micro_batch: MicroBatch, batch: TrainBatch) -> None:
 
 
 def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[bool, ...]) -> None:
-    """The engine's routing (R3) for this rank's tokens; layers: which have experts."""
+    """Store the engine's routing (R3) of this rank's tokens. layers: True for each layer with experts."""
     given = batch.routing
     if given is None:
         raise ValueError(
@@ -109,7 +120,7 @@ def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[b
         raise ValueError(
             f"the samples carry routing for {given.shape[1]} layers, the model has {sum(layers)} with experts"
         )
-    # Padding needs experts too, different ones; what they compute is used by nobody.
+    # Padding needs k different experts too. Their results are not used.
     anything = np.arange(given.shape[2], dtype=given.dtype)
     local = on_device(micro_batch.pack.scatter(given, fill=anything), micro_batch.target.device).long()
     local = micro_batch.pack.layout.tensor_parallel_share(local, mpu.get_tensor_model_parallel_rank())
@@ -119,20 +130,26 @@ def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[b
 
 @dataclass
 class MiniBatchStore:
-    """The micro-batches of the mini-batches of one step, laid out once, by the caller's key.
+    """Micro-batches of the mini-batches of one step, kept under the caller's key and laid out once.
 
-    A key is (step, number of the mini-batch); the first key of another step empties the store.
+    A key is (step, index of the mini-batch). The first key of another step empties the store.
     """
 
     layout: Layout
+    """Padding and split of packs on this rank."""
     device: torch.device
+    """Device of the micro-batches' tensors."""
     own_attention: bool
+    """True: include the plan for PackedAttention. False: TransformerEngine computes attention."""
     _kept: dict[tuple[int, int], list[MicroBatch]] = field(default_factory=dict)
-    _hidden_on_device: int = 0  # bytes
+    """{key: micro-batches}."""
+    _hidden_on_device: int = 0
+    """Bytes of the reference's hidden states that are kept on the device."""
     _hidden_on_host: HostArena = field(default_factory=HostArena)
+    """Host memory for hidden states that exceed the device's budget."""
 
     def get(self, key: tuple[int, int] | None, batches: list[TrainBatch]) -> list[MicroBatch]:
-        """The micro-batches of this mini-batch; key None: laid out for this call alone."""
+        """Return the laid-out micro-batches of a mini-batch. key None: lay them out for this call only."""
         if key is None:
             return [lay_out(batch, self.layout, self.device, self.own_attention) for batch in batches]
         if any(step != key[0] for step, _ in self._kept):
@@ -153,7 +170,8 @@ class MiniBatchStore:
     def keep_hidden(self, micro_batch: MicroBatch, hidden: torch.Tensor, on_device: int) -> None:
         """Keep the reference's hidden states [t, h] with a micro-batch until the store is emptied.
 
-        on_device: most bytes that those of all mini-batches may take there; what is beyond waits on the host.
+        on_device: most bytes that the hidden states of all mini-batches may take on the device. The rest
+            waits on the host.
         """
         if self._hidden_on_device + hidden.nbytes <= on_device:
             self._hidden_on_device += hidden.nbytes
@@ -175,9 +193,11 @@ def choose_routing(
     micro_batches: list[TrainBatch],
     recording: bool,
 ) -> Routing:
-    """Whose routing the policy follows in a pass; that of the engines is put into the micro-batches that lack it.
+    """Return the routing that the policy follows in a pass.
 
-    recording: it is the pass for the old log-probs. Raises ValueError where that pass should have come first.
+    With moe.routing_replay=engine, the engine's routing is stored in the micro-batches that lack it.
+    recording: this is the pass for the old log-probs.
+    Raises ValueError if the old policy's routing is to be replayed, but that pass has not run.
     """
     if moe is None or replay == RoutingReplay.off:
         return Routing.own

@@ -1,4 +1,4 @@
-"""Builds the GPTModel chunks of this rank's pipeline stage."""
+"""Builder of the GPTModel chunks of this rank's pipeline stage."""
 
 from functools import partial
 
@@ -33,17 +33,19 @@ from grpo_megatron.model.architecture import Architecture
 def uses_transformer_engine(
     impl: TransformerImpl, precision: Precision, emulate_kernels: bool = False
 ) -> bool:
-    """Whether layers are TransformerEngine's here; `auto` takes it where it can run, but not in fp32.
+    """Return True if the layers are TransformerEngine's. `auto` uses it where it can run, but not in fp32.
 
-    It has no fused attention for fp32, and its products then round their operands to TF32.
+    In fp32 TransformerEngine has no fused attention, and its matrix products round their operands to TF32.
 
-    Raises UserError where it cannot run and is needed. A configuration that was checked with given facts about the cluster
-    (cluster.gpu) may meet another machine, or one without TransformerEngine.
+    Raises UserError if TransformerEngine is required but cannot run. This happens if a configuration was
+    checked with stated facts about the cluster (cluster.gpu), and the machine is another, or lacks
+    TransformerEngine.
     """
     here = Capabilities.of_this_machine().emulating(emulate_kernels)
     if precision == Precision.fp8 and here.fp8_problem:
         raise UserError(
-            f"megatron.precision=fp8 is not possible on the machine of this rank: {here.fp8_problem}; use bf16"
+            "megatron.precision=fp8 is not possible on the machine of this rank: "
+            f"{here.fp8_problem}; use bf16"
         )
     if impl == TransformerImpl.transformer_engine and here.transformer_engine_problem:
         raise UserError(
@@ -60,7 +62,7 @@ def uses_transformer_engine(
 
 
 def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
-    """Exchange the target layers in the submodules of attention and dense MLP; mlp: None in a layer with experts."""
+    """Replace the target layers by layers with adapters. mlp: the dense MLP; None in a layer with experts."""
     for submodules, layer, target, adapted in (
         (attention, "linear_qkv", "q_proj", AdaptedColumns),
         (attention, "linear_proj", "o_proj", AdaptedRows),
@@ -72,7 +74,7 @@ def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
 
 
 def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, num_experts: int | None):
-    """One layer: TransformerEngine's, or Megatron's local one with our norm and attention."""
+    """Return the spec of a layer: TransformerEngine's or Megatron's local one with our norm and attention."""
     if spec.transformer_engine:
         layer_spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts,
@@ -92,7 +94,7 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, 
         if config.qk_layernorm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
-        # The activation belongs to a dense layer's MLP, or to those of each expert and of the shared ones.
+        # The activation belongs to a dense layer's MLP, or to the MLPs of experts and shared experts.
         mlp = layer.mlp.submodules
         for with_activation in (
             (mlp.experts.submodules, mlp.shared_experts.submodules) if num_experts else (mlp,)
@@ -124,7 +126,7 @@ def _latent_attention(arch: Architecture, transformer_engine: bool) -> ModuleSpe
 def _block_spec(
     arch: Architecture, config: TransformerConfig, spec: ModelSpec, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of one model chunk, dense or with experts as the architecture says."""
+    """Return the layers of one model chunk, dense or with experts as the architecture says."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     has_experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
@@ -139,9 +141,9 @@ def _block_spec(
 
 
 def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
-    """This rank's model chunks (one, or virtual_pipeline of them), in forward order.
+    """Build this rank's model chunks (one, or virtual_pipeline of them), in forward order.
 
-    They are uninitialised (fill them with weights.load_hf) and return hidden states for logits.
+    They are uninitialised (fill them with weights.load_hf) and return hidden states instead of logits.
     """
     config = transformer_config(arch, spec)
     rotated_by_megatron = spec.transformer_engine and arch.latent is None
@@ -164,7 +166,7 @@ def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
             vp_stage=vp_stage,
         )
         if rotated_by_megatron:
-            # Megatron's own rope scaling has Llama 3.1's numbers built in; these come from config.json.
+            # Megatron's rope scaling has Llama 3.1's numbers built in; these come from config.json.
             chunk.rotary_pos_emb.inv_freq = arch.rope_frequencies().to(chunk.rotary_pos_emb.inv_freq.device)
         if chunk.post_process:
             (put_scalar_head if arch.scalar_head else hand_out_hidden_states)(chunk)
@@ -175,9 +177,10 @@ def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
 
 
 def _fuse_weight_gradients(chunk: GPTModel) -> None:
-    """Have products add weight gradients to the float32 buffers, without a bf16 copy in between.
+    """Make TransformerEngine's layers add weight gradients to the float32 buffers without a bf16 copy.
 
-    After building: Megatron's own layers, of which embedding and output layer are left, ask apex for the same.
+    The flag is set after building. The config option would also reach embedding and output layer, which are
+    Megatron's own and need apex for it.
     """
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -185,7 +188,10 @@ def _fuse_weight_gradients(chunk: GPTModel) -> None:
 
 
 def output_weight(chunk: GPTModel) -> torch.Tensor:
-    """The rows of the output projection on this TP rank, [V_padded / tp, h], or the one of a reward model; chunk: the last one."""
+    """Return this TP rank's rows of the output projection, [V_padded / tp, h], or a reward model's w, [1, h].
+
+    chunk: the last one of the model.
+    """
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()
     return chunk.output_layer.weight

@@ -1,6 +1,7 @@
-"""Building blocks for Megatron's local layer spec besides attention: a norm that knows SP, the gated activation.
+"""Norm and activation for Megatron's local layer spec.
 
-Megatron's own torch norm refuses sequence parallelism. Both also run on CUDA without TransformerEngine.
+Both also run on CUDA without TransformerEngine. The norm supports sequence parallelism, which Megatron's own
+torch norm refuses.
 """
 
 import torch
@@ -10,23 +11,26 @@ from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Constructed the way Megatron's layer specs construct norms."""
+    """RMS norm with the constructor that Megatron's layer specs expect."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        # Under SP each TP rank sees other tokens: finalize_model_grads sums marked gradients over TP.
+        # Under SP each TP rank sees different tokens: finalize_model_grads sums marked gradients over TP.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., hidden_size] -> the same shape and dtype."""
+        """Normalise x [..., hidden_size]. Shape and dtype do not change."""
         if x.is_cpu and x.dtype == torch.float32:
             return _FloatRMSNorm.apply(x, self.weight, self.eps)
         return super().forward(x)
 
 
 class _FloatRMSNorm(torch.autograd.Function):
-    """torch's rms_norm is no kernel of its own on a CPU but a chain of operations; this chain is shorter."""
+    """RMS norm in float32 on a CPU.
+
+    torch's rms_norm is a chain of operations there, not a kernel of its own. This chain is shorter.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -49,14 +53,21 @@ class _FloatRMSNorm(torch.autograd.Function):
 
 
 class SwiGLU(MegatronModule):
-    """silu(x[..., :f]) * x[..., f:], [..., 2f] -> [..., f] (Shazeer 2020, arXiv:2002.05202)."""
+    """Gated activation silu(x[..., :f]) * x[..., f:] (Shazeer 2020, arXiv:2002.05202).
+
+    [..., 2f] -> [..., f].
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _SwiGLU.apply(x)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Megatron adds an offset of zero, keeps that copy too, and its backward puts the halves of the gradient together."""
+    """SwiGLU with fewer copies than Megatron's.
+
+    Megatron's version adds an offset of zero, keeps that copy too, and concatenates the halves of the
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,8 @@
-"""What the last stage makes of hidden states: of a language model the log-probs of its targets, of a reward model scores; and the loss."""
+"""Heads and losses of the last pipeline stage.
+
+A head turns hidden states into log-probs (language model) or scores (reward model). An objective also applies
+the loss to them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,24 +27,27 @@ Objective = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Metrics]]
 
 @dataclass(frozen=True)
 class Head:
-    """Hidden states of a micro-batch -> log-prob, entropy (and KL to the reference) of its targets.
-
-    exact_logits: see token_logprobs. reference_weight: the reference's output projection, for the exact KL; None: no KL.
-    """
+    """Computes log-prob, entropy and, if asked for, KL of a micro-batch's targets from its hidden states."""
 
     weight: Callable[[], torch.Tensor]
+    """Returns this TP rank's rows of the output projection, [V_padded / tp, h]."""
     vocab_size: int
+    """Number of words, without padding."""
     sequence_parallel: bool
+    """True: hidden states are split over the TP ranks."""
     temperature: float
+    """Logits are divided by this."""
     exact_logits: bool = False
+    """True: do not round logits to the weight's dtype, see token_logprobs."""
     reference_weight: Callable[[], torch.Tensor] | None = None
+    """Returns the reference's output projection, for the exact KL. None: no KL."""
 
     def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch) -> HeadOutput:
-        """Compute all targets. Without a KL."""
+        """Compute all targets, without a KL."""
         return self._values(hidden, micro_batch.target, None, None)
 
     def of_trained(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool) -> HeadOutput:
-        """Compute the targets at the trained positions, and return zeros at the others: prompts cost nothing in the head."""
+        """Compute only the targets at trained positions, so prompts cost nothing. Return zeros elsewhere."""
         reference = (micro_batch.hidden_of_reference(), self.reference_weight()) if with_kl else None
         found = self._values(hidden, micro_batch.target, micro_batch.trained, reference)
         return HeadOutput(*(value if value is None else _spread(value, micro_batch) for value in found))
@@ -58,7 +65,7 @@ class Head:
             mpu.get_tensor_model_parallel_group(),
             self.sequence_parallel,
             reference=reference,
-            # A frozen one has no place for a gradient, and one beside DDP is never trained.
+            # Only weights that DDP trains have a main_grad: not frozen ones, and not those of a reward model.
             accumulate_into_main_grad=hasattr(weight, "main_grad"),
             exact_logits=self.exact_logits,
             positions=positions,
@@ -66,12 +73,12 @@ class Head:
 
 
 def _spread(values: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    """Put the values of the trained positions at their places among all t, zeros elsewhere."""
+    """Return a [t] tensor with the values at the trained positions and zeros elsewhere."""
     return values.new_zeros(len(micro_batch.target)).index_copy(0, micro_batch.trained, values)
 
 
 def make_head(chunks: list, arch: Architecture, spec: ActorSpec) -> Head | ScoreHead:
-    """Of the last of these chunks, whose weight is looked up when it is needed."""
+    """Return the head of the last of these chunks. It looks up its weight when it is called."""
     weight, sequence_parallel = (lambda: output_weight(chunks[-1])), spec.sizes.sequence_parallel
     if arch.scalar_head:
         return ScoreHead(weight, sequence_parallel)
@@ -85,7 +92,11 @@ def make_objective(
     batches: list[TrainBatch],
     current_is_old: bool,
 ) -> Objective:
-    """Of one training pass; what the loss needs is put into the micro-batches. current_is_old: see config OldLogprobs."""
+    """Return the objective of one training pass, and store what the loss needs in the micro-batches.
+
+    prepared: laid-out micro-batches of `batches`.
+    current_is_old: the current policy is the old policy, see config OldLogprobs.
+    """
     for micro_batch, batch in zip(prepared, batches, strict=True):
         if isinstance(head, ScoreHead):
             set_pair_inputs(micro_batch, batch)
@@ -95,7 +106,7 @@ def make_objective(
 
 
 def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
-    """sum_t w_t l_t over the targets of a micro-batch that are on this CP rank."""
+    """Return an objective that computes sum_t w_t l_t over a micro-batch's targets on this CP rank."""
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         new = head.of_trained(hidden, micro_batch, loss.needs_full_kl)
@@ -108,7 +119,10 @@ def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
 
 
 def _of_pairs(head: ScoreHead, loss: PreferenceLoss) -> Objective:
-    """sum_p w_p l_p over the pairs of a micro-batch. All CP ranks have the value, each the gradient of what it holds."""
+    """Return an objective that computes sum_p w_p l_p over the pairs of a micro-batch.
+
+    Every CP rank has the whole value, but only the gradient of the tokens that it holds.
+    """
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         pair_loss, metrics = loss(head(hidden, micro_batch), micro_batch.inputs)
@@ -117,6 +131,6 @@ def _of_pairs(head: ScoreHead, loss: PreferenceLoss) -> Objective:
         return (
             total,
             metrics if mpu.get_context_parallel_rank() == 0 else {},
-        )  # the others would count the pairs again
+        )  # other CP ranks would count the pairs again
 
     return objective

@@ -24,7 +24,12 @@ _DECAY_STYLES = {
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """grad_norm: before clipping, over all ranks. dropped: it was not finite, or over the limit for a step, or told to."""
+    """Result of one optimizer step.
+
+    grad_norm: gradient norm before clipping, over all ranks.
+    lr: learning rate of the step.
+    dropped: the step was dropped. The norm was not finite or over the limit, or the caller asked for it.
+    """
 
     grad_norm: float
     lr: float
@@ -32,14 +37,21 @@ class StepOutcome:
 
 
 def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
-    """Sets the learning rate of optimizer steps 1, 2, ...; already done for the first one.
+    """Return a scheduler that sets the learning rate of optimizer steps 1, 2, ...
 
-    optimizer: whose param_groups get the rates. lr_decay_steps may be None for a constant rate only.
-    Step k of a warm-up of n runs at lr * k / n. Step k of the rest, with
-    D = lr_decay_steps and r = (k - n) / (D - n), runs at lr_min + (lr - lr_min) * c, where c is
-    (1 + cos(pi r)) / 2 for cosine (arXiv:1608.03983 eq. 5, one period) and 1 - r for linear. For wsd
-    (arXiv:2404.06395 section 4.2) c is 1 up to step D - wsd_decay_steps and then goes to 0 at step D in
-    the style that config.schema describes. Steps beyond D run at lr_min.
+    The first step's rate is already set on return.
+    optimizer: its param_groups get the rates.
+    config: lr_decay_steps may be None for a constant rate only.
+
+    Step k of a warm-up of n steps runs at lr * k / n. Later steps run at lr_min + (lr - lr_min) * c. With
+    D = lr_decay_steps and r = (k - n) / (D - n), c is
+
+    cosine: (1 + cos(pi r)) / 2 (arXiv:1608.03983 eq. 5, one period);
+    linear: 1 - r;
+    wsd: 1 up to step D - wsd_decay_steps, then falling to 0 at step D in the style that config.schema
+        describes (arXiv:2404.06395 section 4.2).
+
+    Steps beyond D run at lr_min.
     """
     decays = config.lr_schedule != LrSchedule.constant
     if decays and config.lr_decay_steps is None:
@@ -52,7 +64,8 @@ def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
         max_lr=config.lr,
         min_lr=config.lr_min,
         lr_warmup_steps=config.lr_warmup_steps,
-        # Megatron wants the end beyond the warm-up. Where both coincide lr_min follows the peak either way.
+        # Megatron requires the end to lie after the warm-up. If they coincide, lr_min follows the peak
+        # anyway.
         lr_decay_steps=max(config.lr_decay_steps if decays else 0, config.lr_warmup_steps + 1),
         lr_decay_style=_DECAY_STYLES[config.lr_schedule],
         start_wd=config.weight_decay,
@@ -64,36 +77,43 @@ def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
         wsd_decay_steps=config.wsd_decay_steps if config.lr_schedule == LrSchedule.wsd else None,
         lr_wsd_decay_style=config.wsd_decay_style.value,
     )
-    # Megatron's first step would run at 0.
+    # Without this, Megatron's first step would run at rate 0.
     scheduler.step(1)
     return scheduler
 
 
 def continue_schedule(scheduler: OptimizerParamScheduler, config: OptimizerConfig, state: dict) -> None:
-    """Continue where `state` (of a scheduler) was, with the rates of the present configuration.
+    """Continue a saved schedule with the rates of the present configuration.
 
-    Checkpoints carry the old rates inside the parameter groups; without this a changed
-    optimizer.lr would be ignored on resume without a word.
+    Checkpoints carry the old rates inside the parameter groups. Without this, resuming would silently ignore
+    a changed optimizer.lr.
+    state: the state_dict of the saved scheduler.
     """
     for group in scheduler.optimizer.param_groups:
         group.update(
             max_lr=config.lr, min_lr=config.lr_min, betas=(config.beta1, config.beta2), eps=config.eps
         )
         group.update(start_wd=config.weight_decay, end_wd=config.weight_decay)
-    # load_state_dict adds the saved steps to those already made.
+    # load_state_dict adds the saved steps to those already made, so start from 0.
     scheduler.num_steps = 0
     scheduler.load_state_dict(state)
 
 
 def _is_token_embedding(parameter, name: str) -> bool:
-    """Also the last pipeline stage's copy of a tied one, which would drift away if it decayed alone."""
+    """Return True for the token embedding and for the last pipeline stage's copy of a tied one.
+
+    If only one of the two copies decayed, they would drift apart.
+    """
     return name.endswith("embedding.word_embeddings.weight") or getattr(parameter, "shared_embedding", False)
 
 
 def _weight_decay_overrides(
     megatron_config: MegatronOptimizerConfig, config: OptimizerConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Who has no weight decay: by Megatron's rule all biases and 1-d parameters (norms), and embeddings as configured."""
+    """Return what has no weight decay.
+
+    By Megatron's rule these are all biases and 1-d parameters (norms); embeddings are added as configured.
+    """
     overrides = get_standard_config_overrides(megatron_config)
     if not config.decay_embeddings:
         embeddings = ParamKey(
@@ -104,10 +124,17 @@ def _weight_decay_overrides(
 
 
 class Optimizer:
-    """One optimizer step: clip, update, schedule; or drop the gradient if it is not finite, or extreme."""
+    """Megatron's optimizer with gradient clipping and a learning-rate schedule.
+
+    A step is dropped if its gradient is not finite, or extreme.
+    """
 
     def __init__(self, chunks: list, config: OptimizerConfig, params_dtype: torch.dtype):
-        """chunks: the DDP-wrapped ones, whose ddp_config says how states are split; config: schema.OptimizerConfig."""
+        """Build optimizer and scheduler.
+
+        chunks: the DDP-wrapped model chunks; their ddp_config says how states are divided.
+        config: schema.OptimizerConfig, not Megatron's class of this name.
+        """
         self._config = config
         self._device = next(chunks[0].parameters()).device
         ddp_config = chunks[0].ddp_config
@@ -130,21 +157,21 @@ class Optimizer:
         self.scheduler = lr_scheduler(self.inner, config)
 
     def parts(self) -> list:
-        """The optimizers Megatron chains: one per kind of parameter."""
+        """Return the optimizers that Megatron chains, one per kind of parameter."""
         return getattr(self.inner, "chained_optimizers", [self.inner])
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()
 
     def load_scheduler(self, state: dict) -> None:
-        """See continue_schedule."""
+        """Restore the schedule, see continue_schedule."""
         continue_schedule(self.scheduler, self._config, state)
 
     def _must_drop(self, grad_norm: float) -> bool:
-        """Whether a rank finds the norm not finite or over the limit. Collective over all ranks.
+        """Return True if any rank finds the norm not finite or over the limit. Collective over all ranks.
 
-        The norm is global, but replicas may have it from sums in different order, and so a last bit
-        apart: none may step while another drops.
+        Replicas may compute the global norm from sums in different order, so it may differ in the last bit.
+        All ranks must decide alike: none may step while another drops.
         """
         limit = self._config.max_grad_norm_to_step
         found = not math.isfinite(grad_norm) or (limit is not None and grad_norm > limit)
@@ -153,9 +180,10 @@ class Optimizer:
         return bool(flag)
 
     def step(self, drop: bool = False) -> StepOutcome:
-        """Collective. A dropped step leaves parameters, moments and the learning rate as they are.
+        """Take one step, or drop it. Collective.
 
-        drop: drop it whatever the gradient; the same on all ranks.
+        A dropped step leaves parameters, moments and the learning rate as they are.
+        drop: drop the step whatever the gradient; must be the same on all ranks.
         """
         lr = self.inner.param_groups[0]["lr"]
         self.inner.prepare_grads()
@@ -163,7 +191,7 @@ class Optimizer:
         if self._must_drop(grad_norm) or drop:
             self.inner.zero_grad()
             return StepOutcome(grad_norm, lr, dropped=True)
-        # What remains of Megatron's own step(), which would prepare and measure a second time.
+        # The rest of Megatron's own step(), which would prepare and measure the gradient a second time.
         for optimizer in self.parts():
             if optimizer.config.clip_grad > 0 and optimizer.get_parameters():
                 clip_grad_by_total_norm_fp32(

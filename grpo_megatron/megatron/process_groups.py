@@ -1,4 +1,4 @@
-"""The process groups of the parallel layout, and this process's place in them."""
+"""Process groups of the parallel layout, and this process's place in them."""
 
 import datetime
 import os
@@ -13,42 +13,55 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process's place in the layout."""
+    """Place of this process in the parallel layout."""
 
     rank: int
+    """Global rank."""
     pid: int
+    """Process id."""
     tp_rank: int
+    """Rank in the tensor-parallel group."""
     pp_rank: int
+    """Pipeline stage."""
     dp_rank: int
+    """Index of the data-parallel replica."""
     cp_rank: int
+    """Rank in the context-parallel group."""
     ep_rank: int
+    """Rank in the expert-parallel group."""
     etp_rank: int
+    """Rank in the tensor-parallel group of the experts."""
     expert_dp_rank: int
+    """Index of the replica of the experts."""
     last_stage: bool
+    """True on the last pipeline stage."""
 
     @property
     def reports(self) -> bool:
-        """True on the one rank per data-parallel replica whose results are handed out."""
+        """True on the one rank per data-parallel replica that returns its results."""
         return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def in_first_replica(self) -> bool:
-        """True on the ranks that dense weights are taken from; the other replicas hold the same."""
+        """True on the ranks whose dense weights are read out; other replicas hold the same weights."""
         return self.dp_rank == 0 and self.cp_rank == 0
 
     @property
     def in_first_expert_replica(self) -> bool:
-        """The same for the experts' weights."""
+        """True on the ranks whose experts' weights are read out."""
         return self.expert_dp_rank == 0
 
     def __str__(self):
-        return f"rank {self.rank} (tp{self.tp_rank} pp{self.pp_rank} cp{self.cp_rank} dp{self.dp_rank} ep{self.ep_rank})"
+        return (
+            f"rank {self.rank} (tp{self.tp_rank} pp{self.pp_rank} cp{self.cp_rank} dp{self.dp_rank} "
+            f"ep{self.ep_rank})"
+        )
 
 
 def initialize(
     sizes: ParallelSizes, rank: int, meeting: dist.Store | str, seed: int, timeout_seconds: float = 600.0
 ) -> RankInfo:
-    """Create all process groups; NCCL with CUDA, gloo without. Blocks until every rank is here.
+    """Create all process groups, with NCCL on CUDA, else with gloo. Blocks until every rank has joined.
 
     meeting: where the ranks find each other, a store or torch's init_method, such as file://PATH.
     """
@@ -71,7 +84,7 @@ def initialize(
         context_parallel_size=sizes.cp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.etp,
-        # Only the distributed optimizer's legacy checkpoints need CPU groups beside NCCL's.
+        # CPU groups beside NCCL's are needed only for the distributed optimizer's legacy checkpoints.
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(timeout_seconds / 60)),
     )
@@ -80,10 +93,17 @@ def initialize(
 
 
 def set_seed(seed: int) -> None:
-    """Seed Megatron's random number states, which differ between ranks as the layout demands."""
+    """Seed Megatron's random number generators, whose states differ between ranks as the layout demands."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed)
+
+
+def local_device() -> torch.device:
+    """Return this process's GPU, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def rank_info() -> RankInfo:

@@ -1,6 +1,6 @@
-"""The states of a rank's random number generators, which are a checkpoint's in its own layout.
+"""States of a rank's random number generators, which a checkpoint restores in its own layout only.
 
-Training draws no numbers as long as there is no dropout; a loss of a plugin may.
+Training draws no random numbers as long as there is no dropout, but a plugin's loss may.
 """
 
 import torch
@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 
 def name() -> str:
-    """By which a checkpoint has those of this rank; another layout has other names."""
+    """Return the name of this rank's states in a checkpoint. Another layout has other names."""
     tp, pp = mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
     return f"random_states.tp{tp}.pp{pp}.{dist.get_rank()}_{dist.get_world_size()}"
 

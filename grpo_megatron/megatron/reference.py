@@ -1,7 +1,7 @@
-"""Reference weights on the ranks of the actor, exchanged in place."""
+"""Reference weights on the actor's ranks, swapped with the policy's in place."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
@@ -9,25 +9,27 @@ from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.megatron.host_memory import host_memory
 from grpo_megatron.megatron.weights import local_parameters, local_weights
 
-# Bytes that are exchanged at a time, by kind of device. With much less, starting copies would take a GPU longer than making
-# them; on a CPU they should stay in a core's cache between two copies.
+# Bytes that are swapped at a time, by kind of device. With much smaller pieces a GPU would spend longer on
+# starting copies than on copying. On a CPU a piece should stay in a core's cache between two copies.
 _PIECE = {"cuda": 64 << 20, "cpu": 1 << 20}
-# Every parameter begins at a multiple of this in the reference's memory, whatever its dtype.
+# Every parameter starts at a multiple of this many bytes in the reference's memory, whatever its dtype.
 _ALIGNMENT = 256
 
 
 class ReferenceWeights:
     """A second set of values for the parameters of a model.
 
-    Parameters are never rebound: the optimizer holds the tensors (with the distributed optimizer,
-    views of one buffer), and one that points elsewhere would silently stop being trained.
+    Values are swapped, but parameters are never rebound. The optimizer holds the parameter tensors (with the
+    distributed optimizer, views of one buffer), and a parameter that points elsewhere would silently stop
+    being trained.
     """
 
     def __init__(self, chunks, on_host: bool = True, same_model: bool = True):
-        """Takes the current values of the model's chunks as the reference.
+        """Take the current values of the model's chunks as the reference.
 
-        on_host: kept in the host's memory between uses, else beside the parameters. same_model: frozen parameters are alike in
-        both, and not held twice: with adapters, the reference is the model with their first values, which change nothing.
+        on_host: keep the values in host memory between uses, otherwise next to the parameters.
+        same_model: policy and reference start from the same checkpoint. With adapters, only the adapters'
+            first values are then held, because frozen parameters are equal in both models.
         """
         adapters = local_parameters(chunks, adapters=True)
         held = adapters if adapters and same_model else local_weights(chunks) | adapters
@@ -39,7 +41,7 @@ class ReferenceWeights:
         )
         parts = zip(memory.split(sizes), self._parameters, strict=True)
         self._others = [part[: parameter.nbytes] for part, parameter in parts]
-        self.is_initial = True  # the model's first weights, which no checkpoint need hold
+        self.is_initial = True  # these are the model's first weights, which a checkpoint need not hold
         self._take()
 
     @property
@@ -48,13 +50,13 @@ class ReferenceWeights:
         return sum(other.nbytes for other in self._others)
 
     def _pieces(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(the model's, the reference's): the same bytes of both, uint8, at most `size` long."""
+        """Yield (policy's bytes, reference's bytes): the same piece of both, uint8, at most `size` long."""
         for parameter, other in zip(self._parameters, self._others, strict=True):
             own = parameter.detach().view(-1).view(torch.uint8)
             yield from zip(own.split(size), other.split(size), strict=True)
 
     def take_current(self) -> None:
-        """The parameters' present values become the reference."""
+        """Make the parameters' current values the reference."""
         self._take()
         self.is_initial = False
 
@@ -65,13 +67,13 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Swap both sets of values. With CUDA it returns at once: later work on the device waits for it, the host does not.
+        """Swap both sets of values. With CUDA this returns at once: only later device work waits for it.
 
-        Each byte crosses the link once in each direction, and both directions are busy at a time: while a piece of the model is
-        on its way out, the reference's next one is on its way in.
+        Each byte crosses the link once in each direction, and both directions are busy at the same time:
+        while one piece of the policy moves out, the reference's next piece moves in.
         """
         device = self._parameters[0].device
-        backend = torch.get_device_module(device)  # torch.cpu has streams too, which do nothing
+        backend = torch.get_device_module(device)  # torch.cpu also has streams; they do nothing
         current, inward, outward = backend.current_stream(), backend.Stream(), backend.Stream()
         inward.wait_stream(current)
         size = _PIECE[device.type]
@@ -94,20 +96,49 @@ class ReferenceWeights:
         current.wait_stream(outward)
 
     def held_value(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The reference's value of one parameter where it is kept; None of one that is the same in both."""
+        """Return the reference's value of a parameter where it is kept, or None if both models share it."""
         index = next((i for i, own in enumerate(self._parameters) if own is parameter), None)
         return None if index is None else self._others[index].view(parameter.dtype).view(parameter.shape)
 
     def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The reference's value of one parameter, on the parameter's device."""
+        """Return the reference's value of a parameter, on the parameter's device."""
         value = self.held_value(parameter)
         return parameter.detach() if value is None else value.to(parameter.device, non_blocking=True)
 
     @contextmanager
     def in_place(self):
-        """Within this context the model computes with the reference weights."""
+        """Make the model compute with the reference weights within the context."""
         self._exchange()
         try:
             yield
         finally:
             self._exchange()
+
+
+class ReferencePasses:
+    """The time in which the reference's weights are in the policy's place, for any number of passes."""
+
+    def __init__(self) -> None:
+        self._contexts: ExitStack | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._contexts is not None
+
+    def require_policy(self) -> None:
+        """Raise RuntimeError between `begin` and `end`."""
+        if self.begun:
+            raise RuntimeError(
+                "the reference's weights are in the policy's place: end_reference must come first"
+            )
+
+    def begin(self, *contexts: AbstractContextManager) -> None:
+        """Enter the contexts, in this order, until `end`."""
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            self._contexts = stack.pop_all()
+
+    def end(self) -> None:
+        contexts, self._contexts = self._contexts, None
+        contexts.close()

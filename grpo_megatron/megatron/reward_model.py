@@ -1,4 +1,4 @@
-"""A frozen reward model beside the model that is trained, on the same ranks; its weights wait in the host's memory between uses."""
+"""Frozen reward model on the ranks of the trained model. Its weights wait in host memory between uses."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +21,18 @@ from grpo_megatron.model.families import read_architecture, weight_map
 
 
 class RewardModel:
-    """Has the parallel sizes of the actor, and an architecture of its own, of which all pipeline stages have equally many layers."""
+    """Frozen reward model with the actor's parallel sizes and its own architecture.
+
+    All its pipeline stages have the same number of layers.
+    """
 
     def __init__(self, spec: ActorSpec, tick: Callable[[], None]):
-        """spec: the actor's. tick: called with every micro-batch and model chunk. Raises UserError where spec.reward_model is none."""
+        """Build the model, and keep its weights in host memory.
+
+        spec: the actor's.
+        tick: called with every micro-batch and model chunk.
+        Raises UserError if spec.reward_model cannot be read as a reward model.
+        """
         precision = Precision.bf16 if spec.precision == Precision.fp8 else spec.precision
         spec = replace(
             spec,
@@ -50,7 +58,7 @@ class RewardModel:
 
     @contextmanager
     def _at_hand(self) -> Iterator[None]:
-        """Within this context the weights are in the device's memory."""
+        """Keep the weights in device memory within the context."""
         for held in self._held:
             held.bring()
         try:
@@ -60,13 +68,16 @@ class RewardModel:
                 held.drop()
 
     def __call__(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """Scores of the sequences, see forward_scores. micro_batches: laid out for the actor, which has the same layers. Collective."""
+        """Return the scores of the sequences, see forward_scores. Collective.
+
+        micro_batches: laid out for the actor, whose layers are of the same kind.
+        """
         with self._at_hand():
             return forward_scores(self._modules, micro_batches, self._head)
 
 
 class _Held:
-    """One storage of weights, and a copy on the host that is made once: what is frozen need not be copied back."""
+    """One storage of weights with a copy on the host. Frozen weights are copied to the host only once."""
 
     def __init__(self, storage: torch.UntypedStorage):
         self._storage, self._copy = storage, host_memory(storage.nbytes())

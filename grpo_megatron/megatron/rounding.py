@@ -1,4 +1,7 @@
-"""How much results move by rounding alone: the yardstick for differences between engine and trainer."""
+"""Rounding noise, which shows how far results move through rounding only.
+
+This is the yardstick for differences between engine and trainer.
+"""
 
 from contextlib import contextmanager
 
@@ -7,10 +10,10 @@ import torch
 
 @contextmanager
 def rounding_noise(chunks: list[torch.nn.Module], dtype: torch.dtype, seed: int = 0):
-    """Within this context every layer's output has a rounding error of `dtype` more.
+    """Add a rounding error of `dtype` to every layer's output within the context.
 
-    Rounding to nearest errs by up to half an eps of the value: outputs are multiplied with 1 + u, u
-    uniform within that. Layers are the modules without children; integers pass unchanged.
+    Rounding to nearest errs by up to half an eps of the value, so outputs are multiplied by 1 + u, with u
+    uniform in [-eps / 2, eps / 2]. Layers are the modules without children. Integer outputs pass unchanged.
     """
     generators: dict[torch.device, torch.Generator] = {}
     half = torch.finfo(dtype).eps / 2
@@ -20,7 +23,7 @@ def rounding_noise(chunks: list[torch.nn.Module], dtype: torch.dtype, seed: int 
             return tensor
         if tensor.device not in generators:
             generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
-        # In float64, where 1 + u is not rounded itself.
+        # Computed in float64, where 1 + u is not rounded itself.
         u = torch.rand(
             tensor.shape, generator=generators[tensor.device], device=tensor.device, dtype=torch.float64
         )

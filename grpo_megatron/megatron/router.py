@@ -1,4 +1,4 @@
-"""The router of layers with experts: routing that can be recorded and replayed, and exact own losses."""
+"""Router of layers with experts: its routing can be recorded and replayed, and its losses are exact."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,18 +14,18 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 class Routing(Enum):
-    """Whose choice of experts a pass follows."""
+    """Source of the choice of experts in a pass."""
 
-    own = "own"  # the routers'
-    record = "record"  # the routers', which is kept with the micro-batch
-    given = "given"  # the one kept with the micro-batch
+    own = "own"  # the routers choose
+    record = "record"  # the routers choose, and the choice is kept with the micro-batch
+    given = "given"  # the choice that is kept with the micro-batch
 
 
 class _Choice:
-    """Which experts each token goes to: Megatron's top-k asks this object instead of computing.
+    """Choice of experts for each token. Megatron's top-k calls this object instead of computing.
 
-    given: int64 [t, k] to use for the micro-batch in its forward pass, None: the router's own choice.
-    record: keep the choice in `recorded`.
+    given: int64 [t, k], the experts to use in the micro-batch's forward pass. None: the router chooses.
+    record: True: keep the choice in `recorded`.
     """
 
     def __init__(self):
@@ -36,7 +36,10 @@ class _Choice:
         self._to_recompute: deque[torch.Tensor] = deque()
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        """(scores of the chosen experts [t, k], their indices [t, k]); Megatron calls it by this name."""
+        """Return (scores of the chosen experts [t, k], their indices [t, k]).
+
+        Megatron calls the method by this name.
+        """
         indices = self._given_to_this_pass()
         if indices is None:
             values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -47,11 +50,12 @@ class _Choice:
         return values, indices
 
     def _given_to_this_pass(self) -> torch.Tensor | None:
-        """`given`, or where a backward pass computes activations again, what was given to the same micro-batch's forward.
+        """Return the experts to use in this pass, or None if the router chooses.
 
-        By then `given` belongs to a later micro-batch, and Megatron does not say which one it computes again. A stage
-        runs its backward passes in the order of its forward passes, so a queue knows. A training forward without
-        gradient is one whose activations will be computed again.
+        A backward pass that recomputes activations must use what the same micro-batch's forward pass was
+        given. By then `given` belongs to a later micro-batch, and Megatron does not say which micro-batch it
+        recomputes. But a stage runs its backward passes in the order of its forward passes, so a queue gives
+        the right one. A training forward pass without gradients is one that will be recomputed.
         """
         if self.given is None:
             return None
@@ -68,14 +72,14 @@ class _Choice:
 
 
 class Router(TopKRouter):
-    """Top-k router whose own losses are weighted by tokens of the whole micro-batch.
+    """Top-k router whose own losses are weighted by the tokens of the whole micro-batch.
 
-    Their gradient is that of sum_micro-batches (T / M) * loss, T the tokens of the micro-batch over
-    all TP and CP ranks, M those of the step. Megatron scales by the tokens of one rank, so that under
-    sequence or context parallelism its auxiliary losses shrink with the number of ranks.
+    Let T be the tokens of a micro-batch over all TP and CP ranks, and M those of the step. The losses'
+    gradient is that of the sum over micro-batches of (T / M) * loss. Megatron scales by the tokens of one
+    rank, so its auxiliary losses shrink with the number of ranks under sequence or context parallelism.
 
-    correction_bias: `expert_bias`, float32 [experts], is added to the scores in the choice of experts, but not to their
-    weights (arXiv:2408.15664). It is a buffer: training leaves it as it was loaded.
+    correction_bias: add `expert_bias`, float32 [experts], to the scores when experts are chosen, but not to
+        their weights (arXiv:2408.15664). It is a buffer: training does not change it.
     """
 
     def __init__(self, config, pg_collection=None, *, correction_bias: bool = False):
@@ -83,12 +87,15 @@ class Router(TopKRouter):
         self.router_replay = _Choice()
         self.loss_sums: dict[str, torch.Tensor] = {}
         if correction_bias:
-            # Megatron's own switch for it would also move the bias towards equal loads after every step.
+            # Megatron's own switch for the bias would also move it towards equal loads after every step.
             del self.expert_bias
             self.register_buffer("expert_bias", self.weight.new_zeros(len(self.weight), dtype=torch.float32))
 
     def _apply(self, fn, recurse=True):
-        """Conversions to another dtype leave the bias in float32: rounded, it chooses other experts than the engine's."""
+        """Keep the bias in float32 when the module is converted to another dtype.
+
+        A rounded bias would choose other experts than the engine's.
+        """
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
@@ -109,7 +116,7 @@ class Router(TopKRouter):
         tokens_per_expert, _, tokens = get_tokens_per_expert_and_token_count(
             routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=with_padding_mask
         )
-        # This rank's summand of the loss over the TP and CP ranks (arXiv:2101.03961 eq. 4).
+        # This rank's summand of the loss over all TP and CP ranks (arXiv:2101.03961 eq. 4).
         loss = switch_load_balancing_loss_func(
             probs=scores_for_aux_loss,
             tokens_per_expert=tokens_per_expert,
@@ -132,12 +139,12 @@ class Router(TopKRouter):
 
 
 def is_correction_bias(name: str) -> bool:
-    """Whether a buffer's name is that of a Router's `expert_bias`."""
+    """Return True if `name` is the name of a Router's `expert_bias`."""
     return name.endswith(".router.expert_bias")
 
 
 def routers(chunk) -> Iterator[tuple[int, Router]]:
-    """(global layer number from 0, router) of a model chunk's layers with experts."""
+    """Yield (global layer index from 0, router) of a model chunk's layers with experts."""
     for layer in chunk.decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
@@ -145,19 +152,25 @@ def routers(chunk) -> Iterator[tuple[int, Router]]:
 
 
 def set_routing(chunk, routing: Routing, given: dict[int, torch.Tensor] | None) -> None:
-    """What the routers do in the next forward pass; given: {layer: int64 [t, k], this rank's tokens}."""
+    """Set what the routers do in the next forward pass.
+
+    given: {layer: int64 [t, k]}, the experts of this rank's tokens; used with Routing.given.
+    """
     for layer, router in routers(chunk):
         router.router_replay.given = given[layer] if routing == Routing.given else None
         router.router_replay.record = routing == Routing.record
 
 
 def recorded_routing(chunk) -> dict[int, torch.Tensor]:
-    """{layer: int64 [t, k]} of the forward pass just made with record."""
+    """Return {layer: int64 [t, k]}, the routing of the last forward pass, which ran with Routing.record."""
     return {layer: router.router_replay.recorded for layer, router in routers(chunk)}
 
 
 def take_loss_sums(chunks) -> dict[str, torch.Tensor]:
-    """The routers' own losses times tokens, summed over layers and micro-batches since the last call."""
+    """Return the routers' own losses times tokens, and reset the sums.
+
+    Each is summed over layers and over the micro-batches since the last call.
+    """
     sums: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         for _, router in routers(chunk):

@@ -1,4 +1,4 @@
-"""Asks a model how Megatron stores it, without the memory for its weights."""
+"""Layout of a model in Megatron's checkpoints, found by building the model without memory for its weights."""
 
 import io
 import tempfile
@@ -20,12 +20,12 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import Piece
 from grpo_megatron.weights.saved_model import SavedModel, SavedPart, clipped
 
-# Of the model that is asked; another than that of what stays in float32.
+# Dtype of the parameters of the model built here. It must differ from that of what stays in float32.
 _PARAMETERS = torch.bfloat16
 
 
 def saved_model(arch: Architecture) -> SavedModel:
-    """The checkpoint of a model on one rank; one of any other layout has the same tensors, cut otherwise."""
+    """Return a model's checkpoint on one rank. Other layouts have the same tensors, cut differently."""
     with tempfile.TemporaryDirectory() as folder:
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
         try:
@@ -49,7 +49,8 @@ def _read(model, state: dict, entries: dict) -> SavedModel:
             continue
         if name not in entries:
             raise UserError(
-                f"the weight map has no entry for Megatron's parameter {name}; the map of this architecture is incomplete"
+                f"the weight map has no entry for Megatron's parameter {name}; "
+                "the map of this architecture is incomplete"
             )
         tensors = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
         pieces = entries[name].megatron_pieces(1, 0)
@@ -58,7 +59,11 @@ def _read(model, state: dict, entries: dict) -> SavedModel:
 
 
 def _part(tensor, parameter: torch.Tensor, pieces: list[Piece]) -> SavedPart:
-    """tensor: Megatron's ShardedTensor, whose data is a view of the parameter. pieces: of the parameter."""
+    """Return the part of the checkpoint that holds one of Megatron's tensors.
+
+    tensor: Megatron's ShardedTensor; its data is a view of the parameter.
+    pieces: pieces of the parameter.
+    """
     view, lead = tensor.data, tensor.prepend_axis_num
     if view.stride() != parameter.stride():
         raise RuntimeError(f"{tensor.key}: Megatron saves another view of the parameter than a rectangle")

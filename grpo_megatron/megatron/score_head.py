@@ -1,6 +1,6 @@
-"""The head of a reward model: one score for each sequence, w . hidden state of its last token, w of shape [1, h].
+"""Head of a reward model: one score per sequence, w . (hidden state of its last token), w of shape [1, h].
 
-As in transformers' *ForSequenceClassification, the hidden state is that behind the final norm.
+As in transformers' *ForSequenceClassification, the hidden state is the one after the final norm.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 
 
 class ScoreOutput(MegatronModule):
-    """An output layer that hands out its input, [t, 1, h], and owns w, of which every TP rank has all."""
+    """Output layer that returns its input, [t, 1, h], and owns w. Every TP rank holds all of w."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -35,15 +35,18 @@ class ScoreOutput(MegatronModule):
 
 
 def put_scalar_head(model) -> None:
-    """Make a GPTModel return hidden states [1, t, h] in place of logits, with w as its output layer's weight.
+    """Make a GPTModel return hidden states [1, t, h] instead of logits, with w as its output layer's weight.
 
-    GPTModel constructs its output projection itself; it is given up here, before it is filled.
+    GPTModel constructs an output projection itself. It is dropped here, before it is filled.
     """
     model.output_layer = ScoreOutput(model.config)
 
 
 def load_reward_model(chunks, folder: str, entries: dict[str, Entry], seed: int) -> None:
-    """Fill the parameters. folder: of a reward model, or of one with an output projection, to whose decoder a new head is put."""
+    """Fill the parameters of a reward model.
+
+    folder: checkpoint of a reward model, or of a language model, whose decoder then gets a new head.
+    """
     has_head = read_architecture(folder).scalar_head
     load_hf(chunks, HFCheckpoint(folder), entries, left_out=() if has_head else (SCALAR_HEAD,))
     if not has_head and chunks[-1].post_process:
@@ -52,23 +55,28 @@ def load_reward_model(chunks, folder: str, entries: dict[str, Entry], seed: int)
 
 @torch.no_grad()
 def _initialise(weight: torch.Tensor, seed: int) -> None:
-    """Normal with variance 1 / (h + 1) (Stiennon et al. 2020, arXiv:2009.01325), the same in every layout."""
+    """Fill w from a normal distribution with variance 1 / (h + 1) (Stiennon et al. 2020, arXiv:2009.01325).
+
+    The values are the same in every layout.
+    """
     values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
     weight.copy_(values / (weight.shape[1] + 1) ** 0.5)
 
 
 @dataclass(frozen=True)
 class ScoreHead:
-    """Hidden states of a micro-batch -> score of each of its sequences."""
+    """Computes the score of each sequence of a micro-batch from its hidden states."""
 
     weight: Callable[[], torch.Tensor]
     sequence_parallel: bool
 
     def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-        """hidden [1, t, h] (under SP [1, t / tp, h]) -> float32 [S], equal on every TP and CP rank.
+        """Return the scores, float32 [S], equal on every TP and CP rank.
 
-        The gradient of a score goes into the hidden state of its last token, on the CP rank that has it, and there alone into w:
-        summed over CP ranks, as all gradients are, it is exact.
+        hidden: [1, t, h], under SP [1, t / tp, h].
+
+        A score's gradient flows into the hidden state of the sequence's last token and into w, both only on
+        the CP rank that holds this token. Gradients are summed over CP ranks, so the result is exact.
         """
         pack = micro_batch.pack
         rows, sequences = pack.last_tokens(mpu.get_tensor_model_parallel_rank())
@@ -80,7 +88,7 @@ class ScoreHead:
             0, own[1], hidden[0].index_select(0, own[0])
         )
         if self.sequence_parallel:
-            # Every TP rank then has the same last states and the same gradient of w, which needs no sum over TP.
+            # Now every TP rank has the same last states and gradient of w, which needs no sum over TP.
             last = tensor_parallel.reduce_from_tensor_model_parallel_region(last)
         scores = (last.float() * self.weight().float()).sum(1)
         return pack.sum_over_context(scores, mpu.get_context_parallel_group()) + (scores - scores.detach())

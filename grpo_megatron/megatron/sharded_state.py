@@ -1,4 +1,4 @@
-"""What a checkpoint of the trained model holds, and how it comes back; readable in any layout."""
+"""Contents of a checkpoint of the trained model, and how they are restored. Any layout can read them."""
 
 import io
 import time
@@ -11,15 +11,16 @@ from grpo_megatron.megatron.checkpoint_files import Writer, read, read_common
 from grpo_megatron.megatron.reference import ReferenceWeights
 from grpo_megatron.megatron.shards import optimizer_pieces, sharded_model, weight_pieces
 
-# Before the names of the reference's weights.
+# Prefix of the names of the reference's weights.
 _REFERENCE = "reference."
 
 
 def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = None) -> Writer:
-    """Begin to write a checkpoint, on all ranks; see Writer for what must come after. optimizer None: weights alone.
+    """Start writing a checkpoint on all ranks. See Writer for what must follow.
 
-    reference: whose weights are stored too, unless they are the first ones, which the run's configuration names.
-    `folder` is written as is; rename it into place when the writers have finished.
+    optimizer: None: save the weights only.
+    reference: its weights are saved too, unless they are its first ones, which the run's configuration names.
+    folder: written under this name; rename it into place when the writers have finished.
     """
     begun = time.perf_counter()
     shards, objects = sharded_model(chunks)
@@ -49,10 +50,10 @@ def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
 
 
 def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = None) -> None:
-    """Fill weights and, unless None, optimizer, learning-rate state and reference in place; the layout may be another than the one
-    that saved.
+    """Fill weights and, unless None, optimizer, learning-rate state and reference in place.
 
-    Raises UserError for a checkpoint that does not fit, or holds no optimizer.
+    The layout may differ from the one that saved.
+    Raises UserError for a checkpoint that does not fit, or that holds no optimizer.
     """
     shards, objects = sharded_model(chunks)
     pieces = weight_pieces(shards, writing=False)
@@ -80,36 +81,39 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
             for group in part.optimizer.param_groups:
                 group["step"] = common["optimizer_steps"]
         optimizer.load_scheduler(common["scheduler"])
-        # In another layout the ranks keep those that they began with.
+        # In another layout the ranks keep the random states that they began with.
         if random_name in found:
             random_states.restore(_deserialised(found[random_name]))
 
 
 def save_weights(folder: str, chunks) -> None:
-    """The model part of `save` alone, and whole on return. Collective."""
+    """Save the model's weights only. The files are complete on return. Collective."""
     save(folder, chunks, None).finish()
 
 
 def load_weights(folder: str, chunks) -> None:
-    """The model's weights out of what `save` or `save_weights` wrote."""
+    """Load the model's weights from what `save` or `save_weights` wrote."""
     load(folder, chunks, None)
 
 
 def _serialised(value) -> bytes:
-    """As Megatron stores its objects, such as the scales of TransformerEngine's FP8."""
+    """Serialise a value as Megatron does, for example the scales of TransformerEngine's FP8."""
     buffer = io.BytesIO()
     torch.save([value], buffer)
     return buffer.getvalue()
 
 
 def _deserialised(buffer: io.BytesIO):
-    # No code of a file is run. TransformerEngine's state is bytes.
+    # weights_only runs no code of the file. TransformerEngine's state is bytes in a BytesIO.
     with torch.serialization.safe_globals([io.BytesIO]):
         return torch.load(buffer, weights_only=True)[0]
 
 
 def _fill_optimizer_state(optimizer) -> None:
-    """Adam creates its moments at the first step; a checkpoint needs tensors to take from and to load into."""
+    """Create Adam's moments, which otherwise appear with the first step.
+
+    A checkpoint needs these tensors to save from and to load into.
+    """
     for chained in optimizer.parts():
         adam = chained.optimizer
         for group in adam.param_groups:

@@ -1,9 +1,8 @@
-"""Which rectangles of which global tensors a rank holds: of the weights, and of its own part of the optimizer's states.
-
-Megatron says where a parameter's shard lies in the global tensor (`sharded_state_dict`). The distributed optimizer has a
-flat range of that shard, and a flat range of a matrix is at most three rectangles: a part of a row, whole rows, a part of a
-row. So every rank can write and read its own part of the optimizer where it lies, without a gathering, and any other
-layout can put the rectangles together again.
+"""Rectangles of global tensors that a rank holds, for weights and for its part of the optimizer's states.
+Megatron says where a parameter's shard lies in the global tensor (`sharded_state_dict`). The distributed
+optimizer holds a flat range of that shard. A flat range of a matrix is at most three rectangles: part of a
+row, whole rows, part of a row. So every rank can write and read its own part of the optimizer where it lies,
+without gathering, and any other layout can assemble the rectangles again.
 """
 
 import math
@@ -16,27 +15,29 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
-# A piece is copied, within torch.save, while it is written, and read as a whole: more elements than this are several.
+# Most elements of a piece; larger pieces are divided. torch.save copies a piece while it is written, and a
+# piece is read as a whole.
 _MOST_ELEMENTS = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rectangle of a global tensor, where it lies in memory.
-
-    shape: of the global tensor. offset: of the rectangle in it. data: contiguous, with as many axes as the global tensor, a
-    view of the live weights or optimizer states. padded: the global shape depends on the layout, by padding with zeros.
-    """
+    """Rectangular part of a global tensor, with its values in memory."""
 
     name: str
+    """Name of the global tensor."""
     shape: tuple[int, ...]
+    """Shape of the global tensor."""
     offset: tuple[int, ...]
+    """Offset of the rectangle in the global tensor."""
     data: torch.Tensor
+    """Contiguous view of the live weights or optimizer states, with as many axes as the global tensor."""
     padded: bool
+    """True: the global shape depends on the layout, because it is padded with zeros."""
 
 
 class _Shard(NamedTuple):
-    """A part of a parameter (or buffer) that is one rectangle of a global tensor."""
+    """Part of a parameter (or buffer) that is one rectangle of a global tensor."""
 
     parameter: torch.Tensor
     place: ShardedTensor
@@ -47,7 +48,7 @@ class _Shard(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Where in the flat parameter it begins, in elements."""
+        """Index of the shard's first element in the flat parameter."""
         part, whole = self.place.data, self.parameter
         if (
             not part.is_contiguous()
@@ -60,7 +61,10 @@ class _Shard(NamedTuple):
 def rectangles(
     start: int, stop: int, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, size) of the fewest rectangles that hold elements start to stop of a tensor in row-major order, in that order."""
+    """Yield (offset, size) of the fewest rectangles that hold elements start to stop of a tensor.
+
+    Elements are numbered in row-major order; the rectangles come in that order.
+    """
     if start >= stop:
         return
     if not shape:
@@ -87,7 +91,10 @@ def _within_row(number: int, start: int, stop: int, shape: tuple[int, ...]):
 
 
 def sharded_model(chunks) -> tuple[list[_Shard], list[dict[str, ShardedObject]]]:
-    """(the parts of all parameters and buffers; for each model chunk what is no tensor, by its local name) of a rank."""
+    """Return the shards of all parameters and buffers of this rank, and its objects that are not tensors.
+
+    The objects are {local name: object}, one dict per model chunk.
+    """
     metadata = {
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
@@ -99,14 +106,17 @@ def sharded_model(chunks) -> tuple[list[_Shard], list[dict[str, ShardedObject]]]
             if isinstance(entry, ShardedObject):
                 objects[-1][name] = entry
                 continue
-            # Such as gate and up projection, which are one parameter here and two halves of the global tensor.
+            # For example gate and up projection: one parameter here, two halves of the global tensor.
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
             shards += [_Shard(entry.data, place) for place in nested_values(built)]
     return shards, objects
 
 
 def _own_shares(shards: list[_Shard]) -> dict[int, range]:
-    """{id of a parameter: the elements of it that this rank writes}; replicas divide what all of them hold evenly."""
+    """Return {id of a parameter: the elements of it that this rank writes}.
+
+    Replicas divide what all of them hold evenly.
+    """
     shares = {}
     for expert in (False, True):
         group = (
@@ -114,7 +124,8 @@ def _own_shares(shards: list[_Shard]) -> dict[int, range]:
             if expert
             else mpu.get_data_parallel_group(with_context_parallel=True)
         )
-        # Megatron numbers copies by (pipeline stage, TP rank, replica). A copy on another stage or TP rank writes nothing.
+        # Megatron numbers copies by (pipeline stage, TP rank, replica). Copies on other stages or TP ranks
+        # than the first write nothing.
         mine = [shard for shard in shards if shard.expert == expert and not any(shard.place.replica_id[:-1])]
         if any(shard.place.replica_id[-1] != group.rank() for shard in mine):
             raise RuntimeError(
@@ -133,7 +144,10 @@ def _own_shares(shards: list[_Shard]) -> dict[int, range]:
 def _pieces(
     prefix: str, shard: _Shard, values: torch.Tensor, first: int, wanted: range
 ) -> Iterator[Rectangle]:
-    """Of the elements `wanted` of the shard's parameter. values: flat, those from element `first` on."""
+    """Yield the rectangles of elements `wanted` of the shard's parameter.
+
+    values: flat values of the parameter, from element `first` on.
+    """
     place, begin = shard.place, shard.start
     start, stop = max(wanted.start, begin), min(wanted.stop, begin + place.data.numel())
     ahead, axes = place.prepend_axis_num, len(place.global_shape)
@@ -159,9 +173,11 @@ def weight_pieces(
     prefix: str = "",
     values_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.detach,
 ) -> list[Rectangle]:
-    """All that this rank holds of the weights; writing: its share only, so that replicas write each element once.
+    """Return all rectangles of the weights that this rank holds.
 
-    values_of: a parameter -> another set of its values, contiguous, in place of its own; None: not held. prefix: of their names.
+    writing: only this rank's share, so that replicas write each element once.
+    prefix: put before the names.
+    values_of: parameter -> contiguous values to use in place of its own, or None if there are none.
     """
     shares = (
         _own_shares(shards)
@@ -177,7 +193,10 @@ def weight_pieces(
 
 
 def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rectangle]:
-    """The same of the optimizer's states: Adam's moments, and the fp32 master weights where weights are not fp32."""
+    """Return the rectangles of the optimizer's states that this rank holds. writing: as in `weight_pieces`.
+
+    The states are Adam's moments, and the fp32 master weights where weights are not fp32.
+    """
     shares = (
         _own_shares(shards)
         if writing
@@ -198,9 +217,10 @@ def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rec
 def _optimizer_state(
     optimizer, parameter: torch.Tensor
 ) -> tuple[int, range | None, dict[str, torch.Tensor]] | None:
-    """(element of the parameter that the flat states begin at, the elements no other replica has a state of, {name: state}).
+    """Return (first element, own elements, {name: flat state}) of a parameter.
 
-    None where this rank has none of it; a range of None where every replica has all.
+    Returns None if this rank has no state of it. First element: index in the parameter at which the flat
+    states begin. Own elements: those that no other replica has a state of; None if every replica has all.
     """
     for part in optimizer.parts():
         own = None

@@ -1,4 +1,4 @@
-"""What goes into an Actor and comes out of a step; light, because the driver imports it too."""
+"""Specification of an Actor and result of a training step. The module is light: the driver imports it too."""
 
 from dataclasses import dataclass, field, replace
 
@@ -22,74 +22,93 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How a model is built from its Architecture.
-
-    params_dtype: of parameters and activations. transformer_engine: its layers, else the local ones. fp8: how its matrix
-    products are computed in FP8; None: in params_dtype.
-    aux_loss_coeff, z_loss_coeff: of the routers' own losses, 0: off. constant_length: all packs are
-    equally long, so that pipeline stages need not tell each other the shapes. without_memory: it is built on torch's meta device,
-    to be asked for names and shapes. lora: beside local layers only.
-    """
+    """Options for building a model from its Architecture."""
 
     sizes: ParallelSizes
+    """Sizes of the parallel layout."""
     params_dtype: torch.dtype
+    """Dtype of parameters and activations."""
     transformer_engine: bool = False
+    """True: TransformerEngine's layers. False: the local ones."""
     fp8: FP8Config | None = None
+    """FP8 settings of the matrix products. None: they are computed in params_dtype."""
     recompute: Recompute = Recompute.none
+    """Activations that the backward pass recomputes."""
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    """Modules that recompute=selective recomputes."""
     aux_loss_coeff: float = 0.0
+    """Coefficient of the routers' load-balancing loss. 0: off."""
     z_loss_coeff: float = 0.0
+    """Coefficient of the routers' z-loss. 0: off."""
     constant_length: bool = False
+    """True: all packs have the same length, so pipeline stages need not exchange shapes."""
     without_memory: bool = False
+    """True: build on torch's meta device, to read names and shapes only."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters; only local layers can have them."""
 
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """What an actor is made of.
-
-    temperature: of the distribution whose log-probs are trained. fp32_head: logits are not rounded to bf16.
-    reference_offload: the reference's weights wait in the host's memory. reference_hidden_bytes: see config
-    ref.hidden_gib. offload_folder: where what is parked goes, see memory.Parking.
-    pack_tokens: if not 0, every micro-batch is padded to this many tokens, over all CP ranks.
-    seed: of weights made here, which are the adapters' and those of a new scalar head. emulate_kernels: of TransformerEngine, on a
-    CPU. scalar_head: it is a reward model that is trained; of a checkpoint with an output projection, the decoder alone is taken.
-    reward_model: folder of one that is not trained and scores samples; None: there is none.
-    """
+    """Everything an Actor is built from."""
 
     model_path: str
+    """Folder of the HF checkpoint to train."""
     sizes: ParallelSizes
+    """Sizes of the parallel layout."""
     optimizer: OptimizerConfig
+    """Optimizer and learning-rate schedule."""
     precision: Precision = Precision.fp32
+    """Precision of training."""
     fp8: FP8Config = field(default_factory=FP8Config)
+    """FP8 settings, used with precision=fp8 only."""
     transformer_impl: TransformerImpl = TransformerImpl.local
+    """Kind of layers: local, transformer_engine, or auto."""
     emulate_kernels: bool = False
+    """True: emulate TransformerEngine's kernels on a CPU."""
     distributed_optimizer: bool = False
+    """True: divide the optimizer's states among the data-parallel ranks."""
     overlap: bool = False
+    """True: overlap gradient reduction and parameter gathering with computation."""
     recompute: Recompute = Recompute.none
+    """Activations that the backward pass recomputes."""
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    """Modules that recompute=selective recomputes."""
     moe: MoEConfig = field(default_factory=MoEConfig)
+    """Routing replay and coefficients of the routers' losses."""
     temperature: float = 1.0
+    """Temperature of the distribution whose log-probs are trained."""
     fp32_head: bool = False
+    """True: do not round logits to bf16."""
     with_reference: bool = False
+    """True: hold reference weights."""
     reference_path: str | None = None
+    """Folder of the reference's HF checkpoint. None: model_path."""
     reference_offload: bool = True
+    """True: the reference's weights wait in host memory."""
     reference_hidden_bytes: int = 4 << 30
+    """Device memory for the reference's hidden states in bytes, see config ref.hidden_gib."""
     offload_folder: str | None = None
+    """Folder for the contents of parked memory, see memory.Parking."""
     pack_tokens: int = 0
+    """If not 0, every micro-batch is padded to this many tokens, over all CP ranks."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters to train instead of the weights. Rank 0: none."""
     seed: int = 0
+    """Seed of weights that are made here: those of adapters and of a new scalar head."""
     scalar_head: bool = False
+    """True: train a reward model. If the checkpoint has an output projection, only its decoder is loaded."""
     reward_model: str | None = None
+    """Folder of a frozen reward model that scores samples. None: there is none."""
 
     def layout(self, cp_rank: int) -> Layout:
-        """Of the packs on a rank."""
+        """Return the layout of the packs on a rank."""
         alignment = fp8_alignment(self.fp8 if self.precision == Precision.fp8 else None)
         layout = Layout(self.sizes.tp, self.sizes.cp, cp_rank, self.sizes.sequence_parallel, alignment)
         return replace(layout, pack_tokens=padded_to(self.pack_tokens, layout.pack_multiple))
 
     def model_spec(self, transformer_engine: bool) -> ModelSpec:
-        """transformer_engine: whether layers are TransformerEngine's, which depends on the machine."""
+        """Return the ModelSpec. transformer_engine: use its layers, which depends on the machine."""
         return ModelSpec(
             sizes=self.sizes,
             params_dtype=torch.float32 if self.precision == Precision.fp32 else torch.bfloat16,
@@ -106,27 +125,32 @@ class ActorSpec:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What one optimizer step did; metrics of this data-parallel replica, floats inside.
-
-    beyond: one sentence for each of the loss's limits that was exceeded, over all replicas. occupied: bytes of the rank that reports
-    for the replica, see cluster.memory.
-    """
+    """Result of one optimizer step of a replica."""
 
     grad_norm: float
+    """Gradient norm before clipping, over all ranks."""
     lr: float
+    """Learning rate of the step."""
     dropped: bool
+    """True: the step was dropped and changed nothing."""
     metrics: Metrics
+    """Metrics of this data-parallel replica, with floats inside."""
     beyond: tuple[str, ...] = ()
+    """One sentence for each limit of the loss that was exceeded, over all replicas."""
     occupied: int = 0
+    """Bytes that the replica's reporting rank occupies, see cluster.memory."""
 
 
 def scores_on_ranks(config: Config) -> bool:
-    """Whether the trainer's ranks have a reward model; recorded samples have been scored already."""
+    """Return True if the trainer's ranks hold a reward model. Recorded samples have been scored already."""
     return MODEL in functions_of(config.reward) and not config.rollout.replay
 
 
 def lr_decay_steps(config: Config, command: str) -> int:
-    """Optimizer steps of the learning-rate schedule with its warm-up: as set, else all of the run; command: see preflight.rule."""
+    """Return the optimizer steps of the learning-rate schedule, including its warm-up.
+
+    They are those configured, or else all of the run. command: see preflight.rule.
+    """
     if config.optimizer.lr_decay_steps is not None:
         return config.optimizer.lr_decay_steps
     if command != "train":
@@ -136,21 +160,25 @@ def lr_decay_steps(config: Config, command: str) -> int:
 
 
 def fp8_alignment(fp8: FP8Config | None) -> int:
-    """What a pack's tokens, and those of each rank's part of it, must be a multiple of for the matrix products."""
+    """Return the multiple that FP8 products demand of a pack's tokens and of each rank's part of it."""
     if fp8 is None:
         return 1
     return {FP8Recipe.blockwise: 128, FP8Recipe.mxfp8: 32}.get(fp8.recipe, 16)
 
 
 def pack_limit(config: Config) -> int:
-    """Most tokens of a micro-batch, over all CP ranks."""
+    """Return the most tokens that a micro-batch may have, over all CP ranks."""
     return config.train.max_tokens_per_micro_batch * config.megatron.context_parallel
 
 
 def actor_spec(config: Config, command: str = "train") -> ActorSpec:
-    """command: as in preflight.rule, by which the length of the learning-rate schedule is known, and what is trained beside what."""
+    """Return the ActorSpec of a configuration.
+
+    command: as in preflight.rule. It decides the length of the learning-rate schedule, what is trained, and
+        which models are held beside it.
+    """
     megatron = config.megatron
-    # Adapters are beside local layers only, which is what `auto` is with them.
+    # Adapters need local layers, so with them `auto` means local.
     layers = TransformerImpl.local if megatron.lora.rank else megatron.transformer_impl
     return ActorSpec(
         model_path=config.model.path,

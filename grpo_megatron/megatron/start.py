@@ -1,4 +1,4 @@
-"""What a process does to become a rank of the trainer."""
+"""Entry point of a trainer rank: joins the process groups and builds the actor."""
 
 import gc
 
@@ -8,12 +8,15 @@ from grpo_megatron.megatron.spec import ActorSpec
 
 
 def start_actor(spec: ActorSpec, seed: int, timeout: float, rank: int, store: StoreAddress, heart: Heart):
-    """Join the process groups and build the model; return (Actor, RankInfo). Collective over all ranks.
+    """Join the process groups and build the model. Return (Actor, RankInfo). Collective over all ranks.
 
-    timeout: seconds that a collective may take. store: where the ranks find each other. heart: of this process.
+    timeout: most seconds that a collective may take.
+    store: address of the key-value store through which the ranks find each other.
+    heart: heartbeat of this process.
     """
-    # Here and not above: whoever sends this function to another process need not load Megatron. What is imported stays:
-    # garbage collections meanwhile find nothing, and take a fifth of the time.
+    # Megatron is imported here, not at the top of the file, so that the driver can send this function to a
+    # rank without loading Megatron itself. Garbage collection is off during the import: it would find
+    # nothing, because imported modules stay, and take a fifth of the time.
     gc.disable()
     if spec.emulate_kernels:
         from grpo_megatron.megatron import emulation

@@ -1,4 +1,4 @@
-"""What the ranks measured in a training pass, put together."""
+"""Metrics of a training pass, merged over the ranks that measured them."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,10 @@ from grpo_megatron.model.architecture import MoE
 def router_metrics(
     chunks: list, experts: MoE, config: MoEConfig, tokens: int, device: torch.device
 ) -> Metrics:
-    """Mean over tokens and layers of the routers' own losses in this replica; tokens: of its pass. Collective."""
+    """Return the mean over tokens and layers of the routers' own losses in this replica. Collective.
+
+    tokens: tokens of the replica's pass.
+    """
     names = ("load_balancing_loss", "z_loss")
     sums = take_loss_sums(chunks)
     total = torch.stack([torch.as_tensor(sums.get(name, 0.0), device=device).float() for name in names])
@@ -29,7 +32,7 @@ def router_metrics(
 
 
 def merge_over_context(metrics: Metrics) -> Metrics:
-    """Metrics of all CP ranks, which see different tokens of the same sequences. Collective."""
+    """Merge the metrics of all CP ranks, which see different tokens of the same sequences. Collective."""
     group = mpu.get_context_parallel_group()
     if group.size() == 1:
         return metrics
@@ -39,7 +42,10 @@ def merge_over_context(metrics: Metrics) -> Metrics:
 
 
 def beyond_limits(limits: dict[str, float], metrics: Metrics) -> tuple[str, ...]:
-    """One sentence for each metric of all replicas that is beyond its limit, or NaN. Collective over all ranks."""
+    """Return one sentence for each metric of all replicas that exceeds its limit or is NaN.
+
+    Collective over all ranks.
+    """
     if not limits:
         return ()
     parts: list = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig of a model: what its config.json says, and how it is to be built."""
+"""Megatron's TransformerConfig, made from a model's config.json and from how it is to be built."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
 def _pipeline_layout(arch: Architecture, sizes: ParallelSizes) -> list[list[str]] | None:
-    """Megatron's notation of an uneven split; None for an even one."""
+    """Return an uneven pipeline split in Megatron's notation, or None for an even one."""
     if not sizes.pipeline_layers:
         return None
     chunks = [["decoder"] * layers for layers in sizes.chunk_layers(arch.num_layers)]
@@ -24,16 +24,16 @@ def _parallel_settings(arch: Architecture, spec: ModelSpec) -> dict:
         "pipeline_model_parallel_size": sizes.pp,
         "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
         "pipeline_model_parallel_layout": _pipeline_layout(arch, sizes),
-        # The interleaved schedule is silently wrong on gloo with batched, blocking transfers.
+        # With batched, blocking transfers the interleaved schedule is silently wrong on gloo.
         "overlap_p2p_comm": sizes.vpp > 1,
         "batch_p2p_comm": sizes.vpp == 1,
         "context_parallel_size": sizes.cp,
         "sequence_parallel": sizes.sequence_parallel,
-        # Packs differ in length, so pipeline stages must tell each other the shapes. Megatron
-        # insists on the alltoall dispatcher then, for dense models too.
+        # Packs differ in length, so pipeline stages must exchange shapes. Megatron then insists on the
+        # alltoall dispatcher, for dense models too.
         "variable_seq_lengths": sizes.pp > 1 and not spec.constant_length,
         "moe_token_dispatcher_type": "alltoall",
-        # On gloo this frees the storage of a tensor that is still being sent.
+        # On gloo this would free the storage of a tensor that is still being sent.
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
     }
 
@@ -43,7 +43,7 @@ def _expert_settings(arch: Architecture, spec: ModelSpec) -> dict:
         return {}
     sigmoid = {}
     if arch.moe.sigmoid:
-        # The correction bias is the Router's own.
+        # Our Router handles the correction bias itself.
         sigmoid = {
             "moe_router_score_function": "sigmoid",
             "moe_router_num_groups": arch.moe.groups,
@@ -56,7 +56,7 @@ def _expert_settings(arch: Architecture, spec: ModelSpec) -> dict:
         "moe_ffn_hidden_size": arch.moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": arch.moe.shared_ffn_hidden_size or None,
         "moe_layer_freq": [int(has_experts) for has_experts in arch.moe.layers],
-        # Softmax over the chosen experts only is the softmax over all, scaled to sum to 1.
+        # Softmax over the chosen experts equals the softmax over all experts, scaled to sum to 1.
         "moe_router_pre_softmax": not arch.moe.normalize,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss" if spec.aux_loss_coeff else "none",
@@ -84,7 +84,7 @@ def _fp8_settings(spec: ModelSpec) -> dict:
     return {
         "fp8": spec.fp8.format.value,
         "fp8_recipe": spec.fp8.recipe.value,
-        # TransformerEngine's own defaults; Megatron's would forget everything but the last step.
+        # TransformerEngine's own defaults. Megatron's would keep only the last step's amax.
         "fp8_amax_history_len": 1024,
         "fp8_amax_compute_algo": "max",
         "first_last_layers_bf16": first + last > 0,
@@ -94,23 +94,26 @@ def _fp8_settings(spec: ModelSpec) -> dict:
 
 
 def _fusions(arch: Architecture, spec: ModelSpec) -> dict:
-    """Those of the layers; local ones have their own activation, norm and attention, see modules.py and attention.py."""
+    """Return the settings of fused kernels.
+
+    Local layers have their own activation, norm and attention, see modules.py and attention.py.
+    """
     fused = spec.transformer_engine
     return {
-        # Unfused, Megatron asks for the lengths of all sequences in every layer and pass.
+        # Without fusion, Megatron asks for the lengths of all sequences in every layer and pass.
         "apply_rope_fusion": fused and arch.latent is None,
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
-        "use_te_activation_func": not fused,  # of the layer spec, which is ours: modules.SwiGLU
+        "use_te_activation_func": not fused,  # use the layer spec's activation, modules.SwiGLU
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        # See model.build_model.
+        # Set per layer instead, see model._fuse_weight_gradients.
         "gradient_accumulation_fusion": False,
     }
 
 
 def transformer_config(arch: Architecture, spec: ModelSpec):
-    """Megatron's TransformerConfig for this model."""
+    """Return Megatron's TransformerConfig for this model."""
     from megatron.core.transformer import TransformerConfig
 
     params_dtype = spec.params_dtype
@@ -137,7 +140,7 @@ def transformer_config(arch: Architecture, spec: ModelSpec):
         # Weights come from the checkpoint: skip Megatron's random initialisation.
         perform_initialization=False,
         use_cpu_initialization=spec.without_memory or not torch.cuda.is_available(),
-        # The loss function divides by nothing; Megatron divides by the token count it is given
+        # Our loss function divides by nothing. Megatron divides by the token count it is given
         # (see forward_backward.py).
         calculate_per_token_loss=True,
         **_fusions(arch, spec),

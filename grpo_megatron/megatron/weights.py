@@ -1,4 +1,4 @@
-"""HF tensors into the ranks of a Megatron model, and out of them again, tensor by tensor."""
+"""Transfer of HF tensors into the ranks of a Megatron model and back, tensor by tensor."""
 
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -17,19 +17,19 @@ from grpo_megatron.model.pieces import box
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 
 _EXPERTS = "mlp.experts.local_experts."
-# TransformerEngine's experts, of which one module has all the weights.
+# Names of TransformerEngine's experts, where one module has all the weights.
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
 def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Parameter]:
-    """Parameters of this rank's model chunks under their global names; adapters: those of LoRA instead."""
+    """Return {global name: parameter} of this rank's model chunks. adapters: LoRA's parameters instead."""
     return _under_global_names(
         chunks, lambda chunk: ((n, p) for n, p in chunk.named_parameters() if is_adapter(n) == adapters)
     )
 
 
 def local_weights(chunks) -> dict[str, torch.Tensor]:
-    """All that an HF checkpoint holds: the parameters, and the routers' correction biases, which are buffers."""
+    """Return all that an HF checkpoint holds: parameters, and the routers' correction biases (buffers)."""
     biases = _under_global_names(
         chunks, lambda chunk: ((n, b) for n, b in chunk.named_buffers() if is_correction_bias(n))
     )
@@ -37,7 +37,10 @@ def local_weights(chunks) -> dict[str, torch.Tensor]:
 
 
 def _under_global_names(chunks, named: Callable) -> dict:
-    """named: of a chunk, (name, tensor) pairs. Megatron numbers layers per chunk and experts per rank."""
+    """Return {global name: tensor}. named: chunk -> (local name, tensor) pairs.
+
+    Megatron numbers layers per chunk and experts per rank.
+    """
     first_expert = mpu.get_expert_model_parallel_rank()
     found = {}
     for chunk in chunks:
@@ -50,7 +53,10 @@ def _under_global_names(chunks, named: Callable) -> dict:
                     rest = f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(number)}.{rest}"
                 elif grouped := _GROUPED.fullmatch(rest):
                     matrix, number = grouped.groups()
-                    rest = f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(number)}.{matrix}.weight"
+                    rest = (
+                        f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(number)}."
+                        f"{matrix}.weight"
+                    )
                 name = f"decoder.layers.{layer.layer_number - 1}.{rest}"
             found[name] = parameter
     return found
@@ -59,7 +65,8 @@ def _under_global_names(chunks, named: Callable) -> dict:
 def _entry_of(entries: dict[str, Entry], name: str) -> Entry:
     if name not in entries:
         raise UserError(
-            f"the weight map has no entry for Megatron's parameter {name}; the map of this architecture is incomplete"
+            f"the weight map has no entry for Megatron's parameter {name}; "
+            "the map of this architecture is incomplete"
         )
     return entries[name]
 
@@ -67,10 +74,10 @@ def _entry_of(entries: dict[str, Entry], name: str) -> Entry:
 def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
     """Tell Megatron which parameters are split over TP, and which belong to experts.
 
-    It notes the first while initialising weights, which we skip. Without the mark the gradient norm
-    counts a split parameter on the first TP rank only: too small, and nothing says so. The second
-    says which ranks sum the gradient; Megatron sets it with expert_parallel > 1 only, and without it
-    TP ranks that each have the whole expert would keep the gradients of their own tokens.
+    Megatron sets the TP mark while it initialises weights, which we skip. Without the mark the gradient norm
+    counts a split parameter on the first TP rank only, so it is silently too small. The expert mark decides
+    which ranks sum the gradient. Megatron sets it only with expert_parallel > 1. Without the mark, TP ranks
+    that each hold the whole expert would keep the gradients of their own tokens.
     """
     for name, parameter in local_parameters(chunks).items():
         entry = _entry_of(entries, name)
@@ -84,12 +91,12 @@ def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
 def load_hf(
     chunks, checkpoint: HFCheckpoint, entries: dict[str, Entry], left_out: Container[str] = ()
 ) -> None:
-    """Fill this rank's parameters with their slices of the HF tensors, casting to the parameters' dtype.
+    """Fill this rank's parameters with their slices of the HF tensors, cast to the parameters' dtype.
 
     left_out: parameters that the checkpoint does not have.
 
-    Raises UserError where names, shapes or types of the checkpoint are not those of the weight map; tensors that no entry reads
-    would be lost without a word.
+    Raises UserError if names, shapes or types in the checkpoint differ from the weight map. Without this
+    check, tensors that no entry reads would be lost silently.
     """
     entries = {name: entry for name, entry in entries.items() if name not in left_out}
     violations = checkpoint.violations(entries)
@@ -113,7 +120,7 @@ def load_hf(
 
 
 def _split_over(entry: Entry):
-    """The process group that holds a parameter's shards."""
+    """Return the process group that holds a parameter's shards."""
     return mpu.get_expert_tensor_parallel_group() if entry.expert else mpu.get_tensor_model_parallel_group()
 
 
@@ -123,14 +130,15 @@ def iterate_hf(
     dtype: torch.dtype | None = None,
     values: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, full tensor) of this rank's parameters, each on one rank of all; dtype: of all but float32 buffers.
+    """Yield (HF name, full tensor) of all parameters; each comes from one rank only. Exhaust it on all ranks.
 
-    values: {Megatron name: this rank's shard}, None: as they are in the chunks.
+    dtype: of the tensors, except for float32 buffers. None: unchanged.
+    values: {Megatron name: this rank's shard}. None: the values in the chunks.
 
-    That is the first rank of the group that holds its shards, in the first replica; the others take
-    part in the gathering. A generator: at most one gathered parameter is alive beyond what the consumer
-    keeps. Must be exhausted on all ranks. Experts come last: a rank that hands out experts only has
-    then done its part in all gathering before its consumer makes it wait.
+    A tensor comes from the first rank of the group that holds its shards, in the first replica. The other
+    ranks of the group take part in gathering it. At most one gathered parameter is alive beyond what the
+    consumer keeps. Experts come last: a rank that yields only experts has then done its part in all other
+    gathering before its consumer makes it wait.
     """
     rank = rank_info()
     values = local_weights(chunks) if values is None else values
@@ -151,7 +159,10 @@ def iterate_hf(
 
 
 def whole_tensors(entry: Entry, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """(HF name, full tensor) of one entry, from all its shards; from the only one if the entry is not split."""
+    """Return (HF name, full tensor) pairs of one entry.
+
+    shards: all shards of its parameter; a single one if it is not split.
+    """
     full = {hf: shards[0].new_empty(shape) for hf, shape in zip(entry.hf, entry.shapes, strict=True)}
     for number, shard in enumerate(shards):
         for piece in entry.megatron_pieces(len(shards), number):

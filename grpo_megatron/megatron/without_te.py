@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 lacks where TransformerEngine is not installed, with CUDA or without."""
+"""Fixes for megatron-core 0.16.1 where TransformerEngine is not installed, with CUDA or without."""
 
 import importlib.util
 
@@ -61,14 +61,14 @@ def _absent() -> bool:
 
 
 def _mend_moe_utils(module):
-    # Undefined without TransformerEngine in 0.16.1: a NameError at the first router forward.
+    # megatron-core 0.16.1 leaves this undefined without TransformerEngine: the first router forward fails.
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None
 
 
 def _mend_optimizer(module):
-    # Megatron's checkpoint code assumes the state of a fused Adam, with `step` in the parameter group. States of
-    # torch.optim.AdamW cannot be loaded into a fresh distributed optimizer.
+    # Megatron's checkpoint code assumes the state of a fused Adam, with `step` in the parameter group. It
+    # cannot load states of torch.optim.AdamW into a fresh distributed optimizer.
     if _absent():
         module.Adam = TorchAdam
         module.USING_PYTORCH_OPTIMIZER = False
@@ -81,7 +81,7 @@ def _mend_distributed_optimizer(module):
         module.USING_TE_OPTIMIZER = True
 
 
-# {module: what is done to it once it is loaded}
+# {module: functions that are called with it after it is loaded}
 MEND = {
     "megatron.core.transformer.moe.moe_utils": [_mend_moe_utils],
     "megatron.core.optimizer": [_mend_optimizer],

@@ -1,1 +1,1 @@
-"""Facts about a model and its layout that trainer, engines and planners share."""
+"""Facts about a model and its parallel layout, shared by the trainer, the engines and the planner."""

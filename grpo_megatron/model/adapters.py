@@ -1,7 +1,8 @@
-"""The adapters of LoRA in the weight map: one more entry for each of the two matrices beside an adapted one.
+"""LoRA adapters in the weight map: two more entries for each adapted matrix.
 
-y = W x + (alpha / rank) B A x, A [rank, in], B [out, rank]. In Megatron `linear.weight` gets `linear.lora_a` and `linear.lora_b` as
-neighbours; PEFT has a pair for each of the HF tensors that are fused in it.
+y = W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. In Megatron, `linear.lora_a` and
+`linear.lora_b` are neighbours of `linear.weight`. PEFT has a pair A, B for each HF tensor that is fused into
+W.
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from grpo_megatron.model.entries import Entry, Plain
 from grpo_megatron.model.families import weight_map
 
 A, B = ".lora_a", ".lora_b"
-# Megatron's layers that megatron.lora has a class for.
+# Megatron layers for which megatron.lora has a class.
 _ADAPTABLE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
@@ -23,7 +24,7 @@ def is_adapter(megatron: str) -> bool:
 
 @dataclass(frozen=True)
 class Shared(Plain):
-    """Several HF tensors that are all the same one in Megatron: A of layers that are fused."""
+    """A Megatron tensor that stands for several identical HF tensors: A of fused layers."""
 
     def pieces(self, hf, shapes, axis, parts, rank):
         return [
@@ -32,7 +33,12 @@ class Shared(Plain):
 
 
 def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, Entry]:
-    """{Megatron name: entry} of all adapters, for the weight map of the model; empty without any. Not for the engine."""
+    """Return {Megatron name: entry} of all adapters; empty if config.rank is 0.
+
+    The entries extend the model's weight map. They have no names in the engine.
+
+    entries: the model's weight map.
+    """
     found = {}
     for entry in entries if config.rank else ():
         if not _is_target(entry, config.targets) or _layer(entry) not in _ADAPTABLE:
@@ -49,7 +55,7 @@ def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, E
 
 
 def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
-    """Each target that is in none of the model's layers, or in layers that cannot have an adapter, as one sentence."""
+    """Return one sentence for each target layer that the model lacks or that cannot have an adapter."""
     if arch.latent is not None:
         return [
             "megatron.lora.rank: this model's attention is over latents (MLA), which cannot have adapters"
@@ -62,22 +68,24 @@ def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
             found.append(f"megatron.lora.targets: this model has no layer {target} outside experts")
         elif any(entry.expert for entry in layers):
             found.append(
-                f"megatron.lora.targets: {target} is a layer of experts in this model, and experts cannot have adapters"
+                f"megatron.lora.targets: {target} is a layer of experts in this model, and experts cannot "
+                "have adapters"
             )
         elif any(_layer(entry) not in _ADAPTABLE for entry in layers):
             found.append(
-                f"megatron.lora.targets: {target} of this model is {layers[0].megatron}, which cannot have an adapter"
+                f"megatron.lora.targets: {target} of this model is {layers[0].megatron}, which cannot have "
+                "an adapter"
             )
     return found
 
 
 def _is_target(entry: Entry, targets: Iterable[str]) -> bool:
-    """Whether it is the weight of a layer with one of these names in HF."""
+    """Return whether the entry is the weight of a layer with one of these HF names."""
     return entry.hf[0].endswith("_proj.weight") and any(hf.split(".")[-2] in targets for hf in entry.hf)
 
 
 def _layer(entry: Entry) -> str:
-    """Its place in a transformer layer, such as mlp.linear_fc1; an expert's is longer."""
+    """Return the entry's path within a transformer layer, such as `mlp.linear_fc1`."""
     return ".".join(entry.megatron.split(".")[3:-1])
 
 

@@ -1,4 +1,4 @@
-"""What a model is: the dimensions that its config.json states, and what follows from them."""
+"""The architecture of a model: the dimensions given by its config.json, and what follows from them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,13 +8,13 @@ import torch
 from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.batch.schedule import CostModel
 
-# Of the norms of latents (see Latent): the models' own code does not take rms_norm_eps there.
+# Epsilon of the RMS norms on latents (see Latent). The models' own code does not use rms_norm_eps there.
 LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency scaling: long wavelengths are stretched by `factor`, short ones kept."""
+    """Frequency scaling of Llama 3: long wavelengths are stretched by `factor`, short ones are kept."""
 
     factor: float
     low_freq_factor: float
@@ -24,21 +24,31 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN's frequency scaling (arXiv:2309.00071), with the two factors that DeepSeek adds to it.
+    """YaRN's frequency scaling (arXiv:2309.00071), with the two extra factors that DeepSeek uses.
 
-    Frequencies that turn more than `beta_fast` times within the original positions are kept, those below `beta_slow` turns
-    are divided by `factor`. cos_factor: of cosines and sines. softmax_factor: of the scores.
+    A frequency that makes more than `beta_fast` turns within the original positions is kept. One with fewer
+    than `beta_slow` turns is divided by `factor`. Frequencies between the two are interpolated.
     """
 
     factor: float
+    """Divisor of the low frequencies."""
     beta_fast: float
+    """Turns above which a frequency is kept."""
     beta_slow: float
+    """Turns below which a frequency is divided by `factor`."""
     original_max_positions: int
+    """Context length before scaling, in positions."""
     cos_factor: float = 1.0
+    """Factor on the cosines and sines."""
     softmax_factor: float = 1.0
+    """Factor on the attention scores."""
 
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
-        """frequencies: float32 [d / 2], unscaled."""
+        """Return the scaled frequencies, float32 [d / 2].
+
+        frequencies: unscaled inverse frequencies, float32 [d / 2].
+        theta: base of the rotary embedding.
+        """
         d = 2 * len(frequencies)
 
         def channel(turns: float) -> float:
@@ -55,92 +65,114 @@ class Yarn:
 
 @dataclass(frozen=True)
 class MoE:
-    """Experts of the layers that have them; the router takes the top_k of its scores.
-
-    ffn_hidden_size: of one expert. normalize: the chosen weights are scaled to sum to 1.
-    layers: True for layers with experts, False for those with a dense MLP.
-    shared_ffn_hidden_size: of the experts that every token goes to, all of them together, 0: there are none.
-    sigmoid: the scores are sigmoids of the logits, else their softmax. correction_bias: the choice, but not the weights, is
-    made by scores plus a bias of each expert. groups, top_groups: only experts of the best groups are chosen, a
-    group counted by the sum of its two best; None: of all. weight_factor: the weights are multiplied by it.
-    """
+    """Experts and router of the layers that have experts. A token goes to its `top_k` best-scored experts."""
 
     num_experts: int
+    """Routed experts of a layer."""
     top_k: int
+    """Routed experts of each token."""
     ffn_hidden_size: int
+    """Intermediate size of one expert."""
     normalize: bool
+    """The weights of the chosen experts are scaled to sum to 1."""
     layers: tuple[bool, ...]
+    """One item per layer: True for a layer with experts, False for one with a dense MLP."""
     shared_ffn_hidden_size: int = 0
+    """Intermediate size of all shared experts together; 0: no shared experts."""
     sigmoid: bool = False
+    """Scores are the sigmoid of the router's logits; False: their softmax."""
     correction_bias: bool = False
+    """A bias per expert is added to the scores to choose experts, but not to weight them."""
     groups: int | None = None
+    """Number of groups that the experts are divided into; None: no groups."""
     top_groups: int | None = None
+    """Only this many groups are used: those whose two best scores have the largest sum."""
     weight_factor: float = 1.0
+    """Factor on the weights of the chosen experts."""
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (arXiv:2405.04434): queries, keys and values are projected up from latents.
+    """Multi-head latent attention (arXiv:2405.04434).
 
-    query_rank: of the queries' latent, None: they have none. kv_rank: of that of keys and values. plain_dim, rotated_dim:
-    channels of a query's or key's head without and with position; the latter are one key for all heads. value_dim: of a
-    value's head. interleaved: the two channels of a rotation stand side by side, else half a head apart.
+    Queries, keys and values are projected up from latents, which are smaller.
     """
 
     query_rank: int | None
+    """Size of the queries' latent; None: queries are projected directly, without a latent."""
     kv_rank: int
+    """Size of the latent of keys and values."""
     plain_dim: int
+    """Channels of a query or key head without rotary embedding."""
     rotated_dim: int
+    """Channels of a query or key head with rotary embedding. All heads share this part of the key."""
     value_dim: int
+    """Channels of a value head."""
     interleaved: bool = True
+    """The two channels of a rotation are neighbours; False: they are half a head apart."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Dimensions of a decoder-only transformer. Sizes in elements, theta in radians per position.
-
-    max_positions: the longest sequence the model is defined for here; where config.json sets a
-    sliding window, that window, within which the window makes no difference. head_dim: of a query's and key's head.
-    rotary_share: of its channels, the first ones, are rotated; with latent attention, see Latent instead.
-    prediction_layers: that many further layers of the checkpoint predict tokens beyond the next one; they are left out.
-    scalar_head: it is a reward model, with one row [1, hidden_size] in place of the output projection.
-    """
+    """Dimensions of a decoder-only transformer. Sizes are in elements."""
 
     family: str
+    """Name of the family, such as `qwen2`."""
     num_layers: int
+    """Transformer layers, without `prediction_layers`."""
     hidden_size: int
+    """Channels of the hidden states."""
     ffn_hidden_size: int
+    """Intermediate size of a dense MLP."""
     num_heads: int
+    """Query heads."""
     num_kv_heads: int
+    """Key and value heads."""
     head_dim: int
+    """Channels of a query or key head."""
     vocab_size: int
+    """Rows of the embedding in the checkpoint."""
     max_positions: int
+    """Longest sequence in tokens. A sliding window in config.json lowers it to the window's length."""
     rope_theta: float
+    """Base of the rotary embedding's frequencies."""
     rope_scaling: RopeScaling | Yarn | None
+    """Scaling of these frequencies; None: not scaled."""
     norm_eps: float
+    """Epsilon of the RMS norms."""
     qk_norm: bool
+    """Queries and keys are normed."""
     qkv_bias: bool
+    """The projections of queries, keys and values have a bias."""
     tied_embeddings: bool
+    """The output projection is the token embedding."""
     dtype: torch.dtype
+    """Dtype of the weights in the checkpoint."""
     moe: MoE | None = None
+    """Experts; None: every MLP is dense."""
     latent: Latent | None = None
+    """Latent attention; None: ordinary attention with grouped queries."""
     rotary_share: float = 1.0
+    """Share of a head's channels, the first ones, that is rotated. Latent attention uses `latent` instead."""
     prediction_layers: int = 0
+    """Layers of the checkpoint that predict tokens beyond the next one. They are not loaded."""
     scalar_head: bool = False
+    """True for a reward model: one row [1, hidden_size] takes the place of the output projection."""
 
     def as_reward_model(self) -> "Architecture":
-        """The same decoder with a scalar head, which is never tied to the embedding."""
+        """Return the same decoder with a scalar head. The head is never tied to the embedding."""
         return replace(self, scalar_head=True, tied_embeddings=False)
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Rows of the embedding on the Megatron side: every TP rank holds equally many."""
+        """Return the rows of Megatron's embedding: `vocab_size` padded to a multiple of `tp`."""
         return padded_to(self.vocab_size, tp)
 
     def rope_frequencies(self) -> torch.Tensor:
-        """Inverse frequencies of the rotary embedding, float32 [rotated channels / 2] (arXiv:2104.09864).
+        """Return the inverse frequencies of RoPE (arXiv:2104.09864), float32 [rotated channels / 2].
 
-        With `rope_scaling` as in Llama 3.1: wavelengths beyond original / low are divided by the
-        factor, those below original / high are kept, and between them the two are interpolated.
+        `rope_scaling` of Llama 3.1: with n = original_max_positions, wavelengths above n / low_freq_factor
+        are stretched by the factor and those below n / high_freq_factor are kept. Wavelengths between them
+        are interpolated.
         """
         rotated = self.latent.rotated_dim if self.latent else int(self.head_dim * self.rotary_share)
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
@@ -159,12 +191,12 @@ class Architecture:
 
     @property
     def rope_factor(self) -> float:
-        """What cosines and sines of the rotary embedding are multiplied by."""
+        """Factor on the cosines and sines of the rotary embedding."""
         return self.rope_scaling.cos_factor if isinstance(self.rope_scaling, Yarn) else 1.0
 
     @property
     def softmax_factor(self) -> float:
-        """What the scores of attention are multiplied by, besides 1 / sqrt(head_dim)."""
+        """Factor on the attention scores, in addition to 1 / sqrt(head_dim)."""
         return self.rope_scaling.softmax_factor if isinstance(self.rope_scaling, Yarn) else 1.0
 
     @property
@@ -174,22 +206,23 @@ class Architecture:
 
     @property
     def cost_model(self) -> CostModel:
-        """FLOPs of a forward pass, two per multiply-add; a backward pass costs the same in proportion.
+        """Cost model of a forward pass in FLOPs, two per multiply-add. A backward pass is proportional to it.
 
-        Per token: the projections of attention, the MLP (router, top_k and shared experts in layers that have them) and the
-        vocabulary head (a quarter of the weights of a 0.5B model). Norms, rotary embedding and softmax are left out.
+        Counted per token: the projections of attention, the MLP (in layers with experts: router, top_k
+        experts and shared experts) and the output projection, which has a quarter of the weights of a 0.5B
+        model. Norms, rotary embedding and softmax are left out.
         """
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
         weights = self.num_layers * (self._attention_weights() + mlp) + self.hidden_size * self.num_outputs
         if self.moe is not None:
             ffn = self.moe.top_k * self.moe.ffn_hidden_size + self.moe.shared_ffn_hidden_size
             weights += sum(self.moe.layers) * (self.hidden_size * (self.moe.num_experts + 3 * ffn) - mlp)
-        # A pair: the product of query and key, and the key's value times its probability.
+        # Each (query, key) pair costs their dot product, and the value times its probability.
         pair = self.head_dim + (self.latent.value_dim if self.latent else self.head_dim)
         return CostModel(per_token=2.0 * weights, per_pair=2.0 * self.num_layers * self.num_heads * pair)
 
     def _attention_weights(self) -> int:
-        """Elements of one layer's projections."""
+        """Return the number of elements in one layer's attention projections."""
         if self.latent is None:
             return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         latent, queries = self.latent, self.num_heads * self.head_dim

@@ -1,4 +1,7 @@
-"""Matrices that an engine holds in FP8 with a scale for each block: two of its parameters in place of one, both cut from HF tensors."""
+"""Weights that an engine holds in FP8 with one scale per block.
+
+The engine has two parameters for each such weight: the FP8 elements and the scales. Each has its own entry.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,12 +11,12 @@ import torch
 from grpo_megatron.model.entries import EngineLayout, Entry, Plain, stacked
 from grpo_megatron.model.pieces import Piece, Shape
 
-# Rows, and columns, of a block.
+# Rows and columns of a block.
 BLOCK = 128
 
 
 def is_block_scaled(entry: Entry) -> bool:
-    """Whether it is the weight of a linear layer, which are what engines in FP8 have in FP8."""
+    """Return whether the entry is the weight of a linear layer. FP8 engines hold exactly these in FP8."""
     return ".linear_" in entry.megatron and len(entry.shapes[0]) == 2
 
 
@@ -26,7 +29,10 @@ def scales_name(megatron: str) -> str:
 
 
 def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry]:
-    """Those of all parameters of an engine. One in FP8 has two for the weight of a linear layer: elements, and scales."""
+    """Return the entries of all parameters of an engine.
+
+    An FP8 engine gets two entries for the weight of a linear layer: the elements and the scales.
+    """
     found = []
     for entry in entries:
         found += [elements(entry), scales(entry)] if layout.fp8 and is_block_scaled(entry) else [entry]
@@ -34,7 +40,10 @@ def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry
 
 
 def elements(entry: Entry) -> Entry:
-    """Of the elements float8_e4m3fn. On the trainer's rank they lie as `stacked_by_tensor` says."""
+    """Return the entry of the FP8 elements, float8_e4m3fn.
+
+    On a trainer's rank they lie in the order of `stacked_by_tensor`.
+    """
     return replace(
         entry,
         megatron=elements_name(entry.megatron),
@@ -44,7 +53,10 @@ def elements(entry: Entry) -> Entry:
 
 
 def scales(entry: Entry) -> Entry:
-    """Of what elements are multiplied with, float32 [rows / 128, columns / 128]."""
+    """Return the entry of the scales, float32 [rows / 128, columns / 128].
+
+    An element times the scale of its block is the weight.
+    """
     return replace(
         entry,
         hf=tuple(f"{name}_scale_inv" for name in entry.hf),
@@ -58,9 +70,10 @@ def scales(entry: Entry) -> Entry:
 
 
 def stacked_by_tensor(pieces: Iterable[Piece]) -> list[Piece]:
-    """A rank's rows of each HF tensor lie together, one tensor below the other, whatever lies between them in Megatron's shard.
+    """Return the pieces rearranged so that each HF tensor's rows are contiguous, one tensor below the other.
 
-    Blocks are of an HF tensor's rows, and Megatron has those of one between those of others (QKV, by query groups).
+    A block consists of neighbouring rows of one HF tensor. Megatron's shard can interleave the rows of
+    several tensors, as QKV does, which is ordered by query group.
     """
     whole: dict[str, Piece] = {}
     for piece in sorted(pieces, key=lambda piece: piece.start):
@@ -71,7 +84,7 @@ def stacked_by_tensor(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def cut_blocks(pieces: Iterable[Piece]) -> list[Piece]:
-    """Those of the pieces that do not consist of whole blocks, on either side."""
+    """Return the pieces that are not made of whole blocks, in the HF tensor or in the local parameter."""
     return [p for p in pieces if any(size % BLOCK for size in (*p.start, *p.shape, *p.at[-2:]))]
 
 
@@ -83,7 +96,7 @@ def _in_blocks(sizes: Shape, hf: str) -> Shape:
 
 @dataclass(frozen=True)
 class _ByTensor(Plain):
-    """In the engine as of `kind`."""
+    """Layout of the elements: that of `kind` in the engine, and `stacked_by_tensor` on the trainer's rank."""
 
     kind: Plain
 
@@ -102,7 +115,10 @@ class _ByTensor(Plain):
 
 @dataclass(frozen=True)
 class _Scales(Plain):
-    """`kind` is of the elements, and all here is in units of blocks. Raises ValueError where a block is cut."""
+    """Layout of the scales: that of the elements (`kind`), in units of blocks.
+
+    Raises ValueError where a shard would cut a block.
+    """
 
     kind: Plain
 

@@ -1,4 +1,4 @@
-"""The keys of an HF ``config.json``, by type."""
+"""Typed access to the keys of an HF ``config.json``."""
 
 import sys
 from typing import Any
@@ -7,20 +7,24 @@ import torch
 
 from grpo_megatron.errors import UserError, shortened
 
-# Beyond these, a number in config.json is damage: working with it would take for ever.
+# A larger number in config.json means that the file is damaged. Computing with it could take forever.
 _MOST = 2**31 - 1
 MOST_LAYERS = 10_000
 _REQUIRED = object()
 
 
 class Fields:
-    """The keys of config.json by type. A key that is null counts as absent, as transformers writes it.
+    """Keys of a config.json, read by type.
 
-    Every method raises UserError for a key of another type or out of its range, or, without a default, for its absence.
+    A null key counts as absent, because transformers writes absent keys as null. Every method raises
+    UserError if the key has another type, is out of range, or is absent and has no default.
     """
 
     def __init__(self, values: dict[str, Any], within: str = ""):
-        """within: the key whose object this is, for messages."""
+        """Wrap the object `values`.
+
+        within: key of config.json that holds this object, for error messages; empty for the whole file.
+        """
         self._values, self._within = values, f"{within}." if within else ""
 
     def __len__(self) -> int:
@@ -40,7 +44,7 @@ class Fields:
         return UserError(f"{self._within}{key} must be {what}, is {shortened(repr(self._values[key]))}")
 
     def integer(self, key: str, default: Any = _REQUIRED, most: int = _MOST, least: int = 1) -> Any:
-        """From `least` to `most`."""
+        """Return an integer from `least` to `most`."""
         what = f"an integer from {least} to {most}"
         value = self._get(key, default, (int,), what)
         if value is not default and not least <= value <= most:
@@ -48,7 +52,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Finite and greater than 0, as a float."""
+        """Return a finite number greater than 0, as a float."""
         what = "a finite number greater than 0"
         value = self._get(key, default, (int, float), what)
         if value is default:
@@ -64,20 +68,20 @@ class Fields:
         return self._get(key, default, (str,), "text")
 
     def integers(self, key: str) -> list[int]:
-        """Empty where absent."""
+        """Return a list of integers; empty if the key is absent."""
         value = self._get(key, [], (list,), "a list of integers")
         if not all(type(item) is int for item in value):
             raise self._refusal(key, "a list of integers")
         return value
 
     def object(self, key: str) -> "Fields | None":
-        """None where absent or empty."""
+        """Return a nested object; None if it is absent or empty."""
         value = self._get(key, None, (dict,), "an object")
         return Fields(value, key) if value else None
 
     @property
     def nested(self) -> list[str]:
-        """The keys whose values are objects."""
+        """Keys whose values are objects."""
         return [key for key, value in self._values.items() if isinstance(value, dict)]
 
 
@@ -85,7 +89,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def torch_dtype(config: Fields) -> torch.dtype:
-    """Of the weights, as config.json states it; float32 where it does not."""
+    """Return the dtype of the weights given in config.json; float32 if none is given."""
     name = config.text("dtype", None) or config.text("torch_dtype", "float32")
     if name not in _DTYPES:
         raise UserError(f"dtype {shortened(name)!r} is not supported; supported: {', '.join(_DTYPES)}")

@@ -1,6 +1,6 @@
-"""One parameter in all three name spaces, HF, Megatron and engine, and which rectangles of it lie on which rank.
+"""Weight map entries. An entry maps one parameter between HF, Megatron and the engine, and onto their ranks.
 
-Import, export, weight sync, reference weights and conversion read these entries and nothing else.
+Import, export, weight sync, reference weights and conversion all work from these entries.
 """
 
 from collections.abc import Iterable
@@ -13,18 +13,20 @@ from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.config.engine import EngineConfig, Quantization
 from grpo_megatron.model.pieces import Piece, Shape, crop
 
-# SGLang pads embedding and output layer to a multiple of this many words.
+# SGLang pads the embedding and the output layer to a multiple of this many rows.
 ENGINE_VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How an SGLang engine divides a model over its ranks.
+    """Division of a model over the ranks of one SGLang engine.
 
-    tp: its ranks. ep: parts that the experts of a layer are divided into; each part is on tp / ep ranks, over which every expert's
-    matrices are split. attention_dp: groups of neighbouring ranks that each have the whole of every attention layer and of the
-    token embedding, and split it over their tp / attention_dp ranks. fp8: linear layers have FP8 weights with scales, see
-    model.block_scaled.
+    tp: ranks of the engine.
+    ep: parts that a layer's experts are divided into. Each part is on tp / ep ranks, which split every
+    expert.
+    attention_dp: groups of neighbouring ranks. Each group holds all attention layers and the token embedding,
+    split over its tp / attention_dp ranks.
+    fp8: linear layers have FP8 weights with scales, see model.block_scaled.
     """
 
     tp: int = 1
@@ -47,12 +49,15 @@ class EngineLayout:
 
 
 def _divided(shape: Shape, axis: int | None, parts: int) -> Shape:
-    """The shape of one of equal parts along `axis`; None: every part is the whole."""
+    """Return the shape of one of `parts` equal parts along `axis`.
+
+    axis: None means that every part is the whole tensor.
+    """
     return tuple(size // parts if dimension == axis else size for dimension, size in enumerate(shape))
 
 
 def _part(hf: str, shape: Shape, axis: int | None, parts: int, rank: int) -> Piece:
-    """One of equal parts of a tensor, alone in its parameter."""
+    """Return part `rank` of a tensor that fills its parameter."""
     part = _divided(shape, axis, parts)
     start = tuple(rank * size if dimension == axis else 0 for dimension, size in enumerate(part))
     return Piece(hf, start, part, (0,) * len(shape))
@@ -60,10 +65,16 @@ def _part(hf: str, shape: Shape, axis: int | None, parts: int, rank: int) -> Pie
 
 @dataclass(frozen=True)
 class Plain:
-    """One tensor, the same on both sides; split in equal parts along the sharded axis.
+    """A parameter that is one tensor, split into equal parts along the sharded axis.
 
-    Every kind answers four questions. hf, shapes: the HF tensors and their full shapes. axis: the sharded axis. parts, rank: of
-    how many shards, and which one. `shape` and `pieces` are of Megatron's shard, `engine_shape` and `engine_pieces` of SGLang's.
+    It is the base class of all layouts. `shape` and `pieces` describe a shard in Megatron, `engine_shape` and
+    `engine_pieces` a shard in SGLang.
+
+    hf: names of the HF tensors.
+    shapes: full shapes of these tensors.
+    axis: the sharded axis; None: not sharded.
+    parts: number of shards.
+    rank: index of the shard.
     """
 
     def shape(self, shapes: tuple[Shape, ...], axis: int | None, parts: int) -> Shape:
@@ -84,7 +95,7 @@ class Plain:
 
 
 def stacked(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same pieces one below the other in one parameter."""
+    """Return the pieces placed one below the other in one parameter."""
     found, row = [], 0
     for piece in pieces:
         found.append(Piece(piece.hf, piece.start, piece.shape, (row, *piece.at[1:])))
@@ -94,7 +105,10 @@ def stacked(pieces: Iterable[Piece]) -> list[Piece]:
 
 @dataclass(frozen=True)
 class GateUp(Plain):
-    """gate and up projections [f, h] each -> one [2f, h], gate first; each rank has its part of both."""
+    """Gate and up projections, [f, h] each, fused into one [2f, h] with the gate first.
+
+    Each rank has its share of both.
+    """
 
     def shape(self, shapes, axis, parts):
         return _divided((sum(rows for rows, *_ in shapes), *shapes[0][1:]), 0, parts)
@@ -105,11 +119,13 @@ class GateUp(Plain):
 
 @dataclass(frozen=True)
 class QKV(Plain):
-    """q, k, v projections -> one.
+    """Projections of queries, keys and values, fused into one.
 
-    HF: q [heads·d, h], k and v [kv_heads·d, h]. Megatron: [(heads + 2 kv_heads)·d, h], ordered by query group (its queries, its
-    key, its value) and cut into equal parts, which hold whole groups unless there are more ranks than groups. SGLang: a rank's
-    queries, then its keys, then its values; where there are more ranks than KV heads, several ranks have the same one.
+    HF: q [heads·d, h], k and v [kv_heads·d, h].
+    Megatron: [(heads + 2 kv_heads)·d, h], ordered by query group: the group's queries, its key, its value.
+    The rows are cut into equal parts, which hold whole groups unless there are more ranks than groups.
+    SGLang: a rank's queries, then its keys, then its values. If there are more ranks than KV heads, several
+    ranks hold the same KV head.
     """
 
     num_heads: int
@@ -140,7 +156,7 @@ class QKV(Plain):
 
 @dataclass(frozen=True)
 class Vocab(Plain):
-    """Rows beyond the vocabulary, which are zero, make the number of rows divisible by that of the ranks."""
+    """Embedding or output layer, padded with zero rows so that every rank has the same number of rows."""
 
     def shape(self, shapes, axis, parts):
         words, *rest = shapes[0]
@@ -164,7 +180,7 @@ class Vocab(Plain):
 
 @dataclass(frozen=True)
 class Expert:
-    """The number of an expert, and of how many in its layer."""
+    """Index of an expert within its layer, and the number of experts in that layer."""
 
     number: int
     count: int
@@ -172,48 +188,52 @@ class Expert:
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter.
-
-    hf: the HF tensors it is made of. shapes: of each of them. megatron: its name with global layer and expert numbers. axis: the
-    axis split over TP (an expert's over expert-tensor parallel ranks), None if every rank has all of it. engine, engine_axis: the
-    same in the engine. engine_row: where several Megatron parameters share one of the engine's, the first row of this one in it.
-    exported is False for a second copy (the tied embedding on the last pipeline stage). expert: whose parameter it is, which only
-    the ranks that hold this expert have; in the engine, one of a stack. float32: it is a buffer, which is in float32 everywhere,
-    whatever the dtype of the parameters. attention: in the engine it is divided as attention layers are. engine_dtype: in the engine,
-    where that is not the dtype which the engine computes in.
-    """
+    """One Megatron parameter with its counterparts in HF and in the engine."""
 
     hf: tuple[str, ...]
+    """Names of the HF tensors that it is made of."""
     shapes: tuple[Shape, ...]
+    """Full shape of each of these tensors."""
     megatron: str
+    """Megatron's name, with global layer and expert indices."""
     axis: int | None
+    """Axis split over TP ranks (expert-tensor parallel ranks for an expert); None: not split."""
     engine: str
+    """Name of the engine's parameter."""
     engine_axis: int | None
+    """Axis split over the engine's ranks; None: not split."""
     kind: Plain = Plain()
+    """How the HF tensors are arranged in Megatron's and the engine's parameter."""
     exported: bool = True
+    """False for a second copy, such as the tied embedding on the last pipeline stage."""
     expert: Expert | None = None
+    """The expert that it belongs to; None: no expert. The engine stacks the experts of a layer."""
     engine_row: int = 0
+    """First row in the engine's parameter, if several Megatron parameters share that one."""
     float32: bool = False
+    """True for a buffer that is float32 everywhere, whatever the dtype of the parameters."""
     attention: bool = False
+    """The engine divides it as it divides attention layers."""
     engine_dtype: torch.dtype | None = None
+    """Dtype in the engine; None: the dtype that the engine computes in."""
 
     def megatron_shape(self, parts: int) -> Shape:
-        """Of one rank's shard if there are `parts` of them."""
+        """Return the shape of one rank's shard if there are `parts` shards."""
         return self.kind.shape(self.shapes, self.axis, parts)
 
     def megatron_pieces(self, parts: int, rank: int) -> list[Piece]:
-        """What shard `rank` of `parts` is made of; what it has beyond that is padding."""
+        """Return the pieces that make up shard `rank` of `parts`. The rest of the shard is padding."""
         return self.kind.pieces(self.hf, self.shapes, self.axis, parts, rank)
 
     def engine_shape(self, layout: EngineLayout) -> Shape:
-        """Of the engine's parameter on each of its ranks, for engines that store what the checkpoint stores."""
+        """Return the shape, on each engine rank, of the engine's parameter up to the end of this entry."""
         rows, *rest = self.kind.engine_shape(self.shapes, self.engine_axis, self.engine_parts(layout))
         if self.expert:
             return (self.expert.count // layout.ep, rows, *rest)
         return (self.engine_row + rows, *rest)
 
     def engine_pieces(self, layout: EngineLayout, rank: int) -> list[Piece]:
-        """What of the engine's parameter comes from this entry on TP rank `rank` of the engine."""
+        """Return the pieces of the engine's parameter on engine rank `rank` that come from this entry."""
         parts = self.engine_parts(layout)
         if self.expert is None:
             pieces = self.kind.engine_pieces(self.hf, self.shapes, self.engine_axis, parts, rank % parts)
@@ -226,36 +246,39 @@ class Entry:
         return [Piece(p.hf, p.start, p.shape, (number, *p.at)) for p in pieces]
 
     def engine_parts(self, layout: EngineLayout) -> int:
-        """What the engine divides each of its matrices into."""
+        """Return the number of shards that the engine divides this parameter into."""
         if self.expert:
             return layout.moe_tp
         return layout.attention_tp if self.attention else layout.tp
 
     @property
     def numel(self) -> int:
-        """Elements of the full HF tensors."""
+        """Number of elements of the full HF tensors."""
         return sum(prod(shape) for shape in self.shapes)
 
 
 def hf_shapes(entries: dict[str, Entry]) -> dict[str, Shape]:
-    """{HF tensor: its full shape} of all that a weight map reads."""
+    """Return {HF tensor: full shape} of all tensors in a weight map."""
     return {
         name: shape for entry in entries.values() for name, shape in zip(entry.hf, entry.shapes, strict=True)
     }
 
 
 def engine_shapes(entries: Iterable[Entry], layout: EngineLayout) -> dict[str, Shape]:
-    """{engine's parameter: its shape on each rank}."""
+    """Return {engine's parameter: its shape on each rank}."""
     shapes: dict[str, Shape] = {}
     for entry in entries:
         if entry.exported:
             shape = entry.engine_shape(layout)
-            # Of several entries in one parameter, the last one reaches to its end.
+            # If several entries share a parameter, the last one ends where the parameter ends.
             shapes[entry.engine] = max(shape, shapes.get(entry.engine, shape))
     return shapes
 
 
 def engine_stacks(entries: Iterable[Entry]) -> dict[str, str]:
-    """{HF tensor: engine's parameter} of those that several Megatron parameters are stacked in, experts left out."""
+    """Return {HF tensor: engine's parameter} of the tensors that share a parameter with others in the engine.
+
+    Experts are left out.
+    """
     stacked = {entry.engine for entry in entries if entry.engine_row}
     return {hf: entry.engine for entry in entries if entry.engine in stacked for hf in entry.hf}

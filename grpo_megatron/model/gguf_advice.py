@@ -1,12 +1,16 @@
-"""GGUF files, the format of llama.cpp, are not loaded: a tool converts them once to an HF checkpoint."""
+"""Advice for GGUF files, the format of llama.cpp.
+
+The program does not load them. tools/convert_gguf_to_hf.py converts them to an HF checkpoint once.
+"""
 
 from pathlib import Path
 
 
 def gguf_advice(path: str | Path) -> str | None:
-    """The end of a sentence that says which GGUF file `path` is or holds and how to convert it; None if there is none.
+    """Return the end of an error sentence if `path` is a GGUF file or a folder of such files, else None.
 
-    A folder counts only if it holds no safetensors: many published folders have GGUF files beside them.
+    It names the files and tells how to convert them. A folder counts only if it has no safetensors, because
+    many published folders have GGUF files beside them.
     """
     root = Path(path)
     try:
@@ -15,7 +19,7 @@ def gguf_advice(path: str | Path) -> str | None:
         else:
             files = [] if any(root.glob("*.safetensors*")) else sorted(root.glob("*.gguf"))
     except (OSError, ValueError):
-        return None  # the caller's own message says what is wrong with the path
+        return None  # the caller reports what is wrong with the path
     if not files:
         return None
     what = (
@@ -23,4 +27,7 @@ def gguf_advice(path: str | Path) -> str | None:
         if files[0] == root
         else f"holds GGUF files only ({', '.join(file.name for file in files[:5])})"
     )
-    return f"{what}; convert it to an HF checkpoint by `python tools/convert_gguf_to_hf.py {files[0]} OUT_DIR`, and name OUT_DIR instead"
+    return (
+        f"{what}; convert it to an HF checkpoint by `python tools/convert_gguf_to_hf.py {files[0]} OUT_DIR`, "
+        "and name OUT_DIR instead"
+    )

@@ -1,4 +1,7 @@
-"""Sizes of the parallel groups that the trainer's ranks form; preflight.layout says which of them are legal."""
+"""Sizes of the parallel groups of the trainer's ranks.
+
+The rules in preflight.layout decide which sizes are legal.
+"""
 
 from dataclasses import dataclass
 
@@ -7,23 +10,26 @@ from grpo_megatron.config.schema import MegatronConfig
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How the trainer's ranks are divided; everything else is derived from these.
-
-    tp, pp, dp, cp: tensor, pipeline, data and context parallel; their product is the world. vpp:
-    model chunks per pipeline stage, which the interleaved schedule alternates between. ep, etp:
-    expert and expert-tensor parallel; experts are laid over the same ranks in their own way.
-    pipeline_layers: layers of each of the pp * vpp chunks in forward order; None: equally many.
-    """
+    """Division of the trainer's ranks. The number of ranks is tp * pp * dp * cp."""
 
     tp: int = 1
+    """Tensor-parallel ranks."""
     pp: int = 1
+    """Pipeline stages."""
     dp: int = 1
+    """Data-parallel replicas."""
     cp: int = 1
+    """Context-parallel ranks."""
     sequence_parallel: bool = False
+    """Activations are split over the tensor-parallel ranks between the matrix products."""
     vpp: int = 1
+    """Model chunks per pipeline stage. The interleaved schedule alternates between them."""
     ep: int = 1
+    """Expert-parallel ranks. Experts are laid over the same ranks in a grid of their own."""
     etp: int = 1
+    """Expert-tensor-parallel ranks, which split each expert."""
     pipeline_layers: tuple[int, ...] | None = None
+    """Layers of each of the pp * vpp chunks, in forward order; None: equally many."""
 
     @classmethod
     def from_config(cls, megatron: MegatronConfig) -> "ParallelSizes":
@@ -54,5 +60,5 @@ class ParallelSizes:
         return self.pp if self.vpp > 1 else 1
 
     def chunk_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of each model chunk in forward order; chunk i is on stage i % pp."""
+        """Return the layers of each model chunk in forward order. Chunk i is on stage i % pp."""
         return self.pipeline_layers or (num_layers // self.num_chunks,) * self.num_chunks

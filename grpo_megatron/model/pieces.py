@@ -1,4 +1,7 @@
-"""Rectangles that an HF tensor and a local tensor share; HF's coordinates are where all layouts meet."""
+"""Rectangles that a local tensor shares with an HF tensor.
+
+All layouts describe their parts in the coordinates of the HF tensors, so any two layouts can be compared.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,15 +14,16 @@ Shape = tuple[int, ...]
 
 
 def box(start: Shape, shape: Shape) -> tuple[slice, ...]:
-    """The index of a rectangle."""
+    """Return the index that selects a rectangle."""
     return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """hf[start : start + shape] of an HF tensor is local[at : at + shape] of a parameter, or of its shard.
+    """A rectangle of an HF tensor and its place in a local parameter or shard.
 
-    `at` may have more dimensions than `start`: those in front are indices, such as an expert's in a stack of them.
+    hf[start : start + shape] is local[at : at + shape]. If `at` has more dimensions than `start`, the leading
+    ones are indices, such as that of an expert in a stack of experts.
     """
 
     hf: str
@@ -32,7 +36,7 @@ class Piece:
         return prod(self.shape)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The view of the local tensor that holds this piece."""
+        """Return the view of the local tensor that holds this piece."""
         return _view(local, self.at, self.shape)
 
 
@@ -42,7 +46,10 @@ def _view(tensor: torch.Tensor, at: Shape, shape: Shape) -> torch.Tensor:
 
 
 def crop(pieces: Iterable[Piece], first: int, rows: int) -> list[Piece]:
-    """What is left of the pieces if only `rows` rows of the local tensor stay, from row `first`."""
+    """Return the parts of the pieces that lie in `rows` rows of the local tensor, from row `first`.
+
+    The rows are then counted from `first`.
+    """
     kept = []
     for piece in pieces:
         low, high = max(piece.at[0], first), min(piece.at[0] + piece.shape[0], first + rows)
@@ -58,13 +65,22 @@ def crop(pieces: Iterable[Piece], first: int, rows: int) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Move:
-    """source[source_at : + shape] of one local tensor is target[target_at : + shape] of another; both are hf[start : + shape]."""
+    """A rectangle to copy from one local tensor to another.
+
+    source[source_at : source_at + shape] goes to target[target_at : target_at + shape]. Both are
+    hf[start : start + shape].
+    """
 
     hf: str
+    """Name of the HF tensor."""
     start: Shape
+    """First index of the rectangle in the HF tensor."""
     shape: Shape
+    """Shape of the rectangle."""
     source_at: Shape
+    """First index in the source tensor."""
     target_at: Shape
+    """First index in the target tensor."""
 
     @property
     def numel(self) -> int:
@@ -78,7 +94,7 @@ class Move:
 
 
 def moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]:
-    """Everything that both have, as rectangles that go from one to the other; in the order of the targets."""
+    """Return every rectangle that sources and targets share, in the order of the targets."""
     by_name = defaultdict(list)
     for source in sources:
         by_name[source.hf].append(source)

@@ -1,1 +1,1 @@
-"""What a run shows of itself while it runs: scalars, texts, its timeline, its status, its terminal."""
+"""Everything that a run shows of itself: scalars, texts, its timeline, its status, its terminal."""

@@ -1,4 +1,4 @@
-"""Which scalars are looked at together: the charts of TensorBoard's custom layout, and of the report."""
+"""Charts: which scalars TensorBoard's custom layout and the report show together."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chart:
-    """names: regular expressions, each of which must match the whole name of a scalar."""
+    """One chart. names: regular expressions, each of which must match the whole name of a scalar."""
 
     title: str
     names: tuple[str, ...]
@@ -76,7 +76,10 @@ OTHERS = "Others"
 
 
 def charts_of(names: list[str]) -> dict[str, dict[str, list[str]]]:
-    """{section: {title: names}} of the scalars that there are; those of no chart each have one under OTHERS."""
+    """Return {section: {title: names}} for the scalars of a run.
+
+    A scalar that belongs to no chart gets one of its own under OTHERS.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     left = dict.fromkeys(names)
     for section, charts in SECTIONS.items():
@@ -92,8 +95,8 @@ def charts_of(names: list[str]) -> dict[str, dict[str, list[str]]]:
 
 
 def tensorboard_layout() -> dict[str, dict[str, list]]:
-    """As SummaryWriter.add_custom_scalars takes it."""
-    # TensorBoard lets an expression match any beginning of a name.
+    """Return the charts as SummaryWriter.add_custom_scalars takes them."""
+    # The `$` is needed, because in TensorBoard an expression need only match the beginning of a name.
     return {
         section: {chart.title: ["Multiline", [f"{pattern}$" for pattern in chart.names]] for chart in charts}
         for section, charts in SECTIONS.items()

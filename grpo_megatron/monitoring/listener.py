@@ -1,4 +1,4 @@
-"""Who is told what a run measures."""
+"""The interface of objects that receive what a run measures."""
 
 from typing import Protocol
 
@@ -6,19 +6,20 @@ import numpy as np
 
 
 class Listener(Protocol):
-    """Told by the monitor, in the order of the steps; a resumed run tells the steps after its checkpoint again.
+    """Receiver of what a run measures. The monitor calls it in the order of the steps.
 
-    A method may raise whatever its medium raises: the monitor says so once, and the run goes on.
+    A resumed run reports the steps after its checkpoint again. A method may raise whatever its medium raises:
+    the monitor shows that once, and the run goes on.
     """
 
     def scalars(self, step: int, values: dict[str, float]) -> None: ...
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        """values: numbers [n], n > 0, of which a distribution is to be shown."""
+        """Show the distribution of values [n], n > 0."""
         ...
 
     def text(self, step: int, name: str, text: str) -> None:
-        """text: to be shown as it is. It holds what a model wrote, so nothing in it may be taken for markup."""
+        """Show a text as it is. It holds what a model wrote, so nothing in it may be taken for markup."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What a run tells of itself, in one place: the controller and its collaborators know no other."""
+"""The monitor: the one place through which a run reports about itself."""
 
 import threading
 import time
@@ -27,9 +27,10 @@ _MIB, _GIB = 2**20, 2**30
 
 
 class Monitor:
-    """Tells scalars, texts and distributions to TensorBoard, the run's files and other listeners; keeps status.json and timeline.json.
+    """Passes scalars, texts and distributions to listeners, and keeps status.json and timeline.json.
 
-    Whatever of this cannot be written, such as to a disk that is full, is said once and left out: the run goes on.
+    TensorBoard and the run's files are listeners that it always has. If something cannot be written, such as
+    to a full disk, that is shown once, and the run goes on without it.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class Monitor:
         throughput: Throughput | None = None,
         listeners: Sequence[Listener] = (),
     ):
-        """resumed: the step a resumed run continues after; later points of curves, texts and timeline are taken back.
-
-        throughput: None where it is not to be known. listeners: told the same as the monitor's own, and not closed with it.
+        """resumed: the step that a resumed run continues after; curves, texts and timeline are cut off there
+        throughput: None: not measured
+        listeners: get the same as the monitor's own ones, and are not closed with it
         """
         self.directory, self.tensorboard_dir = directory, f"{directory}/tensorboard"
         self._options, self._throughput = config.monitor, throughput
@@ -79,9 +80,10 @@ class Monitor:
         groups: Sequence[Group] = (),
         epochs: int = 1,
     ) -> dict[str, float]:
-        """Add times, throughput and memory to a step's scalars, and tell them all; returns them.
+        """Add times, throughput and memory to a step's scalars, pass them on, and return them.
 
-        batches: what the step trained on, epochs times. groups: their samples, to be shown.
+        batches: what the step trained on, `epochs` times.
+        groups: their samples, to be shown.
         """
         wall, start = self._step_started
         seconds = time.perf_counter() - start
@@ -114,12 +116,12 @@ class Monitor:
                 self._tell("histogram", step, name, values)
 
     def line(self, step: int, scalars: dict[str, float]) -> None:
-        """One line on the terminal of what `finish_step` returned."""
+        """Show one line on the terminal. scalars: what `finish_step` returned."""
         with self._clock:
             self.terminal.line(step, scalars)
 
     def evaluated(self, step: int, scalars: dict[str, float]) -> None:
-        """Tell the results of an evaluation after `step` steps, and show them."""
+        """Pass on the results of an evaluation after `step` steps, and show them."""
         with self._clock:
             self._tell("scalars", step, scalars)
             self.status.note(evaluation=scalars, evaluation_step=step)
@@ -166,7 +168,10 @@ class Monitor:
 
     @contextmanager
     def _survived(self, told: object) -> Iterator[None]:
-        """What is measured is worth less than the run: whatever a listener raises is said the first time, and the run goes on."""
+        """Catch whatever a listener raises, because the run is worth more than what is measured.
+
+        The first error of each listener is shown.
+        """
         try:
             yield
         except Exception as error:
@@ -174,12 +179,13 @@ class Monitor:
             if name not in self._failed:
                 self._failed.add(name)
                 say(
-                    f"{name} misses some of what this run shows: {type(error).__name__}: {error}; the run goes on"
+                    f"{name} misses some of what this run shows: {type(error).__name__}: {error}; the run "
+                    "goes on"
                 )
 
 
 def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | str]:
-    """The values that are not the default, of types that TensorBoard takes."""
+    """Return the values that differ from their default, in types that TensorBoard takes."""
     known = known_keys()
     changed = {key: value for key, value in values.items() if value != default_of(known[key])}
     return {
@@ -188,9 +194,9 @@ def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | s
 
 
 class _Clock:
-    """Seconds that the thread which made it spends within `with`; one inside another counts once.
+    """Counts the seconds that its creator's thread spends inside `with`. Nested blocks count once.
 
-    What other threads tell the monitor costs a step nothing.
+    Time that other threads spend in the monitor does not slow down a step, and is not counted.
     """
 
     def __init__(self) -> None:
@@ -212,6 +218,6 @@ class _Clock:
             self._seconds += time.perf_counter() - self._start
 
     def take(self) -> float:
-        """Since the last call, without a `with` that is still open."""
+        """Return the seconds since the last call, without a `with` that is still open."""
         taken, self._seconds = self._seconds, 0.0
         return taken

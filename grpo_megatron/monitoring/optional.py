@@ -1,4 +1,4 @@
-"""Weights & Biases and Prometheus: told the same as TensorBoard, where monitor.listeners names them."""
+"""Weights & Biases and Prometheus: optional listeners, which monitor.listeners names."""
 
 import os
 import secrets
@@ -24,20 +24,24 @@ _CLOSE_SECONDS = 30.0
 
 
 def check_listeners(config: Config) -> None:
-    """Raises UserError where a package that monitor.listeners needs is missing."""
+    """Raise UserError if a package that monitor.listeners needs is missing."""
     for name in config.monitor.listeners:
         if find_spec(_PACKAGES[name]) is None:
             raise UserError(
-                f"monitor.listeners has {name}, which needs the package {_PACKAGES[name]}, and that is not installed: "
-                f"install it (pip install {_PACKAGES[name]}) or take {name} out of monitor.listeners"
+                f"monitor.listeners has {name}, which needs the package {_PACKAGES[name]}, and that is not "
+                f"installed: install it (pip install {_PACKAGES[name]}) or take {name} out of "
+                "monitor.listeners"
             )
 
 
 @contextmanager
 def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Listener]]:
-    """The listeners of monitor.listeners, from the start of a run to its end, through all of its restarts. directory: the run's folder.
+    """Yield the listeners of monitor.listeners, from the start of a run to its end, through all restarts.
 
-    One that cannot start raises UserError; where the run is a resumed one, that is said, and the run goes on without it.
+    directory: the run's folder.
+
+    Raises UserError if one cannot start. If the run is a resumed one, that is only shown, and the run goes on
+    without it.
     """
     makers = {"wandb": WeightsAndBiases, "prometheus": Prometheus}
     listeners = []
@@ -63,8 +67,8 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
 class Prometheus:
     """A Listener that answers Prometheus's requests with the newest scalars.
 
-    They are grpo_megatron_scalar{run="...", name="reward/mean"}: names of ours are not legal as names of Prometheus's metrics, and
-    making them so would give two of them one name.
+    They have the form grpo_megatron_scalar{run="...", name="reward/mean"}. Our names are not legal as names
+    of Prometheus metrics. Changing them could give two of them the same name.
     """
 
     def __init__(self, config: Config, directory: str):
@@ -92,10 +96,10 @@ class Prometheus:
             self._scalars.labels(self._run, name).set(value)
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        """Nothing: Prometheus asks for the newest numbers only."""
+        """Do nothing: Prometheus asks for the newest numbers only."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Nothing: Prometheus has no texts."""
+        """Do nothing: Prometheus has no texts."""
 
     def close(self) -> None:
         self._server.shutdown()
@@ -104,15 +108,20 @@ class Prometheus:
 
 
 class WeightsAndBiases:
-    """A Listener. Account, server and mode (such as offline) are as wandb finds them: `wandb login`, or its WANDB_ variables."""
+    """A Listener for Weights & Biases.
+
+    wandb finds account, server and mode (such as offline) by itself: from `wandb login`, or its WANDB_
+    variables.
+    """
 
     def __init__(self, config: Config, directory: str):
         import wandb
 
         self._wandb = wandb
-        # Without a limit, wandb waits for its server at the end of the process too, which nobody else can bound.
+        # Without a limit, wandb also waits for its server when the process ends, and no other code could
+        # limit that.
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(_CLOSE_SECONDS / 2))
-        kept = Path(directory, "wandb_id")  # a resumed run continues the run there, too
+        kept = Path(directory, "wandb_id")  # a resumed run continues its run at wandb
         try:
             if not kept.exists():
                 kept.write_text(secrets.token_hex(8), encoding="utf-8")
@@ -124,11 +133,10 @@ class WeightsAndBiases:
                 dir=directory,
                 config=asdict(config),
             )
-        except (
-            Exception
-        ) as error:  # of its own, of its server, of its helper process: it names no common class
+        except Exception as error:
+            # Errors of wandb, its server and its helper process have no common class.
             raise UserError(f"Weights & Biases (monitor.listeners) cannot start: {error}") from error
-        # Their own step may only grow; a resumed run takes some back.
+        # wandb's own step may only grow, but a resumed run goes back some steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -1,17 +1,18 @@
-"""Where the time of the driver goes."""
+"""Phases of the driver: where its time goes."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# (name, beginning in seconds since the epoch, seconds) of a phase that has ended.
+# Callback for a phase that has ended: name, start in seconds since the epoch, seconds.
 Ended = Callable[[str, float, float], None]
 
 
 class Phases:
-    """Wall-clock seconds per named phase; what passes in a phase within another is of the inner one alone, so that no second counts twice.
+    """Wall-clock seconds per named phase. Time in a nested phase counts for the inner one only.
 
-    total: of the whole run. current: since the last `take`.
+    total: of the whole run
+    current: since the last `take`
     """
 
     def __init__(
@@ -19,7 +20,9 @@ class Phases:
         begun: Callable[[str], None] = lambda name: None,
         ended: Ended = lambda name, start, seconds: None,
     ):
-        """begun, ended: are told of every phase; begun also when one goes on because a phase within it has ended."""
+        """begun: is called when a phase begins, or goes on because a nested one has ended
+        ended: is called when a phase ends
+        """
         self.total: dict[str, float] = {}
         self.current: dict[str, float] = {}
         self._begun, self._ended = begun, ended
@@ -37,13 +40,13 @@ class Phases:
             self._open = outer
             for table in (self.total, self.current):
                 table[name] = table.get(name, 0.0) + elapsed
-                if outer is not None:  # it gets back at its end what is taken from it here
+                if outer is not None:  # the outer phase will add its whole time when it ends
                     table[outer] = table.get(outer, 0.0) - elapsed
             self._ended(name, wall, elapsed)
             if outer is not None:
                 self._begun(outer)
 
     def take(self) -> dict[str, float]:
-        """Seconds per phase since the last call."""
+        """Return the seconds per phase since the last call."""
         taken, self.current = self.current, {}
         return taken

@@ -1,11 +1,14 @@
-"""A file that grows by whole rows, so that a full disk or a kill costs no earlier one."""
+"""A file that grows by whole rows. A full disk or a kill damages no earlier row."""
 
 import os
 from pathlib import Path
 
 
 class RowFile:
-    """Appends text to a file. What is there stays, apart from half a row that a killed process left at the end."""
+    """Appends text to a file, and leaves its earlier content as it is.
+
+    A killed process may have left half a row at the end, which this class does not remove.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -13,11 +16,14 @@ class RowFile:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return os.fstat(self._descriptor).st_size
 
     def append(self, text: str) -> None:
-        """Write all of it, or nothing: raises OSError for a disk that is full, after which the file is as it was."""
+        """Write all of the text or nothing.
+
+        Raises OSError if the disk is full. The file is then unchanged.
+        """
         before, rest = self.size, memoryview(text.encode("utf-8", "backslashreplace"))
         try:
             while rest:
@@ -27,7 +33,7 @@ class RowFile:
             raise
 
     def close(self) -> None:
-        """What is appended after this raises OSError."""
-        # The number soon is another file's, into which a late row would go.
+        """Close the file. Appending to it afterwards raises OSError."""
+        # Forget the descriptor: its number will soon belong to another file, into which a late row would go.
         descriptor, self._descriptor = self._descriptor, -1
         os.close(descriptor)

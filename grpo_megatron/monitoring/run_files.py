@@ -1,4 +1,4 @@
-"""metrics.jsonl and texts.jsonl in the run's folder, a row each time."""
+"""metrics.jsonl and texts.jsonl in the run's folder, with one row per call."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,17 @@ TEXTS = "texts.jsonl"
 
 
 class RunFiles:
-    """A Listener. Rows of metrics.jsonl are {"step": 3, NAME: number, ..}, of texts.jsonl {"step": 3, "name": .., "text": ..}."""
+    """A Listener that writes metrics.jsonl and texts.jsonl.
+
+    A row of metrics.jsonl is {"step": 3, NAME: number, ..}. A row of texts.jsonl is {"step": 3, "name": ..,
+    "text": ..}.
+    """
 
     def __init__(self, directory: str, resumed: int = 0):
-        """resumed: the step a resumed run continues after; texts of later ones go, as run.folder has it for metrics.jsonl."""
+        """resumed: the step that a resumed run continues after.
+
+        Texts of later steps are removed here. run.folder does the same for metrics.jsonl.
+        """
         texts = Path(directory, TEXTS)
         if texts.exists():
             replace_text(
@@ -29,12 +36,13 @@ class RunFiles:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         if self._metrics is None:
-            # Not before: until the run has what it begins from, run.folder.take_back may put another file in this one's place.
+            # The file is not opened earlier, because run.folder.take_back may replace it until the run has
+            # loaded its checkpoint.
             self._metrics = RowFile(self._path)
         self._metrics.append(json_text({"step": step, **values}) + "\n")
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        """Not kept here."""
+        """Do nothing: histograms are not kept here."""
 
     def text(self, step: int, name: str, text: str) -> None:
         self._texts.append(json_text({"step": step, "name": name, "text": text}) + "\n")
@@ -46,7 +54,7 @@ class RunFiles:
 
 
 def read_texts(path: Path) -> list[dict]:
-    """The rows of texts.jsonl, without those that a killed run left unfinished."""
+    """Return the rows of texts.jsonl, without those that a killed run left unfinished."""
     kinds, rows = {"step": int, "name": str, "text": str}, []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:

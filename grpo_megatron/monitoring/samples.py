@@ -1,4 +1,4 @@
-"""Groups of samples as text for people, and as distributions."""
+"""Groups of samples, as text for people and as distributions."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 
 
 def group_text(group: Group, characters: int) -> str:
-    """The prompt, and each response with its reward; characters: the most shown of any of them."""
+    """Return the prompt, and each response with its reward. characters: how much of each text is shown."""
     parts = [f"=== prompt {group.prompt.uid}", _shortened(group.prompt.text, characters)]
     if group.prompt.answer is not None:
         parts += ["=== reference answer", _shortened(str(group.prompt.answer), characters)]
@@ -28,7 +28,7 @@ def group_text(group: Group, characters: int) -> str:
 
 
 def _shortened(text: str, most: int) -> str:
-    """The beginning and the end, which has the answer."""
+    """Return the beginning and the end of a text. The end has the answer."""
     if len(text) <= most:
         return text
     kept = most // 2
@@ -36,12 +36,15 @@ def _shortened(text: str, most: int) -> str:
 
 
 def chosen(groups: Sequence[Group], number: int) -> list[Group]:
-    """That many groups, those whose rewards differ first: they are what the step learns from."""
+    """Return `number` groups. Those with different rewards come first, because the step learns from them."""
     return sorted(groups, key=lambda group: len(set(group.rewards)) == 1)[:number]
 
 
 def distributions(groups: Sequence[Group], batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:
-    """Rewards and response lengths of all samples, and the advantages of all trained tokens; what is empty is left out."""
+    """Return rewards and response lengths of all samples, and advantages of all trained tokens.
+
+    Empty ones are left out.
+    """
     lengths = [sum(s.num_written for s in sequences) for group in groups for sequences in group.trajectories]
     found = {
         "reward/samples": np.array(

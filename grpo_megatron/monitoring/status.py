@@ -1,7 +1,7 @@
 """status.json in the run's folder: what a run does now, for `grpo-megatron status` in another shell.
 
-The file is rewritten in one step, by a thread: at most once a second where something changed, and now and then where nothing did,
-so that its age tells from any machine whether the run is there.
+A thread replaces the file atomically: at most once a second if something has changed, and every ten seconds
+if nothing has. So the file's age shows on any machine whether the run is still there.
 """
 
 import os
@@ -18,9 +18,10 @@ from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.process_tree import is_running, start_mark
 
 STATUS = "status.json"
-# Seconds between two writes: where something changed, and where nothing did.
+# Seconds between two writes: if something has changed, and if nothing has.
 _CHANGED, _UNCHANGED = 1.0, 10.0
-# Seconds after which a file that nobody rewrote is taken to be of a run that is gone, where its process cannot be looked for.
+# If a file has not been rewritten for this many seconds, and its process is on a machine that cannot be
+# asked, the run is considered gone.
 _OLD = 60.0
 
 
@@ -29,14 +30,14 @@ class State(str, Enum):
     finished = "finished"
     failed = "failed"
     interrupted = "interrupted"
-    gone = "gone"  # never written: what a reader finds where the writer was killed
+    gone = "gone"  # never written; readers report it if the writer was killed
 
 
 class StatusFile:
-    """Keeps status.json up to date within its context; how that is left is the state of the run."""
+    """Keeps status.json up to date while its context is open. The context's end sets the final state."""
 
     def __init__(self, directory: str, run: str, total_steps: int):
-        """directory: the run's folder; run: its name."""
+        """directory: the run's folder. run: the run's name."""
         self._path = Path(directory, STATUS)
         now = time.time()
         self._values: dict[str, Any] = {
@@ -77,7 +78,10 @@ class StatusFile:
         self._close()
 
     def overrule(self, state: State, words: str) -> None:
-        """The run's end as whoever ends the process knows it, from another thread: what then fails within the context is no news."""
+        """Record the run's final state from the guard thread, which is about to end the process.
+
+        Errors that are raised later inside the context do not overwrite it.
+        """
         with self._lock:
             self._values |= {"state": state.value, "error": words}
             self._is_overruled = True
@@ -89,18 +93,21 @@ class StatusFile:
         self._write()
 
     def phase(self, name: str) -> None:
-        """What the run does from now on."""
+        """Record what the run does from now on."""
         self.note(phase=name, phase_since=time.time())
 
     def note(self, **values: Any) -> None:
-        """Values that JSON has, by name. "processes": a list of {"name", "phase", "since", "heard"}, times in seconds since the epoch."""
+        """Record values by name, of types that JSON has.
+
+        "processes" is a list of {"name", "phase", "since", "heard"}, with times in seconds since the epoch.
+        """
         with self._lock:
             if not self._is_overruled:
                 self._values |= values
                 self._changed = True
 
     def take_seconds(self) -> float:
-        """Spent writing since the last call."""
+        """Return the seconds spent on writing since the last call."""
         taken, self._seconds = self._seconds, 0.0
         return taken
 
@@ -122,13 +129,13 @@ class StatusFile:
                 aside.write_text(text, encoding="utf-8", errors="backslashreplace")
                 aside.replace(self._path)
             except OSError:
-                self._changed = (
-                    True  # a full disk may have room again; what matters more says that it is full
-                )
+                # Try again later. Other writers report that the disk is full.
+                self._changed = True
         self._seconds += time.perf_counter() - start
 
 
-# What a status has at least, and of which type. pid_started is a start_mark; of earlier versions it is a time.
+# The values that every status has, with their types. pid_started is a start_mark; earlier versions wrote a
+# time.
 _NEEDED = {
     "state": str,
     "written": float,
@@ -142,9 +149,9 @@ _NEEDED |= {"run": str, "total_steps": int, "phase": str, "phase_since": float, 
 
 
 def read_status(folder: str) -> dict[str, Any]:
-    """status.json of a run's folder, its state `gone` where whoever wrote it is.
+    """Return status.json of a run's folder. Its state is `gone` if the process that wrote it is gone.
 
-    Raises UserError for another folder, and for a file that is damaged.
+    Raises UserError if the folder is not a run's, or the file is damaged.
     """
     problem = folder_problem(folder)
     if problem:
@@ -156,7 +163,8 @@ def read_status(folder: str) -> dict[str, Any]:
     wrong = [name for name, kind in _NEEDED.items() if not isinstance(found.get(name), kind)]
     if wrong or found["state"] not in State.__members__:
         raise UserError(
-            f"{path} is damaged: {', '.join(wrong) or 'state'} is not what a run writes; a run that goes on rewrites it"
+            f"{path} is damaged: {', '.join(wrong) or 'state'} is not what a run writes; a run that goes on "
+            "rewrites it"
         )
     if found["state"] == State.running and not _writes(found):
         found["state"] = State.gone.value
@@ -164,13 +172,13 @@ def read_status(folder: str) -> dict[str, Any]:
 
 
 def _writes(found: dict[str, Any]) -> bool:
-    """Whether the process that wrote the file is there, as far as can be seen from here."""
-    # A container, whose processes have numbers of their own, may have the name of its machine.
+    """Return True if the process that wrote the file is there, as far as can be seen from here."""
+    # The host name is not enough: a container may have the name of its machine, but its pids are its own.
     if (found["host"], found.get("pid_namespace")) != (socket.gethostname(), _pid_namespace()):
         return time.time() - found["written"] < _OLD
     return is_running(found["pid"], found["pid_started"])
 
 
 def _pid_namespace() -> str:
-    """Within which process numbers are comparable."""
+    """Return an id of the namespace in which pids can be compared."""
     return os.readlink("/proc/self/ns/pid")

@@ -1,4 +1,4 @@
-"""Scalars, histograms and texts as TensorBoard's event files, with a layout of charts."""
+"""TensorBoard's event files with scalars, histograms and texts, and a layout of charts."""
 
 import time
 from collections.abc import Iterator
@@ -8,22 +8,22 @@ import numpy as np
 
 from grpo_megatron.monitoring.charts import tensorboard_layout
 
-# Events that may wait for the thread that writes them.
+# How many events may wait for the thread that writes them.
 _QUEUE = 1000
-# Seconds before it is tried again to write, where that failed.
+# Seconds until the next attempt after a failure to write.
 _AGAIN = 60.0
 
 
 class TensorBoard:
-    """A Listener."""
+    """A Listener that writes TensorBoard's event files."""
 
     def __init__(self, directory: str, resumed: int, hyperparameters: dict[str, bool | int | float | str]):
-        """directory: of the event files. resumed: the step a resumed run continues after; later points of the curves are taken back.
-
-        hyperparameters: by which TensorBoard can compare this run with others.
+        """directory: of the event files
+        resumed: the step that a resumed run continues after; later points of the curves are removed
+        hyperparameters: by which TensorBoard can compare this run with others
         """
         self._directory, self._hyperparameters = directory, hyperparameters
-        self._failed: float | None = None  # when, by time.monotonic
+        self._failed: float | None = None  # when writing failed, by time.monotonic
         self._open(purge_step=resumed + 1 if resumed else 0)
 
     def _open(self, purge_step: int) -> None:
@@ -32,7 +32,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(self._directory, purge_step=purge_step, max_queue=_QUEUE)
         self._writer.add_custom_scalars(tensorboard_layout())
-        # SummaryWriter.add_hparams would write them as a run of its own below this one.
+        # SummaryWriter.add_hparams would write them as a separate run below this one.
         for summary in hparams(
             self._hyperparameters,
             {"reward/mean": 0.0, "eval/greedy": 0.0, "throughput/tokens_per_second": 0.0},
@@ -41,7 +41,11 @@ class TensorBoard:
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """The writer's thread ends at its first OSError, and whatever is written later raises that: then only another writer helps."""
+        """Replace the writer some time after an OSError, and note an OSError that is raised in the context.
+
+        The writer's thread ends at its first OSError, and every later write raises it again. Only a new
+        writer helps.
+        """
         try:
             if self._failed is not None and time.monotonic() - self._failed >= _AGAIN:
                 self._failed = time.monotonic()
@@ -56,7 +60,8 @@ class TensorBoard:
     def scalars(self, step: int, values: dict[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # One event for all: the thread that writes takes few at a time, and add_scalar would wait for it.
+        # Write one event for all scalars. The writer's thread takes few at a time, and add_scalar would wait
+        # for it.
         summary = Summary(
             value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         )
@@ -76,7 +81,8 @@ class TensorBoard:
 
 
 def verbatim(text: str) -> str:
-    """Markdown, which is what TensorBoard takes texts for, that shows `text` as it is: one block of code."""
+    """Return Markdown that shows `text` as it is, as a block of code. TensorBoard renders Markdown."""
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    # Markdown has its own ideas of what ends a line, after which the indent would be missing.
+    # Split at all characters that end a line in Markdown. Otherwise the indent would be missing after some of
+    # them.
     return "".join(f"    {line}\n" for line in text.splitlines())

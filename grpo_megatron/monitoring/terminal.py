@@ -1,4 +1,4 @@
-"""A line for each step; on a terminal, a bar with the time that is left below them."""
+"""Terminal output: a line for each step and, on a terminal, a progress bar with the time left below."""
 
 import sys
 import time
@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from tqdm import tqdm
 
-# What is shown of a step, where it has it, and what it is called.
+# Scalars that the line of a step shows if the step has them, and their labels.
 SHOWN = {
     "reward/mean": "reward",
     "sft/loss_per_token": "loss",
@@ -18,20 +18,20 @@ SHOWN = {
     "actor/grad_norm": "grad norm",
     "mismatch/max": "mismatch",
 }
-# What is not shown of `time/`, because it is no phase.
+# Scalars under `time/` that are not phases.
 _NO_PHASES = ("time/step", "time/other", "time/monitor")
 
 
 def say(text: str) -> None:
-    """A line for people. Where nobody can have it, because the terminal is gone or the disk behind it full, the run goes on."""
+    """Show a line for people. If that fails, because the terminal is gone or a disk is full, go on."""
     with suppress(OSError):
-        # A bar steps aside for it and comes back below.
+        # tqdm.write keeps a progress bar below the line.
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
 
 class Rarely:
-    """Says what comes again and again the first time, the 2nd, the 4th, the 8th and so on."""
+    """Shows a message that comes again and again the 1st, 2nd, 4th, 8th time and so on."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -47,20 +47,20 @@ class Rarely:
 
 
 class Terminal:
-    """Lines go to stdout. The bar is on stderr, only where that is a terminal."""
+    """Output of a run's steps. Lines go to stdout. The bar is on stderr, and only if that is a terminal."""
 
     def __init__(self, total_steps: int, resumed: int):
-        """resumed: the step a resumed run continues after."""
+        """resumed: the step that a resumed run continues after."""
         self._total, self._first = total_steps, resumed
         self._bar: tqdm | None = None
         self._started = self._done = 0.0
 
     def start_step(self) -> None:
-        """The first call is the beginning, from which the time that is left is estimated."""
+        """Start the clock and the bar in the first call. The time left is estimated from then on."""
         if not self._started:
             self._started = time.monotonic()
             with suppress(OSError):
-                # smoothing=0: the mean over the whole run, as `eta` has it.
+                # smoothing=0 takes the mean over the whole run, like `eta`.
                 self._bar = tqdm(
                     total=self._total,
                     initial=self._first,
@@ -79,7 +79,7 @@ class Terminal:
 
     @property
     def eta(self) -> float | None:
-        """Seconds until the last step is done, with what lies between steps as it was so far; None before the first is done."""
+        """Seconds until the last step is done, with the time between steps; None before the first is done."""
         if self._done <= self._first:
             return None
         return (time.monotonic() - self._started) / (self._done - self._first) * (self._total - self._done)
@@ -89,7 +89,7 @@ class Terminal:
             self._bar.set_postfix_str(name, refresh=False)
 
     def line(self, step: int, scalars: dict[str, float]) -> None:
-        """Progress, the scalars of SHOWN, tokens/s, time per phase, time left."""
+        """Show progress, the scalars of SHOWN, tokens/s, time per phase, and the time left."""
         parts = [f"step {step:>4}/{self._total}"]
         parts += [f"{label} {scalars[name]:.4g}" for name, label in SHOWN.items() if name in scalars]
         parts += ["STEP DROPPED"] if scalars.get("actor/dropped_steps") else []

@@ -1,4 +1,4 @@
-"""How fast a run is, and who waits for whom."""
+"""Throughput of a run, and how long trainer and engines wait for each other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ import numpy as np
 from grpo_megatron.batch.schedule import CostModel
 from grpo_megatron.batch.train_batch import TrainBatch
 
-# Who works in a phase of the driver; in all others neither engines nor ranks do, or both wait for the driver.
+# Phases of the driver in which engines work, and in which ranks work. In all other phases neither work, or
+# both wait for the driver.
 _OF_ENGINES = ("generate", "evaluate", "sync", "probe", "release", "resume_weights", "resume_kv_cache")
-# In `score` the ranks run a reward model; rewards of other kinds are given during `generate`.
+# In `score` the ranks run a reward model. Other kinds of rewards are computed during `generate`.
 _OF_TRAINER = ("score", "logprobs", "train", "reference", "sync", "probe", "wake", "sleep")
 # A backward pass costs two forward passes.
 _FORWARD_PASSES = 3
@@ -18,26 +19,33 @@ _FORWARD_PASSES = 3
 
 @dataclass(frozen=True)
 class Throughput:
-    """ranks, engine_devices: those of the trainer and of the engines. shared: they are the same devices.
-
-    cost: FLOPs of a forward pass. peak: FLOP/s of a device in bf16, dense; None where that is not known.
-    """
+    """Computes throughput and idle shares of a step."""
 
     cost: CostModel
+    """FLOPs of a forward pass."""
     ranks: int
+    """Number of trainer ranks."""
     engine_devices: int
+    """Number of devices of all engines."""
     shared: bool = False
+    """True if engines and ranks are on the same devices."""
     peak: float | None = None
+    """Dense bf16 FLOP/s of a device; None if not known."""
 
     @property
     def devices(self) -> int:
-        """GPUs of the run; on machines without, ranks and engine ranks."""
+        """Number of the run's GPUs; without GPUs, of ranks and engine ranks."""
         return max(self.ranks, self.engine_devices) if self.shared else self.ranks + self.engine_devices
 
     def scalars(
         self, batches: Sequence[TrainBatch], epochs: int, seconds: float, phases: dict[str, float]
     ) -> dict[str, float]:
-        """Of a step that took `seconds`, of which `phases` has those of each phase; it trained `epochs` times on the batches."""
+        """Return the metrics of a step.
+
+        batches: what the step trained on, `epochs` times.
+        seconds: duration of the step.
+        phases: {phase: seconds}.
+        """
         tokens = sum(batch.num_tokens for batch in batches)
         found = {
             "throughput/tokens_per_second": tokens / seconds,

@@ -1,7 +1,8 @@
 """timeline.json: what every process of a run did when, for chrome://tracing and https://ui.perfetto.dev.
 
-The file is a JSON array of complete events ("ph": "X", times in microseconds) as the Trace Event Format has it, an event a line.
-That format lets the closing bracket be absent, so the file of a run that was killed can be opened too.
+The file is a JSON array of complete events ("ph": "X", times in microseconds) of the Trace Event Format, with
+one event per line. The format allows the closing bracket to be absent, so the file of a killed run can be
+opened too.
 """
 
 import json
@@ -21,17 +22,20 @@ _PHASES, _STEPS = 0, 1
 
 
 class Timeline:
-    """Collects spans from any thread; they are written by `flush`.
+    """Collects spans from any thread; `flush` writes them.
 
-    step: the one that spans are of from now on; by it, a resumed run takes back what comes after its checkpoint.
+    step: the current step, to which new spans belong. By it, a resumed run removes what comes after its
+        checkpoint.
     """
 
     def __init__(self, directory: str, limit: int, resumed: int = 0):
-        """limit: bytes after which the file becomes timeline.previous.json. resumed: the step a resumed run continues after."""
+        """limit: bytes after which the file becomes timeline.previous.json
+        resumed: the step that a resumed run continues after
+        """
         self._folder, self._limit, self.step = Path(directory), limit, resumed
-        # Two locks, of which the second is the outer one: what is added must not wait for a file system that may be slow.
+        # Two locks; `_writing` is the outer one. Adding must not wait for a file system that may be slow.
         self._adding, self._writing = threading.Lock(), threading.Lock()
-        self._waiting: list[tuple[str, dict[str, Any]]] = []  # a process, and an event without its number
+        self._waiting: list[tuple[str, dict[str, Any]]] = []  # (process, event without the process's number)
         if resumed:
             for name in (TIMELINE, PREVIOUS):
                 _take_back(self._folder / name, resumed)
@@ -40,11 +44,14 @@ class Timeline:
         self._open()
 
     def add(self, process: str, name: str, start: float, seconds: float) -> None:
-        """A phase of a process, such as "driver", "trainer rank 3" or "engine 0". start: in seconds since the epoch."""
+        """Add a phase of a process, such as "driver", "trainer rank 3" or "engine 0".
+
+        start: seconds since the epoch.
+        """
         self._add(process, name, start, seconds, _PHASES)
 
     def add_step(self, start: float, seconds: float) -> None:
-        """The step as a whole, as the driver saw it; its phases lie within."""
+        """Add the step as a whole, as the driver saw it. Its phases lie within it."""
         self._add(DRIVER, f"step {self.step}", start, seconds, _STEPS)
 
     def _add(self, process: str, name: str, start: float, seconds: float, line: int) -> None:
@@ -55,7 +62,7 @@ class Timeline:
             )
 
     def flush(self) -> None:
-        """Write what has been added. Raises OSError where it cannot be; then it is lost."""
+        """Write the spans that were added. Raises OSError if that fails; the spans are then lost."""
         with self._writing:
             with self._adding:
                 events, self._waiting = self._waiting, []
@@ -65,7 +72,7 @@ class Timeline:
                 self._rotate()
 
     def _write(self, events: list[tuple[str, dict[str, Any]]]) -> None:
-        """The viewers know processes by number; each is named once in a file."""
+        """Append events. The viewers know processes by number, so a file names each process once."""
         numbers, rows = dict(self._numbers), []
         for process, event in events:
             if process not in numbers:
@@ -76,7 +83,7 @@ class Timeline:
         self._numbers = numbers
 
     def _rotate(self) -> None:
-        """Begin a new file. Where that fails, the old one goes on."""
+        """Begin a new file. If that fails, the old one goes on."""
         path, previous, old = self._folder / TIMELINE, self._folder / PREVIOUS, self._file
         path.replace(previous)
         try:
@@ -91,7 +98,8 @@ class Timeline:
         file = RowFile(path)
         try:
             if not file.size:
-                # A comma stands before each row but the first, so that none is at the end of an unfinished file.
+                # Each row but the first begins with a comma, so that an unfinished file does not end with
+                # one.
                 file.append("[\n" + _named(DRIVER, 0))
             named = [event for event in read_timeline(path) if event["name"] == "process_name"]
         except BaseException:
@@ -112,7 +120,7 @@ def _named(process: str, number: int) -> str:
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """The events of a file that may have been cut off anywhere; what is no event is left out."""
+    """Return the events of a file that may have been cut off anywhere, without lines that are no event."""
     events = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -131,6 +139,6 @@ def _take_back(path: Path, resumed: int) -> None:
     if kept:
         replace_text(path, "[\n" + ",\n".join(json_text(event) for event in kept))
     else:
-        # Empty, or full of zero bytes, as the loss of a node leaves what it had just begun. A bracket alone would pass for a file in which
-        # the driver has its name.
+        # The file is empty or full of zero bytes, as the loss of a node leaves a file that was just begun. A
+        # file with only a bracket would be taken for one that names the driver already.
         path.unlink()

@@ -1,4 +1,5 @@
-"""What a run of `train` takes of a cluster's memory and time, by arithmetic on its configuration and the model's config.json.
+"""Planner: how much of a cluster's memory and time a run of `train` takes.
 
-No weights are read and no process is started. Memory is counted; times are a model, see planner.time. docs/planner.md.
+It computes both from the configuration and the model's config.json. It reads no weights and starts no
+process. Memory is counted. Times come from a model, see planner.time. The user's guide is docs/planner.md.
 """

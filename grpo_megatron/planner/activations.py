@@ -1,8 +1,10 @@
-"""Bytes of a rank that a micro-batch takes: what layers keep for the backward pass, what is being computed, the output layer's tiles.
+"""Bytes that a micro-batch takes on a rank.
 
-After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), sections 4 and 5, with
-three differences: attention is a flash kernel, which keeps no probabilities (as with their selective recomputation); there is no dropout;
-the MLP has a gate. Elements are counted once each where a layer keeps them.
+Counted are the activations kept for the backward pass, the layer that is being computed, and the tiles of the
+output layer. The method is that of Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (arXiv:2205.05198), sections 4 and 5, with three differences: attention is a flash kernel,
+which keeps no probabilities (as with their selective recomputation); there is no dropout; the MLP has a gate.
+Each element is counted once per layer that keeps it.
 """
 
 from functools import cache
@@ -13,22 +15,25 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.states import itemsize
 
-# Tiles of megatron.fused_head on a GPU: float32 logits, and the words of a tile that spans as many tokens as it may.
+# A tile of float32 logits in megatron.fused_head on a GPU: its bytes, and its words if it spans most tokens.
 _TILE_BYTES, _TILE_WORDS = 128 << 20, 8192
 
 
 def layer_activations(
     arch: Architecture, megatron: MegatronConfig, has_experts: bool, recomputed: frozenset[str]
 ) -> float:
-    """Bytes for each token of a rank's micro-batch that one layer keeps for its backward pass.
+    """Return the bytes per token of a rank's micro-batch that one layer keeps for its backward pass.
 
-    recomputed: the parts whose inputs alone are kept, of mlp, moe, moe_act and layernorm; core_attn keeps nothing in any case. Of a
-    token each tensor-parallel rank has its part of every projection, and with sequence parallelism of what norms and router take and
-    give. Experts: as many tokens for each as an even router sends.
+    Each tensor-parallel rank keeps its share of every projection. With sequence parallelism it also keeps
+    only its share of the inputs and outputs of norms and router. Experts receive equal numbers of tokens, as
+    from an even router.
+
+    recomputed: parts of which only the inputs are kept: mlp, moe, moe_act, layernorm. core_attn makes no
+    difference, because it keeps nothing in any case.
     """
     sizes = ParallelSizes.from_config(megatron)
     share = 1 / sizes.tp if sizes.sequence_parallel else 1
-    # What the two norms take, and what they give.
+    # Inputs and outputs of the two norms.
     elements = (2 if "layernorm" in recomputed else 4) * arch.hidden_size * share + _attention_elements(
         arch, sizes
     )
@@ -36,7 +41,7 @@ def layer_activations(
         elements += 0 if "mlp" in recomputed else 3 * arch.ffn_hidden_size / sizes.tp
     elif "moe" not in recomputed:
         moe = arch.moe
-        # A token's copy for each of its experts: in, gate and up, activated, out. The router is in float32.
+        # Each expert of a token keeps: input, gate and up, activated, output. The router is in float32.
         copy = 2 * arch.hidden_size + (2 if "moe_act" in recomputed else 3) * moe.ffn_hidden_size / sizes.etp
         elements += (
             share * (moe.top_k * sizes.etp * copy + 2 * moe.num_experts)
@@ -46,7 +51,10 @@ def layer_activations(
 
 
 def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
-    """Queries, keys and values, once more before their norms, and what attention gives."""
+    """Return the elements that attention keeps per token.
+
+    They are queries, keys and values, queries and keys before their norms, and the output.
+    """
     if arch.latent is None:
         queries, keys = (
             arch.num_heads * arch.head_dim / sizes.tp,
@@ -54,7 +62,7 @@ def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
         )
         return 2 * queries + 2 * keys + (queries + keys if arch.qk_norm else 0)
     latent = arch.latent
-    # Every rank has all of the latents, before and after their norms.
+    # Every rank keeps whole latents, before and after their norms.
     latents = 2 * (latent.kv_rank + (latent.query_rank or 0)) + latent.rotated_dim
     return latents + arch.num_heads / sizes.tp * (
         2 * (latent.plain_dim + latent.rotated_dim) + 2 * latent.value_dim
@@ -62,12 +70,15 @@ def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
 
 
 def recomputed_modules(megatron: MegatronConfig) -> frozenset[str]:
-    """The parts of a layer that are computed again; of whole layers see megatron.recompute."""
+    """Return the parts of a layer that selective recomputation computes again; empty in other modes."""
     return frozenset(megatron.recompute_modules if megatron.recompute == Recompute.selective else ())
 
 
 def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: bool) -> float:
-    """As `layer_activations`, with what megatron.recompute leaves of it; of a layer that is recomputed whole, its input."""
+    """Return the same as `layer_activations`, with recomputation as set by megatron.recompute.
+
+    A layer that is recomputed as a whole keeps its input only.
+    """
     if megatron.recompute == Recompute.full:
         return (
             itemsize(megatron)
@@ -78,10 +89,12 @@ def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: boo
 
 
 def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
-    """Bytes that a rank of a pipeline stage keeps when it keeps most: of all micro-batches that it has begun and not ended.
+    """Return the largest number of bytes that a rank of a pipeline stage keeps at a time.
 
-    1F1B (arXiv:2104.04473 section 2.2): the first stage begins as many micro-batches as there are stages, before it ends one.
-    With v chunks a stage it has begun 2 (p - stage - 1) + (v - 1) p + 1 of them by chunks (their figure 4, as Megatron schedules it).
+    It keeps the activations of all micro-batches whose forward pass has begun and whose backward pass has not
+    ended. 1F1B (arXiv:2104.04473 section 2.2): before the first stage ends a micro-batch, it begins as many
+    as there are stages. With v chunks per stage, a stage has begun 2 (p - stage - 1) + (v - 1) p + 1 chunks
+    of micro-batches (their figure 4, as Megatron schedules it).
     """
     megatron, sizes = config.megatron, ParallelSizes.from_config(config.megatron)
     micro_batches = float(sizes.pp - stage)
@@ -97,10 +110,12 @@ def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
 
 
 def working_activations(arch: Architecture, config: Config, stage: int, backward: bool = True) -> int:
-    """Bytes of the layer whose backward pass is being computed: all that it keeps, now computed again where it was not kept,
-    gradients of about the same size, and its inputs gathered over the tensor-parallel ranks.
+    """Return the bytes of the layer whose backward pass is being computed.
 
-    backward: else of a layer in a pass that keeps nothing, which has no gradients.
+    They are all its activations, including recomputed ones, gradients of about the same size, and its inputs
+    gathered over the tensor-parallel ranks.
+
+    backward: False for a forward-only pass, which has no gradients.
     """
     dense, experts = layers_of(arch, ParallelSizes.from_config(config.megatron))[stage]
     kinds = [kind for count, kind in ((dense, False), (experts, True)) if count]
@@ -110,20 +125,27 @@ def working_activations(arch: Architecture, config: Config, stage: int, backward
 
 
 def has_exact_kl(config: Config) -> bool:
-    """For which the last stage keeps the reference's hidden states, and makes the reference's logits beside the policy's."""
+    """Return whether the loss contains the exact KL to the reference policy.
+
+    The last stage then keeps the reference's hidden states, and computes the reference's logits beside the
+    policy's.
+    """
     return config.algorithm.needs_reference and config.algorithm.kl_loss_type == "full"
 
 
 class ReferenceHidden(NamedTuple):
-    """Bytes of a rank of the last stage."""
+    """Bytes of the reference's hidden states on a rank of the last stage."""
 
     on_device: int
     on_host: int
 
 
 def reference_hidden(arch: Architecture, config: Config) -> ReferenceHidden:
-    """The reference's hidden states of all of a replica's samples, which the exact KL keeps from the reference's passes to the
-    end of the step: as many as ref.hidden_gib lets on the device, the rest on the host. See MiniBatchStore.keep_hidden."""
+    """Return the size of the reference's hidden states of all samples of a replica.
+
+    The exact KL keeps them from the reference's passes to the end of the step. At most ref.hidden_gib of them
+    are on the device, the rest is on the host. See MiniBatchStore.keep_hidden.
+    """
     if not has_exact_kl(config):
         return ReferenceHidden(0, 0)
     megatron = config.megatron
@@ -140,25 +162,30 @@ def reference_hidden(arch: Architecture, config: Config) -> ReferenceHidden:
 
 
 def head_bytes(arch: Architecture, config: Config) -> int:
-    """Bytes of the fused output layer on the last stage: its input and the input's gradient (float32) for all tokens of the
-    micro-batch, and tiles of logits: there is never a [tokens, vocabulary] tensor. See megatron.fused_head. With the exact KL of
-    a reference on the host, its output weight is copied to the device for the time of the passes (Actor.compute_gradients)."""
+    """Return the bytes of the fused output layer on the last stage.
+
+    They are its input and the input's gradient (float32) for all tokens of the micro-batch, and tiles of
+    logits. There is never a [tokens, vocabulary] tensor, see megatron.fused_head. If the exact KL has a
+    reference on the host, the reference's output weight is copied to the device during the passes
+    (Actor.compute_gradients).
+    """
     size, tokens = itemsize(config.megatron), config.train.max_tokens_per_micro_batch
-    # Logits in float32 and in the parameters' dtype, and scratch; once more for the reference's with the exact KL.
+    # In units of a tile: logits in float32 and in the parameters' dtype, and scratch memory.
     tiles = 3 * _TILE_BYTES if size == 4 else 5 * _TILE_BYTES // 2
-    block = 4 * _TILE_WORDS * arch.hidden_size  # product of a tile with the input, for the weight's gradient
+    block = 4 * _TILE_WORDS * arch.hidden_size  # a tile times the input, for the weight's gradient
     tp = config.megatron.tensor_parallel
     weight = (
         size * arch.padded_vocab_size(tp) // tp * arch.hidden_size
         if has_exact_kl(config) and config.ref.offload
         else 0
     )
-    inputs = tokens * arch.hidden_size * (2 * size if has_exact_kl(config) else size)  # of the reference too
+    # The exact KL also needs the reference's hidden states.
+    inputs = tokens * arch.hidden_size * (2 * size if has_exact_kl(config) else size)
     return tiles + block + inputs + 4 * tokens * arch.hidden_size + weight
 
 
 def layers_of(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
-    """Layers of each pipeline stage: (without experts, with)."""
+    """Return (layers without experts, layers with experts) of each pipeline stage."""
     return _layers_of(arch, sizes.chunk_layers(arch.num_layers), sizes.pp)
 
 

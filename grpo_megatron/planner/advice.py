@@ -1,4 +1,4 @@
-"""Whether a configuration can be run, and if not, why, and what could be."""
+"""Advice: whether a configuration fits its cluster, and if not, the reasons and what would fit."""
 
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.schema import Config
@@ -17,19 +17,22 @@ from grpo_megatron.planner.search import (
 from grpo_megatron.planner.text import changes_text, cluster_text
 from grpo_megatron.planner.time import Lengths
 
-# How many times as large the clusters are that are asked about, one after the other, if a model does not fit.
+# If a model does not fit, clusters with this many times the nodes are tried in turn.
 _GROWTHS = (2, 4, 8, 16, 32, 64)
 
 
 def planned_architecture(config: Config) -> Architecture:
-    """Of model.path. Raises UserError for what there are no plans for, and for a config.json that cannot be read."""
+    """Return the architecture of model.path.
+
+    Raises UserError for a configuration that cannot be planned, and for a config.json that cannot be read.
+    """
     cluster = config.cluster
     if cluster.gpu not in (None, "none", *GPUS):
         raise UserError(f"cluster.gpu={cluster.gpu} is unknown; choose one of {', '.join(GPUS)}")
     if cluster.gpu not in GPUS or cluster.nodes is None or cluster.gpus_per_node is None:
         raise UserError(
-            "the cluster is not known: set cluster.gpu (or --gpu), cluster.nodes (or --nodes) and cluster.gpus_per_node; "
-            "there are no plans for machines without a GPU"
+            "the cluster is not known: set cluster.gpu (or --gpu), cluster.nodes (or --nodes) and "
+            "cluster.gpus_per_node; there are no plans for machines without a GPU"
         )
     if config.megatron.lora.rank:
         raise UserError("a plan is of the whole model's training; it cannot be made with megatron.lora.rank")
@@ -39,25 +42,33 @@ def planned_architecture(config: Config) -> Architecture:
 
 
 def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync: bool = True) -> Plan:
-    """Raises UserError, which says what would fit, for a configuration that is not legal or does not fit."""
+    """Return the plan of a configuration that is legal and fits.
+
+    Raises UserError for any other configuration. The message tells what would fit.
+    """
     _must_hold(broken_rules(config, arch))
     found = plan(config, arch, lengths, with_sync)
     if found.fits:
         return found
     problems = "\n".join(f"  - {problem}" for problem in found.problems)
     raise UserError(
-        f"{config.model.path} does not fit {cluster_text(config)}:\n{problems}\nwhat would fit:{_what_would(config, arch, lengths)}"
+        f"{config.model.path} does not fit {cluster_text(config)}:\n{problems}\nwhat would "
+        f"fit:{_what_would(config, arch, lengths)}"
     )
 
 
 def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list[Plan]:
-    """The quickest that are legal and fit. Raises UserError, which says what would fit, if none does; or with the rules that are broken
-    in every layout."""
+    """Return the fastest plans that are legal and fit.
+
+    Raises UserError if none fits, telling what would, or if some rules are broken in every layout, naming
+    them.
+    """
     _must_hold(broken_in_any_layout(config, arch))
     found = search(config, arch, lengths)
     if not found:
         raise UserError(
-            f"no layout of {config.model.path} fits {cluster_text(config)}; what would fit:{_elsewhere(config, arch, lengths)}"
+            f"no layout of {config.model.path} fits {cluster_text(config)}; what would "
+            f"fit:{_elsewhere(config, arch, lengths)}"
         )
     return found
 
@@ -81,9 +92,9 @@ def _what_would(config: Config, arch: Architecture, lengths: Lengths) -> str:
 
 
 def _elsewhere(config: Config, arch: Architecture, lengths: Lengths) -> str:
-    """What would fit in any layout with another rollout.engine.mem_fraction, or on more nodes."""
+    """Return advice on what would fit in any layout: another rollout.engine.mem_fraction, or more nodes."""
     fitting = with_values(config, "rollout.engine", mem_fraction=most_engine_fraction(config.cluster.gpu))
-    # More nodes are of no use to an engine that takes more than is left of its GPU.
+    # More nodes do not help an engine whose mem_fraction is too large for a GPU: try the smaller one.
     grown = min(config, fitting, key=lambda each: each.rollout.engine.mem_fraction)
     larger = [with_values(grown, "cluster", nodes=growth * config.cluster.nodes) for growth in _GROWTHS]
     for other in (fitting, *larger):

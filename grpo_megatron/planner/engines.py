@@ -1,4 +1,4 @@
-"""What an engine's weights and KV cache take of each of its ranks."""
+"""Memory that weights and KV cache take on each rank of an engine."""
 
 from functools import cache
 from math import prod
@@ -20,18 +20,18 @@ def engine_dtype(arch: Architecture, engine: EngineConfig) -> torch.dtype:
 
 
 def engine_weight_bytes(arch: Architecture, engine: EngineConfig) -> int:
-    """Of one rank of an engine."""
+    """Return the bytes of the weights on one rank of an engine."""
     return sum(_weight_bytes(arch, EngineLayout.from_config(engine), engine_dtype(arch, engine).itemsize))
 
 
 def engine_expert_bytes(arch: Architecture, engine: EngineConfig) -> int:
-    """Those of them that are of experts; shared ones are not counted."""
+    """Return the bytes of the routed experts' weights on one rank of an engine."""
     return _weight_bytes(arch, EngineLayout.from_config(engine), engine_dtype(arch, engine).itemsize)[1]
 
 
 @cache
 def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tuple[int, int]:
-    """(of experts none, of experts)"""
+    """Return (bytes of all other weights, bytes of the routed experts' weights) on one rank."""
     entries = engine_entries((entry for entry in weight_map(arch).values() if entry.exported), layout)
     itemsizes = {entry.engine: entry.engine_dtype.itemsize for entry in entries if entry.engine_dtype}
     experts = {entry.engine for entry in entries if entry.expert}
@@ -42,7 +42,10 @@ def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tu
 
 
 def fp32_head_bytes(arch: Architecture, config: Config) -> int:
-    """Return the bytes of the float32 output layer that a rank makes in a step; 0 without model.fp32_head."""
+    """Return the bytes of the float32 output layer that an engine rank makes in a decoding step.
+
+    It is 0 without model.fp32_head.
+    """
     return (
         4 * arch.vocab_size * arch.hidden_size // config.rollout.engine.tensor_parallel
         if config.model.fp32_head
@@ -51,7 +54,11 @@ def fp32_head_bytes(arch: Architecture, config: Config) -> int:
 
 
 def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:
-    """Of one engine rank that has the token: a key and a value of each of its heads in each layer; latents are on every rank whole."""
+    """Return the bytes of one cached token on an engine rank that holds it.
+
+    They are a key and a value of each of the rank's heads in each layer. With latent attention every rank
+    holds the whole latents.
+    """
     size = engine_dtype(arch, engine).itemsize if engine.kv_cache_dtype == KVCacheDtype.auto else 1
     if arch.latent:
         return size * arch.num_layers * (arch.latent.kv_rank + arch.latent.rotated_dim)
@@ -60,9 +67,12 @@ def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:
 
 
 def kv_tokens(arch: Architecture, engine: EngineConfig, pool: int) -> int:
-    """Those that one engine's KV cache holds. pool: bytes of a GPU for weights and cache. 0: the weights alone do not fit.
+    """Return the number of tokens that the KV cache of one engine holds.
 
-    Attention groups each have tokens of their own.
+    It is 0 if the weights alone do not fit. Each attention group caches different tokens, so their numbers
+    add up.
+
+    pool: bytes of a GPU for weights and cache.
     """
     of_a_group = max(0, pool - engine_weight_bytes(arch, engine)) // kv_bytes_per_token(arch, engine)
     if engine.max_total_tokens is not None:

@@ -1,7 +1,8 @@
-"""How much memory a run takes: of the fullest GPU at each moment of a step, item by item, and of a node's host.
+"""Memory of a run: the fullest GPU at each moment of a step, item by item, and the host memory of a node.
 
-Parameters, gradients and optimizer states are counted. Activations are those of layers with flash attention, if the router spreads
-tokens evenly. What processes take besides is assumed: the constants below.
+Parameters, gradients and optimizer states are counted. Activations are estimated for layers with flash
+attention and a router that spreads tokens evenly. The other uses of a process are assumed, see the constants
+below.
 """
 
 from collections.abc import Callable
@@ -21,14 +22,14 @@ from grpo_megatron.planner.engines import engine_weight_bytes, fp32_head_bytes, 
 from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import TrainingState, training_states
 
-# Assumed. Of a trainer's rank: CUDA's context, code and workspaces of libraries. Of an engine's: the same with CUDA graphs.
+# Assumed bytes: the CUDA context and the libraries' code and workspaces; in an engine also CUDA graphs.
 RANK_CONTEXT, ENGINE_CONTEXT = 2 * 10**9, 4 * 10**9
-# Assumed of NCCL: channels of 4 MiB (NCCL_BUFFSIZE) of one communicator, some two dozen of them.
+# Assumed bytes of an NCCL communicator: about two dozen channels of 4 MiB (NCCL_BUFFSIZE).
 COMMUNICATOR = 10**8
-# Of a GPU's memory, not planned with: fragments, and what this arithmetic does not know.
+# Share of a GPU's memory that is left unplanned, for fragmentation and for uses that are not known.
 RESERVE = 0.05
 
-# As many as num_communicators can count.
+# Largest number that num_communicators can return.
 _MOST_COMMUNICATORS = 14
 
 CONTEXT, COMMUNICATION = "context, libraries", "communication buffers"
@@ -37,7 +38,12 @@ HIDDEN = "reference's hidden states"
 
 @dataclass(frozen=True)
 class Moment:
-    """What the fullest GPU holds at a moment of a step. items: {what: bytes}. stage: whose rank it is; None: an engine's alone."""
+    """Contents of the fullest GPU at one moment of a step.
+
+    name: such as `training`.
+    stage: pipeline stage of the rank on that GPU; None: only an engine is considered.
+    items: {item: bytes}.
+    """
 
     name: str
     stage: int | None
@@ -54,23 +60,26 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. state: of the fullest stage's rank. moments: training, optimizer step, weight sync, generation, and scoring if the
-    ranks have a reward model.
-
-    capacity: of a GPU; usable: of that, what may be planned with. rank_asleep, engine_asleep: what stays while the other has its turn.
-    engine_weights: of one engine rank. kv_tokens: those that one engine's KV cache holds. host: {what: bytes of one node's memory}.
-    files: {what: bytes of one node in megatron.offload_folder}.
-    """
+    """Memory of a run, in bytes."""
 
     state: TrainingState
+    """State of a rank of the stage with the largest state."""
     moments: tuple[Moment, ...]
+    """Training, optimizer step, weight sync, generation, and scoring if the ranks have a reward model."""
     capacity: int
+    """Memory of a GPU."""
     rank_asleep: int
+    """What a rank keeps on the GPU while the engine has its turn."""
     engine_asleep: int
+    """What an engine keeps on the GPU while the rank has its turn."""
     engine_weights: int
+    """Weights of one engine rank."""
     kv_tokens: int
+    """Tokens (not bytes) that the KV cache of one engine holds."""
     host: dict[str, int]
+    """{item: bytes} of one node's host memory."""
     files: dict[str, int]
+    """{item: bytes} of one node in megatron.offload_folder."""
 
     @property
     def usable(self) -> int:
@@ -82,7 +91,10 @@ class Memory:
 
     @property
     def tightest(self) -> Moment:
-        """The fullest but for generation, which is as full as rollout.engine.mem_fraction makes it."""
+        """The fullest moment other than generation.
+
+        Generation always fills what rollout.engine.mem_fraction gives it.
+        """
         return max(
             (moment for moment in self.moments if moment.name != "generation"),
             key=lambda moment: moment.total,
@@ -90,19 +102,27 @@ class Memory:
 
 
 def memory(config: Config, arch: Architecture) -> Memory:
-    """Of a run of `train` that trains the whole model on the cluster that the configuration describes (cluster.gpu, gpus_per_node)."""
+    """Return the memory of a run of `train` that trains the whole model.
+
+    config: must describe the cluster (cluster.gpu and cluster.gpus_per_node).
+    """
     return _Account(config, arch).memory()
 
 
 def most_engine_fraction(gpu: str) -> float:
-    """The largest rollout.engine.mem_fraction, in twentieths, that fits a GPU of GPUS beside a sleeping rank of any layout."""
+    """Return the largest rollout.engine.mem_fraction that fits beside a sleeping rank of any layout.
+
+    It is rounded down to a multiple of 1/20.
+
+    gpu: a name in GPUS.
+    """
     capacity = GPUS[gpu].memory
     beside = ENGINE_CONTEXT + RANK_CONTEXT + _MOST_COMMUNICATORS * COMMUNICATOR
     return int(20 * (1 - RESERVE - beside / capacity)) / 20
 
 
 def takes_turns(config: Config) -> bool:
-    """Whether ranks and engines give their memory to each other."""
+    """Return whether ranks and engines share GPUs and release their memory for each other."""
     return config.cluster.placement == Placement.colocated and config.megatron.sleep
 
 
@@ -111,7 +131,7 @@ class _Account:
         self.config, self.arch = config, arch
         self.states = training_states(arch, config.megatron)
         self.scorer = scorer(config)
-        # Its weights alone: there are no gradients and no optimizer.
+        # Parameters only, because scoring has neither gradients nor an optimizer.
         self.scorer_weights = (
             [state.parameters for state in training_states(self.scorer.arch, self.scorer.config.megatron)]
             if self.scorer
@@ -129,11 +149,11 @@ class _Account:
         serving = weights | {"engine: KV cache": max(0, self.pool - self.weights)} | context
         if head := fp32_head_bytes(self.arch, self.config):
             serving["engine: output layer in float32"] = head
-        # What ranks and engines on the same GPUs cannot give back: nothing without turns.
+        # Always on a rank's GPU. A colocated engine adds its context if it takes turns, else all it holds.
         beside = self.residue | (context if turns else serving if colocated else {})
-        # Of the parcels of a sync one is packed while two travel.
+        # A weight sync has three parcels at a time: one is packed while two travel.
         parcels = {COMMUNICATION: self.residue[COMMUNICATION] + 3 * self.config.weight_sync.bucket_bytes}
-        # Before engines on the same GPUs get room for their weights, ranks give back what a step has left (run.turns).
+        # Colocated ranks release what a step leaves behind before engines load weights (run.turns).
         between = self._resident if colocated else self._after_passes
         generation = Moment("generation", None, (self.residue if turns else {}) | serving)
         if colocated and not turns:
@@ -158,9 +178,10 @@ class _Account:
         )
 
     def _routing(self) -> dict[str, int]:
-        """Count the host memory in which engines keep the experts of cached tokens, if routing is replayed.
+        """Return the host memory that holds the experts of cached tokens; empty if routing is not replayed.
 
-        Each rank of an engine has such a buffer. Counted are those on a node with ranks of the trainer.
+        Each rank of an engine has such a buffer. Counted are the buffers on a node that also has ranks of the
+        trainer.
         """
         config, moe = self.config, self.arch.moe
         if not (moe and config.moe.routing_replay == RoutingReplay.engine):
@@ -173,7 +194,11 @@ class _Account:
         return {"experts of cached tokens": ranks * tokens * self.arch.num_layers * moe.top_k * 4}
 
     def _fullest(self, name: str, items: Callable[[int], dict[str, int]], beside: dict[str, int]) -> Moment:
-        """items: of a rank of a stage."""
+        """Return the moment at the stage whose rank needs most.
+
+        items: returns {item: bytes} of a rank of a stage.
+        beside: {item: bytes} that each of these GPUs holds as well.
+        """
         moments = [Moment(name, stage, items(stage) | beside) for stage in range(len(self.states))]
         return max(moments, key=lambda moment: moment.total)
 
@@ -187,7 +212,10 @@ class _Account:
         return found
 
     def _after_passes(self, stage: int) -> dict[str, int]:
-        """With what passes leave for the next ones, until ranks sleep or make room for engines."""
+        """Return the resident items, and what passes leave on the device for later passes.
+
+        The latter stays until ranks sleep or make room for engines.
+        """
         found = self._resident(stage)
         if self.states[stage].workspaces:
             found["FP8 copies"] = self.states[stage].workspaces
@@ -212,15 +240,24 @@ class _Account:
         return self._after_passes(stage) | {"optimizer": self.states[stage].optimizer}
 
     def _scoring(self, stage: int) -> dict[str, int]:
-        """The reward model's weights come beside the policy's, and leave when all samples have their scores."""
+        """Return the items of a rank during scoring.
+
+        The reward model's weights are loaded beside the policy's, and released when all samples have their
+        scores.
+        """
         working = working_activations(self.scorer.arch, self.scorer.config, stage, backward=False)
         gave_back = self.config.megatron.sleep or self.config.cluster.placement == Placement.colocated
         beside = self._resident(stage) if gave_back else self._after_passes(stage)
         return beside | {"reward model": self.scorer_weights[stage], "layer being computed": working}
 
     def _waiting(self, in_files: bool) -> dict[str, int]:
-        """What is not on the GPUs: in files, or else in the host's memory. The reference, its hidden states, a reward model and what was
-        synced last are never in files."""
+        """Return {item: bytes} of one node for what is not on the GPUs.
+
+        The reference, its hidden states, a reward model and the copy of the last synced weights are never in
+        files.
+
+        in_files: return what is in files of megatron.offload_folder, else what is in host memory.
+        """
         config, sleep = self.config, self.config.megatron.sleep
         per_node, world = config.cluster.gpus_per_node, ParallelSizes.from_config(config.megatron).world_size
         parked = {"sleeping parameters": sleep, "optimizer": sleep or config.optimizer.offload}
@@ -239,7 +276,7 @@ class _Account:
             HIDDEN: self.hidden.on_host,
         }
         parameters = max(state.parameters for state in self.states)
-        # On a node that ranks share with engines there are fewer ranks than GPUs, and those of the last stage alone have hidden states.
+        # A node shared with engines has fewer ranks than GPUs. Only the last stage has hidden states.
         ranks = {HIDDEN: world // len(self.states)}
         return {
             what: min(per_node, ranks.get(what, world)) * sizes.get(what, parameters)
@@ -249,7 +286,7 @@ class _Account:
 
 
 def num_communicators(config: Config) -> int:
-    """Process groups of several ranks that a rank of the trainer is in, as Megatron makes them."""
+    """Return the number of Megatron's process groups of several ranks that a trainer rank is in."""
     sizes = ParallelSizes.from_config(config.megatron)
     replicas = sizes.tp * sizes.cp * sizes.dp // (sizes.ep * sizes.etp)
     groups = [
@@ -261,7 +298,7 @@ def num_communicators(config: Config) -> int:
         sizes.tp * sizes.pp,
         sizes.tp * sizes.cp,
     ]
-    groups += [sizes.pp] * 2  # the first stage with the last, for the embedding and for positions
+    groups += [sizes.pp] * 2  # first and last stage, one group for the embedding and one for positions
     groups += [sizes.dp * sizes.cp] if sizes.cp > 1 else []
     groups += [sizes.ep, sizes.etp, sizes.ep * sizes.etp, replicas] if sizes.ep * sizes.etp > 1 else []
     return sum(size > 1 for size in groups)

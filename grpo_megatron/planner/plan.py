@@ -1,4 +1,4 @@
-"""A plan: what a configuration takes, and why it would not fit."""
+"""The plan of a configuration: its memory and times, or the reasons why it does not fit."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,11 @@ from grpo_megatron.planner.time import Lengths, Times, times
 
 @dataclass(frozen=True)
 class Plan:
-    """problems: why it does not fit, a sentence each. times: None where it does not."""
+    """Memory and times of a configuration.
+
+    problems: reasons why it does not fit, one sentence each.
+    times: None if it does not fit.
+    """
 
     config: Config
     memory: Memory
@@ -25,9 +29,12 @@ class Plan:
 
 
 def plan(config: Config, arch: Architecture, lengths: Lengths | None = None, with_sync: bool = True) -> Plan:
-    """config: legal, with cluster.gpu one of GPUS, cluster.nodes and cluster.gpus_per_node; the whole model is trained.
+    """Return the plan of a configuration.
 
-    with_sync: weight syncs are planned too, which for large models takes seconds.
+    config: a legal configuration that trains the whole model, with cluster.gpu (a name in GPUS),
+    cluster.nodes and cluster.gpus_per_node.
+    lengths: mean lengths; None: half of the longest ones.
+    with_sync: plan weight syncs too, which takes seconds for large models.
     """
     found = memory(config, arch)
     problems = tuple(_problems(config, found))
@@ -51,12 +58,14 @@ def _problems(config: Config, found: Memory) -> list[str]:
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if found.kv_tokens < longest:
         sentences.append(
-            f"an engine has room for {found.kv_tokens:,} tokens of keys and values beside {gb(found.engine_weights)} GB of weights "
-            f"(rollout.engine.mem_fraction={config.rollout.engine.mem_fraction:g}), and one sequence may have {longest:,}"
+            f"an engine has room for {found.kv_tokens:,} tokens of keys and values beside "
+            f"{gb(found.engine_weights)} GB of weights "
+            f"(rollout.engine.mem_fraction={config.rollout.engine.mem_fraction:g}), and one sequence may "
+            f"have {longest:,}"
         )
     return sentences
 
 
 def gb(size: float) -> str:
-    """In units of 10**9 bytes."""
+    """Return a number of bytes as text, in units of 10**9 bytes."""
     return f"{size / 1e9:.1f}"

@@ -1,4 +1,4 @@
-"""What a weight sync takes, by the plan and the cost model of weights.sync."""
+"""Time of a weight sync, by the plan and the cost model of weights.sync."""
 
 from dataclasses import replace
 from math import lcm
@@ -17,9 +17,10 @@ from grpo_megatron.weights.sync.resharding import chosen_way
 
 
 def sync_seconds(config: Config, arch: Architecture) -> float:
-    """Of one weight sync over the network and within nodes, in the way that the program would choose.
+    """Return the seconds of one weight sync, with the transport that the run would use.
 
-    Raises UserError for a transport that does not reach the engines.
+    Network and links within nodes are included. Raises UserError for a transport that does not reach the
+    engines.
     """
     engine, sizes = config.rollout.engine, ParallelSizes.from_config(config.megatron)
     layout, speed = EngineLayout.from_config(engine), GPUS[config.cluster.gpu].speed
@@ -34,9 +35,10 @@ def sync_seconds(config: Config, arch: Architecture) -> float:
 
 
 def _with_few_experts(arch: Architecture, sizes: ParallelSizes, engine: EngineLayout) -> Architecture:
-    """As many bytes in as few experts as the layouts allow: a plan lists every one, which for some thousands takes a minute.
+    """Return an architecture with the same bytes in fewer, wider experts: as few as the layouts allow.
 
-    Neighbouring experts have the same ranks on both sides; one that is wider stands for several.
+    A sync plan lists every expert, which takes a minute for some thousands of them. Neighbouring experts have
+    the same ranks on both sides, so one wide expert can stand for several.
     """
     if arch.moe is None:
         return arch

@@ -1,4 +1,4 @@
-"""A reward model on the trainer's ranks, as the planner sees it."""
+"""The planner's view of a reward model on the trainer's ranks."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,14 +11,20 @@ from grpo_megatron.model.families import read_architecture
 
 @dataclass(frozen=True)
 class Scorer:
-    """config: the run's, with what megatron.reward_model has in place of the policy's precision, recomputation and uneven stages."""
+    """A reward model on the trainer's ranks.
+
+    config: the run's, with the precision, recomputation and stages that megatron.reward_model uses.
+    """
 
     config: Config
     arch: Architecture
 
 
 def scorer(config: Config) -> Scorer | None:
-    """None: the ranks have no reward model. Raises UserError for a config.json in reward.model.path that cannot be read."""
+    """Return the reward model on the ranks, or None if there is none.
+
+    Raises UserError if the config.json in reward.model.path cannot be read.
+    """
     if not scores_on_ranks(config):
         return None
     megatron = config.megatron
@@ -29,5 +35,9 @@ def scorer(config: Config) -> Scorer | None:
 
 @cache
 def _architecture(path: str) -> Architecture:
-    """Read once, because a search asks for it again with every candidate: hundreds of times, a quarter of its time."""
+    """Read an architecture once.
+
+    A search asks for it with each of hundreds of candidates. Reading it each time took a quarter of the
+    search.
+    """
     return read_architecture(path)

@@ -1,6 +1,7 @@
-"""Layouts of a model on a cluster: the quickest that are legal and fit, and the least that must change of one that does not.
+"""Search for layouts of a model on a cluster.
 
-What is legal is what the rules of preflight say.
+`search` finds the fastest layouts that are legal and fit. `least_changes` finds the smallest changes with
+which a given layout fits. A layout is legal if it breaks no rule of preflight.
 """
 
 from collections.abc import Iterator
@@ -22,16 +23,17 @@ from grpo_megatron.preflight.layout import layout_violations, layout_violations_
 from grpo_megatron.preflight.model import architecture_violations, reward_model_violations
 from grpo_megatron.preflight.rules import violations
 
-# The longest pipeline that is tried.
+# Longest pipeline that is tried, in stages.
 _MOST_STAGES = 32
 
 
 def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5) -> list[Plan]:
-    """The quickest plans on the configured cluster, at most one for each layout of the trainer; without weight syncs.
+    """Return the fastest plans on the configured cluster, at most one per layout of the trainer.
 
-    Batches, lengths, algorithm and precision stay as configured, and a micro-batch has as many tokens over all context-parallel ranks.
-    Layouts are tried by the time that they would take with nothing recomputed and nothing offloaded, which is the least that they can
-    take, until no further one can be quicker than those that were found.
+    Weight syncs are left out. Batches, lengths, algorithm and precision stay as configured. A micro-batch
+    keeps its number of tokens, summed over all context-parallel ranks. The time of a layout with nothing
+    recomputed and nothing offloaded is a lower bound for that layout. Layouts are tried in the order of this
+    bound, until no further one can be faster than those found.
     """
     bounds = [
         (_step_seconds(each, arch, lengths), number, each)
@@ -49,17 +51,20 @@ def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5)
 
 
 def _quickest(candidate: Config, arch: Architecture, lengths: Lengths) -> Plan | None:
-    """Of what can be computed again or offloaded with this layout."""
+    """Return the fastest plan of this layout over what can be recomputed or offloaded; None if none fits."""
     variants = list(_variants(candidate, arch))
     if not plan(variants[-1], arch, lengths, with_sync=False).fits:
-        return None  # the last of them takes least
+        return None  # the last variant takes the least memory
     plans = [plan(each, arch, lengths, with_sync=False) for each in variants]
     fitting = sorted((each for each in plans if each.fits), key=lambda each: each.times.step)
     return next((each for each in fitting if not broken_rules(each.config, arch)), None)
 
 
 def least_changes(config: Config, arch: Architecture) -> Plan | None:
-    """The configuration with the fewest changes, in the order in which they cost least, with which it fits; its layout stays."""
+    """Return the plan that fits after the fewest changes to the configuration; None if there is none.
+
+    The layout stays. Among equally few changes, cheap ones are preferred.
+    """
     changes = list(_changes(config, arch))
     for size in range(1, 5):
         for chosen in combinations(changes, size):
@@ -74,14 +79,17 @@ def least_changes(config: Config, arch: Architecture) -> Plan | None:
 
 
 def with_values(config: Config, section: str, **values) -> Config:
-    """section: of the configuration, such as `megatron`, or `rollout.engine`."""
+    """Return the configuration with other values in one section.
+
+    section: dotted name, such as `megatron` or `rollout.engine`.
+    """
     head, _, rest = section.partition(".")
     inner = getattr(config, head)
     return replace(config, **{head: with_values(inner, rest, **values) if rest else replace(inner, **values)})
 
 
 def broken_rules(config: Config, arch: Architecture) -> list[str]:
-    """One sentence for each."""
+    """Return one sentence for each broken rule."""
     return list(
         dict.fromkeys(
             violations(config) + architecture_violations(config, arch) + reward_model_violations(config)
@@ -90,7 +98,7 @@ def broken_rules(config: Config, arch: Architecture) -> list[str]:
 
 
 def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
-    """Those that would be broken with one rank and one engine, too."""
+    """Return the broken rules that are also broken with one rank and one engine."""
     one = {"num_engines": 1, "tensor_parallel": 1, "expert_parallel": 1, "data_parallel_attention": 1}
     alone = with_values(
         with_values(config, "rollout.engine", **one), "cluster", placement=Placement.colocated
@@ -109,9 +117,9 @@ def _doublings(most: int) -> list[int]:
 
 
 def _candidates(config: Config, arch: Architecture) -> Iterator[Config]:
-    """Of every placement, engine and layout of the trainer that uses the whole cluster; the rules of layouts hold.
+    """Yield a configuration for each placement, engine layout and trainer layout that uses the whole cluster.
 
-    Engines hold at least one sequence of full length.
+    The rules about layouts hold, and an engine's KV cache holds at least one sequence of full length.
     """
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     for placement, trainer_gpus, engine_gpus in _placements(config):
@@ -138,7 +146,7 @@ def _candidates(config: Config, arch: Architecture) -> Iterator[Config]:
                 yield _with_layout(based, layout)
 
 
-# With which only an engine's sizes can be against a model.
+# Layout of a trainer that divides any model, so that only the engine's sizes can break a rule.
 _ONE_RANK = {
     "tensor_parallel": 1,
     "pipeline_parallel": 1,
@@ -151,7 +159,7 @@ _ONE_RANK = {
 
 
 def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
-    """(placement, GPUs of the trainer, of the engines)"""
+    """Yield (placement, GPUs of the trainer, GPUs of the engines)."""
     nodes, per_node = config.cluster.nodes, config.cluster.gpus_per_node
     gpus = nodes * per_node
     yield Placement.colocated, gpus, gpus
@@ -161,7 +169,10 @@ def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
 
 
 def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[ParallelSizes]:
-    """Those that use all these GPUs, and that the rules of layouts allow, for a reward model too."""
+    """Yield the layouts that use all these GPUs and break no rule about layouts.
+
+    If the run has a reward model, the layout must be legal for it too.
+    """
     per_node, scoring = config.cluster.gpus_per_node, scorer(config)
     stages = _doublings(min(gpus, arch.num_layers, _MOST_STAGES))
     experts = _doublings(arch.moe.num_experts) if arch.moe else [1]
@@ -180,7 +191,10 @@ def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[Parallel
 
 
 def _with_layout(config: Config, sizes: ParallelSizes) -> Config:
-    """With the layout, the distributed optimizer, and nothing recomputed or offloaded; colocated ranks sleep."""
+    """Return the configuration with this layout and the distributed optimizer.
+
+    Nothing is recomputed or offloaded, and colocated ranks sleep.
+    """
     config = with_values(
         config,
         "train",
@@ -206,17 +220,23 @@ def _with_layout(config: Config, sizes: ParallelSizes) -> Config:
 
 
 def _micro_batch(config: Config, cp: int) -> int:
-    """Tokens of a micro-batch on each of `cp` ranks: as many over all of them as now, and at least one sequence."""
+    """Return the tokens of a micro-batch on each of `cp` ranks.
+
+    Their sum over the ranks stays as configured, and is at least one sequence of full length.
+    """
     now, train = config.megatron.context_parallel, config.train
     if cp == now:
         return train.max_tokens_per_micro_batch
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     tokens = max(train.max_tokens_per_micro_batch * now, longest)
-    return padded_to(-(-tokens // cp), 256)  # what CP, SP and the blocks of FP8 pad to divides it
+    return padded_to(-(-tokens // cp), 256)  # a multiple of everything that CP, SP and FP8 blocks pad to
 
 
 def _recomputations(arch: Architecture) -> list[dict]:
-    """From nothing to whole layers; of parts, the largest that selective recomputation frees."""
+    """Return the settings of recomputation to try: nothing, parts of layers, whole layers.
+
+    The parts are the largest that selective recomputation frees.
+    """
     modules = ["layernorm"]
     modules += ["mlp"] if arch.moe is None or not all(arch.moe.layers) else []
     modules += ["moe"] if arch.moe else []
@@ -225,13 +245,13 @@ def _recomputations(arch: Architecture) -> list[dict]:
 
 
 def _variants(config: Config, arch: Architecture) -> Iterator[Config]:
-    """With more and more computed again, and the optimizer's states on the device or on the host."""
+    """Yield variants that recompute more and more, with optimizer states on the device or on the host."""
     for recompute, offload in product(_recomputations(arch), (False, True)):
         yield with_values(with_values(config, "megatron", **recompute), "optimizer", offload=offload)
 
 
 def _changes(config: Config, arch: Architecture) -> Iterator[list[tuple[str, dict]]]:
-    """What could be changed, each with its options (section, values), the cheapest first."""
+    """Yield the possible changes, the cheapest first. Each is a list of options (section, values)."""
     megatron, train = config.megatron, config.train
     if config.cluster.placement == Placement.colocated and not takes_turns(config):
         yield [("megatron", {"sleep": True})]

@@ -1,4 +1,7 @@
-"""Bytes of a rank that last from step to step: counted from the weight map and the layout, exactly but for the padding of buffers."""
+"""Bytes of a rank that last from step to step.
+
+They are counted from the weight map and the layout, and are exact except for the padding of buffers.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,7 +17,10 @@ from grpo_megatron.weights.sync.ranks import TrainerRanks
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Bytes of one rank that last from step to step. workspaces: FP8 copies of the weights, as they are and transposed."""
+    """Bytes of one rank that last from step to step.
+
+    workspaces: FP8 copies of the weights, plain and transposed.
+    """
 
     parameters: int
     gradients: int
@@ -23,19 +29,20 @@ class TrainingState:
 
 
 def itemsize(megatron: MegatronConfig) -> int:
-    """Bytes of a parameter, and of an element of an activation."""
+    """Return the bytes of a parameter, which are also those of an element of an activation."""
     return 4 if megatron.precision == Precision.fp32 else 2
 
 
 def training_states(arch: Architecture, megatron: MegatronConfig) -> list[TrainingState]:
-    """Of a rank of each pipeline stage, all of whose ranks are alike; the whole model is trained.
+    """Return the state of a rank of each pipeline stage, when the whole model is trained.
 
-    Mixed precision as in arXiv:1710.03740 with Adam: parameters in bf16, gradients in float32, two moments in float32 and a master
-    copy in float32, the latter three split over the replicas by the distributed optimizer (ZeRO stage 1, arXiv:1910.02054 section 5).
+    All ranks of a stage are alike. Mixed precision follows arXiv:1710.03740, with Adam: parameters in bf16;
+    gradients, two moments and a master copy in float32. The distributed optimizer (ZeRO stage 1,
+    arXiv:1910.02054 section 5) splits moments and master copy over the replicas.
     """
     sizes = ParallelSizes.from_config(megatron)
     size, fp8 = itemsize(megatron), megatron.precision == Precision.fp8
-    # A master copy only where the parameters are not in float32 themselves.
+    # float32 parameters need no master copy.
     per_element = 8 if size == 4 else 12
     replicas, expert_replicas = sizes.dp * sizes.cp, sizes.tp * sizes.cp * sizes.dp // (sizes.ep * sizes.etp)
     if not megatron.distributed_optimizer:
@@ -51,7 +58,7 @@ def training_states(arch: Architecture, megatron: MegatronConfig) -> list[Traini
 
 @cache
 def stage_elements(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
-    """Parameters of a rank of each pipeline stage: (of experts none, of its experts)."""
+    """Return (parameters outside experts, parameters of experts) of a rank of each pipeline stage."""
     dense, experts = [0] * sizes.pp, [0] * sizes.pp
     stage_of_layer = [
         chunk % sizes.pp
@@ -66,9 +73,11 @@ def stage_elements(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int,
 
 @cache
 def _elements(arch: Architecture, tp: int, etp: int, one_stage: bool) -> Counter:
-    """{(layer, or first or last stage, whether of experts): elements of one shard, of all experts of the layer}.
+    """Return the number of elements of one shard by (place, whether the parameters are experts').
 
-    Kept, because a search asks for it again with every number of stages, replicas and expert-parallel ranks.
+    The place is a layer index, or `first` or `last` for the stage of embedding or output layer. Elements of
+    experts are those of all experts of the layer. The result is cached because a search asks for it again
+    with every number of stages, replicas and expert-parallel ranks.
     """
     ranks, found = TrainerRanks(ParallelSizes(tp=tp, etp=etp), arch.num_layers), Counter()
     for entry in _map(arch).values():

@@ -1,4 +1,4 @@
-"""Plans as text, for people."""
+"""Plans as text for people."""
 
 from grpo_megatron.config.load import flat
 from grpo_megatron.config.schema import Config, Recompute
@@ -12,7 +12,7 @@ MODEL_OF_TIME = (
 
 
 def trainer_text(config: Config) -> str:
-    """TP8 PP2 DP8"""
+    """Return the trainer's layout, such as `TP8 PP2 DP8`."""
     megatron = config.megatron
     sizes = {
         "TP": megatron.tensor_parallel,
@@ -27,7 +27,7 @@ def trainer_text(config: Config) -> str:
 
 
 def engines_text(config: Config) -> str:
-    """16 x TP8, colocated"""
+    """Return the engines' layout, such as `16 x TP8, colocated`."""
     engine = config.rollout.engine
     return f"{engine.num_engines} x TP{engine.tensor_parallel}, {config.cluster.placement.value}"
 
@@ -45,7 +45,7 @@ def recomputation_text(config: Config) -> str:
 
 
 def changes_text(before: Config, after: Config) -> str:
-    """key=value of all that is different, as a command line takes it."""
+    """Return the changed keys as arguments of a command line: key=value key=value."""
     old = flat(before)
     return " ".join(f"{key}={_value(value)}" for key, value in flat(after).items() if value != old[key])
 
@@ -59,7 +59,7 @@ def _value(value) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    """The first column to the left, all others to the right."""
+    """Return a table as text. The first column is aligned to the left, all others to the right."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = []
     for row in [head, *rows]:
@@ -72,14 +72,15 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def plan_text(found: Plan, lengths: Lengths) -> str:
-    """Of one that fits."""
+    """Return the whole text of a plan that fits."""
     config = found.config
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
     idle = gpus - found.times.gpus
     lines = [
         f"{config.model.path} on {cluster_text(config)}"
         + (f"; {idle} of {gpus} GPUs are idle" if idle else ""),
-        f"trainer: {trainer_text(config)}, {config.megatron.precision.value}, recomputation: {recomputation_text(config)}",
+        f"trainer: {trainer_text(config)}, {config.megatron.precision.value}, recomputation: "
+        f"{recomputation_text(config)}",
         f"engines: {engines_text(config)}",
         "",
         memory_text(found.memory),
@@ -116,8 +117,8 @@ def capacity_lines(found: Plan, lengths: Lengths) -> list[str]:
     if memory.files:
         lines.append(f"in files of megatron.offload_folder, of a node: {_sum_text(memory.files)}")
     lines.append(
-        f"KV cache of an engine: {memory.kv_tokens:,} tokens, {memory.kv_tokens // longest:,} sequences of {longest:,} tokens, "
-        f"{int(memory.kv_tokens / lengths.sequence):,} of {lengths.sequence:,.0f}"
+        f"KV cache of an engine: {memory.kv_tokens:,} tokens, {memory.kv_tokens // longest:,} sequences of "
+        f"{longest:,} tokens, {int(memory.kv_tokens / lengths.sequence):,} of {lengths.sequence:,.0f}"
     )
     return lines
 
@@ -136,8 +137,9 @@ def times_text(found: Plan, lengths: Lengths) -> str:
     return "\n".join(
         [
             _table(["seconds", "", "share"], rows),
-            f"{taken.tokens_per_second_per_gpu:,.0f} tokens/s/GPU with prompts of {lengths.prompt:,.0f} and responses of "
-            f"{lengths.response:,.0f} tokens in the mean; MFU of the training pass {taken.mfu:.0%}",
+            f"{taken.tokens_per_second_per_gpu:,.0f} tokens/s/GPU with prompts of {lengths.prompt:,.0f} and "
+            f"responses of {lengths.response:,.0f} tokens in the mean; MFU of the training pass "
+            f"{taken.mfu:.0%}",
             bottleneck_text(found),
             MODEL_OF_TIME,
         ]
@@ -147,13 +149,17 @@ def times_text(found: Plan, lengths: Lengths) -> str:
 def bottleneck_text(found: Plan) -> str:
     taken, tightest = found.times, found.memory.tightest
     return (
-        f"bottleneck: {taken.bottleneck} ({taken.seconds[taken.bottleneck] / taken.step:.0%} of the step); memory: {tightest.name} "
-        f"({tightest.total / found.memory.usable:.0%}, most of it {tightest.largest_item})"
+        f"bottleneck: {taken.bottleneck} ({taken.seconds[taken.bottleneck] / taken.step:.0%} of the step); "
+        f"memory: {tightest.name} ({tightest.total / found.memory.usable:.0%}, most of it "
+        f"{tightest.largest_item})"
     )
 
 
 def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
-    """config: that which was asked for."""
+    """Return a table of the plans that were found.
+
+    config: the configuration that the search started from.
+    """
     head = ["trainer", "engines", "recomputation", "optimizer", "GB", "step, s", "tokens/s/GPU", "bottleneck"]
     rows = [
         [
@@ -170,13 +176,14 @@ def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
     ]
     return "\n".join(
         [
-            f"{config.model.path} on {cluster_text(config)}: the quickest layouts that are legal and fit, prompts of "
-            f"{lengths.prompt:,.0f} and responses of {lengths.response:,.0f} tokens in the mean",
+            f"{config.model.path} on {cluster_text(config)}: the quickest layouts that are legal and fit, "
+            f"prompts of {lengths.prompt:,.0f} and responses of {lengths.response:,.0f} tokens in the mean",
             "",
             _table(head, rows),
             "",
-            f"GB: of the fullest GPU, of {gb(found[0].memory.usable)}. bottleneck: the longest phase; the largest item where "
-            "memory is tightest but for generation, which is as full as it is told to be. Weight syncs are left out.",
+            f"GB: of the fullest GPU, of {gb(found[0].memory.usable)}. bottleneck: the longest phase; the "
+            "largest item where memory is tightest but for generation, which is as full as it is told to be. "
+            "Weight syncs are left out.",
             MODEL_OF_TIME,
             "",
             "The first is this configuration with:",

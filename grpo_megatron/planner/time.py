@@ -1,16 +1,19 @@
-"""How long the phases of a step take: a model, which has not been compared with this program on a GPU.
+"""Times of the phases of a step, by a model that has not been compared with this program on a GPU.
 
-Work is divided by the data sheet's speed (capabilities.GPUS) times the assumed share of it that kernels and links reach:
+Work is divided by the speed in the data sheet (capabilities.GPUS) times the share of it that kernels and
+links are assumed to reach:
 
-- training and log-prob passes: FLOPs, 6 or 2 for each weight that a token meets and those of attention (PaLM, arXiv:2204.02311,
-  appendix B), with what is computed again, divided evenly over the ranks; the busiest pipeline stage and the pipeline's bubble
-  (p - 1) / (v m) (Narayanan et al., arXiv:2104.04473, section 2.2); then what tensor, expert, context and pipeline parallelism send, as
-  if nothing of it were hidden, each message with its latency.
-- decoding: in each step the weights and the KV cache are read once, or the products take longer (the roofline model, Williams et al. 2009,
-  doi:10.1145/1498765.1498785, as Pope et al., arXiv:2211.05102, apply it).
+- training and log-prob passes: FLOPs, 6 or 2 for each weight that a token meets plus those of attention
+  (PaLM, arXiv:2204.02311, appendix B) and those of recomputation, divided evenly over the ranks; then the
+  busiest pipeline stage and the pipeline's bubble (p - 1) / (v m) (Narayanan et al., arXiv:2104.04473,
+  section 2.2); then the messages of tensor, expert, context and pipeline parallelism, each with its latency,
+  as if none were overlapped with compute.
+- decoding: each step reads the weights and the KV cache once, or takes as long as the products if that is
+  longer (the roofline model, Williams et al. 2009, doi:10.1145/1498765.1498785, as applied by Pope et al.,
+  arXiv:2211.05102).
 - weight sync: the plan of weights.sync.cost.
 
-Not in it: rewards but those of a reward model, data, checkpoints, evaluation, and stragglers.
+Not included: rewards other than those of a reward model, data, checkpoints, evaluation, and stragglers.
 """
 
 from dataclasses import dataclass
@@ -33,31 +36,39 @@ from grpo_megatron.planner.memory import takes_turns
 from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import TrainingState, itemsize, stage_elements, training_states
 
-# Assumed shares of the data sheet's speeds. Matrix products of dense layers, with the norms and activations between them; those of
-# experts, which are smaller, with the sorting of tokens; attention's kernel.
+# Assumed shares of the speeds in the data sheet: products of dense layers, with norms and activations;
+# products of experts, which are smaller, with the sorting of tokens; the attention kernel.
 PRODUCTS, EXPERT_PRODUCTS, ATTENTION = 0.6, 0.35, 0.45
-# The device's memory; links to other GPUs and to the host.
+# Also assumed shares: bandwidth of the device's memory; links to other GPUs and to the host.
 BANDWIDTH, LINKS = 0.75, 0.8
-# Assumed seconds: what a layer of a decoding step takes besides, with CUDA graphs, and a collective within a node and between nodes.
+# Assumed seconds: overhead of a layer in a decoding step with CUDA graphs; latency of a message within a node
+# and between nodes.
 LAYER_SECONDS, FABRIC_SECONDS, NETWORK_SECONDS = 20e-6, 10e-6, 30e-6
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens of a prompt and of a response. Nobody knows them before a run: by default half of the longest."""
+    """Mean tokens of a prompt and of a response.
+
+    They are unknown before a run. The default is half of the longest length.
+    """
 
     prompt: float
     response: float
 
     @classmethod
     def given(cls, config: Config, prompt: float | None = None, response: float | None = None) -> "Lengths":
-        """None: not known. Raises UserError for a mean that the configured limits do not allow."""
+        """Return the given means; None: half of the longest length.
+
+        Raises UserError for a mean beyond the configured limits.
+        """
         most = {"prompt": config.data.max_prompt_length, "response": config.rollout.max_response_length}
         means = {"prompt": prompt, "response": response}
         for name, mean in means.items():
             if mean is not None and not 0 < mean <= most[name]:
                 raise UserError(
-                    f"a mean of {mean:g} tokens must be above 0 and at most the longest {name}, {most[name]} tokens"
+                    f"a mean of {mean:g} tokens must be above 0 and at most the longest {name}, {most[name]} "
+                    "tokens"
                 )
         return cls(*(most[name] / 2 if mean is None else mean for name, mean in means.items()))
 
@@ -68,10 +79,13 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Times:
-    """seconds: {phase: seconds}, of a whole step. tokens: prompts and responses of a step. gpus: of trainer and engines.
+    """Times of one step.
 
-    model_flops: of the training pass of a step, without what is computed twice, as a share of what the trainer's GPUs promise in that
-    time (MFU, arXiv:2204.02311 appendix B).
+    seconds: {phase: seconds}.
+    tokens: tokens of all prompts and responses of the step.
+    gpus: GPUs of trainer and engines.
+    mfu: FLOPs of the training pass without recomputation, as a share of what the trainer's GPUs promise in
+    that time (MFU, arXiv:2204.02311 appendix B).
     """
 
     seconds: dict[str, float]
@@ -93,7 +107,7 @@ class Times:
 
 
 def num_gpus(config: Config) -> int:
-    """That trainer and engines use."""
+    """Return the number of GPUs that trainer and engines use."""
     ranks = ParallelSizes.from_config(config.megatron).world_size
     engines = config.rollout.engine.num_engines * config.rollout.engine.tensor_parallel
     return max(ranks, engines) if config.cluster.placement == Placement.colocated else ranks + engines
@@ -102,7 +116,11 @@ def num_gpus(config: Config) -> int:
 def times(
     config: Config, arch: Architecture, states: list[TrainingState], kv_tokens: int, lengths: Lengths
 ) -> Times:
-    """Without the weight sync. states: as planner.states gives them. kv_tokens: of an engine's cache, above 0."""
+    """Return the times of a step without the weight sync.
+
+    states: result of planner.states.training_states.
+    kv_tokens: tokens in an engine's KV cache, above 0.
+    """
     passes = _Passes(config, arch, lengths)
     seconds = {"generation": generation_seconds(config, arch, kv_tokens, lengths)}
     seconds |= _scoring_seconds(config, lengths) | passes.logprob_seconds(states)
@@ -116,7 +134,10 @@ def times(
 
 
 def _scoring_seconds(config: Config, lengths: Lengths) -> dict[str, float]:
-    """Of a reward model, where there is one: its weights come from the host, once, and it reads all samples."""
+    """Return the seconds of scoring by a reward model; empty if there is none.
+
+    Its weights are copied from the host once, and it reads all samples.
+    """
     found = scorer(config)
     if found is None:
         return {}
@@ -126,10 +147,11 @@ def _scoring_seconds(config: Config, lengths: Lengths) -> dict[str, float]:
 
 
 def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengths: Lengths) -> float:
-    """Of one engine's share of the responses.
+    """Return the seconds in which one engine generates its share of the responses.
 
-    As many are decoded at once as slots and KV cache allow. A step of the engine gives each of them a token; there are at least as many
-    steps as the longest response has tokens, which one is taken to have, so that towards the end fewer are decoded at once.
+    It decodes as many responses at once as slots and KV cache allow. Each step of the engine gives each of
+    them one token. One response is assumed to have the maximum length, so there are at least that many steps,
+    and fewer responses are decoded at once towards the end.
     """
     engine, prompts = config.rollout.engine, config.data.train_batch_size
     responses = ceil(prompts * config.rollout.n / engine.num_engines)
@@ -143,18 +165,21 @@ def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengt
 
 
 def _engine_rate(config: Config) -> float:
-    """FLOP/s of products on one GPU of an engine."""
+    """Return the FLOP/s of matrix products on one GPU of an engine."""
     speed = GPUS[config.cluster.gpu].speed
     fp8 = config.rollout.engine.quantization == Quantization.fp8
     return PRODUCTS * (speed.fp8 if fp8 and speed.fp8 else speed.bf16)
 
 
 def _decode_step(config: Config, arch: Architecture, batch: float, context: float) -> float:
-    """Seconds for one token of each of `batch` requests, whose sequences have `context` tokens."""
+    """Return the seconds of a decoding step: one token for each of `batch` requests.
+
+    context: tokens of each sequence.
+    """
     engine, speed = config.rollout.engine, GPUS[config.cluster.gpu].speed
     weights = engine_weight_bytes(arch, engine)
     if arch.moe:
-        # An expert is read if any token of the batch goes to it.
+        # An expert is read only if some token of the batch goes to it.
         untouched = (1 - arch.moe.top_k / arch.moe.num_experts) ** batch
         weights -= engine_expert_bytes(arch, engine) * untouched
     cache = batch / engine.data_parallel_attention * context * kv_bytes_per_token(arch, engine)
@@ -166,7 +191,7 @@ def _decode_step(config: Config, arch: Architecture, batch: float, context: floa
     )
     layer = LAYER_SECONDS
     if engine.tensor_parallel > 1:
-        # Two all-reduces of hidden states, each of which sends and receives them about twice.
+        # Each layer has two all-reduces of hidden states. Each sends and receives them about twice.
         within = engine.tensor_parallel <= config.cluster.gpus_per_node
         link, latency = (speed.fabric, FABRIC_SECONDS) if within else (speed.network, NETWORK_SECONDS)
         layer += 2 * (latency + 2 * batch * arch.hidden_size * 2 / (LINKS * link))
@@ -175,17 +200,22 @@ def _decode_step(config: Config, arch: Architecture, batch: float, context: floa
 
 @dataclass(frozen=True)
 class _Flops:
-    """Of one sequence's forward pass, by the kernels that compute it."""
+    """FLOPs of one sequence's forward pass, by the kernels that compute them."""
 
     projections: float
+    """Projections of attention."""
     mlp: float
+    """MLP of the layers without experts."""
     experts: float
+    """Router, top_k experts and shared experts."""
     head: float
+    """Output projection."""
     attention: float
+    """Attention kernel."""
 
     @classmethod
     def of(cls, arch: Architecture, length: float) -> "_Flops":
-        """length: tokens."""
+        """Return the FLOPs of a sequence of `length` tokens."""
         cost, moe = arch.cost_model, arch.moe
         with_experts = sum(moe.layers) if moe else 0
         mlp = 6.0 * (arch.num_layers - with_experts) * arch.hidden_size * arch.ffn_hidden_size
@@ -220,12 +250,14 @@ class _Passes:
         self.stages = layers_of(arch, self.sizes)
 
     def seconds(self, training: bool) -> float:
-        """Of one pass over all samples of a step. training: forward and backward, in optimizer steps, else a log-prob pass."""
+        """Return the seconds of one pass over all samples of a step.
+
+        training: True for forward and backward passes in optimizer steps, False for a log-prob pass.
+        """
         config, sizes = self.config, self.sizes
         prompts = config.train.ppo_mini_batch_size if training else config.data.train_batch_size
-        tokens = (
-            prompts * config.rollout.n * self.lengths.sequence / (sizes.dp * sizes.cp)
-        )  # of a rank, in an optimizer step
+        # Tokens of a rank in an optimizer step.
+        tokens = prompts * config.rollout.n * self.lengths.sequence / (sizes.dp * sizes.cp)
         micro_batches = max(1, ceil(tokens / config.train.max_tokens_per_micro_batch))
         bubble = (sizes.pp - 1) / (sizes.vpp * micro_batches)
         computed, times_sent = self._forward(), 1
@@ -246,16 +278,16 @@ class _Passes:
         return found
 
     def optimizer_seconds(self, states: list[TrainingState]) -> float:
-        """Of all optimizer steps of a step: gradients summed over replicas, parameters gathered, states updated.
+        """Return the seconds of all optimizer steps of a step.
 
-        Summing and gathering is hidden behind the backward pass with megatron.overlap, as far as that lasts.
+        An optimizer step sums gradients over the replicas, gathers parameters and updates states. With
+        megatron.overlap, summing and gathering are hidden behind the backward pass as long as that lasts.
         """
         config = self.config
         steps = config.train.ppo_epochs * config.data.train_batch_size // config.train.ppo_mini_batch_size
         state = max(states, key=lambda state: state.optimizer)
-        moved = (
-            2 * state.optimizer + state.optimizer // 2
-        )  # moments and masters there and back; gradients and parameters
+        # Bytes of moments and master copy, read and written, then of gradients and parameters.
+        moved = 2 * state.optimizer + state.optimizer // 2
         updating = moved / (BANDWIDTH * self.speed.memory)
         if config.optimizer.offload:
             updating += 2 * state.optimizer / (LINKS * self.speed.host)
@@ -274,7 +306,7 @@ class _Passes:
         return self.speed.fp8 if fp8 else self.speed.bf16
 
     def _forward(self) -> float:
-        """Seconds of a forward pass of all samples, spread over all ranks."""
+        """Return the seconds of a forward pass of all samples, spread over all ranks."""
         flops, rate = self.flops, self._rate()
         dense = (flops.projections + flops.mlp) / (PRODUCTS * rate) + flops.head / (
             PRODUCTS * self.speed.bf16
@@ -283,7 +315,7 @@ class _Passes:
         return self.samples * (dense + rest) / self.sizes.world_size
 
     def _recomputed(self) -> float:
-        """Seconds of what a backward pass computes again."""
+        """Return the seconds of what a backward pass recomputes."""
         flops, rate, modules = self.flops, self._rate(), recomputed_modules(self.config.megatron)
         if self.config.megatron.recompute == Recompute.full:
             return self._forward()
@@ -293,16 +325,22 @@ class _Passes:
         return self.samples * seconds / self.sizes.world_size
 
     def _imbalance(self) -> float:
-        """Work of the busiest stage over that of the mean one; the last has the output layer, and layers are taken to be alike."""
+        """Return the work of the busiest stage divided by that of the mean stage.
+
+        The last stage has the output layer. All transformer layers are assumed to be equal.
+        """
         layer = (self.flops.total - self.flops.head) / self.arch.num_layers
         work = [layer * sum(layers) for layers in self.stages]
         work[-1] += self.flops.head
         return max(work) * self.sizes.pp / sum(work)
 
     def _message(self, size: float, ranks: int) -> float:
-        """Seconds in which a rank sends this many bytes to those of its group; ranks: how many neighbouring ones the group spans.
+        """Return the seconds in which a rank sends `size` bytes to the other ranks of its group.
 
-        Beyond a node, the part for other nodes goes through the rank's network card, and is what is waited for.
+        If the group spans several nodes, the rank waits for the part that goes through its network card to
+        other nodes.
+
+        ranks: number of neighbouring ranks that the group spans.
         """
         per_node = self.config.cluster.gpus_per_node
         if ranks <= per_node:
@@ -310,11 +348,15 @@ class _Passes:
         return NETWORK_SECONDS + size * (1 - per_node / ranks) / (LINKS * self.speed.network)
 
     def _sent(self, tokens: float) -> float:
-        """Seconds of what the ranks of the busiest stage send in the forward pass of a micro-batch; tokens: of a rank's part of it.
+        """Return the seconds of the messages in a micro-batch's forward pass, on a rank of the busiest stage.
 
-        Tensor parallel: hidden states gathered and scattered again around attention and around the MLP (arXiv:2205.05198 section 4.2).
-        Expert parallel: a token's copies there and back. Context parallel: keys and values around the ring. Pipeline: hidden states,
-        from chunk to chunk.
+        Tensor parallel: hidden states are gathered and scattered around attention and around the MLP
+        (arXiv:2205.05198 section 4.2).
+        Expert parallel: copies of a token go to its experts and back.
+        Context parallel: keys and values go around the ring.
+        Pipeline: hidden states go from chunk to chunk.
+
+        tokens: tokens of a rank's part of the micro-batch.
         """
         sizes, arch, width = self.sizes, self.arch, itemsize(self.config.megatron)
         share = 1 / sizes.tp if sizes.sequence_parallel else 1
@@ -338,8 +380,11 @@ class _Passes:
         return seconds
 
     def _reducing(self) -> float:
-        """Seconds of one optimizer step's collectives: with the distributed optimizer gradients are scattered and parameters
-        gathered, each element once; else gradients are summed on every replica, which is both of gradients."""
+        """Return the seconds of one optimizer step's collectives.
+
+        With the distributed optimizer, gradients are scattered and parameters gathered, each element once.
+        Otherwise gradients are summed on every replica, which scatters and gathers gradients.
+        """
         sizes, megatron = self.sizes, self.config.megatron
         size = 4 + (itemsize(megatron) if megatron.distributed_optimizer else 4)
         replicas, span = sizes.dp * sizes.cp, sizes.tp * sizes.cp * sizes.dp

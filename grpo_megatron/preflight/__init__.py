@@ -1,1 +1,1 @@
-"""What can be known to be wrong with a run before it starts; may look at every other package."""
+"""Checks that find errors of a run before it starts. This package may import every other one."""

@@ -1,4 +1,4 @@
-"""Rules about the algorithm: sections algorithm, mismatch, ref, and reward.overlong_buffer."""
+"""Rules about the algorithm: the sections algorithm, mismatch and ref, and reward.overlong_buffer."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from grpo_megatron.config.algorithm import KLControl
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.preflight.rule import RuleBook
 
-# Their checks take a Config. All are for training alone, since supervised fine-tuning has no algorithm to choose.
+# Each check takes a Config. All rules are for `train`, because other commands have no choice of algorithm.
 ALGORITHM = RuleBook()
 
 _TRAIN = ("train",)
@@ -79,8 +79,8 @@ def sequence_sum_has_its_weights(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.ratio_level == "sequence_sum" and algorithm.loss_agg_mode not in _PER_SEQUENCE:
         yield (
-            f"algorithm.ratio_level=sequence_sum needs the weights of algorithm.loss_agg_mode={' or '.join(_PER_SEQUENCE)}, "
-            f"which is {algorithm.loss_agg_mode}"
+            "algorithm.ratio_level=sequence_sum needs the weights of "
+            f"algorithm.loss_agg_mode={' or '.join(_PER_SEQUENCE)}, which is {algorithm.loss_agg_mode}"
         )
 
 
@@ -93,7 +93,10 @@ def sequence_sum_has_its_weights(config: Config) -> Iterator[str]:
 def reinforce_has_no_ratio(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.surrogate == "reinforce" and algorithm.ratio_level != "token":
-        yield f"algorithm.surrogate=reinforce has no policy ratio, so algorithm.ratio_level={algorithm.ratio_level} means nothing"
+        yield (
+            "algorithm.surrogate=reinforce has no policy ratio, so "
+            f"algorithm.ratio_level={algorithm.ratio_level} means nothing"
+        )
 
 
 @ALGORITHM.rule(
@@ -143,8 +146,8 @@ def unbiased_kl_has_its_estimator(config: Config) -> Iterator[str]:
         not algorithm.use_kl_loss or algorithm.kl_loss_type not in UNBIASED_TYPES
     ):
         yield (
-            f"algorithm.kl_loss_unbiased needs algorithm.use_kl_loss and algorithm.kl_loss_type of {', '.join(UNBIASED_TYPES)}, "
-            f"which is {algorithm.kl_loss_type}"
+            "algorithm.kl_loss_unbiased needs algorithm.use_kl_loss and algorithm.kl_loss_type of "
+            f"{', '.join(UNBIASED_TYPES)}, which is {algorithm.kl_loss_type}"
         )
 
 
@@ -156,7 +159,10 @@ def unbiased_kl_has_its_estimator(config: Config) -> Iterator[str]:
 )
 def kl_in_reward_is_known_in_time(config: Config) -> Iterator[str]:
     if config.algorithm.use_kl_in_reward and config.train.old_logprobs == OldLogprobs.current:
-        yield "algorithm.use_kl_in_reward needs the old log-probs before training: train.old_logprobs=recompute or rollout"
+        yield (
+            "algorithm.use_kl_in_reward needs the old log-probs before training: "
+            "train.old_logprobs=recompute or rollout"
+        )
 
 
 @ALGORITHM.rule(
@@ -179,4 +185,7 @@ def adaptive_kl_has_its_kl(config: Config) -> Iterator[str]:
 )
 def there_is_a_reference_to_reset(config: Config) -> Iterator[str]:
     if config.ref.reset_every > 0 and not config.algorithm.needs_reference:
-        yield "ref.reset_every: there is no reference without algorithm.use_kl_loss or algorithm.use_kl_in_reward"
+        yield (
+            "ref.reset_every: there is no reference without algorithm.use_kl_loss or "
+            "algorithm.use_kl_in_reward"
+        )

@@ -1,4 +1,4 @@
-"""`grpo-megatron config check`: everything that can be known to be wrong before a run starts."""
+"""`grpo-megatron config check`: report every error that can be found before a run starts."""
 
 import dataclasses
 import os
@@ -23,14 +23,22 @@ from grpo_megatron.preflight.rules import violations
 
 @dataclasses.dataclass
 class Report:
-    """violations: each one sentence. checked, not_checked: what was looked at, and what could not be, with the reason."""
+    """Result of a check.
+
+    violations: one sentence each.
+    checked: what was checked.
+    not_checked: what could not be checked, with the reason.
+    """
 
     violations: list[str] = dataclasses.field(default_factory=list)
     checked: list[str] = dataclasses.field(default_factory=list)
     not_checked: list[str] = dataclasses.field(default_factory=list)
 
     def attempt(self, what: str, check) -> bool:
-        """Run a check that raises UserError; True if it passed."""
+        """Run a check, which raises UserError if it fails, and record the result.
+
+        Return True if it passed.
+        """
         try:
             check()
         except UserError as error:
@@ -54,7 +62,12 @@ class Report:
 
 
 def check(path: str | None, overrides: list[str], command: str = "train") -> Report:
-    """command: one of rule.COMMANDS. Raises UserError only for a file or an argument that cannot be read at all."""
+    """Check a configuration and everything on this machine that it refers to.
+
+    command: one of rule.COMMANDS.
+
+    Raises UserError only for a file or an argument that cannot be read at all.
+    """
     report = Report()
     settings = read_sources(path, overrides)
     try:
@@ -77,14 +90,16 @@ def check(path: str | None, overrides: list[str], command: str = "train") -> Rep
     model_is_here = _check_model(config, command, report)
     _check_data(config, command, model_is_here, report)
     _check_paths(config, command, report)
-    report.violations = list(
-        dict.fromkeys(report.violations)
-    )  # a rule that is asked with and without the model
+    # A rule can be checked twice, with and without the model.
+    report.violations = list(dict.fromkeys(report.violations))
     return report
 
 
 def _typed(settings: list[Layer], report: Report) -> Config:
-    """The configuration without the keys and values the schema refuses, each of which becomes a violation."""
+    """Return the configuration without the settings that the schema refuses.
+
+    Each refused setting is reported as a violation.
+    """
     legal, refused = _legal_part([one for layer in settings for one in _single_values(layer)])
     report.violations += refused
     return as_config(merge(legal))
@@ -98,7 +113,10 @@ def _single_values(layer: Layer) -> Iterator[Layer]:
 
 
 def _legal_part(settings: list[Layer]) -> tuple[list[Layer], list[str]]:
-    """Those that the schema takes, and a sentence for each other; found by halving, since most are legal."""
+    """Return the settings that the schema accepts, and one sentence for each of the others.
+
+    OmegaConf reports one error at a time. The errors are found by halving, because most settings are legal.
+    """
     try:
         as_config(merge(settings))
         return settings, []
@@ -112,7 +130,10 @@ def _legal_part(settings: list[Layer]) -> tuple[list[Layer], list[str]]:
 
 
 def _check_model(config: Config, command: str, report: Report) -> bool:
-    """Whether there is a model to read on."""
+    """Check the model and the reward model.
+
+    Return True if there is a model, so that the data can be checked with its tokenizer.
+    """
     path, ref = config.model.path, config.ref.path
     if ref and is_absent(ref):
         report.not_checked.append(f"ref.path: {ref} is not a folder here")
@@ -145,7 +166,10 @@ def _check_model(config: Config, command: str, report: Report) -> bool:
 
 
 def _check_reward_model(config: Config, report: Report) -> Config:
-    """Its tokenizer; returns the configuration without a model that is not here."""
+    """Check the reward model's tokenizer.
+
+    Return the configuration, without the reward model if that is not on this machine.
+    """
     path = config.reward.model.path
     if path is None or is_absent(path):
         if path:
@@ -179,7 +203,7 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
     named = [("data.train", data.train)] if trained else []
     if command != "sft":
         named.append(("data.eval", data.eval))
-    # A value that is neither a name nor a list of names breaks a rule, which says what it must be.
+    # A rule reports a value that is neither a name nor a list of names.
     sources = [
         (key, source) for key, value in named if isinstance(value, (str, list)) for source in as_list(value)
     ]
@@ -198,7 +222,7 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
             report.not_checked.append(f"{key}: {source} is not a {'folder' if is_hub else 'file'} here")
         elif (
             not is_hub and not os.path.isdir(source) and file_problem(source)
-        ):  # of folders, open_records says more
+        ):  # open_records reports more about folders
             report.violations.append(f"{key}: {source} {file_problem(source)}")
         elif not tokenizers:
             report.attempt(f"fields of {key} {source}", partial(read_records, source, fields))
@@ -221,7 +245,10 @@ def _read_prompts(source: str, tokenizer, config: Config) -> None:
 
 
 def _read_pairs(source: str, tokenizer, config: Config) -> None:
-    """tokenizer: a PromptTokenizer, which this module loads only where there is a model."""
+    """Read preference pairs.
+
+    tokenizer: a PromptTokenizer. This module imports that class only if there is a model.
+    """
     from grpo_megatron.data.conversations import Conversations, pad_token
     from grpo_megatron.data.preferences import load_pairs
 
@@ -238,7 +265,7 @@ def _check_paths(config: Config, command: str, report: Report) -> None:
     for key, folder in output_folders(config, command).items():
         usable[key] = _can_write(key, folder, partial(must_be_writable, key, folder), config, report)
     if command == "eval":
-        replay = None  # an evaluation begins anew, with engines
+        replay = None  # an evaluation never replays: it always generates with engines
     elif resume not in (AUTO, *ANEW) and is_absent(resume):
         report.not_checked.append(f"run.resume: {resume} is not a folder here")
     elif usable["run.root"] or resume not in (AUTO, *ANEW):
@@ -258,9 +285,9 @@ def _check_paths(config: Config, command: str, report: Report) -> None:
 def _can_write(
     key: str, path: str, must_be_right: Callable[[], None], config: Config, report: Report
 ) -> bool:
-    """Check a path to write to; return whether it is right.
+    """Check a path that the run writes to. Return True if it is usable.
 
-    On the machines of a cluster it may be another one's.
+    A failure here is no violation if the run is for a cluster, where the path may belong to another machine.
     """
     if is_of_another_machine(path):
         report.not_checked.append(f"{key}: nothing of {path} is on this machine")

@@ -1,17 +1,22 @@
-"""Do the machines of a run allow what is configured, and are they those that were described."""
+"""Check that a run's machines can do what is configured, and are as cluster.* describes them."""
 
 from grpo_megatron.capabilities import Capabilities
-from grpo_megatron.cluster.placement import connect
 from grpo_megatron.cluster.probe import capabilities_of_ray
+from grpo_megatron.cluster.ray_connection import connect
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.cluster_rules import CLUSTER
 
 
 def check_cluster(config: Config, command: str) -> None:
-    """Joins the Ray cluster of cluster.ray_address, if it is set, and asks it; else asks this machine. command: train, sft or reward-model.
+    """Check the machines of a run.
 
-    Raises UserError with every rule about machines that is broken there, and every fact of cluster.* that is not so.
+    With cluster.ray_address, this process joins that Ray cluster and asks it. Otherwise this machine is
+    checked.
+
+    command: train, sft or reward-model.
+
+    Raises UserError with every broken rule about machines, and every wrong fact in cluster.*.
     """
     address = config.cluster.ray_address
     if address is not None:
@@ -26,7 +31,7 @@ def check_cluster(config: Config, command: str) -> None:
 
 
 def contradictions(config: Config, found: Capabilities) -> list[str]:
-    """One sentence for each given fact that does not hold on the cluster that was found."""
+    """Return one sentence for each fact in cluster.* that does not hold on the cluster that was found."""
     cluster = config.cluster
     said = Capabilities.of_facts(cluster.gpu, cluster.nodes, cluster.gpus_per_node)
     wrong = []
@@ -39,7 +44,7 @@ def contradictions(config: Config, found: Capabilities) -> list[str]:
         wrong.append(
             f"cluster.gpu={cluster.gpu}, but the GPUs {found.where} have compute capability {major}.{minor}"
         )
-    # More than was said does no harm.
+    # More nodes or GPUs than stated do no harm.
     for name in ("nodes", "gpus_per_node"):
         fact, have = getattr(said, name), getattr(found, name)
         if fact is not None and have is not None and have < fact:

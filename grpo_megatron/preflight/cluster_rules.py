@@ -1,4 +1,4 @@
-"""Rules about the machines that will run a configuration, which need not be the one that checks it."""
+"""Rules about the machines that will run a configuration. They need not be the machine that checks it."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.rule import ENGINE_COMMANDS, TRAINING_COMMANDS, RuleBook
 
-# Their checks take a Config and the Capabilities of the machines that will run it.
+# Each check takes a Config and the Capabilities of the machines that will run it.
 CLUSTER = RuleBook()
 
 _FACTS = ("cluster.gpu", "cluster.nodes", "cluster.gpus_per_node")
@@ -31,7 +31,7 @@ _RANKS = (
 
 
 def runs_here(config: Config) -> bool:
-    """Return whether the run is for this machine, as far as the configuration says."""
+    """Return True if the configuration names no other machines, so that the run is for this one."""
     cluster = config.cluster
     return (cluster.ray_address, cluster.gpu, cluster.nodes, cluster.gpus_per_node) == (
         None,
@@ -42,7 +42,10 @@ def runs_here(config: Config) -> bool:
 
 
 def known_capabilities(config: Config) -> Capabilities:
-    """What is known without asking a Ray cluster: the facts that are given; without any, this machine, if it will run it."""
+    """Return what is known of the run's machines without asking a Ray cluster.
+
+    These are the facts in cluster.*. If the run is for this machine, they are found out here.
+    """
     cluster = config.cluster
     facts = (cluster.gpu, cluster.nodes, cluster.gpus_per_node)
     known = Capabilities.of_this_machine() if runs_here(config) else Capabilities.of_facts(*facts)
@@ -62,7 +65,10 @@ def gpus_per_node_means_something(config: Config, capabilities: Capabilities) ->
 )
 def fp8_can_run(config: Config, capabilities: Capabilities) -> Iterator[str]:
     if config.megatron.precision == Precision.fp8 and capabilities.fp8_problem:
-        yield f"megatron.precision=fp8 is not possible {capabilities.where}: {capabilities.fp8_problem}; use bf16"
+        yield (
+            f"megatron.precision=fp8 is not possible {capabilities.where}: {capabilities.fp8_problem}; use "
+            "bf16"
+        )
 
 
 @CLUSTER.rule(
@@ -71,7 +77,10 @@ def fp8_can_run(config: Config, capabilities: Capabilities) -> Iterator[str]:
 def transformer_engine_can_run(config: Config, capabilities: Capabilities) -> Iterator[str]:
     problem = capabilities.transformer_engine_problem
     if config.megatron.transformer_impl == TransformerImpl.transformer_engine and problem:
-        yield f"megatron.transformer_impl=transformer_engine is not possible {capabilities.where}: {problem}; use local or auto"
+        yield (
+            f"megatron.transformer_impl=transformer_engine is not possible {capabilities.where}: {problem}; "
+            "use local or auto"
+        )
 
 
 @CLUSTER.rule(
@@ -79,7 +88,10 @@ def transformer_engine_can_run(config: Config, capabilities: Capabilities) -> It
 )
 def emulation_is_possible(config: Config, capabilities: Capabilities) -> Iterator[str]:
     if config.megatron.emulate_kernels and capabilities.transformer_engine_problem:
-        yield f"megatron.emulate_kernels=true is not possible {capabilities.where}: {capabilities.transformer_engine_problem}"
+        yield (
+            f"megatron.emulate_kernels=true is not possible {capabilities.where}: "
+            f"{capabilities.transformer_engine_problem}"
+        )
 
 
 @CLUSTER.rule("MXFP8 needs a Blackwell GPU.", "megatron.fp8.recipe", "megatron.precision", "cluster.gpu")
@@ -89,13 +101,14 @@ def mxfp8_has_its_gpu(config: Config, capabilities: Capabilities) -> Iterator[st
     if wanted and gpu and gpu.compute_capability < BLACKWELL:
         major, minor = gpu.compute_capability
         yield (
-            f"megatron.fp8.recipe=mxfp8 needs compute capability 10.0 (Blackwell), the GPU {capabilities.where} has {major}.{minor}; "
-            "choose blockwise"
+            "megatron.fp8.recipe=mxfp8 needs compute capability 10.0 (Blackwell), the GPU "
+            f"{capabilities.where} has {major}.{minor}; choose blockwise"
         )
 
 
 @CLUSTER.rule(
-    "Activations of experts alone are recomputed by the layers that have all experts in one module, TransformerEngine's.",
+    "Activations of experts alone are recomputed by the layers that have all experts in one module, "
+    "TransformerEngine's.",
     "megatron.recompute_modules",
     "megatron.recompute",
     "megatron.transformer_impl",
@@ -114,8 +127,9 @@ def experts_activations_have_their_layers(config: Config, capabilities: Capabili
         megatron.transformer_impl == TransformerImpl.auto and impossible
     ):
         yield (
-            "megatron.recompute_modules=[moe_act] needs the TransformerEngine layers, and these are the local ones "
-            f"(megatron.transformer_impl={megatron.transformer_impl.value}); recompute moe instead"
+            "megatron.recompute_modules=[moe_act] needs the TransformerEngine layers, and these are the "
+            f"local ones (megatron.transformer_impl={megatron.transformer_impl.value}); recompute moe "
+            "instead"
         )
 
 
@@ -133,9 +147,10 @@ def ranks_and_engines_fit(config: Config, capabilities: Capabilities) -> Iterato
     needed = max(ranks, engine_gpus) if colocated else ranks + engine_gpus
     if have is not None and needed > have:
         yield (
-            f"cluster.placement={config.cluster.placement.value} of {ranks} trainer ranks (megatron.*_parallel) and {engines} engines "
-            f"of rollout.engine.tensor_parallel={config.rollout.engine.tensor_parallel} needs {needed} GPUs; {capabilities.where} "
-            f"there are {have}"
+            f"cluster.placement={config.cluster.placement.value} of {ranks} trainer ranks "
+            f"(megatron.*_parallel) and {engines} engines of "
+            f"rollout.engine.tensor_parallel={config.rollout.engine.tensor_parallel} needs {needed} GPUs; "
+            f"{capabilities.where} there are {have}"
         )
 
 
@@ -143,7 +158,10 @@ def ranks_and_engines_fit(config: Config, capabilities: Capabilities) -> Iterato
 def ranks_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
     ranks, have = _num_ranks(config), capabilities.num_gpus
     if have is not None and ranks > have:
-        yield f"{ranks} trainer ranks, the product of {', '.join(_RANKS)}, need as many GPUs; {capabilities.where} there are {have}"
+        yield (
+            f"{ranks} trainer ranks, the product of {', '.join(_RANKS)}, need as many GPUs; "
+            f"{capabilities.where} there are {have}"
+        )
 
 
 @CLUSTER.rule(
@@ -162,13 +180,13 @@ def engines_alone_fit(config: Config, capabilities: Capabilities) -> Iterator[st
     per_node = capabilities.gpus_per_node or tp
     if tp > per_node and tp % per_node:
         yield (
-            f"rollout.engine.tensor_parallel={tp}: an engine over several nodes takes all GPUs of each, and {capabilities.where} each "
-            f"has {per_node}"
+            f"rollout.engine.tensor_parallel={tp}: an engine over several nodes takes all GPUs of each, and "
+            f"{capabilities.where} each has {per_node}"
         )
     if have is not None and engines * tp > have:
         yield (
-            f"rollout.engine.num_engines={engines} of rollout.engine.tensor_parallel={tp} need {engines * tp} GPUs; {capabilities.where} "
-            f"there are {have}"
+            f"rollout.engine.num_engines={engines} of rollout.engine.tensor_parallel={tp} need "
+            f"{engines * tp} GPUs; {capabilities.where} there are {have}"
         )
 
 
@@ -180,7 +198,10 @@ def engines_alone_fit(config: Config, capabilities: Capabilities) -> Iterator[st
 def tensor_parallel_is_within_a_node(config: Config, capabilities: Capabilities) -> Iterator[str]:
     tp, per_node = config.megatron.tensor_parallel, capabilities.gpus_per_node
     if per_node and _crosses_a_node(0, _num_ranks(config), tp, per_node):
-        yield f"megatron.tensor_parallel={tp} groups would cross nodes: {capabilities.where} each has {per_node} GPUs"
+        yield (
+            f"megatron.tensor_parallel={tp} groups would cross nodes: {capabilities.where} each has "
+            f"{per_node} GPUs"
+        )
 
 
 @CLUSTER.rule(
@@ -192,7 +213,7 @@ def engines_fit_nodes(config: Config, capabilities: Capabilities) -> Iterator[st
         group, engine_tp = config.megatron.tensor_parallel, config.rollout.engine.tensor_parallel
         ranks, engines = num_processes(config, "train")
         try:
-            # Groups that are larger than a node break a rule of their own.
+            # Another rule reports groups that are larger than a node.
             bundles(ranks, min(group, per_node), engines, engine_tp, per_node, colocated)
         except UserError as error:
             yield f"{capabilities.where}: {error}"
@@ -209,8 +230,8 @@ def full_tensors_stay_on_a_node(config: Config, capabilities: Capabilities) -> I
     tp, per_node = config.rollout.engine.tensor_parallel, capabilities.gpus_per_node
     if per_node and tp > per_node and config.weight_sync.transport == SyncTransport.object_store:
         yield (
-            f"weight_sync.transport=object_store does not reach an engine of rollout.engine.tensor_parallel={tp} over nodes of "
-            f"{per_node} GPUs; use groups, or auto"
+            "weight_sync.transport=object_store does not reach an engine of "
+            f"rollout.engine.tensor_parallel={tp} over nodes of {per_node} GPUs; use groups, or auto"
         )
 
 
@@ -223,7 +244,10 @@ def full_tensors_stay_on_a_node(config: Config, capabilities: Capabilities) -> I
 def kv_cache_in_fp8_has_gpus(config: Config, capabilities: Capabilities) -> Iterator[str]:
     dtype = config.rollout.engine.kv_cache_dtype
     if dtype != KVCacheDtype.auto and capabilities.gpus is False:
-        yield f"rollout.engine.kv_cache_dtype={dtype.value} needs GPUs: SGLang writes such a cache by their kernels; use auto"
+        yield (
+            f"rollout.engine.kv_cache_dtype={dtype.value} needs GPUs: SGLang writes such a cache by their "
+            "kernels; use auto"
+        )
 
 
 @CLUSTER.rule(
@@ -236,8 +260,8 @@ def data_parallel_attention_has_gpus(config: Config, capabilities: Capabilities)
     groups = config.rollout.engine.data_parallel_attention
     if groups > 1 and capabilities.gpus is False:
         yield (
-            f"rollout.engine.data_parallel_attention={groups} needs GPUs: SGLang gathers the groups' tokens through pinned memory and "
-            "Triton kernels; use 1"
+            f"rollout.engine.data_parallel_attention={groups} needs GPUs: SGLang gathers the groups' tokens "
+            "through pinned memory and Triton kernels; use 1"
         )
 
 
@@ -253,8 +277,9 @@ def engines_compute_in_fp8(config: Config, capabilities: Capabilities) -> Iterat
     if wanted and gpu and not FP8_CAPABILITY <= gpu.compute_capability < BLACKWELL:
         major, minor = gpu.compute_capability
         yield (
-            f"rollout.engine.quantization=fp8 needs compute capability 8.9 (Ada) or 9.0 (Hopper), the GPU {capabilities.where} has "
-            f"{major}.{minor}, for which SGLang would rearrange the weights as it starts, and never again; set it to none"
+            "rollout.engine.quantization=fp8 needs compute capability 8.9 (Ada) or 9.0 (Hopper), the GPU "
+            f"{capabilities.where} has {major}.{minor}, for which SGLang would rearrange the weights as it "
+            "starts, and never again; set it to none"
         )
 
 
@@ -263,7 +288,7 @@ def _num_ranks(config: Config) -> int:
 
 
 def num_processes(config: Config, command: str) -> tuple[int, int]:
-    """(trainer ranks, engines) that a command starts, see rule.COMMANDS."""
+    """Return (trainer ranks, engines) that a command starts. The commands are rule.COMMANDS."""
     generates = command in ENGINE_COMMANDS and not (command == "train" and config.rollout.replay)
     return (
         _num_ranks(config) if command in TRAINING_COMMANDS else 0,
@@ -272,5 +297,8 @@ def num_processes(config: Config, command: str) -> tuple[int, int]:
 
 
 def _crosses_a_node(first: int, end: int, size: int, per_node: int) -> bool:
-    """Whether any of the groups of `size` neighbours among GPUs first .. end - 1 is on more than one node."""
+    """Return True if a group of `size` neighbouring GPUs is on more than one node.
+
+    The groups divide the GPUs first .. end - 1.
+    """
     return any(start // per_node != (start + size - 1) // per_node for start in range(first, end, size))

@@ -1,4 +1,4 @@
-"""docs/config.md: every key of the schema, generated from it."""
+"""Generator of docs/config.md, the reference of all configuration keys."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ finite. A key is set in a YAML file (`rollout: {{n: 8}}`) or as an argument (`ro
 
 
 def markdown() -> str:
-    """The whole page, without a newline at its end."""
+    """Return the whole page, without a newline at its end."""
     known = known_keys()
     parts = [_HEAD]
     for section, field in known.items():

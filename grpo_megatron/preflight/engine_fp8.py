@@ -1,4 +1,4 @@
-"""Which models engines cannot have in FP8, known from config.json and the layouts alone."""
+"""Check that engines can hold a model in FP8. It needs only config.json and the layouts."""
 
 from collections.abc import Iterator
 
@@ -16,16 +16,22 @@ _KEY = "rollout.engine.quantization=fp8"
 
 
 def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
-    """One sentence each. The layouts divide the model."""
+    """Yield one sentence for each reason why engines cannot hold the model in FP8.
+
+    The layouts must divide the model, which other rules check.
+    """
     if config.rollout.engine.quantization != Quantization.fp8:
         return
     path, dtype = config.model.path, engine_dtype(config.rollout.engine, config.model.path)
     if dtype != "bfloat16":
-        yield f"{_KEY} needs engines that compute in bfloat16, which is {dtype} here: set rollout.engine.dtype=bfloat16"
+        yield (
+            f"{_KEY} needs engines that compute in bfloat16, which is {dtype} here: set "
+            "rollout.engine.dtype=bfloat16"
+        )
     if arch.latent:
         yield (
-            f"{_KEY} is not for latent attention, which {path} has: SGLang absorbs kv_b_proj into other products after loading, "
-            "where it is in FP8 no longer; set it to none"
+            f"{_KEY} is not for latent attention, which {path} has: SGLang absorbs kv_b_proj into other "
+            "products after loading, where it is in FP8 no longer; set it to none"
         )
         return
     yield from cut_matrices(
@@ -34,14 +40,20 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
 
 
 def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
-    """One sentence for each kind of layer, and side, of which a rank would have a part of a block."""
+    """Yield one sentence for each kind of layer of which some rank would hold a part of a block.
+
+    Trainer and engine are checked separately, so a kind of layer can have two sentences.
+    """
     kinds = {kind(name): entry for name, entry in weight_map(arch).items() if is_block_scaled(entry)}
     for entry in kinds.values():
         yield from _cut(entry, sizes, layout)
 
 
 def _cut(entry: Entry, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
-    """Of the trainer's ranks and the engines', the first that has a part of a block."""
+    """Yield a sentence about the first trainer rank that has a part of a block.
+
+    Another sentence is about the first engine rank that has one.
+    """
     parts, engine_parts = sizes.etp if entry.expert else sizes.tp, entry.engine_parts(layout)
     key = f"megatron.{'expert_' if entry.expert else ''}tensor_parallel={parts}"
     engine_key = f"rollout.engine.tensor_parallel={layout.tp}" + (

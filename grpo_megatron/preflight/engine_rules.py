@@ -6,12 +6,12 @@ from grpo_megatron.config.engine import LoadFormat, Quantization
 from grpo_megatron.config.schema import Config
 from grpo_megatron.preflight.rule import ENGINE_COMMANDS, RuleBook
 
-# Their checks take a Config.
+# Each check takes a Config.
 ENGINE = RuleBook()
 
 _TRAIN = ("train",)
-# SGLang, 0.5.17 and 0.5.23, cuts a response so that it and its prompt are this much shorter than the KV
-# cache, and refuses a prompt that is not at least _PROMPT_SPARE shorter.
+# SGLang 0.5.17 and 0.5.23 cut a response so that prompt and response are _SPARE tokens shorter than the KV
+# cache. They refuse a prompt that is not at least _PROMPT_SPARE tokens shorter than the cache.
 _SPARE, _PROMPT_SPARE = 2, 7
 
 
@@ -43,11 +43,15 @@ def engines_load_what_is_evaluated(config: Config) -> Iterator[str]:
     if engine.load_format == LoadFormat.dummy:
         yield "rollout.engine.load_format=dummy would evaluate random weights; use auto"
     if engine.quantization == Quantization.fp8:
-        yield "rollout.engine.quantization=fp8 needs a trainer, which quantises the weights as it brings them; use none"
+        yield (
+            "rollout.engine.quantization=fp8 needs a trainer, which quantises the weights as it brings them; "
+            "use none"
+        )
 
 
 @ENGINE.rule(
-    "An engine in FP8 reads a checkpoint: with random weights SGLang draws scales of the KV cache too, which no sync replaces.",
+    "An engine in FP8 reads a checkpoint: with random weights SGLang draws scales of the KV cache too, which "
+    "no sync replaces.",
     "rollout.engine.quantization",
     "rollout.engine.load_format",
     commands=_TRAIN,
@@ -55,7 +59,10 @@ def engines_load_what_is_evaluated(config: Config) -> Iterator[str]:
 def scales_of_the_cache_are_not_random(config: Config) -> Iterator[str]:
     engine = config.rollout.engine
     if engine.quantization == Quantization.fp8 and engine.load_format == LoadFormat.dummy:
-        yield "rollout.engine.load_format=dummy would give an engine of quantization=fp8 random scales of its KV cache; use auto"
+        yield (
+            "rollout.engine.load_format=dummy would give an engine of quantization=fp8 random scales of its "
+            "KV cache; use auto"
+        )
 
 
 @ENGINE.rule(
@@ -79,6 +86,6 @@ def longest_request_fits(config: Config) -> Iterator[str]:
         least = prompt + max(response + _SPARE, _PROMPT_SPARE)
         if total < least:
             yield (
-                f"rollout.engine.max_total_tokens={total} does not hold the longest request: data.max_prompt_length={prompt} and "
-                f"{key}={response} need at least {least}"
+                f"rollout.engine.max_total_tokens={total} does not hold the longest request: "
+                f"data.max_prompt_length={prompt} and {key}={response} need at least {least}"
             )

@@ -1,4 +1,4 @@
-"""Which sizes of a model its matrix products cannot take in FP8, known from config.json and the layout alone."""
+"""Check that a model's matrix products can run in FP8. It needs only config.json and the layout."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,10 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
 def fp8_violations(config: Config, arch: Architecture) -> list[str]:
-    """One sentence for each kind of layer that has such a size, and for layers in bf16 that there are not."""
+    """Return one sentence for each kind of layer with a size that FP8 products cannot take.
+
+    A further sentence reports a number of bf16 layers that exceeds those of a pipeline stage.
+    """
     megatron = config.megatron
     if megatron.precision != Precision.fp8:
         return []
@@ -20,14 +23,14 @@ def fp8_violations(config: Config, arch: Architecture) -> list[str]:
 
 def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> Iterator[str]:
     multiple = 32 if recipe == FP8Recipe.mxfp8 else 16
-    # A rank's part of an activation is cast before the parts are gathered, and blocks of 128 cannot begin within one.
+    # A rank casts its part of an activation before the parts are gathered: it must be whole blocks of 128.
     of_gathered = 128 if recipe == FP8Recipe.blockwise and sizes.sequence_parallel else multiple
     kinds = {}
     for name, entry in weight_map(arch).items():
         if ".linear_" not in name or entry.axis is None or len(entry.shapes[0]) != 2:
-            continue  # the rest is computed in params_dtype
+            continue  # all other layers are computed in params_dtype
         parts = sizes.etp if entry.expert else sizes.tp
-        # The side that is not divided is that of the activations that ranks gather, or whose gradients they do.
+        # The undivided side is that of the activations whose values or gradients the ranks gather.
         sides = enumerate(entry.megatron_shape(parts))
         wrong = [
             size
@@ -42,13 +45,14 @@ def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> It
     for name, size in kinds.items():
         needed = multiple if size % multiple else of_gathered
         yield (
-            f"megatron.precision=fp8 with megatron.fp8.recipe={recipe.value}: a side of {name} is {size} on each rank ({layout}), "
-            f"which is no multiple of {needed}; use fewer ranks, another recipe, or bf16"
+            f"megatron.precision=fp8 with megatron.fp8.recipe={recipe.value}: a side of {name} is {size} on "
+            f"each rank ({layout}), which is no multiple of {needed}; use fewer ranks, another recipe, or "
+            "bf16"
         )
 
 
 def kind(name: str) -> str:
-    """Of a parameter, without the numbers of layer and expert."""
+    """Return the kind of layer of a parameter: its name without the indices of layer and expert."""
     return ".".join(
         part
         for part in name.removeprefix("decoder.layers.").removesuffix(".weight").split(".")
@@ -61,4 +65,7 @@ def _layers_in_bf16(config: Config, arch: Architecture, sizes: ParallelSizes) ->
     for key in ("bf16_first_layers", "bf16_last_layers"):
         count = getattr(config.megatron.fp8, key)
         if count > stage:
-            yield f"megatron.fp8.{key}={count}, but a pipeline stage has {stage} layers of the model's {arch.num_layers}"
+            yield (
+                f"megatron.fp8.{key}={count}, but a pipeline stage has {stage} layers of the model's "
+                f"{arch.num_layers}"
+            )

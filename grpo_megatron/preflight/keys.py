@@ -1,4 +1,4 @@
-"""What can be said of a key beyond its own line in the schema: its legal values, the keys it belongs with, its rules."""
+"""Facts about a key beyond its line in the schema: legal values, related keys and rules."""
 
 import dataclasses
 import re
@@ -24,7 +24,10 @@ def rules_about(key: str) -> list[Rule]:
 
 
 def named_in_help(key: str) -> list[str]:
-    """The keys that a key's help text names: with dots, or, in its own section, a name of several words such as clip_ratio_low."""
+    """Return the keys that the help text of a key names.
+
+    The text names a key with dots or, in the same section, by a name of several words such as clip_ratio_low.
+    """
     known, section = known_keys(), key.rpartition(".")[0]
     words = re.findall(r"[a-z]\w*(?:\.\w+)*", known[key].metadata["help"])
     names = [word if "." in word else f"{section}.{word}" for word in words if "." in word or "_" in word]
@@ -32,7 +35,10 @@ def named_in_help(key: str) -> list[str]:
 
 
 def interacting_keys(key: str) -> list[str]:
-    """The keys that a rule reads, or a help text names, together with this one, in the order of the schema."""
+    """Return the keys related to this one, in the order of the schema.
+
+    A key is related if a rule reads both, or if one's help text names the other.
+    """
     known = known_keys()
     found = {name for rule in rules_about(key) for name in rule.keys} | set(named_in_help(key))
     found |= {other for other in known if key in named_in_help(other)}
@@ -42,7 +48,7 @@ def interacting_keys(key: str) -> list[str]:
 
 
 def choices(key: str) -> list[str]:
-    """The values a key (or an item of its list) can have, where they are a fixed set."""
+    """Return the legal values of a key or of its list items; empty if there is no fixed set."""
     field = known_keys()[key]
     if isinstance(field.type, type) and issubclass(field.type, Enum):
         return list(field.type.__members__)
@@ -52,7 +58,7 @@ def choices(key: str) -> list[str]:
 
 
 def limits(key: str) -> str:
-    """What its numbers or texts must be, beside being of the right type; empty if there is nothing to say."""
+    """Return in words which numbers or texts of the right type are legal; empty if all are."""
     field = known_keys()[key]
     own = limits_of(field)
     is_list = "list" in str(field.type)

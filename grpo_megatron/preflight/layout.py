@@ -1,4 +1,4 @@
-"""Rules about the trainer's layout: its parallel sizes by themselves, and together with the model's sizes."""
+"""Rules about the trainer's layout: its parallel sizes alone, and together with the model's sizes."""
 
 from collections.abc import Iterator
 
@@ -6,9 +6,9 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.rule import RuleBook
 
-# Their checks take ParallelSizes.
+# Each check takes ParallelSizes.
 SIZES = RuleBook()
-# Their checks take ParallelSizes and the model's Architecture.
+# Each check takes ParallelSizes and the model's Architecture.
 SIZES_OF_MODEL = RuleBook()
 
 _TP, _PP, _VPP = "megatron.tensor_parallel", "megatron.pipeline_parallel", "megatron.virtual_pipeline"
@@ -17,14 +17,22 @@ _SP, _LAYERS = "megatron.sequence_parallel", "megatron.pipeline_layers"
 
 
 def layout_violations(sizes: ParallelSizes, out_of_limits: frozenset[str] = frozenset()) -> list[str]:
-    """Every rule that these sizes break, without the rules on keys that are out of their own limits."""
+    """Return one sentence for each rule that these sizes break.
+
+    out_of_limits: keys with values out of their own limits. Rules about them are skipped.
+    """
     return SIZES.violations(sizes, out_of_limits=out_of_limits)
 
 
 def layout_violations_of_model(
     sizes: ParallelSizes, arch: Architecture, out_of_limits: frozenset[str] = frozenset()
 ) -> list[str]:
-    """As `layout_violations`, of the rules between sizes and model; those of the sizes alone are not among them."""
+    """Return one sentence for each broken rule that involves both sizes and model.
+
+    `layout_violations` covers the rules about the sizes without a model.
+
+    out_of_limits: keys with values out of their own limits. Rules about them are skipped.
+    """
     return SIZES_OF_MODEL.violations(sizes, arch, out_of_limits=out_of_limits)
 
 
@@ -55,13 +63,14 @@ def virtual_pipeline_has_stages(sizes: ParallelSizes) -> Iterator[str]:
 def pipeline_layers_are_complete(sizes: ParallelSizes) -> Iterator[str]:
     if sizes.pipeline_layers and len(sizes.pipeline_layers) != sizes.num_chunks:
         yield (
-            f"megatron.pipeline_layers={list(sizes.pipeline_layers)} must be {sizes.num_chunks} numbers: the layers of each of "
-            "pipeline_parallel * virtual_pipeline model chunks, in forward order"
+            f"megatron.pipeline_layers={list(sizes.pipeline_layers)} must be {sizes.num_chunks} numbers: the "
+            "layers of each of pipeline_parallel * virtual_pipeline model chunks, in forward order"
         )
 
 
 @SIZES.rule(
-    "Experts are laid over the ranks of a pipeline stage, so expert parallel times expert-tensor parallel must divide those.",
+    "Experts are laid over the ranks of a pipeline stage, so expert parallel times expert-tensor parallel "
+    "must divide those.",
     _EP,
     _ETP,
     _TP,
@@ -72,15 +81,18 @@ def experts_divide_a_stage(sizes: ParallelSizes) -> Iterator[str]:
     stage = sizes.tp * sizes.cp * sizes.dp
     if stage % (sizes.ep * sizes.etp):
         yield (
-            f"megatron.expert_parallel * expert_tensor_parallel = {sizes.ep * sizes.etp} does not divide the {stage} ranks of a "
-            "pipeline stage (tensor_parallel * context_parallel * data_parallel)"
+            f"megatron.expert_parallel * expert_tensor_parallel = {sizes.ep * sizes.etp} does not divide the "
+            f"{stage} ranks of a pipeline stage (tensor_parallel * context_parallel * data_parallel)"
         )
 
 
 @SIZES_OF_MODEL.rule("Each tensor-parallel rank holds whole attention heads, equally many.", _TP)
 def heads_divide(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.num_heads % sizes.tp:
-        yield f"megatron.tensor_parallel={sizes.tp} does not divide the model's {arch.num_heads} attention heads"
+        yield (
+            f"megatron.tensor_parallel={sizes.tp} does not divide the model's {arch.num_heads} attention "
+            "heads"
+        )
 
 
 @SIZES_OF_MODEL.rule(
@@ -88,7 +100,10 @@ def heads_divide(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
 )
 def kv_heads_divide(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.num_kv_heads % sizes.tp and sizes.tp % arch.num_kv_heads:
-        yield f"megatron.tensor_parallel={sizes.tp} and the model's {arch.num_kv_heads} KV heads: one must divide the other"
+        yield (
+            f"megatron.tensor_parallel={sizes.tp} and the model's {arch.num_kv_heads} KV heads: one must "
+            "divide the other"
+        )
 
 
 @SIZES_OF_MODEL.rule(
@@ -103,7 +118,10 @@ def qkv_rows_divide(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
 @SIZES_OF_MODEL.rule("The model's intermediate size is divided evenly over the tensor-parallel ranks.", _TP)
 def intermediate_size_divides(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.ffn_hidden_size % sizes.tp:
-        yield f"megatron.tensor_parallel={sizes.tp} does not divide the model's intermediate size {arch.ffn_hidden_size}"
+        yield (
+            f"megatron.tensor_parallel={sizes.tp} does not divide the model's intermediate size "
+            f"{arch.ffn_hidden_size}"
+        )
     if arch.moe is not None and arch.moe.shared_ffn_hidden_size % sizes.tp:
         yield (
             f"megatron.tensor_parallel={sizes.tp} does not divide the shared experts' intermediate size "
@@ -116,7 +134,9 @@ def intermediate_size_divides(sizes: ParallelSizes, arch: Architecture) -> Itera
 )
 def hidden_size_divides(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if sizes.sequence_parallel and arch.hidden_size % sizes.tp:
-        yield f"megatron.tensor_parallel={sizes.tp} does not divide the model's hidden size {arch.hidden_size}"
+        yield (
+            f"megatron.tensor_parallel={sizes.tp} does not divide the model's hidden size {arch.hidden_size}"
+        )
 
 
 @SIZES_OF_MODEL.rule(
@@ -126,14 +146,17 @@ def chunks_hold_all_layers(sizes: ParallelSizes, arch: Architecture) -> Iterator
     if sizes.pipeline_layers:
         if sum(sizes.pipeline_layers) != arch.num_layers:
             yield (
-                f"megatron.pipeline_layers={list(sizes.pipeline_layers)} are {sum(sizes.pipeline_layers)} layers, "
-                f"the model has {arch.num_layers}"
+                f"megatron.pipeline_layers={list(sizes.pipeline_layers)} are {sum(sizes.pipeline_layers)} "
+                f"layers, the model has {arch.num_layers}"
             )
     elif arch.num_layers % sizes.num_chunks:
         chunks = f"megatron.pipeline_parallel={sizes.pp}"
         if sizes.vpp > 1:
             chunks += f" times megatron.virtual_pipeline={sizes.vpp}"
-        yield f"{chunks} does not divide the model's {arch.num_layers} layers; megatron.pipeline_layers can name an uneven split"
+        yield (
+            f"{chunks} does not divide the model's {arch.num_layers} layers; megatron.pipeline_layers can "
+            "name an uneven split"
+        )
 
 
 @SIZES_OF_MODEL.rule(
@@ -149,7 +172,9 @@ def there_are_experts(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]
 @SIZES_OF_MODEL.rule("Each expert-parallel rank holds equally many experts.", _EP)
 def expert_parallel_divides(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.moe is not None and arch.moe.num_experts % sizes.ep:
-        yield f"megatron.expert_parallel={sizes.ep} does not divide the model's {arch.moe.num_experts} experts"
+        yield (
+            f"megatron.expert_parallel={sizes.ep} does not divide the model's {arch.moe.num_experts} experts"
+        )
 
 
 @SIZES_OF_MODEL.rule(
@@ -158,7 +183,8 @@ def expert_parallel_divides(sizes: ParallelSizes, arch: Architecture) -> Iterato
 def experts_size_divides(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.moe is not None and arch.moe.ffn_hidden_size % sizes.etp:
         yield (
-            f"megatron.expert_tensor_parallel={sizes.etp} does not divide the experts' intermediate size {arch.moe.ffn_hidden_size}"
+            f"megatron.expert_tensor_parallel={sizes.etp} does not divide the experts' intermediate size "
+            f"{arch.moe.ffn_hidden_size}"
         )
 
 

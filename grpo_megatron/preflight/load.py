@@ -1,4 +1,4 @@
-"""A configuration as commands take it: read, typed, and legal."""
+"""Loader of configurations for commands: read, typed and legal."""
 
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config
@@ -7,7 +7,10 @@ from grpo_megatron.preflight.rules import violations
 
 
 def load_config(path: str | None, overrides: list[str], command: str = "train") -> Config:
-    """What config.load.read_config gives, if it breaks no rule. Raises UserError as that does, or with all broken rules."""
+    """Return the result of config.load.read_config if it breaks no rule.
+
+    Raises UserError like `read_config`, or with all broken rules.
+    """
     config = read_config(path, overrides, command)
     broken = violations(config, command)
     if broken:

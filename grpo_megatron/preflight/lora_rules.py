@@ -1,4 +1,4 @@
-"""Rules about adapters; which layers a model has is looked at in preflight.model."""
+"""Rules about adapters. preflight.model checks which layers the model has."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from grpo_megatron.config.lora import FUSED_TARGETS
 from grpo_megatron.config.schema import Config, Precision, TransformerImpl
 from grpo_megatron.preflight.rule import RuleBook
 
-# Their checks take a Config.
+# Each check takes a Config.
 LORA = RuleBook()
 
 _RANK, _TARGETS = "megatron.lora.rank", "megatron.lora.targets"
@@ -26,8 +26,8 @@ def fused_targets_go_together(config: Config) -> Iterator[str]:
         absent = [name for name in fused if name not in lora.targets]
         if lora.rank and 0 < len(absent) < len(fused):
             yield (
-                f"megatron.lora.targets={list(lora.targets)} is without {' and '.join(absent)}: {', '.join(fused)} are one layer in "
-                "Megatron, name all of them or none"
+                f"megatron.lora.targets={list(lora.targets)} is without {' and '.join(absent)}: "
+                f"{', '.join(fused)} are one layer in Megatron, name all of them or none"
             )
 
 
@@ -39,12 +39,21 @@ def adapters_have_local_layers(config: Config) -> Iterator[str]:
     if not megatron.lora.rank:
         return
     if megatron.transformer_impl == TransformerImpl.transformer_engine:
-        yield f"megatron.lora.rank={megatron.lora.rank} needs megatron.transformer_impl=local (or auto, which is local then)"
+        yield (
+            f"megatron.lora.rank={megatron.lora.rank} needs megatron.transformer_impl=local (or auto, which "
+            "is local then)"
+        )
     if megatron.precision == Precision.fp8:
-        yield f"megatron.lora.rank={megatron.lora.rank} needs local layers, which cannot compute megatron.precision=fp8; use bf16"
+        yield (
+            f"megatron.lora.rank={megatron.lora.rank} needs local layers, which cannot compute "
+            "megatron.precision=fp8; use bf16"
+        )
 
 
 @LORA.rule("A reward model is trained whole, with its new head.", _RANK, commands=("reward-model",))
 def reward_models_are_trained_whole(config: Config) -> Iterator[str]:
     if config.megatron.lora.rank:
-        yield f"megatron.lora.rank={config.megatron.lora.rank}: a reward model is trained whole; set megatron.lora.rank=0"
+        yield (
+            f"megatron.lora.rank={config.megatron.lora.rank}: a reward model is trained whole; set "
+            "megatron.lora.rank=0"
+        )

@@ -1,4 +1,4 @@
-"""Rules about what is done where engine and trainer disagree: section mismatch."""
+"""Rules about the section mismatch, which handles log-probs that differ between engine and trainer."""
 
 from collections.abc import Iterator
 
@@ -12,14 +12,15 @@ from grpo_megatron.config.algorithm import (
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.preflight.rule import RuleBook
 
-# Their checks take a Config.
+# Each check takes a Config.
 MISMATCH = RuleBook()
 
 _TRAIN = ("train",)
 
 
 @MISMATCH.rule(
-    "A correction that weights with the ratio to the engine needs a policy ratio that is not to the engine, or none.",
+    "A correction that weights with the ratio to the engine needs a policy ratio that is not to the engine, "
+    "or none.",
     "mismatch.correction",
     "train.old_logprobs",
     "algorithm.surrogate",
@@ -32,8 +33,9 @@ def mismatch_is_weighted_once(config: Config) -> Iterator[str]:
     )
     if to_the_engine and correction != MismatchCorrection.none:
         yield (
-            f"mismatch.correction={correction.value} with train.old_logprobs=rollout would count the ratio to the engine "
-            "twice: the policy ratio is to the engine already; use mismatch.rejection, or algorithm.surrogate=reinforce, which has none"
+            f"mismatch.correction={correction.value} with train.old_logprobs=rollout would count the ratio "
+            "to the engine twice: the policy ratio is to the engine already; use mismatch.rejection, or "
+            "algorithm.surrogate=reinforce, which has none"
         )
 
 
@@ -81,9 +83,15 @@ def kl_rejection_has_its_bound(config: Config) -> Iterator[str]:
     if mismatch.rejection == MismatchRejection.none or mismatch.rejection in REJECTION_BOUNDS:
         return
     if mismatch.rejection_high is None:
-        yield f"mismatch.rejection={mismatch.rejection.value} needs mismatch.rejection_high, the largest KL to keep"
+        yield (
+            f"mismatch.rejection={mismatch.rejection.value} needs mismatch.rejection_high, the largest KL to "
+            "keep"
+        )
     if mismatch.rejection_low is not None:
-        yield f"mismatch.rejection_low is a bound of ratios; mismatch.rejection={mismatch.rejection.value} is a KL"
+        yield (
+            f"mismatch.rejection_low is a bound of ratios; mismatch.rejection={mismatch.rejection.value} is "
+            "a KL"
+        )
 
 
 def _in_order(config: Config, name: str) -> Iterator[str]:
@@ -131,7 +139,10 @@ def renormalize_has_a_mask(config: Config) -> Iterator[str]:
     mismatch = config.mismatch
     masks = mismatch.rejection != MismatchRejection.none or mismatch.correction in MASKING
     if mismatch.renormalize and not masks and mismatch.action != MismatchAction.mask:
-        yield "mismatch.renormalize means nothing where no token is masked: see mismatch.correction, rejection, action"
+        yield (
+            "mismatch.renormalize means nothing where no token is masked: see mismatch.correction, "
+            "rejection, action"
+        )
 
 
 @MISMATCH.rule(
@@ -144,13 +155,14 @@ def renormalize_knows_in_time(config: Config) -> Iterator[str]:
     old_logprobs = config.train.old_logprobs
     if config.mismatch.renormalize and old_logprobs != OldLogprobs.recompute:
         yield (
-            "mismatch.renormalize needs what is masked before training, so train.old_logprobs=recompute, which is "
-            f"{old_logprobs.value}"
+            "mismatch.renormalize needs what is masked before training, so train.old_logprobs=recompute, "
+            f"which is {old_logprobs.value}"
         )
 
 
 @MISMATCH.rule(
-    "The gradient of a whole sequence's ratio is exact only where its tokens share one factor and one advantage.",
+    "The gradient of a whole sequence's ratio is exact only where its tokens share one factor and one "
+    "advantage.",
     "algorithm.ratio_level",
     "mismatch.correction",
     "mismatch.rejection",
@@ -175,6 +187,7 @@ def sequence_sum_has_one_factor(config: Config) -> Iterator[str]:
     for what, said in of_tokens.items():
         if said:
             yield (
-                f"{what} is another number for each token, and algorithm.ratio_level=sequence_sum has one ratio for the whole "
-                "sequence; use what is of sequences (seq_tis, mis, a rejection of seq_*), or another ratio_level"
+                f"{what} is another number for each token, and algorithm.ratio_level=sequence_sum has one "
+                "ratio for the whole sequence; use what is of sequences (seq_tis, mis, a rejection of "
+                "seq_*), or another ratio_level"
             )

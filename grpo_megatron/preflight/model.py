@@ -1,4 +1,4 @@
-"""Does the model fit the layout, the engines and the lengths that are configured."""
+"""Check that the model fits the configured layout, engines and lengths."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +20,15 @@ from grpo_megatron.preflight.rules import out_of_limits
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.stored import read_stored
 
-# Families whose models in SGLang, 0.5.17 and 0.5.23, can have attention data-parallel within their tensor-parallel ranks.
+# Families for which SGLang 0.5.17 and 0.5.23 support data-parallel attention.
 ATTENTION_GROUPS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 def check_model(config: Config, command: str = "train") -> Architecture:
-    """What can be wrong with model and layout, found before any process starts. Raises UserError with all of it."""
+    """Check model and layout before any process starts. Return the model's architecture.
+
+    Raises UserError with all violations.
+    """
     arch = read_architecture(config.model.path)
     found = model_violations(config, arch, command)
     if found:
@@ -37,9 +40,13 @@ def check_model(config: Config, command: str = "train") -> Architecture:
 
 
 def model_violations(config: Config, arch: Architecture, command: str = "train") -> list[str]:
-    """Each as one sentence. arch: of model.path. The headers of its weights, and of ref.path's if set, are read.
+    """Return one sentence for each way in which the model does not fit the configuration.
 
-    command: train, which has engines unless it replays recorded samples, sft, reward-model, or eval, which has nothing but engines.
+    It reads the headers of the weights in model.path, and in ref.path if that is set.
+
+    arch: architecture of model.path.
+    command: train (which has engines unless it replays recorded samples), sft, reward-model, or eval (which
+    has only engines).
     """
     found = architecture_violations(config, arch, command)
     if command == "reward-model":
@@ -55,9 +62,12 @@ def model_violations(config: Config, arch: Architecture, command: str = "train")
 
 
 def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
-    """Whether it fits the ranks, which have the parallel sizes of the model that is trained; nothing if there is none.
+    """Return one sentence for each reason why the reward model does not fit the ranks.
 
-    weights: the headers of its weights are read too, not its config.json alone.
+    It returns nothing if there is no reward model. The ranks have the parallel sizes of the model that is
+    trained.
+
+    weights: read the headers of its weights too, not only its config.json.
     """
     path = config.reward.model.path
     if not scores_on_ranks(config) or not path:
@@ -68,7 +78,8 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
         return [f"reward.model.path: {error}"]
     if not arch.scalar_head:
         return [
-            f"reward.model.path: {path} is a language model; a reward model of it is made by `grpo-megatron reward-model`"
+            f"reward.model.path: {path} is a language model; a reward model of it is made by `grpo-megatron "
+            "reward-model`"
         ]
     sizes = replace(ParallelSizes.from_config(config.megatron), pipeline_layers=None)
     unfit = layout_violations_of_model(sizes, arch, frozenset(out_of_limits(config)))
@@ -77,19 +88,23 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
 
 
 def architecture_violations(config: Config, arch: Architecture, command: str = "train") -> list[str]:
-    """As `model_violations`, as far as config.json says; there need be no weights."""
+    """Return the violations of `model_violations` that follow from config.json alone.
+
+    The weights need not exist.
+    """
     keys = frozenset(out_of_limits(config))
     found = []
     if arch.scalar_head and command != "reward-model":
         found.append(
-            f"{config.model.path} is a reward model, which has no output projection: it cannot be the model of `{command}`"
+            f"{config.model.path} is a reward model, which has no output projection: it cannot be the model "
+            f"of `{command}`"
         )
     if command == "eval":
         return found + _engine(config, arch) + _longest(config, arch, command)
     found += layout_violations_of_model(ParallelSizes.from_config(config.megatron), arch, keys)
     if command == "train" and not config.rollout.replay:
         found += _engine(config, arch) + _beams(config, arch)
-        if not found and not keys:  # parts that are not even cut blocks too
+        if not found and not keys:  # else an uneven split would be reported again, as cut blocks
             found += engine_fp8_violations(config, arch)
     found += fp8_violations(config, arch)
     if config.megatron.lora.rank > 0:
@@ -105,60 +120,70 @@ def _longest(config: Config, arch: Architecture, command: str) -> list[str]:
     elif config.eval.max_response_length and command == "train" and config.data.eval:
         lengths |= evaluated
     return [
-        f"data.max_prompt_length + {key} = {config.data.max_prompt_length + length}, but {config.model.path} is made for "
-        f"{arch.max_positions} positions"
+        f"data.max_prompt_length + {key} = {config.data.max_prompt_length + length}, but {config.model.path} "
+        f"is made for {arch.max_positions} positions"
         for key, length in lengths.items()
         if config.data.max_prompt_length + length > arch.max_positions
     ]
 
 
 def _beams(config: Config, arch: Architecture) -> list[str]:
-    """SGLang ends where it is asked for more of the likeliest tokens than there are."""
+    """Return a violation if a beam search needs more of the likeliest tokens than the vocabulary has.
+
+    SGLang crashes if it is asked for them.
+    """
     rollout = config.rollout
-    ends = 1 + len(rollout.stop_token_ids)  # the model may have further ends, which SGLang alone knows
+    ends = 1 + len(rollout.stop_token_ids)  # the model may have further end tokens that only SGLang knows
     if rollout.strategy != Strategy.beam or (1 + ends) * rollout.n <= arch.vocab_size:
         return []
     return [
-        f"rollout.strategy=beam compares the {(1 + ends) * rollout.n} likeliest tokens for rollout.n={rollout.n} beams with {ends} kinds "
-        f"of end, and {config.model.path} has {arch.vocab_size} in all: lower rollout.n"
+        f"rollout.strategy=beam compares the {(1 + ends) * rollout.n} likeliest tokens for "
+        f"rollout.n={rollout.n} beams with {ends} kinds of end, and {config.model.path} has "
+        f"{arch.vocab_size} in all: lower rollout.n"
     ]
 
 
 def _engine(config: Config, arch: Architecture) -> list[str]:
-    """What SGLang's own models do otherwise than the checkpoint, and would not say."""
+    """Return a sentence for each thing that SGLang silently does differently from the checkpoint."""
     path, found = config.model.path, _engine_layout(config, arch)
     if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
         found.append(
-            f"{path} has a head_dim of {arch.head_dim}, which SGLang's Mixtral ignores: it takes hidden_size / "
-            f"num_attention_heads = {arch.hidden_size // arch.num_heads}"
+            f"{path} has a head_dim of {arch.head_dim}, which SGLang's Mixtral ignores: it takes hidden_size "
+            f"/ num_attention_heads = {arch.hidden_size // arch.num_heads}"
         )
     if arch.moe is not None and arch.tied_embeddings:
         found.append(
-            f"{path} has tied embeddings (tie_word_embeddings), which SGLang's models with experts ignore: they would generate with "
-            "an uninitialised output layer"
+            f"{path} has tied embeddings (tie_word_embeddings), which SGLang's models with experts ignore: "
+            "they would generate with an uninitialised output layer"
         )
     if arch.family == "qwen3_moe" and not all(arch.moe.layers):
         found.append(
-            f"{path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's Qwen3-MoE ignores: "
-            "it would generate with uninitialised weights"
+            f"{path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's "
+            "Qwen3-MoE ignores: it would generate with uninitialised weights"
         )
     found += _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
 
 
 def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
-    """A token that the model cannot write would never end a response, and nobody would say so."""
+    """Return a violation if stop tokens are not in the vocabulary.
+
+    Such a token never ends a response, and SGLang does not report it.
+    """
     absent = [token for token in config.rollout.stop_token_ids if token >= arch.vocab_size]
     if not absent:
         return []
     return [
-        f"rollout.stop_token_ids={absent}: {config.model.path} has {arch.vocab_size} tokens, 0 to {arch.vocab_size - 1}, so these never "
-        "end a response"
+        f"rollout.stop_token_ids={absent}: {config.model.path} has {arch.vocab_size} tokens, 0 to "
+        f"{arch.vocab_size - 1}, so these never end a response"
     ]
 
 
 def _engine_layout(config: Config, arch: Architecture) -> list[str]:
-    """Does the model fit an engine's parallel sizes; those that break rules of their own are left out."""
+    """Return one sentence for each parallel size of an engine that does not fit the model.
+
+    It returns nothing for sizes that do not fit each other, because a rule reports those.
+    """
     path, engine = config.model.path, EngineLayout.from_config(config.rollout.engine)
     if (
         min(engine.tp, engine.ep, engine.attention_dp) < 1
@@ -171,8 +196,8 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
         ranks += f" / data_parallel_attention={engine.attention_dp}"
         if arch.family not in ATTENTION_GROUPS:
             found.append(
-                f"rollout.engine.data_parallel_attention={engine.attention_dp}: SGLang's {arch.family} does not divide attention so; "
-                f"those that do: {', '.join(ATTENTION_GROUPS)}"
+                f"rollout.engine.data_parallel_attention={engine.attention_dp}: SGLang's {arch.family} does "
+                f"not divide attention so; those that do: {', '.join(ATTENTION_GROUPS)}"
             )
     if arch.num_heads % engine.attention_tp:
         found.append(f"{ranks} does not divide the {arch.num_heads} attention heads of {path}")
@@ -182,12 +207,13 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
         )
     elif arch.moe and arch.moe.num_experts % engine.ep:
         found.append(
-            f"rollout.engine.expert_parallel={engine.ep} does not divide the {arch.moe.num_experts} experts of {path}"
+            f"rollout.engine.expert_parallel={engine.ep} does not divide the {arch.moe.num_experts} experts "
+            f"of {path}"
         )
     elif arch.moe and arch.moe.ffn_hidden_size % engine.moe_tp:
         found.append(
-            f"rollout.engine.tensor_parallel={engine.tp} / expert_parallel={engine.ep} does not divide the experts' intermediate size "
-            f"{arch.moe.ffn_hidden_size} of {path}"
+            f"rollout.engine.tensor_parallel={engine.tp} / expert_parallel={engine.ep} does not divide the "
+            f"experts' intermediate size {arch.moe.ffn_hidden_size} of {path}"
         )
     return found
 
@@ -198,12 +224,13 @@ def _latent_engine(path: str, arch: Architecture) -> list[str]:
     missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if key not in config]
     if missing:
         found.append(
-            f"{path}/config.json lacks what SGLang reads from it and transformers does not write; add {', '.join(missing)}"
+            f"{path}/config.json lacks what SGLang reads from it and transformers does not write; add "
+            f"{', '.join(missing)}"
         )
     if arch.norm_eps != LATENT_NORM_EPS:
         found.append(
-            f"{path} has rms_norm_eps={arch.norm_eps:g}, which SGLang takes for the norms of latents too, where the model's own code "
-            f"takes {LATENT_NORM_EPS:g}: log-probs would differ"
+            f"{path} has rms_norm_eps={arch.norm_eps:g}, which SGLang takes for the norms of latents too, "
+            f"where the model's own code takes {LATENT_NORM_EPS:g}: log-probs would differ"
         )
     return found
 
@@ -213,22 +240,27 @@ def _quantised_engine(path: str) -> list[str]:
         if read_stored(Path(path)).block is None:
             return []
     except UserError:
-        return []  # said where the weights are looked at
+        return []  # reported by the check of the weights
     return [
-        f"{path} has FP8 weights (quantization_config), which SGLang would keep in FP8, and weight syncs bring others; make a copy without "
-        "by tools/convert_hf_to_megatron.py and tools/convert_megatron_to_hf.py"
+        f"{path} has FP8 weights (quantization_config), which SGLang would keep in FP8, and weight syncs "
+        "bring others; make a copy without by tools/convert_hf_to_megatron.py and "
+        "tools/convert_megatron_to_hf.py"
     ]
 
 
 def _weights(path: str, arch: Architecture) -> list[str]:
-    """path: a checkpoint, of the model or the reference, that is to be loaded as this architecture."""
+    """Return the violations of the weights in a checkpoint.
+
+    path: checkpoint of the model or the reference, to be loaded as this architecture.
+    """
     try:
         checkpoint = HFCheckpoint(path)
     except UserError as error:
         return [str(error)]
     least = arch.num_layers if arch.moe is None else sum(arch.moe.layers) * arch.moe.num_experts
-    if least > len(checkpoint.names):  # before a map is made that may be far too large
+    if least > len(checkpoint.names):  # checked first, because the weight map may be far too large
         return [
-            f"{path}: config.json promises at least {least} tensors, the checkpoint has {len(checkpoint.names)}"
+            f"{path}: config.json promises at least {least} tensors, the checkpoint has "
+            f"{len(checkpoint.names)}"
         ]
     return checkpoint.violations(weight_map(arch))

@@ -1,4 +1,4 @@
-"""Can a run write to the folders that its configuration names? Asked before any process starts."""
+"""Check, before any process starts, that a run can write to the folders that its configuration names."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from grpo_megatron.preflight.rule import TRAINING_COMMANDS
 
 
 def output_folders(config: Config, command: str) -> dict[str, str]:
-    """Return {key: folder} of what a run of this command writes to.
+    """Return {key: folder} of the folders that a run of this command writes to.
 
-    Run.root is that of the run's own folder.
+    The run's own folder is below `run.root`.
     """
     found = {"run.root": config.run.root}
     if command in TRAINING_COMMANDS and config.megatron.offload_folder:
@@ -28,15 +28,18 @@ def must_be_writable(key: str, folder: str) -> None:
 
 
 def is_of_another_machine(folder: str) -> bool:
-    """Return whether nothing of an absolute path is there. It may be that of a node, such as a local disk."""
+    """Return True if no part of an absolute path exists here.
+
+    The path may then exist on another node, such as a local disk.
+    """
     return nearest_folder(folder) == Path("/") and Path(folder).absolute() != Path("/")
 
 
 def check_output_folders(config: Config, command: str) -> None:
-    """Raise UserError, naming the key, for a folder that this machine has to write to, and cannot.
+    """Raise UserError, naming the key, for a folder that this machine has to write to and cannot.
 
-    The ranks may be on other machines, which say so themselves; the run's own folder is made before anything
-    else.
+    Ranks on other machines check megatron.offload_folder themselves. The run's own folder is created before
+    anything else, and is not checked here.
     """
     for key, folder in output_folders(config, command).items():
         elsewhere = key == "megatron.offload_folder" and config.cluster.ray_address is not None

@@ -1,4 +1,7 @@
-"""Rules about precision and the layers that compute in it; what FP8 demands of a model's sizes is in preflight.fp8_sizes."""
+"""Rules about precision and the layers that compute in it.
+
+preflight.fp8_sizes checks what FP8 demands of a model's sizes.
+"""
 
 from collections.abc import Iterator
 
@@ -6,7 +9,7 @@ from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Config, Precision, Recompute, TransformerImpl
 from grpo_megatron.preflight.rule import RuleBook
 
-# Their checks take a Config.
+# Each check takes a Config.
 PRECISION = RuleBook()
 
 _PRECISION, _LAYERS, _RECIPE = "megatron.precision", "megatron.transformer_impl", "megatron.fp8.recipe"
@@ -27,8 +30,9 @@ def fp32_has_its_layers(config: Config) -> Iterator[str]:
         and megatron.transformer_impl == TransformerImpl.transformer_engine
     ):
         yield (
-            "megatron.precision=fp32 needs the local layers, but megatron.transformer_impl=transformer_engine: it has no fused "
-            "attention for fp32, and rounds what its products multiply to TF32"
+            "megatron.precision=fp32 needs the local layers, but "
+            "megatron.transformer_impl=transformer_engine: it has no fused attention for fp32, and rounds "
+            "what its products multiply to TF32"
         )
 
 
@@ -44,8 +48,8 @@ def delayed_is_for_all_layers(config: Config) -> Iterator[str]:
     in_bf16 = fp8.bf16_first_layers + fp8.bf16_last_layers
     if config.megatron.precision == Precision.fp8 and fp8.recipe == FP8Recipe.delayed and in_bf16:
         yield (
-            "megatron.fp8.recipe=delayed cannot leave layers in bf16, as megatron.fp8.bf16_first_layers and bf16_last_layers ask for; "
-            "choose tensorwise or blockwise"
+            "megatron.fp8.recipe=delayed cannot leave layers in bf16, as megatron.fp8.bf16_first_layers and "
+            "bf16_last_layers ask for; choose tensorwise or blockwise"
         )
 
 
@@ -62,4 +66,7 @@ def delayed_recomputes_whole_layers(config: Config) -> Iterator[str]:
         return
     found = [name for name in ("moe_act", "layernorm") if name in megatron.recompute_modules]
     if megatron.recompute == Recompute.selective and found:
-        yield f"megatron.recompute_modules={found} cannot be recomputed with megatron.fp8.recipe=delayed; choose tensorwise or blockwise"
+        yield (
+            f"megatron.recompute_modules={found} cannot be recomputed with megatron.fp8.recipe=delayed; "
+            "choose tensorwise or blockwise"
+        )

@@ -12,7 +12,7 @@ from grpo_megatron.preflight.rule import COMMANDS, ENGINE_COMMANDS, RuleBook
 from grpo_megatron.rewards import known_program, resolve_rewards
 from grpo_megatron.rollout.environments import asks_reward_function
 
-# Their checks take a Config.
+# Each check takes a Config.
 REWARD = RuleBook()
 
 _TRAIN = ("train",)
@@ -41,7 +41,8 @@ def extract_has_its_reward(config: Config) -> Iterator[str]:
 
 
 @REWARD.rule(
-    "The reward's functions exist, or can be imported, have the options that they are given, and can score what there is.",
+    "The reward's functions exist, or can be imported, have the options that they are given, and can score "
+    "what there is.",
     "reward.function",
     "reward.args",
     "reward.terms",
@@ -61,11 +62,15 @@ def rewards_are_known(config: Config) -> Iterator[str]:
     if config.rollout.environment is not None:
         for reward in rewards:
             if reward.of_group:
-                yield f"reward {reward.name} compares the answers to a prompt, and rollout.environment has episodes: use other rewards"
+                yield (
+                    f"reward {reward.name} compares the answers to a prompt, and rollout.environment has "
+                    "episodes: use other rewards"
+                )
 
 
 @REWARD.rule(
-    "A program that is right passes with the preamble and within the limits of the reward code. It is run once.",
+    "A program that is right passes with the preamble and within the limits of the reward code. It is run "
+    "once.",
     "reward.function",
     "reward.terms",
     "reward.code.preamble",
@@ -83,7 +88,7 @@ def a_right_program_passes(config: Config) -> Iterator[str]:
         return
     try:
         problem = known_program.problem(code, code.preamble if scored else "")
-    except UserError:  # of a machine without a sandbox, which is said elsewhere
+    except UserError:  # this machine has no sandbox, which another rule reports
         return
     if problem:
         yield problem
@@ -99,7 +104,10 @@ def a_right_program_passes(config: Config) -> Iterator[str]:
 def terms_or_one_function(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.terms and (reward.function != RewardConfig().function or reward.args):
-        yield "reward.function and reward.args mean nothing with reward.terms; give each term its function and its options"
+        yield (
+            "reward.function and reward.args mean nothing with reward.terms; give each term its function and "
+            "its options"
+        )
 
 
 @REWARD.rule(
@@ -111,7 +119,10 @@ def terms_or_one_function(config: Config) -> Iterator[str]:
 def failure_value_is_used(config: Config) -> Iterator[str]:
     value, on_failure = config.reward.failure_value, config.reward.on_failure
     if value != RewardConfig().failure_value and on_failure != OnFailure.value:
-        yield f"reward.failure_value={value} means nothing with reward.on_failure={on_failure.value}; set it to value"
+        yield (
+            f"reward.failure_value={value} means nothing with reward.on_failure={on_failure.value}; set it "
+            "to value"
+        )
 
 
 @REWARD.rule(
@@ -130,8 +141,8 @@ def smaller_groups_can_be_shared(config: Config) -> Iterator[str]:
     step = sizes.dp * sizes.micro_batch_multiple
     if step > 1:
         yield (
-            "reward.on_failure=leave_out makes groups of any size, and with train.packing=false the number of samples must be a multiple "
-            f"of {step}, for the ranks to share: set train.packing=true"
+            "reward.on_failure=leave_out makes groups of any size, and with train.packing=false the number "
+            f"of samples must be a multiple of {step}, for the ranks to share: set train.packing=true"
         )
 
 
@@ -147,8 +158,9 @@ def programs_end_before_the_reward(config: Config) -> Iterator[str]:
     reward = config.reward
     if "code" in functions_of(reward) and reward.code.limits.seconds >= reward.timeout:
         yield (
-            f"reward.code.limits.seconds={reward.code.limits.seconds:g} must be below reward.timeout={reward.timeout:g}, within "
-            "which a response's program is run on all of its tests"
+            f"reward.code.limits.seconds={reward.code.limits.seconds:g} must be below "
+            f"reward.timeout={reward.timeout:g}, within which a response's program is run on all of its "
+            "tests"
         )
 
 
@@ -163,14 +175,17 @@ def environment_gives_the_rewards(config: Config) -> Iterator[str]:
         return
     for name in _REWARDS:
         if getattr(config.reward, name) != getattr(RewardConfig(), name):
-            yield f"reward.{name} means nothing with rollout.environment, which gives the rewards itself: leave it out"
+            yield (
+                f"reward.{name} means nothing with rollout.environment, which gives the rewards itself: "
+                "leave it out"
+            )
 
 
 def _asks_reward_function(config: Config) -> bool:
-    """Return whether reward.function scores: responses, or the last turns of episodes."""
+    """Return True if reward.function scores responses or the last turns of episodes."""
     try:
         return asks_reward_function(config.rollout, config.reward)
-    except UserError:  # which is said elsewhere
+    except UserError:  # another rule reports the error
         return True
 
 
@@ -185,14 +200,20 @@ def _asks_reward_function(config: Config) -> bool:
 def reward_model_is_somewhere(config: Config) -> Iterator[str]:
     functions, path = functions_of(config.reward), config.reward.model.path
     if MODEL not in functions and path is not None:
-        yield f"reward.model.path={path} means nothing with the reward {', '.join(functions)}; set reward.function=model"
+        yield (
+            f"reward.model.path={path} means nothing with the reward {', '.join(functions)}; set "
+            "reward.function=model"
+        )
     if MODEL in functions:
         if path is None:
             yield "the reward model needs reward.model.path, the HF folder of a reward model"
         if functions.count(MODEL) > 1:
             yield "reward.terms has several terms of the function model, but there is one reward.model.path"
         if config.rollout.environment is not None:
-            yield "the reward model scores one answer to a prompt, and rollout.environment has several turns: use other rewards"
+            yield (
+                "the reward model scores one answer to a prompt, and rollout.environment has several turns: "
+                "use other rewards"
+            )
 
 
 @REWARD.rule(
@@ -205,8 +226,9 @@ def reward_model_is_somewhere(config: Config) -> Iterator[str]:
 def dynamic_sampling_has_its_rewards(config: Config) -> Iterator[str]:
     if MODEL in functions_of(config.reward) and config.rollout.dynamic_sampling.enabled:
         yield (
-            "rollout.dynamic_sampling.enabled=true decides by the rewards while engines generate, and the reward model gives them "
-            "afterwards: set rollout.dynamic_sampling.enabled=false, and leave groups out by algorithm.filters alone"
+            "rollout.dynamic_sampling.enabled=true decides by the rewards while engines generate, and the "
+            "reward model gives them afterwards: set rollout.dynamic_sampling.enabled=false, and leave "
+            "groups out by algorithm.filters alone"
         )
 
 
@@ -222,4 +244,7 @@ def recorded_samples_have_rewards(config: Config) -> Iterator[str]:
 def an_evaluation_has_no_reward_model(config: Config) -> Iterator[str]:
     if MODEL in functions_of(config.reward):
         key = "reward.terms" if config.reward.terms else "reward.function"
-        yield f"{key}: the function model scores on the ranks of a trainer, and eval has engines alone; choose another reward"
+        yield (
+            f"{key}: the function model scores on the ranks of a trainer, and eval has engines alone; choose "
+            "another reward"
+        )

@@ -4,14 +4,15 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from grpo_megatron.config.data import OverlongPrompts
 from grpo_megatron.config.rollout import BeamConfig, GymnasiumConfig, HistoryKind, RolloutConfig, Strategy
-from grpo_megatron.config.schema import Config, OverlongPrompts, RoutingReplay
+from grpo_megatron.config.schema import Config, RoutingReplay
 from grpo_megatron.data.tokenizer import NO_TEMPLATE
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.rule import COMMANDS, ENGINE_COMMANDS, RuleBook
 from grpo_megatron.rollout.environments import BUILT_IN, offered_tools
 
-# Their checks take a Config.
+# Each check takes a Config.
 ROLLOUT = RuleBook()
 
 _TRAIN = ("train",)
@@ -41,7 +42,9 @@ def _named(key: str, value: Any) -> Iterator[str]:
 def weights_match_the_sources(config: Config) -> Iterator[str]:
     weights, sources = config.data.train_weights, config.data.train
     if weights and (not isinstance(sources, list) or len(weights) != len(sources)):
-        yield f"data.train_weights={weights} must be one positive number for each source in the list data.train"
+        yield (
+            f"data.train_weights={weights} must be one positive number for each source in the list data.train"
+        )
 
 
 @ROLLOUT.rule(
@@ -52,8 +55,9 @@ def weights_match_the_sources(config: Config) -> Iterator[str]:
 def examples_have_no_weights(config: Config) -> Iterator[str]:
     if config.data.train_weights:
         yield (
-            f"data.train_weights={config.data.train_weights} is for prompts; sft and reward-model train on each record once per epoch. "
-            "Remove it, and name a file in data.train as often as its records shall be seen"
+            f"data.train_weights={config.data.train_weights} is for prompts; sft and reward-model train on "
+            "each record once per epoch. Remove it, and name a file in data.train as often as its records "
+            "shall be seen"
         )
 
 
@@ -76,7 +80,10 @@ def there_are_prompts(config: Config) -> Iterator[str]:
 )
 def something_is_filtered(config: Config) -> Iterator[str]:
     if config.rollout.dynamic_sampling.enabled and not config.algorithm.filters:
-        yield "rollout.dynamic_sampling.enabled=true needs algorithm.filters, such as [nonzero_variance]: nothing is dropped without"
+        yield (
+            "rollout.dynamic_sampling.enabled=true needs algorithm.filters, such as [nonzero_variance]: "
+            "nothing is dropped without"
+        )
 
 
 @ROLLOUT.rule(
@@ -88,8 +95,8 @@ def something_is_filtered(config: Config) -> Iterator[str]:
 def sampling_is_of_the_full_distribution(config: Config) -> Iterator[str]:
     if config.rollout.top_p != 1.0 or config.rollout.top_k != -1:
         yield (
-            "rollout.top_p and rollout.top_k must stay 1.0 and -1: the engine's log-probs are of the full distribution, "
-            "which is then not the one that was sampled from"
+            "rollout.top_p and rollout.top_k must stay 1.0 and -1: the engine's log-probs are of the full "
+            "distribution, which is then not the one that was sampled from"
         )
 
 
@@ -179,8 +186,8 @@ def template_history_has_its_template(config: Config) -> Iterator[str]:
         yield "rollout.history=template needs a chat template, but data.chat_template=none"
     if config.data.overlong_prompts == OverlongPrompts.truncate_left:
         yield (
-            "rollout.history=template makes the prompt anew for each turn, from messages that data.overlong_prompts=truncate_left cannot "
-            "shorten: use skip or error"
+            "rollout.history=template makes the prompt anew for each turn, from messages that "
+            "data.overlong_prompts=truncate_left cannot shorten: use skip or error"
         )
 
 
@@ -196,13 +203,19 @@ def beams_are_of_one_turn(config: Config) -> Iterator[str]:
     if config.rollout.strategy != Strategy.beam:
         return
     if config.rollout.environment is not None:
-        yield "rollout.strategy=beam searches for one answer to a prompt, and rollout.environment has several turns: use sampling"
+        yield (
+            "rollout.strategy=beam searches for one answer to a prompt, and rollout.environment has several "
+            "turns: use sampling"
+        )
     if config.rollout.stop:
-        yield f"rollout.strategy=beam knows no strings that end a response, rollout.stop={config.rollout.stop}: use stop_token_ids"
+        yield (
+            "rollout.strategy=beam knows no strings that end a response, "
+            f"rollout.stop={config.rollout.stop}: use stop_token_ids"
+        )
     if config.moe.routing_replay == RoutingReplay.engine:
         yield (
-            "moe.routing_replay=engine would send the routing of a whole beam with each of its tokens: with rollout.strategy=beam use off "
-            "or old_policy"
+            "moe.routing_replay=engine would send the routing of a whole beam with each of its tokens: with "
+            "rollout.strategy=beam use off or old_policy"
         )
 
 
@@ -215,4 +228,7 @@ def beams_are_of_one_turn(config: Config) -> Iterator[str]:
 )
 def beam_settings_have_their_strategy(config: Config) -> Iterator[str]:
     if config.rollout.strategy != Strategy.beam and config.rollout.beam != BeamConfig():
-        yield "rollout.beam means nothing with rollout.strategy=sampling: leave it out, or set rollout.strategy=beam"
+        yield (
+            "rollout.beam means nothing with rollout.strategy=sampling: leave it out, or set "
+            "rollout.strategy=beam"
+        )

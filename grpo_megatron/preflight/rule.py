@@ -1,32 +1,36 @@
-"""A rule: what must hold between keys, as data that `config explain` can show and a check that can be asked."""
+"""Rules: conditions between keys.
+
+A rule has data that `config explain` shows, and a check that finds violations.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 COMMANDS = ("train", "sft", "reward-model", "eval")
-# Those that have a trainer, and those that have engines.
+# Commands that have a trainer, and commands that have engines.
 TRAINING_COMMANDS, ENGINE_COMMANDS = ("train", "sft", "reward-model"), ("train", "eval")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """name: of the function that checks it. keys: every key whose value the check reads. says: what must hold, one sentence.
-
-    commands: those of COMMANDS that it is for. check: yields a sentence for each violation, naming the keys and
-    values; it is asked only where each of its keys is within its own limits.
-    """
+    """A condition between keys. It is checked only if each of its keys is within its own limits."""
 
     name: str
+    """Name of the function that checks it."""
     keys: tuple[str, ...]
+    """Every key whose value the check reads."""
     says: str
+    """What must hold, in one sentence."""
     commands: tuple[str, ...]
+    """Commands that it applies to, from COMMANDS."""
     check: Callable[..., Iterator[str]]
+    """Yields a sentence for each violation, naming keys and values."""
 
 
 class RuleBook:
-    """The rules of one subject, in the order in which their violations are reported.
+    """The rules of one subject, in the order in which violations are reported.
 
-    All checks of a book take the same arguments. `@book.rule(...)` adds a function and returns it unchanged.
+    All checks of a book take the same arguments. The decorator `@book.rule(...)` adds a check to the book.
     """
 
     def __init__(self) -> None:
@@ -44,9 +48,11 @@ class RuleBook:
     def violations(
         self, *subject, command: str | None = None, out_of_limits: frozenset[str] = frozenset()
     ) -> list[str]:
-        """One sentence for each violation, without the rules on keys that are out of their limits.
+        """Return one sentence for each violation.
 
-        command: without the rules that are not for it; None: all.
+        subject: arguments of the checks.
+        command: skip rules that do not apply to this command; None: check all rules.
+        out_of_limits: keys with values out of their own limits. Rules about them are skipped.
         """
         return [
             sentence

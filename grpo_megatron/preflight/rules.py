@@ -1,6 +1,6 @@
-"""What is not legal in a configuration: values out of their keys' limits, and rules between keys.
+"""Check of a configuration: values out of their keys' limits, and rules between keys.
 
-Every violation is reported at once. Further rules need the model itself (preflight.model).
+All violations are reported at once. Rules that need the model itself are in preflight.model.
 """
 
 from omegaconf import MISSING
@@ -47,9 +47,11 @@ def all_rules() -> list[Rule]:
 
 
 def violations(config: Config, command: str = "train", capabilities: Capabilities | None = None) -> list[str]:
-    """One sentence for each violation, naming the keys; command: one of rule.COMMANDS.
+    """Return one sentence for each violation, naming the keys.
 
-    capabilities: of the machines that will run it; None: what is known of them without asking the cluster.
+    command: one of rule.COMMANDS.
+    capabilities: of the machines that will run the configuration; None: what is known without asking the
+    cluster.
     """
     out = out_of_limits(config)
     keys = frozenset(out)
@@ -73,11 +75,11 @@ def violations(config: Config, command: str = "train", capabilities: Capabilitie
 
 
 def out_of_limits(config: Config) -> dict[str, list[str]]:
-    """{key: sentences} of the values that are out of their keys' limits, whatever the command."""
+    """Return {key: sentences} of the values that are out of their keys' limits, whatever the command."""
     known = known_keys()
     found = {}
     for key, value in flat(config).items():
-        # A required key without a value is missing, which is said elsewhere.
+        # missing_keys reports a required key without a value.
         if default_of(known[key]) == MISSING and value in ("", MISSING):
             continue
         problems = list(limits_of(known[key]).problems(key, value))

@@ -1,4 +1,4 @@
-"""`grpo-megatron config show | explain | diff`: what is set, what it means, what differs."""
+"""`grpo-megatron config show | explain | diff`: show what is set, what it means, and what differs."""
 
 import dataclasses
 from enum import Enum
@@ -16,7 +16,7 @@ from grpo_megatron.preflight.rule import COMMANDS, Rule
 
 
 def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
-    """YAML that loads to the same configuration, each value with its origin as a comment."""
+    """Return YAML that loads to the same configuration, each value with its origin as a comment."""
     resolved = resolve(path, overrides)
     values, comments = {}, dict(resolved.origins)
     for key, value in resolved.values.items():
@@ -34,7 +34,10 @@ def _required(key: str) -> bool:
 
 
 def explain(key: str) -> str:
-    """All there is to say about a key; for a section, its keys. Raises UserError for another name."""
+    """Return all information about a key; for a section, its keys.
+
+    Raises UserError for an unknown name.
+    """
     known = known_keys()
     if key not in known:
         nearest = nearest_key(key)
@@ -84,7 +87,10 @@ def _is_enum(field: dataclasses.Field) -> bool:
 
 
 def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """{key: {"a": {"value", "origin"}, "b": ...}} of the keys whose resolved values differ."""
+    """Return the keys whose resolved values differ.
+
+    The format is {key: {"a": {"value", "origin"}, "b": {"value", "origin"}}}.
+    """
     left, right = resolve(a, []), resolve(b, [])
     return {
         key: {"a": _entry(left, key), "b": _entry(right, key)}
@@ -99,7 +105,7 @@ def _entry(resolved: Resolved, key: str) -> dict[str, Any]:
 
 
 def diff_text(a: str, b: str, as_json: bool) -> tuple[str, bool]:
-    """(what to print, whether anything differs)."""
+    """Return (text to print, whether anything differs)."""
     found = diff(a, b)
     if as_json:
         return json_text(found, indent=2), bool(found)

@@ -1,4 +1,4 @@
-"""What a command asks before it starts any process, beside the rules of its configuration."""
+"""Checks that a command makes before it starts any process, after the rules of its configuration."""
 
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.optional import check_listeners
@@ -8,7 +8,7 @@ from grpo_megatron.preflight.output_folders import check_output_folders
 
 
 def check_start(config: Config, command: str) -> None:
-    """Raise UserError for a model, a package, a folder or machines that do not fit what is configured.
+    """Raise UserError for a model, a package, a folder or machines that do not fit the configuration.
 
     command: one of rule.COMMANDS.
     """

@@ -1,4 +1,4 @@
-"""Rules about training, whatever the algorithm: batches, sequences, precision, routing, learning rate."""
+"""Rules about training with any algorithm: batches, sequences, routing, learning rate, timeouts."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from grpo_megatron.megatron.spec import lr_decay_steps
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.rule import RuleBook
 
-# Their checks take a Config.
+# Each check takes a Config.
 TRAINING = RuleBook()
 
 _TRAIN = ("train",)
@@ -39,8 +39,9 @@ def current_logprobs_are_of_one_step(config: Config) -> Iterator[str]:
     one_step = train.ppo_mini_batch_size == config.data.train_batch_size and train.ppo_epochs == 1
     if train.old_logprobs == OldLogprobs.current and not one_step:
         yield (
-            "train.old_logprobs=current is exact only with one optimizer step per batch: set train.ppo_epochs=1 and "
-            "train.ppo_mini_batch_size = data.train_batch_size, or choose recompute or rollout"
+            "train.old_logprobs=current is exact only with one optimizer step per batch: set "
+            "train.ppo_epochs=1 and train.ppo_mini_batch_size = data.train_batch_size, or choose recompute "
+            "or rollout"
         )
 
 
@@ -53,7 +54,8 @@ _SHARING = (
 
 
 @TRAINING.rule(
-    "Every data-parallel replica gets at least one micro-batch of an optimizer step, with interleaved stages one for each stage.",
+    "Every data-parallel replica gets at least one micro-batch of an optimizer step, with interleaved stages "
+    "one for each stage.",
     "train.ppo_mini_batch_size",
     "rollout.n",
     *_SHARING,
@@ -65,7 +67,8 @@ def samples_can_be_shared(config: Config) -> Iterator[str]:
 
 
 @TRAINING.rule(
-    "Every data-parallel replica gets at least one micro-batch of examples, with interleaved stages one for each stage.",
+    "Every data-parallel replica gets at least one micro-batch of examples, with interleaved stages one for "
+    "each stage.",
     "data.train_batch_size",
     *_SHARING,
     commands=("sft",),
@@ -76,7 +79,8 @@ def examples_can_be_shared(config: Config) -> Iterator[str]:
 
 
 @TRAINING.rule(
-    "Every data-parallel replica gets at least one micro-batch of pairs, with interleaved stages one for each stage.",
+    "Every data-parallel replica gets at least one micro-batch of pairs, with interleaved stages one for "
+    "each stage.",
     "data.train_batch_size",
     *_SHARING,
     commands=("reward-model",),
@@ -87,7 +91,8 @@ def pairs_can_be_shared(config: Config) -> Iterator[str]:
 
 
 @TRAINING.rule(
-    "A micro-batch can hold both sequences of a pair, over all context-parallel ranks and with their padding.",
+    "A micro-batch can hold both sequences of a pair, over all context-parallel ranks and with their "
+    "padding.",
     "train.max_tokens_per_micro_batch",
     "data.max_prompt_length",
     "rollout.max_response_length",
@@ -103,8 +108,8 @@ def longest_pair_fits(config: Config) -> Iterator[str]:
     if limit * cp < 2 * padded_to(longest, Layout(cp=cp).sequence_multiple):
         times = f" on each of megatron.context_parallel={cp} ranks" if cp > 1 else ""
         yield (
-            f"train.max_tokens_per_micro_batch={limit}{times} is less than two of the longest sequences of a pair, "
-            f"data.max_prompt_length + rollout.max_response_length = {longest} each"
+            f"train.max_tokens_per_micro_batch={limit}{times} is less than two of the longest sequences of a "
+            f"pair, data.max_prompt_length + rollout.max_response_length = {longest} each"
         )
 
 
@@ -205,7 +210,10 @@ def schedule_of_sft_fits(config: Config) -> Iterator[str]:
 
 
 def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
-    """steps: optimizer steps of the whole schedule."""
+    """Yield a violation if warm-up and decay are longer than the schedule.
+
+    steps: optimizer steps of the whole schedule.
+    """
     optimizer = config.optimizer
     if optimizer.lr_schedule == LrSchedule.constant:
         return
@@ -216,7 +224,9 @@ def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
     if warmup > steps:
         yield f"optimizer.lr_warmup_steps={warmup} is more than {whole}"
     elif optimizer.lr_schedule == LrSchedule.wsd and decay is not None and decay + warmup > steps:
-        yield f"optimizer.wsd_decay_steps={decay} after optimizer.lr_warmup_steps={warmup} is more than {whole}"
+        yield (
+            f"optimizer.wsd_decay_steps={decay} after optimizer.lr_warmup_steps={warmup} is more than {whole}"
+        )
 
 
 @TRAINING.rule(

@@ -1,4 +1,4 @@
-"""Rules about the way of the weights to the engines."""
+"""Rules about weight sync, which transfers the trainer's weights to the engines."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.config.weight_sync import SyncTransport
 from grpo_megatron.preflight.rule import RuleBook
 
-# Their checks take a Config.
+# Each check takes a Config.
 WEIGHT_SYNC = RuleBook()
 
 _TRAIN = ("train",)
@@ -24,7 +24,10 @@ def disk_has_a_folder(config: Config) -> Iterator[str]:
     if sync.transport == SyncTransport.disk and sync.folder is None:
         yield "weight_sync.transport=disk needs weight_sync.folder, which all nodes see"
     if sync.transport != SyncTransport.disk and sync.folder is not None:
-        yield f"weight_sync.folder={sync.folder} is for weight_sync.transport=disk only, which is {sync.transport.value}"
+        yield (
+            f"weight_sync.folder={sync.folder} is for weight_sync.transport=disk only, which is "
+            f"{sync.transport.value}"
+        )
 
 
 @WEIGHT_SYNC.rule(
@@ -35,18 +38,25 @@ def disk_has_a_folder(config: Config) -> Iterator[str]:
 )
 def delta_has_a_transport(config: Config) -> Iterator[str]:
     if config.weight_sync.delta and config.weight_sync.transport == SyncTransport.object_store:
-        yield "weight_sync.delta=true does not work with weight_sync.transport=object_store, which carries full tensors"
+        yield (
+            "weight_sync.delta=true does not work with weight_sync.transport=object_store, which carries "
+            "full tensors"
+        )
 
 
 @WEIGHT_SYNC.rule(
-    "A delta is of weights that the engines still have, which colocated engines give back while the ranks train.",
+    "A delta is of weights that the engines still have, which colocated engines give back while the ranks "
+    "train.",
     "weight_sync.delta",
     "cluster.placement",
     commands=_TRAIN,
 )
 def delta_has_engines_that_keep_weights(config: Config) -> Iterator[str]:
     if config.weight_sync.delta and config.cluster.placement == Placement.colocated:
-        yield "weight_sync.delta=true does not work with cluster.placement=colocated, where engines give back their weights"
+        yield (
+            "weight_sync.delta=true does not work with cluster.placement=colocated, where engines give back "
+            "their weights"
+        )
 
 
 @WEIGHT_SYNC.rule(
@@ -58,4 +68,6 @@ def delta_has_engines_that_keep_weights(config: Config) -> Iterator[str]:
 def fp8_has_a_transport(config: Config) -> Iterator[str]:
     quantised = config.rollout.engine.quantization == Quantization.fp8
     if quantised and config.weight_sync.transport == SyncTransport.object_store:
-        yield "rollout.engine.quantization=fp8 does not work with weight_sync.transport=object_store; use auto"
+        yield (
+            "rollout.engine.quantization=fp8 does not work with weight_sync.transport=object_store; use auto"
+        )

@@ -1,1 +1,1 @@
-"""`grpo-megatron report`: one page about a run, from the files in its folder."""
+"""HTML page about a run, made from the files in the run's folder (`grpo-megatron report`)."""

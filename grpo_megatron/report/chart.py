@@ -1,4 +1,4 @@
-"""A line chart as SVG, and bars of shares, for a page that loads nothing."""
+"""Line charts as SVG and bars of shares as HTML, for a page that loads no other file."""
 
 import math
 from collections.abc import Sequence
@@ -7,20 +7,23 @@ from html import escape
 
 from grpo_megatron.report.read import Curve
 
-# Of Paul Tol's "bright" scheme, which people with any colour vision can tell apart.
+# Paul Tol's "bright" scheme. People with any kind of colour vision can tell these colours apart.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 
 _WIDTH, _HEIGHT = 460, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 10, 28
-# More points than this are not told apart on the screen; each then is the mean of its neighbours.
+# A curve with more points is thinned to the means of neighbours, because a screen cannot show more.
 _MOST_POINTS = 400
-# Sums and differences of values up to this are finite.
+# Larger values are not drawn. Sums and differences of values up to this one are finite.
 _LARGEST = 1e300
 
 
 @dataclass(frozen=True)
 class Line:
-    """dashed: of the run that is compared with."""
+    """One line of a chart.
+
+    dashed: True for a line of the run that is compared with.
+    """
 
     label: str
     curve: Curve
@@ -28,7 +31,10 @@ class Line:
 
 
 def line_chart(lines: Sequence[Line]) -> str:
-    """SVG with both axes, and a legend of all lines; values that are no numbers, or beyond all that is drawn, are gaps."""
+    """Return SVG with both axes, and a legend of all lines.
+
+    Values that are not finite, or too large to draw, become gaps.
+    """
     curves = [_thinned([point for point in line.curve if abs(point[1]) < _LARGEST]) for line in lines]
     points = [point for curve in curves for point in curve]
     if not points:
@@ -57,16 +63,17 @@ def line_chart(lines: Sequence[Line]) -> str:
         dash = ' stroke-dasharray="5 3"' if line.dashed else ""
         if path:
             tip = f"{line.label}: last {_number(curve[-1][1])} at step {curve[-1][0]:.0f}"
-            # A line of one point has no length; its round cap makes it a dot.
+            # A line of one point has no length, but its round cap shows it as a dot.
             ends = path if len(curve) > 1 else f"{path}h0"
             parts.append(
-                f'<path class="line" stroke="{colours[line.label]}"{dash} d="M{ends}"><title>{escape(tip)}</title></path>'
+                f'<path class="line" stroke="{colours[line.label]}"{dash} '
+                f'd="M{ends}"><title>{escape(tip)}</title></path>'
             )
     return "".join(parts) + "</svg>" + _legend(lines, colours)
 
 
 def _colours(lines: Sequence[Line]) -> dict[str, str]:
-    """The same one for the same scalar of both runs."""
+    """Return a colour for each label. The same scalar has the same colour in both runs."""
     labels = dict.fromkeys(line.label for line in lines)
     return {label: COLOURS[number % len(COLOURS)] for number, label in enumerate(labels)}
 
@@ -74,23 +81,37 @@ def _colours(lines: Sequence[Line]) -> dict[str, str]:
 def _legend(lines: Sequence[Line], colours: dict[str, str]) -> str:
     last = {line.label: line.curve[-1][1] for line in reversed(lines) if line.curve}
     items = [
-        f'<span><i style="background:{colour}"></i>{escape(label)} <b>{_number(last[label]) if label in last else ""}</b></span>'
+        (
+            f'<span><i style="background:{colour}"></i>{escape(label)} '
+            f"<b>{_number(last[label]) if label in last else ''}</b></span>"
+        )
         for label, colour in colours.items()
     ]
     return f'<div class="legend">{"".join(items)}</div>'
 
 
 def share_bars(shares: Sequence[tuple[str, float, str]]) -> str:
-    """One bar a row: (label, share of the longest bar between 0 and 1, what stands behind it)."""
+    """Return an HTML table with one bar in each row.
+
+    shares: (label, length of the bar relative to the longest one, 0 to 1, text behind the bar).
+    """
     rows = [
-        f'<tr><td>{escape(label)}</td><td class="bar"><i style="width:{100 * share:.1f}%"></i></td><td>{escape(text)}</td></tr>'
+        (
+            f'<tr><td>{escape(label)}</td><td class="bar"><i '
+            f'style="width:{100 * share:.1f}%"></i></td><td>{escape(text)}</td></tr>'
+        )
         for label, share, text in shares
     ]
     return f'<table class="bars">{"".join(rows)}</table>'
 
 
 def nice_ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """Three to seven round numbers, 1, 2 or 5 times a power of ten apart, within the range or at most one step beyond; whole: integers."""
+    """Return three to seven round numbers that are 1, 2 or 5 times a power of ten apart.
+
+    They lie within the range or at most one step beyond it.
+
+    whole: True for integers only.
+    """
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -101,7 +122,7 @@ def nice_ticks(low: float, high: float, whole: bool = False) -> list[float]:
 
 
 def _range(values: list[float]) -> tuple[float, float]:
-    """The smallest and the largest, apart from each other."""
+    """Return the smallest and the largest value, widened if they are equal."""
     low, high = min(values), max(values)
     if high - low > 1e-12 * max(abs(low), abs(high)):
         return low, high
@@ -118,6 +139,6 @@ def _thinned(curve: Curve) -> list[tuple[float, float]]:
 
 
 def _number(value: float) -> str:
-    """Short, for people."""
+    """Return the number as short text with three digits."""
     text = f"{value:.3g}"
     return f"{value:.0f}" if "e+" in text and abs(value) < 1e6 else text

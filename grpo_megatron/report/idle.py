@@ -1,4 +1,4 @@
-"""From the timeline: for how much of each phase of the driver the processes of a role were at work."""
+"""Share of each driver phase during which the processes of a role were busy, computed from the timeline."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -6,14 +6,17 @@ from typing import Any
 
 from grpo_megatron.monitoring.timeline import DRIVER
 
-# (beginning, end), in microseconds.
+# (start, end), in microseconds.
 Interval = tuple[float, float]
 
 
 def busy_shares(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """{phase of the driver: {role: share of the phase in which a process of the role was in a phase of its own, mean over them}}.
+    """Return {driver phase: {role: share of the phase during which a process of the role was busy}}.
 
-    A role is a process's name without its number: `trainer rank 3 of 8` is a `trainer rank`. Empty if only the driver told phases.
+    A process is busy while it is in a phase of its own. The share is the mean over the role's processes. A
+    role is a process's name without its number: `trainer rank 3 of 8` has the role `trainer rank`.
+
+    The result is empty if only the driver recorded phases.
     """
     names, spans = {}, defaultdict(list)
     for event in events:
@@ -51,7 +54,7 @@ def _mean_share(phase: list[Interval], processes: list[list[Interval]]) -> float
 
 
 def _union(intervals: list[Interval]) -> list[Interval]:
-    """Sorted, and none that overlaps another: phases within a phase count once."""
+    """Return the union of the intervals, sorted and without overlaps. A phase within a phase counts once."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -62,7 +65,7 @@ def _union(intervals: list[Interval]) -> list[Interval]:
 
 
 def _overlap(left: list[Interval], right: list[Interval]) -> float:
-    """The length of what two sorted lists of intervals share, none of which overlaps another of its list."""
+    """Return the total length of the intersection of two sorted lists of intervals without overlaps."""
     total, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):
         total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))

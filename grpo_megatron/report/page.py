@@ -1,6 +1,6 @@
-"""The page: HTML with its style and its charts inside, so that it can be mailed and opened anywhere.
+"""HTML page about a run, with style and charts inside it, so that it can be mailed and opened anywhere.
 
-Everything that a run wrote is escaped: prompts and responses may hold HTML.
+All text that the run wrote is escaped, because prompts and responses may contain HTML.
 """
 
 from collections.abc import Callable
@@ -12,18 +12,21 @@ from grpo_megatron.report.chart import Line, line_chart, share_bars
 from grpo_megatron.report.idle import busy_shares
 from grpo_megatron.report.read import RecordedRun
 
-# How many of the last texts of a section are shown, and at least of each name in it: a section may have several groups a step, and data
-# sets, of which the last would hide the others.
+# Number of texts that a section shows, and the smallest number for each name in it. Without the second, the
+# last name would hide the others, because a section may have several groups in a step, or several data sets.
 _TEXTS, _TEXTS_OF_A_NAME = 4, 2
 _NO_PHASES = ("time/step", "time/monitor")
 
-# {key: (value here, value in the other run)} of the configurations, as texts.
+# {key: (value in this run, value in the other run)} of the configurations, as text.
 Changes = dict[str, tuple[str, str]]
 
 
 def page(run: RecordedRun, other: RecordedRun | None = None, changes: Changes | str = "") -> str:
-    """HTML about a run. other: a run whose curves are drawn beside, dashed; changes: what its configuration has otherwise, or why that
-    is not known."""
+    """Return an HTML page about a run.
+
+    other: a run to compare with. Its curves are drawn dashed.
+    changes: how its configuration differs, or a text that says why that is not known.
+    """
     against = f" against {other.name}" if other else ""
     parts = [
         f"<h1>{escape(run.name)}{escape(against)}</h1>",
@@ -52,8 +55,14 @@ def page(run: RecordedRun, other: RecordedRun | None = None, changes: Changes | 
         f'<h2 id="s{number}">{escape(title)}</h2>{body}' for number, (title, body) in enumerate(sections)
     ]
     title = escape(f"{run.name}{against}")
-    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}"><title>{title}</title>'
-    return f"<!DOCTYPE html><html lang=en><head>{head}<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    head = (
+        '<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
+        f'content="{_POLICY}"><title>{title}</title>'
+    )
+    return (
+        "<!DOCTYPE html><html "
+        f"lang=en><head>{head}<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
 
 
 def _chart(title: str, names: list[str], run: RecordedRun, other: RecordedRun | None) -> str:
@@ -64,7 +73,7 @@ def _chart(title: str, names: list[str], run: RecordedRun, other: RecordedRun | 
 
 
 def _results(run: RecordedRun, other: RecordedRun | None) -> str:
-    """A table of what a run is for: evaluations and reward."""
+    """Return a table of the results: evaluations and reward."""
     names = [
         name
         for name in run.curves
@@ -92,7 +101,7 @@ def _changes(changes: Changes | str, name: str, other: str) -> str:
 
 
 def _phases(run: RecordedRun) -> str:
-    """Mean seconds of a phase over all steps, and its share of the step."""
+    """Return bars with each phase's mean seconds over all steps, and its share of the step."""
     found = {
         name.removeprefix("time/"): curve for name, curve in run.curves.items() if name.startswith("time/")
     }
@@ -114,12 +123,15 @@ def _phases(run: RecordedRun) -> str:
     note = ""
     if monitoring:
         spent = sum(value for _, value in monitoring)
-        note = f"<p>Monitoring took {1000 * spent / len(monitoring):.1f} ms a step, {100 * spent / whole:.2f}% of it.</p>"
+        note = (
+            f"<p>Monitoring took {1000 * spent / len(monitoring):.1f} ms a step, "
+            f"{100 * spent / whole:.2f}% of it.</p>"
+        )
     return share_bars(rows) + note + _busy(run)
 
 
 def _busy(run: RecordedRun) -> str:
-    """A table of the phases' idle shares, where processes other than the driver told what they did."""
+    """Return a table of each phase's idle share, or "" if only the driver recorded phases."""
     shares = busy_shares(run.timeline)
     if not shares:
         return ""
@@ -168,22 +180,27 @@ def _none() -> str:
     return '<p class="none">The run has none.</p>'
 
 
-# Should an escape be forgotten, the page still runs no script and asks nobody for anything.
+# Second line of defence: if some text is not escaped, the page still runs no script and loads nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 1480px; margin: 1.5em auto; padding: 0 1em; color: #222; }
-h1 { margin-bottom: 0; } h2 { border-bottom: 1px solid #ccc; margin-top: 1.6em; } h3 { margin: 1em 0 .2em; font-size: 1em; }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 1480px; margin: 1.5em auto; \
+padding: 0 1em; color: #222; }
+h1 { margin-bottom: 0; } h2 { border-bottom: 1px solid #ccc; margin-top: 1.6em; } \
+h3 { margin: 1em 0 .2em; font-size: 1em; }
 nav a { margin-right: 1em; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 1em; }
 figure { margin: 0; padding: .6em; border: 1px solid #e4e4e4; border-radius: 4px; }
 figcaption { font-weight: 600; margin-bottom: .3em; }
-svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: #555; } .y { text-anchor: end; } .x { text-anchor: middle; }
+svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: #555; } \
+.y { text-anchor: end; } .x { text-anchor: middle; }
 .grid { stroke: #eee; } .axis { stroke: #888; fill: none; }
 .line { fill: none; stroke-width: 1.7; stroke-linejoin: round; stroke-linecap: round; }
 .legend { font-size: 12px; } .legend span { margin-right: 1em; white-space: nowrap; }
 .legend i { display: inline-block; width: 1.2em; height: 3px; margin-right: .4em; vertical-align: middle; }
-table { border-collapse: collapse; } th, td { text-align: left; padding: .15em 1em .15em 0; vertical-align: top; }
+table { border-collapse: collapse; } \
+th, td { text-align: left; padding: .15em 1em .15em 0; vertical-align: top; }
 .bars { width: 100%; } .bar { width: 60%; } .bar i { display: block; height: .9em; background: #4477aa; }
-pre { background: #f7f7f7; padding: .7em; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; }
+pre { background: #f7f7f7; padding: .7em; overflow-x: auto; white-space: pre-wrap; \
+overflow-wrap: anywhere; font-size: 12.5px; }
 .none { color: #888; }
 """.strip()

@@ -1,4 +1,4 @@
-"""What a run's folder says about it."""
+"""Reader of a run's folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +18,18 @@ Curve = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """curves: by the name of the scalar, of each step the value that was written last. texts: rows {"step", "name", "text"}.
-
-    config: the resolved configuration, as YAML; None where the folder has none. timeline: the events of timeline.json.
-    """
+    """The data that a run's folder holds."""
 
     folder: Path
+    """The run's folder."""
     curves: dict[str, Curve]
+    """Name of the scalar -> its curve. A step that was written several times has the last value."""
     texts: list[dict[str, Any]]
+    """Rows {"step", "name", "text"}."""
     config: str | None
+    """The resolved configuration as YAML; None if the folder has none."""
     timeline: list[dict[str, Any]]
+    """Events of timeline.json."""
 
     @property
     def name(self) -> str:
@@ -35,12 +37,16 @@ class RecordedRun:
 
     @property
     def steps(self) -> int:
-        """The last step."""
+        """Return the number of the last step."""
         return max((curve[-1][0] for curve in self.curves.values()), default=0)
 
 
 def read_run(folder: str) -> RecordedRun:
-    """Raises UserError for a folder without metrics.jsonl, and for a damaged row that is not the last, which a kill may cut off."""
+    """Read a run's folder.
+
+    Raises UserError if metrics.jsonl is missing, or if one of its rows is damaged. A damaged last row is
+    ignored, because a kill may have cut it off.
+    """
     problem = folder_problem(folder)
     if problem:
         raise UserError(f"{folder} {problem}; it must be the folder of a run")

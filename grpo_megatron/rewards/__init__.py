@@ -1,12 +1,17 @@
-"""Rewards: how good a response is. Light to import, because reward workers start with it alone.
+"""Rewards: numbers that say how good a response is.
 
-A reward is a function ``reward(prompt, response, answer, record)``, called with keywords: the text
-of prompt and response, the reference answer (a list of strings if the record has several, each of
-them accepted), and a dict of the data record's other fields. It returns a number, or a dict with
-the key "reward" and any further numbers to be logged. It may be async. A parameter ``args`` gets its
-options, ``tokens`` the length of the response, ``components`` the values of the terms before it.
+A reward is a function ``reward(prompt, response, answer, record)``. It is called with keyword arguments:
 
-One that is registered by ``group_reward`` gets ``responses``, and returns a number for each.
+- prompt, response: the texts.
+- answer: the reference answer, or a list of accepted answers if the record has several.
+- record: a dict of the other fields of the data record.
+
+It returns a number, or a dict with the key "reward" and further numbers for the logs. It may be async. A
+parameter ``args`` gets the reward's options, ``tokens`` the length of the response, and ``components`` the
+values of earlier terms. A function registered by ``group_reward`` gets ``responses`` and returns one number
+for each.
+
+This package is light to import, because reward workers import only it when they start.
 """
 
 from grpo_megatron.rewards.base import group_reward, resolve_reward, resolve_rewards, reward_function

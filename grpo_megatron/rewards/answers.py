@@ -1,6 +1,7 @@
-"""Finding the final answer in a text: after ####, in \\boxed{}, the last number, or the letter of a choice.
+r"""Extraction of the final answer from a text: after ####, in \boxed{}, the last number, or a choice.
 
-Every finder takes time linear in the length of the text: a model that repeats itself must not hold up a reward worker.
+Every finder takes time linear in the length of the text, because a model that repeats itself must not block a
+reward worker.
 """
 
 import re
@@ -12,7 +13,8 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.rewards.numerals import NO_OPERAND_BEFORE, plain_minus, plain_numbers, thousands_separators
 from grpo_megatron.rewards.terms import terms_of
 
-# 1234  -5  3.50  .5  $12  1.5e3, where \0 stands for thousands separators. A full stop that ends the sentence is not part of it.
+# 1234  -5  3.50  .5  $12  1.5e3, where \0 stands for thousands separators. The full stop that ends a sentence
+# is not part of the number.
 _NUMBER = re.compile(
     rf"(?:{NO_OPERAND_BEFORE}[-\u2212\ufe63\uff0d\u2010-\u2013])?\$?(?:\d[\d\0]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?"
 )
@@ -25,20 +27,23 @@ _BOX_TOKEN = re.compile(
     | (?P<opens>\{{)
     | (?P<closes>\}})
     | \\(?!\\{_BOXES}).                          # an escaped character; in \\boxed{{7}} it is the next backslash that counts
-    """,
+    """,  # noqa: E501 - a comment within the expression
     re.VERBOSE | re.DOTALL,
 )
 
 
 def hashes(text: str) -> str | None:
-    """Return what follows the last `####` on its line, as GSM8K writes its answers."""
+    """Return the text after the last `####` on its line, as GSM8K writes its answers."""
     found = re.findall(r"####[ \t]*(\S[^\n]*)", text)
     return found[-1].strip() if found else None
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the contents of the last `\boxed{...}` or `\fbox{...}` that has any; None if the last one is never closed."""
-    boxes, open_braces = [], []  # an open brace is the position behind it if it is that of a box, else -1
+    r"""Return the contents of the last `\boxed{...}` or `\fbox{...}` that has any.
+
+    None if the last box is never closed.
+    """
+    boxes, open_braces = [], []  # an open brace: the position after it for a box, else -1
     for token in _BOX_TOKEN.finditer(text):
         kind = token.lastgroup
         if kind in ("box", "opens"):
@@ -57,7 +62,7 @@ def boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number as it is written in the text, with an ASCII minus sign. In `3-5` that is 5."""
+    """Return the last number as the text writes it, with an ASCII minus sign. In `3-5` that is 5."""
     characters = list(text)
     for start, end in thousands_separators(text):
         characters[start:end] = "\0" * (end - start)
@@ -66,7 +71,7 @@ def last_number(text: str) -> str | None:
 
 
 def whole(text: str) -> str | None:
-    """Return the text itself."""
+    """Return the text itself without surrounding white space, or None if it is empty."""
     return text.strip() or None
 
 
@@ -79,7 +84,7 @@ FINDERS: dict[str, Callable[[str], str | None]] = {
 
 
 def find_answer(text: str, ways: list[str]) -> str | None:
-    """Return the answer by the first of the ways that finds one."""
+    """Return the answer found by the first of the finders `ways` that finds one."""
     for way in ways:
         answer = FINDERS[way](text)
         if answer is not None:
@@ -88,9 +93,9 @@ def find_answer(text: str, ways: list[str]) -> str | None:
 
 
 def normalise_answer(text: str) -> str:
-    r"""Return a mathematical answer with plain numbers, on one line, without dollar signs and a final full stop.
+    r"""Return a mathematical answer on one line with plain numbers, and no dollar signs or final full stop.
 
-    `\$1,234.` -> `1234`, `(3,4)` -> `(3,4)`; `numerals.thousands_separators` says which commas go.
+    `\$1,234.` -> `1234`, `(3,4)` -> `(3,4)`. numerals.thousands_separators decides which commas are removed.
     """
     text = " ".join(plain_numbers(text).replace("\\$", "").replace("$", "").split())
     return text.rstrip(" \\").removesuffix(".").rstrip(" \\")
@@ -101,18 +106,18 @@ _SPACE_WITHOUT_MEANING = re.compile(r" (?=\W)|(?<=\W) ")
 
 
 def answer_key(text: str) -> str:
-    r"""Return a text that is the same for mathematical answers that differ in their numbers' spelling or in spaces alone.
+    r"""Return a text that is equal for answers that differ only in spaces or in the spelling of numbers.
 
-    `(3,\, 4)` and `(3,4)` have the same key; `(1,234, 5)` and `(1234,5)`, too.
+    `(3,\, 4)` and `(3,4)` have the same key, and so do `(1,234, 5)` and `(1234,5)`.
     """
     text = _LATEX_SPACE.sub(" ", normalise_answer(text).replace("\\!", ""))
     return _SPACE_WITHOUT_MEANING.sub("", " ".join(text.split()))
 
 
-# Choices, unless the option `letters` of the reward choice names others.
+# Default letters of the choices. The option `letters` of the reward choice overrides them.
 LETTERS = "ABCDEFGHIJ"
 
-# Commands and tags that change how a letter looks. Their braces stay, and are passed over as all punctuation is.
+# Commands and tags that change how a letter looks. Their braces remain and are skipped like all punctuation.
 _MARKUP = re.compile(
     r"\\(?:text|math)[a-z]*|\\(?:[mhf]box|emph|boldsymbol|bm|bf|rm|it|sf|tt|left|right|displaystyle|q?quad)(?![A-Za-z])"
     r"|</?(?:b|i|u|em|strong)>"
@@ -123,12 +128,18 @@ _INTRODUCTION = r"(?<!/)(?i:answer|(?:correct|right|best)\s(?:option|choice))"
 
 
 def find_letter(text: str, letters: str, is_answer: bool = False) -> str | None:
-    r"""Return the letter that a text chooses.
+    r"""Return the letter that a text chooses, or None.
 
-    The first of these that there is: the letter that the last `<answer>` begins with, that the last `\boxed{}` begins
-    with, after the last `answer is` or `answer:`, or on the last line that has nothing else. Punctuation, fonts and the
-    words option and choice may stand before the letter. `the answer I get` does not choose I. With `is_answer` the text
-    is an answer without a box around it, and may begin with the letter, too.
+    The first rule that finds a letter decides:
+
+    - with `is_answer`, which means that the text is an answer without a box: the letter at its beginning
+    - the letter at the beginning of the last `<answer>`
+    - the letter at the beginning of the last `\boxed{}`
+    - the letter after the last `answer is` or `answer:`
+    - the letter on the last line that contains nothing else
+
+    Punctuation, fonts and the words option and choice may precede the letter. `the answer I get` does not
+    choose I.
     """
     pronoun = r"I(?:['\u2019]|\s[a-z])"
     letter = rf"(?!{pronoun})([{re.escape(letters)}])(?![^\W_]|_[^\W_]|[.,]\d)"
@@ -148,10 +159,13 @@ def find_letter(text: str, letters: str, is_answer: bool = False) -> str | None:
 
 
 def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
-    """Return a finder of the answer by reward.extract or reward.response_from; None where neither is set.
+    """Return a function that finds the answer by reward.extract or reward.response_from.
 
-    Two answers are the same if the finder returns the same text: the `answer_key` with the reward math, the letter with
-    the reward choice, else what the response has. Raises UserError for an expression that is none.
+    None if neither is set.
+
+    Two answers are the same if the function returns the same text. That text is the `answer_key` for the
+    reward math, the letter for the reward choice, and otherwise the text in the response. Raises UserError if
+    reward.extract is not a regular expression.
     """
     if config.extract:
         try:

@@ -1,4 +1,4 @@
-"""Finding the rewards of a configuration by their names."""
+"""Resolution of the rewards that a configuration names."""
 
 import inspect
 import os
@@ -14,8 +14,9 @@ from grpo_megatron.rewards import compare, form, groups, other_stacks, remote
 from grpo_megatron.rewards.code import code
 from grpo_megatron.rewards.terms import Setup, Term, terms_of
 
-# Each makes its function from a Setup. A function's `needs` are terms whose values it reads, its `secrets` environment variables; its
-# `check_record(answer, record)` raises an error for a record that it cannot score, before a run starts.
+# Each entry makes its reward function from a Setup. The function may have three attributes. `needs` lists
+# terms whose values it reads. `secrets` lists environment variables that it reads. `check_record(answer,
+# record)` raises an error for a record that it cannot score; it is called before a run starts.
 _OF_RESPONSES = {
     "exact_match": compare.exact_match,
     "math": compare.math,
@@ -29,15 +30,15 @@ _OF_RESPONSES = {
 }
 _OF_GROUPS = {"rank": groups.Rank.make, "group_length": groups.GroupLength.make}
 
-# It holds rewards from elsewhere; the built-in ones are made from the configuration.
+# The registry holds rewards from plugins. The built-in ones are made from the configuration.
 reward_function = Registry("reward", "reward.function", built_in=(*_OF_RESPONSES, *_OF_GROUPS, MODEL))
 
-# What a function is given where it has a parameter of that name, beside the response and the record.
+# Optional arguments. A function gets those that it has a parameter for.
 _OPTIONAL = ("args", "tokens", "components")
 
 
 def group_reward(name: str) -> Callable[[Callable], Callable]:
-    """`@group_reward("name")` adds a function that scores all responses to a prompt together."""
+    """Register, as `@group_reward("name")`, a function that scores all responses to a prompt together."""
 
     def register(function: Callable) -> Callable:
         function.of_group = True
@@ -48,43 +49,48 @@ def group_reward(name: str) -> Callable[[Callable], Callable]:
 
 @dataclass(frozen=True)
 class Reward:
-    """A term with its function. of_group: it scores all responses to a prompt together. wants: which of _OPTIONAL it is given.
-
-    waits: it is async, or may read the value of one that is.
-    """
+    """A term of the reward, with its function."""
 
     term: Term
     function: Callable[..., Any]
     of_group: bool
+    """True if the function scores all responses to a prompt together."""
     wants: frozenset[str]
+    """The arguments of _OPTIONAL that the function gets."""
 
     @property
     def waits(self) -> bool:
+        """True if the function is async, or may read the value of an async one."""
         return is_async(self.function) or "components" in self.wants
 
     @property
     def check_record(self) -> Callable[[str | list[str], dict], Any] | None:
-        """Raises an error for the answer and the fields of a record that it cannot score; None: it says so when it is called."""
+        """The function's check of a record, or None.
+
+        It is called with the answer and the fields, and raises an error if the function cannot score them.
+        """
         return getattr(self.function, "check_record", None)
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the reward in messages."""
         return self.term.function if self.term.is_whole else f"{self.term.function} of {self.term.key}"
 
 
 def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = None) -> list[Reward]:
-    """A reward for each term but a reward model's, in the order in which they are computed: those of single responses before those of
-    groups, and of both those that wait last.
+    """Return a reward for each term except a reward model's, in the order in which they are computed.
 
-    secrets: values of environment variables, for those who shall run them. Raises UserError for a function that there is not, and
-    for options that it does not have.
+    Rewards of single responses come before rewards of groups. Within both, those that wait come last.
+
+    secrets: values of environment variables, needed only to call the rewards.
+
+    Raises UserError for an unknown function, and for options that the function does not have.
     """
     found = [
         _resolve(Setup(config, term, secrets or {})) for term in terms_of(config) if term.function != MODEL
     ]
-    # A worker waits for many async rewards at a time. If each of them were followed by one that computes, all of those would come at
-    # once, and the last ones would find their time used up by the others.
+    # A worker awaits many async rewards at once. If a reward that computes came after each of them, all of
+    # these would start at the same moment, and the last ones would find their time used up by the others.
     found.sort(key=lambda reward: (reward.of_group, reward.waits))
     computed: list[str] = []
     for reward in found:
@@ -99,27 +105,31 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
 
 
 def resolve_reward(config: RewardConfig) -> Callable[..., Any]:
-    """The function of a reward without terms, to be called here. Raises UserError as resolve_rewards does."""
+    """Return the function of a reward without terms, to be called in this process.
+
+    Raises as `resolve_rewards` does.
+    """
     return resolve_rewards(config)[0].function
 
 
 def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
-    """Raises UserError, naming the record by `where`, if one of the rewards cannot score it."""
+    """Raise UserError, naming the record by `where`, if one of the rewards cannot score it."""
     for reward in rewards:
         try:
             reward.check_record(prompt.answer, prompt.fields)
         except Exception as error:
             raise UserError(
-                f"{where}: reward {reward.name} cannot score this record: {type(error).__name__}: {error}; mend the record or leave it "
-                "out, or set reward.on_failure=value, with which its samples get reward.failure_value, or leave_out, with which they "
-                "are not used"
+                f"{where}: reward {reward.name} cannot score this record: {type(error).__name__}: {error}; "
+                "mend the record or leave it out, or set reward.on_failure=value, with which its samples get "
+                "reward.failure_value, or leave_out, with which they are not used"
             ) from error
 
 
 def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
-    """The values of the environment variables that they ask for, without white space around them, such as the newline of a file.
+    """Return the values of the environment variables that the rewards read, without surrounding white space.
 
-    Raises UserError for one that is not set, or that cannot stand in the header of an HTTP request.
+    White space would be, for example, the newline at the end of a file. Raises UserError if a variable is not
+    set, or if its value cannot be part of an HTTP header.
     """
     found = {}
     for name in (name for reward in rewards for name in getattr(reward.function, "secrets", ())):
@@ -130,8 +140,9 @@ def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
             )
         if not (value.isascii() and value.isprintable()):
             raise UserError(
-                f"the environment variable {name}, which a reward of this run asks for, has a line break or another character that is no "
-                "printable ASCII, which no HTTP header can hold; set it to the token alone"
+                f"the environment variable {name}, which a reward of this run asks for, has a line break or "
+                "another character that is no printable ASCII, which no HTTP header can hold; set it to the "
+                "token alone"
             )
         found[name] = value
     return found
@@ -155,7 +166,7 @@ def _resolve(setup: Setup) -> Reward:
 
 
 def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
-    """Return its parameters; none if it has no signature to look at, as some functions written in C."""
+    """Return the parameters of a function, or none if it has no signature, as some functions written in C."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -163,15 +174,16 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def _check_call(term: Term, function: Callable, of_group: bool) -> None:
-    """Raise UserError for a function that cannot be called as a reward is, with what to do about it."""
+    """Raise UserError, with advice, if a function cannot be called the way a reward is called."""
     if inspect.isclass(function):
         raise UserError(
-            f"{_named(term)} is a class, and a reward is a function: name an object of the class, or a function"
+            f"{_named(term)} is a class, and a reward is a function: name an object of the class, or a "
+            "function"
         )
     known = _parameters(function)
     named = [
         option for option in _OPTIONAL if option in known
-    ]  # what only `**others` takes is no part of any signature
+    ]  # a parameter taken only by `**others` is in no signature
     responses = "responses" if of_group else "response"
     problem = Call(keywords=("prompt", responses, "answer", "record", *named), may_be_async=True).problem(
         function

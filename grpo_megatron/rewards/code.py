@@ -1,7 +1,8 @@
-"""The reward `code`: the program in a response is run against the tests of its record.
+"""The reward `code`, which runs the program in a response against the tests of its record.
 
-The program never gets to see what is expected of it. Outputs and results are compared here, and assert statements run in a
-process of their own (sandbox.run.Program.tests). So leaving early, printing anything or changing Python's functions is no pass.
+The program never sees the expected results. Outputs and results are compared in this process, and assert
+statements run in a separate process (sandbox.run.Program.tests). So exiting early, printing anything, or
+changing Python's functions does not pass a test.
 """
 
 import ast
@@ -19,15 +20,21 @@ from grpo_megatron.rewards.fences import find_program
 from grpo_megatron.rewards.terms import Setup
 from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox, required_containment
 
-# Of reward.timeout: what is not done by then has not passed. At the whole of it, the reward itself would have failed.
+# Share of reward.timeout after which unfinished tests count as failed. At the full timeout, the reward itself
+# would fail.
 _SHARE_OF_TIMEOUT = 0.9
 
 
 def code(setup: Setup) -> Callable[..., dict[str, float]]:
-    """1.0 if the response's program passes all tests of the reference answer, or the share that it passes (reward.code.score).
+    """Return a reward of 1.0 if the program passes all tests of the reference answer, else 0.0.
 
-    Components: `passed`, the share of passed tests (with score=all, of those before the first that fails), `timed_out`, 1 if
-    a test was ended for its time, and `no_code`, 1 if the response has no program. Raises ValueError for tests that cannot be read.
+    With reward.code.score=share, the reward is the share of passed tests. Components:
+
+    - `passed`: share of passed tests. With score=all, only the tests before the first failure count.
+    - `timed_out`: 1 if a test was ended because of its time limit.
+    - `no_code`: 1 if the response contains no program.
+
+    The reward raises ValueError for tests that cannot be read.
     """
     options, timeout = setup.config.code, setup.config.timeout
     required_containment(options.isolation)
@@ -66,7 +73,7 @@ def code(setup: Setup) -> Callable[..., dict[str, float]]:
 
 @dataclass(frozen=True)
 class StreamTest:
-    """What the program prints for what it reads."""
+    """A test of what the program prints for a given standard input."""
 
     stdin: str
     expected: str
@@ -80,7 +87,7 @@ class StreamTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """What a function returns for its arguments."""
+    """A test of what a function returns for given arguments."""
 
     function: str
     arguments: list
@@ -94,7 +101,7 @@ class CallTest:
             return False
         try:
             found = as_json(outcome.result)
-            # APPS has results in a list of one.
+            # APPS wraps results in a list of one element.
             wrapped = (
                 isinstance(self.expected, list)
                 and len(self.expected) == 1
@@ -107,10 +114,11 @@ class CallTest:
 
 @dataclass(frozen=True)
 class StatementTest:
-    """Statements that raise an error if the program is wrong; function: for their check(candidate)."""
+    """A test of statements that raise an error if the program is wrong."""
 
     statements: str
     function: str | None
+    """Name of the function that the statements' check(candidate) is called with, or None."""
 
     def program(self, source: str) -> Program:
         return Program(source, function=self.function, tests=self.statements)
@@ -120,18 +128,21 @@ class StatementTest:
 
 
 Test = StreamTest | CallTest | StatementTest
-# A test has one of them at least.
+# A test must contain at least one of these nodes, or it cannot fail.
 _CAN_FAIL = (ast.Assert, ast.Call, ast.Raise)
 
 
 def read_tests(answer: str | list[str], record: dict) -> list[Test]:
-    """The tests of a record, in one of these forms.
+    """Return the tests of a record, which has one of these forms.
 
-    - {"inputs": [...], "outputs": [...]} as JSON, as in APPS and TACO: what is read and printed; with "fn_name", arguments and results.
-    - A list of assert statements, also as JSON, as in MBPP. The record's test_imports and test_setup_code come before each.
-    - A test program, as in HumanEval, of which check(candidate) is called with the function that the record's entry_point names.
+    - {"inputs": [...], "outputs": [...]} as JSON, as in APPS and TACO: what the program reads and prints.
+      With "fn_name", they are the arguments and results of that function.
+    - A list of assert statements, also as JSON, as in MBPP. The record's test_imports and test_setup_code are
+      put before each.
+    - A test program, as in HumanEval. Its check(candidate) is called with the function that the record's
+      entry_point names.
 
-    Raises ValueError for others.
+    Raises ValueError for anything else.
     """
     if isinstance(answer, str):
         answer = _parsed(answer)
@@ -152,7 +163,8 @@ def read_tests(answer: str | list[str], record: dict) -> list[Test]:
             raise ValueError(
                 f"these tests are neither Python nor inputs and outputs: {test.statements[:80]!r} ({error})"
             ) from error
-        # A list or a dictionary as Python writes it, not JSON, is a program too, and every response would pass it.
+        # A list or dictionary in Python syntax instead of JSON is also a program, and every response would
+        # pass it.
         if tree.body and not any(isinstance(node, _CAN_FAIL) for node in ast.walk(tree)):
             asserts = f"this test asserts nothing: {test.statements[:80]!r}"
             raise ValueError(f"{asserts}; inputs and outputs, and lists of tests, are written as JSON")
@@ -192,7 +204,7 @@ def _lines(text: str | list[str]) -> str:
 
 
 def _arguments(given: Any) -> list:
-    """A list of arguments; as text, one a line in JSON, as LiveCodeBench has them."""
+    """Return a list of arguments. Text contains one argument per line as JSON, as in LiveCodeBench."""
     if isinstance(given, str):
         return [json.loads(line) for line in given.splitlines() if line.strip()]
     if not isinstance(given, list):
@@ -201,7 +213,10 @@ def _arguments(given: Any) -> list:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Equal word by word in each line; numbers with a point or an exponent up to 1e-6, relative or absolute."""
+    """Return whether two outputs are equal word by word in each line.
+
+    Numbers with a point or an exponent may differ by 1e-6, relative or absolute.
+    """
     found_lines, expected_lines = (
         [line.split() for line in text.strip().splitlines()] for text in (found, expected)
     )
@@ -217,7 +232,7 @@ _DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
 def _same_word(found: str, expected: str) -> bool:
     if found == expected:
         return True
-    # Whole numbers are exact: a tolerance would take large ones for their neighbours.
+    # Whole numbers must be equal: with a tolerance, large ones would equal their neighbours.
     either = _DECIMAL.fullmatch(found) or _DECIMAL.fullmatch(expected)
     try:
         return bool(either) and math.isclose(float(found), float(expected), rel_tol=1e-6, abs_tol=1e-6)
@@ -226,7 +241,7 @@ def _same_word(found: str, expected: str) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """As a record would have it: tuples as lists, keys of dictionaries as texts."""
+    """Return the value as a JSON record would hold it: tuples as lists, keys of dictionaries as texts."""
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
     if isinstance(value, dict):
@@ -235,7 +250,10 @@ def as_json(value: Any) -> Any:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Equal, floating-point numbers up to 1e-6, relative or absolute; 1 and True are not."""
+    """Return whether two values are equal. Floating-point numbers may differ by 1e-6, relative or absolute.
+
+    1 and True are not equal.
+    """
     if isinstance(found, bool) or isinstance(expected, bool):
         return found is expected
     if isinstance(found, list) and isinstance(expected, list):
@@ -246,6 +264,6 @@ def same_value(found: Any, expected: Any) -> bool:
     if numbers and (isinstance(found, float) or isinstance(expected, float)):
         try:
             return math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-6)
-        except OverflowError:  # an int beyond all floats
+        except OverflowError:  # an int larger than any float
             return False
     return found == expected

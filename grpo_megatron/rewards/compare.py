@@ -1,4 +1,4 @@
-"""Rewards that compare a response's answer with the reference."""
+"""Rewards that compare the answer in a response with the reference answer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ Compare = Callable[..., float | dict[str, float]]
 
 @dataclass
 class _Places:
-    """Options of a term that take the place of reward.answer_from and reward.response_from."""
+    """Options of a term that override reward.answer_from and reward.response_from."""
 
     answer_from: list[str] | None = option(None, "see reward.answer_from", choices=ANSWER_PLACES)
     response_from: list[str] | None = option(None, "see reward.response_from", choices=ANSWER_PLACES)
@@ -43,11 +43,11 @@ class _Letters(_Places):
 
 
 def exact_match(setup: Setup) -> Compare:
-    """1.0 if the response's answer is the reference answer, or one of several, letter by letter.
+    """Return a reward of 1.0 if the response's answer is exactly a reference answer, else 0.0.
 
-    The answer is what reward.extract matches last (group 1 if it has groups), or what
-    reward.response_from finds, or else the whole response without surrounding white space; a
-    response in which it is not found scores 0.
+    The answer is the last match of reward.extract (its group 1 if it has groups), or what
+    reward.response_from finds. If neither is set, it is the whole response without surrounding white space. A
+    response without an answer scores 0.
     """
     config = _with_own(setup, _Extract)
     find = answer_finder(config) or whole
@@ -61,7 +61,10 @@ def exact_match(setup: Setup) -> Compare:
 
 
 def choice(setup: Setup) -> Compare:
-    """Return 1.0 if the response chooses the reference's letter, or one of several; see answers.find_letter."""
+    """Return a reward of 1.0 if the response chooses a reference's letter, else 0.0.
+
+    See answers.find_letter.
+    """
     config, letters = _with_own(setup, _Letters), setup.options(_Letters).letters
 
     def golds(answer: str | list[str], record: dict) -> list[str]:
@@ -82,13 +85,14 @@ def choice(setup: Setup) -> Compare:
 
 
 def math(setup: Setup) -> Compare:
-    """Return 1.0 if the response's final answer equals the reference, or one of several, mathematically (1/2 = 0.5).
+    r"""Return a reward of 1.0 if the response's answer equals a reference mathematically, else 0.0.
 
-    The reward is 0.0 with the component `timed_out` if comparing takes longer than 5 s.
+    For example, 1/2 equals 0.5. The reward is 0.0, with the component `timed_out`, if the comparison takes
+    longer than 5 s.
 
-    reward.response_from says where the answer is. Without it, math-verify looks for it in plain numbers, LaTeX and
-    \\boxed{}. Before that, numbers are brought to one spelling (numerals.plain_numbers), which says which commas
-    separate thousands; everything else is math-verify's to read.
+    reward.response_from tells where the answer is. Without it, math-verify searches for plain numbers, LaTeX
+    and \boxed{}. Before that, numbers are rewritten in one spelling (numerals.plain_numbers), which also
+    decides which commas separate thousands. math-verify reads everything else.
     """
     from math_verify import verify
 
@@ -101,15 +105,15 @@ def math(setup: Setup) -> Compare:
             if found is None:
                 return 0.0
             if answer_key(found) in map(answer_key, golds):
-                return 1.0  # most right answers; parsing costs milliseconds
+                return 1.0  # true for most right answers; parsing costs milliseconds
             response = f"${normalise_answer(found)}$"
         else:
             response = plain_numbers(response)
         parsed = [_parsed(f"${normalise_answer(gold)}$") for gold in golds]
         if not all(parsed):
             raise ValueError(f"math-verify cannot read the reference answer {golds[parsed.index([])]!r}")
-        # The library's own time limits would use the alarm signal, which the reward worker needs. A response must not
-        # end a run, so one that takes too long to compare is simply not right.
+        # The library's own time limits use the alarm signal, which the reward worker needs. A response must
+        # not end a run, so a response that takes too long to compare counts as wrong.
         with time_limit(_COMPARE_SECONDS) as limit:
             answered = _parsed(response)
             same = (
@@ -119,7 +123,7 @@ def math(setup: Setup) -> Compare:
             return float(any(same))
         return {"reward": 0.0, "timed_out": float(limit.reached)}
 
-    # The answer is not parsed here: that takes milliseconds for each record, and may take for ever.
+    # The answer is not parsed here, because that takes milliseconds per record and may never end.
     reward.check_record = lambda answer, record: _references(answer, config)
     return reward
 
@@ -128,7 +132,10 @@ _COMPARE_SECONDS = 5.0
 
 
 def _parsed(text: str) -> list[Any]:
-    """Return what math-verify makes of a text; if `2e-1` is in it, both as 2e - 1 and as 0.2."""
+    """Return the expressions that math-verify reads in a text.
+
+    If the text contains `2e-1`, it is read both as 2e - 1 and as 0.2.
+    """
     from math_verify import parse
 
     readings = dict.fromkeys((text, with_exponents(text)))
@@ -136,7 +143,7 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _decimals(gold: list[Any]) -> int:
-    """Return how many decimals are compared: 6 as by default, but at least 5 significant digits of a small number."""
+    """Return how many decimals are compared: at least 6, and for small numbers 5 significant digits."""
     from sympy import Number
 
     number = gold[0]
@@ -146,7 +153,7 @@ def _decimals(gold: list[Any]) -> int:
 
 
 def _with_own(setup: Setup, options: type) -> RewardConfig:
-    """Return the section `reward` with the term's own options in place of its keys of the same name."""
+    """Return the section `reward` with the term's own options in place of the keys with the same names."""
     own = {
         name: value
         for name, value in vars(setup.options(options)).items()
@@ -156,7 +163,7 @@ def _with_own(setup: Setup, options: type) -> RewardConfig:
 
 
 def _references(answer: str | list[str], config: RewardConfig) -> list[str]:
-    """Return what reward.answer_from finds in the reference answer, or in each of several."""
+    """Return what reward.answer_from finds in each reference answer."""
     references = []
     for text in [answer] if isinstance(answer, str) else answer:
         found = find_answer(text, config.answer_from)

@@ -1,4 +1,4 @@
-"""A control experiment: does the learning come from the rewards?"""
+"""Control experiment with shuffled rewards: it tells whether the learning comes from the rewards."""
 
 from dataclasses import replace
 
@@ -8,10 +8,10 @@ from grpo_megatron.batch.sample import Group
 
 
 def shuffle_rewards(groups: list[Group], rng: np.random.Generator) -> list[Group]:
-    """The same samples with the step's rewards dealt out at random among them.
+    """Return the same samples with the step's rewards shuffled among the trajectories.
 
-    Distribution of rewards and size of updates stay, the information is gone: a policy that still
-    improves learns from something else than the rewards.
+    The distribution of the rewards and the size of the updates stay the same, but the information is gone. A
+    policy that still improves learns from something other than the rewards.
     """
     rewards = iter(rng.permutation([reward for group in groups for reward in group.rewards]).tolist())
 

@@ -1,4 +1,4 @@
-"""Finding the program in a response: the whole text, or a block between Markdown fences."""
+"""Extraction of the program from a response: the whole text, or a block between Markdown fences."""
 
 import re
 import textwrap
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from grpo_megatron.config.sandbox import CodePlace
 
 _FENCE = re.compile(r"`{3,}|~{3,}")
-# What stands behind an opening fence: a language, also as {.python}, and attributes. All quantifiers are possessive, so
-# that a long line is read once.
+# Text after an opening fence: a language, also written {.python}, and attributes. All quantifiers are
+# possessive, so that a long line is read only once.
 _INFO = re.compile(r"[ \t]*+\{?\.?(?P<language>[\w+#.-]*+)(?P<attributes>[^\n`~]*+)\n")
-# What may stand behind a closing fence on its line: nothing, or tags such as </answer>.
+# Text allowed after a closing fence on its line: nothing, or tags such as </answer>.
 _REST = re.compile(r"[ \t\r]*+(?:</?\w++>[ \t\r]*+)*+(?:\n|\Z)")
 _WORD_NEXT = re.compile(r"[ \t]*+\w")
 _PYTHON = re.compile(r"(?:python|py)[\d.]*", re.IGNORECASE)
@@ -26,8 +26,9 @@ class _Block:
 def find_program(response: str, place: CodePlace) -> str | None:
     """Return the text of the program, or None if there is none.
 
-    A program is the whole response, or a closed block between ``` fences whose language is Python. Only where no block
-    names Python, it is one without a language: beside a named program, such a block shows what the program prints.
+    The program is the whole response, or a closed block between ``` fences with the language Python. If no
+    block names Python, a block without a language is used. Next to a Python block, such a block shows what
+    the program prints.
     """
     if place == CodePlace.whole:
         return response if response.strip() else None
@@ -41,13 +42,13 @@ def find_program(response: str, place: CodePlace) -> str | None:
 
 
 def _blocks(text: str) -> list[_Block]:
-    """Return the closed blocks of a text in their order, in time linear in its length.
+    """Return the closed blocks of a text in order, in time linear in its length.
 
-    Models do not keep to Markdown: they open a block behind a tag or words, and close it on the last line of the code or
-    in front of a tag. That is accepted, as far as it cannot be a line of a program.
+    Models do not write strict Markdown. They open a block after a tag or words, and close it on the last line
+    of the code or before a tag. This is accepted unless it could be a line of a program.
     """
     blocks: list[_Block] = []
-    language, start, opening = "", 0, ""  # `opening` is the fence that opened the present block, or empty
+    language, start, opening = "", 0, ""  # `opening`: the fence of the current block, or empty
     is_inline, previous_end = False, 0
     for fence in _FENCE.finditer(text):
         _, newline, line = text[previous_end : fence.start()].rpartition("\n")
@@ -58,7 +59,7 @@ def _blocks(text: str) -> list[_Block]:
                 blocks.append(_Block(language, start, fence.start()))
                 opening = ""
         elif is_inline and not newline:
-            is_inline = False  # the end of `code` between fences on one line
+            is_inline = False  # end of `code` between fences on one line
         else:
             info = _INFO.match(text, fence.end())
             is_inline = info is None
@@ -68,5 +69,8 @@ def _blocks(text: str) -> list[_Block]:
 
 
 def _closes(text: str, fence_end: int, begins_line: bool) -> bool:
-    """Return whether a fence ends the block: nothing but tags follow it, or it begins a line and no language follows."""
+    """Return whether a fence ends the block.
+
+    It does if only tags follow it, or if it begins a line and no language follows.
+    """
     return bool(_REST.match(text, fence_end)) or (begins_line and not _WORD_NEXT.match(text, fence_end))

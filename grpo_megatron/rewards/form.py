@@ -17,7 +17,7 @@ class _Regex:
 
 
 def regex(setup: Setup) -> Callable[..., float]:
-    """1.0 if the pattern matches the whole response, without surrounding white space."""
+    """Return a reward of 1.0 if the pattern matches the whole stripped response, else 0.0."""
     pattern = re.compile(setup.options(_Regex).pattern, re.DOTALL)
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
@@ -33,14 +33,16 @@ class _Tags:
 
 
 def tags(setup: Setup) -> Callable[..., float]:
-    """1.0 if the whole response is <think>...</think><answer>...</answer>, or other tags so, with nothing but white space between them.
+    """Return a reward of 1.0 if the whole response is <think>...</think><answer>...</answer>, else 0.0.
 
-    Each tag is there once, and what it holds is not empty.
+    Other tags may be configured. Only white space may stand between them. Each tag occurs once, and its
+    content is not empty.
     """
     options = setup.options(_Tags)
     if not options.tags:
         raise UserError(f"{setup.term.key}.tags is empty; name at least one tag")
-    # What is empty is asked for afterwards: within the pattern it took the square of the length where something stands between the tags.
+    # Empty contents are checked afterwards. As part of the pattern, the check took quadratic time if there
+    # was text between the tags.
     parts = [rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>" for tag in options.tags]
     pattern = re.compile(r"\s*".join(parts), re.DOTALL)
     marks = [f"<{slash}{tag}>" for tag in options.tags for slash in ("", "/")]
@@ -62,7 +64,7 @@ class _LinearLength:
 
 
 def linear_length(setup: Setup) -> Callable[..., float]:
-    """From 1 at `target` tokens linearly down to 0 at `width` tokens from it and beyond."""
+    """Return a reward that falls linearly from 1 at `target` tokens to 0 at `width` tokens from it."""
     options = setup.options(_LinearLength)
     if options.target is None or options.width is None:
         raise UserError(f"{setup.term.key}: linear_length needs target and width, in tokens")
@@ -87,7 +89,10 @@ class _CosineLength:
 
 
 class CosineLength:
-    """Cosine scaling by length (arXiv:2502.03373 section 3.2): right responses better be short, wrong ones better be long."""
+    """Reward that scales with length by a cosine (arXiv:2502.03373 section 3.2).
+
+    By default, a right response scores higher if it is short, a wrong one if it is long.
+    """
 
     def __init__(self, options: _CosineLength):
         self._options = options

@@ -1,4 +1,4 @@
-"""Rewards of a whole group: how its responses compare with each other."""
+"""Group rewards: comparisons of the responses to one prompt with each other."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,10 @@ class _Rank:
 
 
 class Rank:
-    """The share of the others that a response is better than, in [0, 1]; equal ones count half. One that has no others scores 1."""
+    """Reward: the share of the other responses that a response is better than, in [0, 1].
+
+    Equal responses count half. A response without others scores 1.
+    """
 
     def __init__(self, options: _Rank):
         self._options = options
@@ -65,8 +68,11 @@ class _GroupLength:
 
 
 class GroupLength:
-    """Length within the group (Kimi k1.5, arXiv:2501.12599 section 2.3.3): from 0.5 of its shortest response to -0.5 of its longest;
-    wrong ones have at most 0. 0 for all where their lengths are equal."""
+    """Reward for length within the group (Kimi k1.5, arXiv:2501.12599 section 2.3.3).
+
+    It falls from 0.5 for the shortest response of the group to -0.5 for the longest. A wrong response gets at
+    most 0. If all lengths are equal, all responses get 0.
+    """
 
     def __init__(self, options: _GroupLength):
         self._options = options

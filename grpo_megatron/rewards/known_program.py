@@ -1,6 +1,6 @@
-"""A program that is known to be right, run as programs of responses are.
+"""A check that runs a program known to be right in the same way as the programs in responses.
 
-A preamble or a limit with which it fails would fail every response.
+If it fails because of a preamble or a limit, every response would fail too.
 """
 
 from dataclasses import fields
@@ -13,7 +13,7 @@ from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
 _PROGRAM = Program("print(int(input()) + int(input()))", stdin="40\n2\n")
 _PRINTS = "42\n"
 
-# The limits that can have ended a program, by what it was ended by.
+# Limits that can have ended a program, by the way in which it ended.
 _KEYS = {
     Ended.time: ("seconds",),
     Ended.cpu: ("cpu_seconds",),
@@ -25,9 +25,9 @@ _KEYS = {
 
 
 def problem(options: CodeConfig, preamble: str) -> str | None:
-    """Return why every program would fail, naming the key; None if a right one passes.
+    """Return why every program would fail, naming the configuration key, or None if a right program passes.
 
-    It is tried once in a process. Raises UserError where this machine cannot contain programs.
+    The result is cached per process. Raises UserError if this machine cannot contain programs.
     """
     limits = tuple(getattr(options.limits, field.name) for field in fields(SandboxLimits))
     why = _failure(options.isolation, limits, "")

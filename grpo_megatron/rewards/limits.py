@@ -1,4 +1,4 @@
-"""Limits for code from outside, in the process that runs it."""
+"""Limits of time and memory for untrusted code, enforced within the process that runs it."""
 
 import asyncio
 import gc
@@ -10,11 +10,18 @@ import psutil
 
 
 class OutOfTime(BaseException):
-    """Not an Exception: libraries such as math-verify turn every Exception into "not equal" and go on."""
+    """A time limit was reached.
+
+    This is not an Exception, because libraries such as math-verify turn every Exception into "not equal" and
+    go on.
+    """
 
 
 def interruptible_loop() -> asyncio.AbstractEventLoop:
-    """An event loop that a time_limit leaves too: that of uvloop, which Ray's workers have, only notes what the alarm raises in it."""
+    """Return an event loop that a time_limit can leave.
+
+    Ray's workers use uvloop, and the exception that the alarm raises does not leave a uvloop loop.
+    """
     return asyncio.SelectorEventLoop()
 
 
@@ -22,10 +29,12 @@ _AGAIN_SECONDS = 1.0
 
 
 class time_limit:
-    """`with time_limit(s) as limit:` leaves the block after s seconds, with limit.reached True.
+    """Context manager that leaves its block after `seconds`: `with time_limit(seconds) as limit:`.
 
-    By the alarm signal, in the main thread only; it comes again, in case something caught it. An
-    alarm set outside, such as that of an enclosing time_limit, is running again afterwards.
+    limit.reached is True if it did.
+
+    It uses the alarm signal, so it works only in the main thread. The alarm repeats, in case some code
+    catches the exception. An outer alarm, such as that of an enclosing time_limit, is restored afterwards.
     """
 
     def __init__(self, seconds: float):
@@ -44,8 +53,9 @@ class time_limit:
 
 
 def _out_of_time(signum, frame):
-    # On a machine that is slow or paused an alarm meets these functions too. What is raised in them nobody catches, and the
-    # alarm would go on for ever. Before the block it comes again; behind it there is nothing to leave any more.
+    # On a slow or paused machine, an alarm may also arrive in these functions. An exception raised there
+    # would not be caught, and the alarm would repeat for ever. Before the block, the alarm comes again. After
+    # the block, there is nothing to leave.
     if frame.f_code not in _NOT_IN_THE_BLOCK:
         raise OutOfTime
 
@@ -56,17 +66,21 @@ _NOT_IN_THE_BLOCK = {
 
 
 class FreeMemory:
-    """Whether calls that are over keep the memory of their process. What is free when this is made is the measure."""
+    """A detector of calls that leave much memory allocated after they end.
+
+    The reference is the memory that is free when this object is created.
+    """
 
     def __init__(self) -> None:
         self._at_first = _free_bytes()
 
     def is_kept(self) -> bool:
+        """Return True if less than half of that memory is free now."""
         gc.collect()
         return _free_bytes() < self._at_first / 2
 
 
 def _free_bytes() -> float:
-    """Until the limit of memory that is private and can be written."""
+    """Return how much private writable memory the process may still allocate, possibly infinity."""
     most, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return math.inf if most == resource.RLIM_INFINITY else most - psutil.Process().memory_info().data

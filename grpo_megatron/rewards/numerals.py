@@ -1,12 +1,13 @@
-"""How numbers are written: thousands separators, minus signs and exponents, brought to one spelling."""
+"""Normalisation of numbers in text: thousands separators, minus signs and exponents in one spelling."""
 
 import re
 from dataclasses import dataclass, field
 from decimal import Decimal
 
 _SEPARATOR = r"(?:\\!)?(?:,|\{,\}|\\,|[\u2009\u202f])(?:\\!)?"
-# 1,234  12{,}345.6  $1,000,000; not 0,234, 1,23 or 1.234,567, which are European decimals or lists. A number has one
-# kind of separator: 1{,}234,5{,}678 are two. None begins behind a separator other than a comma, so that each is read once.
+# 1,234  12{,}345.6  $1,000,000; but not 0,234, 1,23 or 1.234,567, which are European decimals or lists. A
+# number has one kind of separator: 1{,}234,5{,}678 are two numbers. No number begins after a separator other
+# than a comma, so that each is read once.
 _GROUPED = re.compile(
     r"(?P<currency>[$€£¥])?(?<![\d.])(?<!\d\{,\})(?<!\d\\,)(?<!\\!)(?<!\d[\u2009\u202f])"
     rf"(?P<groups>[1-9]\d{{0,2}}(?P<separator>{_SEPARATOR})\d{{3}}(?:(?P=separator)\d{{3}})*)"
@@ -30,19 +31,20 @@ _TOKEN = re.compile(
 
 # U+2212 minus sign, and its small and full-width forms.
 _MINUS = re.compile("[\u2212\ufe63\uff0d]")
-# In front of a sign. Where an operand stands before it, it is a subtraction, a range or a hyphen: x-5, (2)-5, 3–5, 50%-5.
+# Lookbehind before a sign. After an operand, the sign is a subtraction, a range or a hyphen: x-5, (2)-5, 3–5,
+# 50%-5.
 NO_OPERAND_BEFORE = r"(?<![\w)\]}%!])"
 _DASH = re.compile(NO_OPERAND_BEFORE + r"[\u2010-\u2013](?=[$\d.\\])")
 
 _SCIENTIFIC = re.compile(r"(?<![\w.])(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d{1,3}(?!\w|\.\d)")
-# 2e-1 may be 2e - 1, with the number e, too.
+# 2e-1 may also mean 2e - 1, with the number e.
 _AMBIGUOUS = re.compile(r"(?!1e)\d+e[+-][1-9]")
 
 
 def plain_numbers(text: str) -> str:
     """Return the text with its numbers in one spelling: -1234.5, without thousands separators and exponents.
 
-    Expressions of the form `2e-1`, where e can be the number, stay as they are; see `with_exponents`.
+    Expressions of the form `2e-1`, in which e can be the number, are unchanged, see `with_exponents`.
     """
     pieces, position = [], 0
     for start, end in thousands_separators(text):
@@ -65,18 +67,21 @@ def with_exponents(text: str) -> str:
 
 
 def digits(number: str) -> str:
-    """Write a number without an exponent: 1.5e3 -> 1500, 1e-07 -> 0.0000001."""
+    """Return a number written without an exponent: 1.5e3 -> 1500, 1e-07 -> 0.0000001."""
     return format(Decimal(number), "f")
 
 
 def thousands_separators(text: str) -> list[tuple[int, int]]:
-    r"""Return where the thousands separators of a text begin and end: a comma, `{,}` or `\,` before each three digits.
+    r"""Return the start and end of each thousands separator in a text.
 
-    `{,}`, `,\!`, `\,` and thin spaces are always meant so. A plain comma may also separate the items of a list:
+    A separator is a comma, `{,}` or `\,` before three digits. `{,}`, `,\!`, `\,` and thin spaces always
+    separate thousands. A plain comma may also separate the items of a list:
 
-    - Where an item follows another comma of the same list without a space, as in `1,234,5`, all commas separate items.
-    - In brackets without a space, `(1,234)` and `\{100,200\}` have two items, as math-verify reads them. `(10,000)`
-      and `($1,234)` are exceptions: items do not begin with 0, or with the sign of a currency.
+    - If an item follows another comma of the same list without a space, as in `1,234,5`, all commas separate
+      items.
+    - Within brackets that contain no space, `(1,234)` and `\{100,200\}` have two items, as math-verify reads
+      them. `(10,000)` and `($1,234)` are exceptions, because items do not begin with 0 or with a currency
+      sign.
     - Elsewhere, as in `1,234`, `x=1,234` or `(1,234, 5,678)`, the comma separates thousands.
     """
     found, commas = [], {}
@@ -95,22 +100,22 @@ def thousands_separators(text: str) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class _Level:
-    """The part of a text between two brackets, without what stands in brackets inside it."""
+    """The part of a text between two brackets, without the contents of brackets inside it."""
 
     start: int = 0
-    """Position behind the opening bracket."""
+    """Position after the opening bracket."""
     is_list: bool = False
-    """The bracket can hold a list: not the braces of an argument, and not the text as a whole."""
+    """True if the bracket can hold a list: not for the braces of an argument, and not for the whole text."""
     num_spaces: int = 0
-    """Spaces between items or words. Those next to the brackets do not count."""
+    """Number of spaces between items or words. Spaces next to the brackets do not count."""
     last_space_end: int = -1
-    """Position behind the last space."""
+    """Position after the last space."""
     run: list[int] = field(default_factory=list)
-    """Commas since the last space that can separate thousands."""
+    """Commas since the last space that may separate thousands."""
     run_has_items: bool = False
-    """Another comma since the last space separates items."""
+    """True if another comma since the last space separates items."""
     undecided: list[int] = field(default_factory=list)
-    """Commas of complete runs, in which none separates items."""
+    """Commas of completed runs in which no comma separates items."""
 
     def end_run(self) -> None:
         if not self.run_has_items:
@@ -119,7 +124,10 @@ class _Level:
 
 
 def _thousands_commas(text: str, commas: dict[int, bool]) -> list[int]:
-    """Return which of these commas separate thousands. commas: position -> whether it does unless it is in a longer list."""
+    """Return which of these commas separate thousands.
+
+    commas: position -> True if the comma certainly separates thousands unless it is in a longer list.
+    """
     levels, found, argument_start = [_Level()], [], -1
 
     def close(end: int) -> None:
@@ -143,7 +151,7 @@ def _thousands_commas(text: str, commas: dict[int, bool]) -> list[int]:
             levels.append(_Level(token.end(), is_list=kind == "opens" or not takes_argument))
         elif kind in ("closes", "right_brace") and len(levels) > 1:
             close(token.start())
-        # `\frac 1{2}`: what follows a command, or the argument before, is an argument.
+        # In `\frac 1{2}`, what follows a command or an earlier argument is an argument.
         if kind in ("takes_argument", "right_brace") or (kind == "space" and takes_argument):
             argument_start = token.end()
     while len(levels) > 1:

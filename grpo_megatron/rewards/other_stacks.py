@@ -1,4 +1,4 @@
-"""Reward functions of other stacks: recognised by their parameters, with how to call one from one of ours."""
+"""Detection of other stacks' reward functions by their parameters, with advice on how to call them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class _Stack:
-    """A stack, the parameters of its reward functions, and the expression by which ours call one."""
+    """Another stack: its name, the parameters of its reward functions, and an expression that calls one."""
 
     name: str
     parameters: frozenset[str]
     result: str
 
 
-# The first that fits is named, so those with more parameters come first.
+# The first match counts, so entries with more parameters come first.
 _STACKS = (
     _Stack(
         "verl",
         frozenset({"data_source", "solution_str", "ground_truth"}),
-        "{f}(data_source=record.get('data_source'), solution_str=response, ground_truth=answer, extra_info=record.get('extra_info'))",
+        "{f}(data_source=record.get('data_source'), solution_str=response, ground_truth=answer, "
+        "extra_info=record.get('extra_info'))",
     ),
     _Stack(
         "verl", frozenset({"solution_str", "ground_truth"}), "{f}(solution_str=response, ground_truth=answer)"
@@ -47,16 +48,17 @@ _STACKS = (
 
 
 def hint(function: str, parameters: Iterable[str]) -> str:
-    """Return what to do with a function of another stack, as the end of a message; empty if it is of none.
+    """Return advice on a function of another stack, as the end of a message. Empty if it matches no stack.
 
-    function: its name. parameters: their names.
+    function: name of the function.
+    parameters: names of its parameters.
     """
     for stack in _STACKS:
         if stack.parameters <= set(parameters):
             result = stack.result.format(f=function)
             definition = "async def" if result.startswith("await") else "def"
             return (
-                f". It has the parameters of a reward function for {stack.name}; name a function of this kind instead: "
-                f"{definition} reward(prompt, response, answer, record): return {result}"
+                f". It has the parameters of a reward function for {stack.name}; name a function of this "
+                f"kind instead: {definition} reward(prompt, response, answer, record): return {result}"
             )
     return ""

@@ -1,4 +1,4 @@
-"""Rewards that a server computes, asked by HTTP."""
+"""Rewards computed by a server and requested over HTTP."""
 
 import asyncio
 import json
@@ -13,13 +13,13 @@ from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.rewards.terms import Setup
 from grpo_megatron.rewards.values import NoReward, read_reward, shown
 
-# What stands before the host, also where there is no scheme.
+# The user and password before the host, also in a URL without a scheme.
 _USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
-# A server may answer these another time.
+# Status codes after which the same request may succeed later.
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-# Bytes of an answer. A reward with as many named numbers as it may have takes 13 KB, so that of a large batch
-# is well below.
+# Maximal size of an answer in bytes. A reward with the maximal number of named numbers takes 13 KB, so the
+# answer to a large batch is far smaller.
 MAX_ANSWER = 16 << 20
 _READ_AT_ONCE = 1 << 16
 
@@ -39,13 +39,14 @@ class _Http:
 
 
 class RewardServerError(Exception):
-    """The server did not give rewards."""
+    """The server did not return rewards."""
 
 
 class Http:
-    """Posts {"prompt": [...], "response": [...], "answer": [...], "record": [...]} and reads {"rewards": [...]}, of the same length.
+    """A reward that a server computes. Calls that wait at the same time in one event loop share requests.
 
-    Each of the rewards is what a reward function may return. All calls that wait in an event loop share requests.
+    It posts {"prompt": [...], "response": [...], "answer": [...], "record": [...]} and reads {"rewards":
+    [...]} of the same length. Each reward may be anything that a reward function may return.
     """
 
     def __init__(self, options: _Http, token: str | None):
@@ -59,14 +60,15 @@ class Http:
     def make(cls, setup: Setup) -> "Http":
         options = setup.options(_Http)
         key, shown = f"{setup.term.key}.url", shortened(options.url.partition("?")[0])
-        if _USER.match(options.url):  # asked first: the other message shows the URL
+        if _USER.match(options.url):  # checked first, because the other message shows the URL
             raise UserError(
-                f"{key} must not have a user or a password, which config.yaml would show; name a token by token_env"
+                f"{key} must not have a user or a password, which config.yaml would show; name a token by "
+                "token_env"
             )
         try:
             parts = urlsplit(options.url)
             legal = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # a port that is no number or too large, or brackets without an address
+        except ValueError:  # the port is not a number or too large, or brackets contain no address
             legal = False
         if not legal:
             raise UserError(f"{key} must be of the form http://HOST:PORT/PATH, is {shown!r}")
@@ -80,7 +82,7 @@ class Http:
         row = {"prompt": prompt, "response": response, "answer": answer, "record": record}
         self._waiting.append((row, future))
         if len(self._waiting) == 1:
-            loop.call_soon(self._send)  # with what else comes until then
+            loop.call_soon(self._send)  # calls that arrive until then are sent together
         return await future
 
     def _send(self) -> None:
@@ -112,7 +114,7 @@ class Http:
         options = self._options
         for attempt in range(options.attempts):
             if attempt:
-                # Not all workers at once.
+                # A random pause, so that the workers do not all retry at the same time.
                 await asyncio.sleep(options.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
             answer, problem = await self._ask(body)
             if problem is None:
@@ -127,10 +129,13 @@ class Http:
         )
 
     async def _ask(self, body: dict[str, list]) -> tuple[Any, str | None]:
-        """(what the server answered, None), or (None, why it may answer another time). Raises RewardServerError if it will not."""
+        """Return (the server's answer, None), or (None, the reason) if a later attempt may succeed.
+
+        Raises RewardServerError if no attempt can succeed.
+        """
         import aiohttp
 
-        # What is compressed could be of any size, once it is not.
+        # Do not accept compressed answers, because they could decompress to any size.
         headers = {"Accept-Encoding": "identity"} | (
             {"Authorization": f"Bearer {self._token}"} if self._token else {}
         )
@@ -167,12 +172,12 @@ class Http:
         except ValueError:
             target = "what is no URL"
         return (
-            f"{self._shown} redirects to {target} (status {status}), and no redirect is followed, because it would send the responses "
-            "there: set url to the address that answers"
+            f"{self._shown} redirects to {target} (status {status}), and no redirect is followed, because it "
+            "would send the responses there: set url to the address that answers"
         )
 
     async def _read(self, response) -> bytes:
-        """Return the body. Raises RewardServerError for one of more than MAX_ANSWER bytes."""
+        """Return the body of the answer. Raises RewardServerError if it has more than MAX_ANSWER bytes."""
         found = bytearray()
         async for data in response.content.iter_chunked(_READ_AT_ONCE):
             found += data
@@ -182,6 +187,6 @@ class Http:
 
 
 def _without_secrets(url: str) -> str:
-    """Return a URL without the parts that may hold a secret: the query, and a user before the host."""
+    """Return a URL without the parts that may contain a secret: the query, and a user before the host."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

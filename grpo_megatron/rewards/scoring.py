@@ -1,4 +1,7 @@
-"""Scoring in the reward workers: what a task is, and what comes of it. Light to import, because each worker starts with it."""
+"""Scoring in the reward workers: the tasks, their results, and the Scorer that computes them.
+
+This module is light to import, because each worker starts with it.
+"""
 
 import asyncio
 import inspect
@@ -18,79 +21,102 @@ from grpo_megatron.rewards.values import NoReward, read_reward, read_rewards, sh
 
 @dataclass(frozen=True)
 class RewardTask:
-    """A response to be scored. uid: of the prompt, for messages. response_ids: int32 [R]."""
+    """One response to be scored."""
 
     uid: int
+    """uid of the prompt, for messages."""
     prompt: str
+    """Text of the prompt."""
     response_ids: np.ndarray
+    """int32 [R]."""
     answer: str | list[str]
+    """See Prompt.answer."""
     record: dict
+    """See Prompt.fields."""
 
 
 @dataclass(frozen=True)
 class GroupTask:
-    """All responses to a prompt, to be scored together. tokens: the lengths of the responses. components: of each."""
+    """All responses to one prompt, to be scored together."""
 
     uid: int
+    """uid of the prompt, for messages."""
     prompt: str
+    """Text of the prompt."""
     responses: list[str]
+    """Text of each response."""
     answer: str | list[str]
+    """See Prompt.answer."""
     record: dict
+    """See Prompt.fields."""
     tokens: list[int]
+    """Length of each response in tokens."""
     components: list[dict[str, float]]
+    """For each response, the values of the terms that were computed before."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """text: of the response. components: the values of the terms, by their names, and what else their functions returned."""
+    """The result of a RewardTask."""
 
     text: str
+    """Text of the response."""
     components: dict[str, float]
+    """Value of each term by its name, and the further numbers that the functions returned."""
 
 
 @dataclass(frozen=True)
 class GroupScored:
-    """values: of each term, one number for each response."""
+    """The result of a GroupTask."""
 
     values: dict[str, list[float]]
+    """For each term by its name, one number per response."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A reward has failed; why is a sentence. text: of the response. no_memory: for want of it."""
+    """The failure of a reward."""
 
     why: str
+    """A sentence for the user."""
     text: str = ""
+    """Text of the response."""
     no_memory: bool = False
+    """True if the reward ran out of memory."""
 
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """Makes a Scorer, in the process that shall have it. decode: int32 ids -> text. secrets: see base.resolve_rewards."""
+    """The specification of a Scorer. The worker process calls it to make the Scorer."""
 
     config: RewardConfig
     decode: Callable[[np.ndarray], str]
+    """Function from int32 ids to text."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """See base.resolve_rewards."""
 
     def __call__(self) -> "Scorer":
         return Scorer(self.config, self.decode, self.secrets)
 
 
 class _Failure(Exception):
-    """Of one reward; its text says all that is to be said."""
+    """A reward failed. The text of this error is the complete message."""
 
     def failed(self, text: str = "") -> Failed:
         return Failed(str(self), text, isinstance(self.__cause__, MemoryError))
 
 
 class _TooLong(Exception):
-    """Not TimeoutError, which may be of the reward itself."""
+    """A reward took too long. This is not TimeoutError, because the reward itself may raise that."""
 
 
 class Scorer:
-    """Scores tasks by the rewards that the configuration names; those of async functions all at once.
+    """The scorer of a worker process. It computes the configured rewards of tasks.
 
-    is_worn: earlier calls keep so much memory that later ones fail; another process is to take the place of this one.
+    Async rewards of many tasks run concurrently.
+
+    is_worn: earlier calls left so much memory allocated that later calls fail. Another process has to replace
+        this one.
     """
 
     def __init__(
@@ -104,12 +130,15 @@ class Scorer:
         self._of_responses = [reward for reward in rewards if not reward.of_group]
         self._of_groups = [reward for reward in rewards if reward.of_group]
         self._loop, self.is_worn = interruptible_loop(), False
-        self._memory: FreeMemory | None = None  # from the first call on, when the process has its limits
+        self._memory: FreeMemory | None = None  # created at the first call, when the process has its limits
 
     def work(
         self, tasks: Sequence[RewardTask | GroupTask], seconds: float
     ) -> list[Scored | GroupScored | Failed]:
-        """Of the first tasks: as many as could be begun within these seconds, but at least one, unless it is worn."""
+        """Return the results of the first tasks.
+
+        As many tasks are scored as can begin within `seconds`, but at least one, unless the scorer is worn.
+        """
         return self._loop.run_until_complete(self._score_all(tasks, time.monotonic() + seconds))
 
     async def _score_all(
@@ -122,7 +151,7 @@ class Scorer:
             found = await (self._score_group(task) if isinstance(task, GroupTask) else self._score(task))
             if isinstance(found, Failed) and found.no_memory and self._memory.is_kept():
                 self.is_worn = True
-                return found if is_first else None  # what others keep is no fault of this one
+                return found if is_first else None  # other calls' memory is not this one's fault
             return found
 
         found = await asyncio.gather(*(score(number, task) for number, task in enumerate(tasks)))
@@ -189,7 +218,10 @@ class Scorer:
 
 
 async def _limited(until: float, function: Callable, arguments: dict[str, Any]) -> Any:
-    """What it returns, of an async function what it comes to. until: by time.monotonic(). Raises _TooLong."""
+    """Return the result of a function, awaited if it is async. Raises _TooLong.
+
+    until: deadline in the time of time.monotonic().
+    """
     left = until - time.monotonic()
     if left <= 0:
         raise _TooLong
@@ -210,7 +242,7 @@ async def _limited(until: float, function: Callable, arguments: dict[str, Any]) 
 async def _without_exit(value: Awaitable) -> Any:
     try:
         return await value
-    except SystemExit as error:  # would end the event loop, and with it the scoring of all others
+    except SystemExit as error:  # it would end the event loop, and with it the scoring of all other tasks
         raise RuntimeError(f"SystemExit: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Rewards that depend on the length of a response, added where training begins (not in the evaluation)."""
+"""Reward shaping by the length of a response. It is applied before training, not in the evaluation."""
 
 from dataclasses import replace
 
@@ -6,18 +6,22 @@ from grpo_megatron.batch.sample import Group
 
 
 def overlong_penalty(length: int, longest: int, buffer: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476 eq. 13), in [-penalty, 0].
+    """Return DAPO's soft overlong punishment (arXiv:2503.14476 eq. 13), in [-penalty, 0].
 
-    0 up to longest - buffer tokens, from there linearly down to -penalty at longest tokens and beyond.
+    It is 0 up to longest - buffer tokens. From there it falls linearly to -penalty at `longest` tokens and
+    beyond.
     """
     return penalty * min(0.0, max(-1.0, (longest - buffer - length) / buffer))
 
 
 def shape_overlong(groups: list[Group], longest: int, config) -> list[Group]:
-    """The groups with the penalty added to each reward, and as its component `overlong_penalty`.
+    """Return the groups with the penalty in each reward, and as the component `overlong_penalty`.
 
-    The length of a trajectory of several sequences is that of the longest, which reaches rollout.max_response_length first.
-    longest: rollout.max_response_length; config: config.schema.OverlongBufferConfig, length 0: nothing is done.
+    If a trajectory has several sequences, its longest sequence counts, because it reaches
+    rollout.max_response_length first.
+
+    longest: rollout.max_response_length.
+    config: config.schema.OverlongBufferConfig. If its length is 0, the groups are returned unchanged.
     """
     if not config.length:
         return groups

@@ -1,4 +1,4 @@
-"""What a reward is made of: one function, or terms that are added up; and the options of each."""
+"""The terms of a reward, which is one function or a weighted sum of several, and the options of each term."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,9 +12,9 @@ from grpo_megatron.config.options import limits_of, option
 from grpo_megatron.config.reward import MODEL, RewardConfig
 from grpo_megatron.errors import UserError
 
-# How the term of a reward without reward.terms is called.
+# Name of the only term if reward.terms is not used.
 WHOLE = "reward"
-# Names that components have which are no terms; the last ones are those of rollout.tool_environment.
+# Component names that no term may have. The last two belong to rollout.tool_environment.
 _TAKEN = (WHOLE, "overlong_penalty", "tool_calls", "failed_tool_calls")
 
 Options = TypeVar("Options")
@@ -22,21 +22,22 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Term:
-    """A function's value counts `weight` times. args: the function's own options."""
+    """A summand of the reward: `weight` times the value of a function."""
 
     name: str
     function: str
     weight: float
     args: Mapping[str, Any]
+    """The function's own options."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are no other terms, because it is all that reward.function names."""
+        """True if this is the only term, because reward.function names the whole reward."""
         return self.name == WHOLE
 
     @property
     def key(self) -> str:
-        """Where its options are, for messages."""
+        """Configuration key of the term's options, for messages."""
         return "reward.args" if self.is_whole else f"reward.terms.{self.name}"
 
 
@@ -47,14 +48,17 @@ class _Entry:
 
 
 def terms_of(config: RewardConfig) -> list[Term]:
-    """In the order in which they are computed. Raises UserError for what is no term."""
+    """Return the terms in the order in which they are computed. Raises UserError for an invalid term."""
     if not config.terms:
         return [Term(WHOLE, config.function, 1.0, config.args)]
     return [_term(str(name), entry) for name, entry in config.terms.items()]
 
 
 def model_term(terms: Sequence[Term]) -> Term | None:
-    """The one that a reward model gives its value, after generation; no worker computes it."""
+    """Return the term of a reward model, or None.
+
+    It is computed after generation, and not by a reward worker.
+    """
     return next((term for term in terms if term.function == MODEL), None)
 
 
@@ -78,23 +82,28 @@ def _term(name: str, entry: Any) -> Term:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a built-in reward is made from. secrets: values of the environment variables that it asks for by `secrets`; none where it is
-    only looked at."""
+    """The inputs from which a built-in reward is made."""
 
     config: RewardConfig
     term: Term
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Values of the environment variables in the reward's `secrets`.
+
+    Empty if the reward is only inspected.
+    """
 
     def options(self, cls: type[Options]) -> Options:
-        """The term's own ones, see read_options."""
+        """Return the term's own options, see read_options."""
         beside = () if self.term.is_whole else ("function", "weight")
         return read_options(cls, self.term.args, self.term.key, beside)
 
 
 def total(terms: Sequence[Term], components: Mapping[str, float]) -> float:
-    """The reward: the sum of weight times value over all terms. components: with the value of each term by its name.
+    """Return the reward: the sum of weight times value over all terms.
 
-    Raises KeyError for a term that has no value yet.
+    components: contains the value of each term under its name.
+
+    Raises KeyError if a term has no value yet.
     """
     return sum(term.weight * components[term.name] for term in terms)
 
@@ -102,9 +111,12 @@ def total(terms: Sequence[Term], components: Mapping[str, float]) -> float:
 def read_options(
     cls: type[Options], values: Mapping[str, Any], key: str, besides: tuple[str, ...] = ()
 ) -> Options:
-    """values as a dataclass of `config.options.option`. besides: what else stands beside them, for messages.
+    """Return the values as an instance of `cls`, a dataclass of `config.options.option` fields.
 
-    Raises UserError for an unknown option, naming the nearest, a wrong type, and for a value out of its limits.
+    besides: further option names that are allowed next to these, for messages.
+
+    Raises UserError for an unknown option, naming the nearest one, for a wrong type, and for a value outside
+    its limits.
     """
     known = {one.name: one for one in fields(cls)}
     for name in values:

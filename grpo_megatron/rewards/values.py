@@ -1,7 +1,7 @@
-"""Values from outside as rewards: what functions, servers and environments give becomes floats here.
+"""Conversion of reward values from functions, servers and environments to floats.
 
-A number is whatever Python can make a float of: an int, a Decimal, a Fraction, a scalar of NumPy or torch. A
-text is none, even if it looks like one.
+A number is anything that Python can convert to a float: an int, a Decimal, a Fraction, a scalar of NumPy or
+torch. A text is not a number, even if it looks like one.
 """
 
 import math
@@ -10,22 +10,22 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-# A response has at most this many numbers beside its reward: each is a curve of its own in the logs.
+# Maximal count of further numbers per response. Each becomes a curve of its own in the logs.
 MAX_COMPONENTS = 100
 MAX_NAME_LENGTH = 100
-# Advantages are float32, which ends at 3e38. A sum of rewards must not get there.
+# Advantages are float32, whose largest value is 3e38. A sum of rewards must stay below that.
 LARGEST = 1e30
 
 
 class NoReward(Exception):
-    """A value from outside is no reward. The message says what it must be."""
+    """A value is not a reward. The message says what it must be."""
 
 
 def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
-    """Return a response's reward under "reward", and the further numbers that came with it. Raises NoReward.
+    """Return a response's reward under "reward", together with its further numbers. Raises NoReward.
 
-    value: a number, or a dict of numbers with the key "reward". from_json: true and false are no numbers, as
-    in JSON; a Python function may return a comparison.
+    value: a number, or a dict of numbers with the key "reward".
+    from_json: if True, true and false are not accepted as numbers. A Python function may return a comparison.
     """
     if not isinstance(value, dict):
         value = {"reward": value}
@@ -38,7 +38,7 @@ def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
 
 
 def read_components(value: dict, from_json: bool = False) -> dict[str, float]:
-    """Return numbers to be logged by their names. Raises NoReward."""
+    """Return the numbers to be logged, by name. Raises NoReward."""
     if len(value) > MAX_COMPONENTS:
         raise NoReward(f"it must return at most {MAX_COMPONENTS} numbers beside the reward, not {len(value)}")
     for name in value:
@@ -54,17 +54,17 @@ def read_rewards(value: Any, count: int) -> list[float]:
     must = f"it must return {count} finite numbers"
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, dict)):
         raise NoReward(must)
-    found = list(islice(value, count + 1))  # it may have no end
+    found = list(islice(value, count + 1))  # it may be endless
     if len(found) != count:
         raise NoReward(f"{must}, not {'more' if len(found) > count else len(found)}")
     return [_number(number, f"number {index}", False) for index, number in enumerate(found)]
 
 
 def shown(value: Any) -> str:
-    """Return any value from outside as a message can quote it: short, and without control characters."""
+    """Return the repr of any value for quoting in a message: short, and without control characters."""
     try:
         text = _QUOTES.repr(value)
-    except Exception:  # an int of more digits than Python writes
+    except Exception:  # such as an int with more digits than Python writes
         return f"a value of type {type(value).__name__}"
     return text if text.isprintable() else repr(text)
 
@@ -77,13 +77,13 @@ _QUOTES.maxother = 200  # such as a StepResult
 def _number(value: Any, name: str, from_json: bool) -> float:
     try:
         if hasattr(value, "item"):
-            value = value.item()  # a scalar of NumPy or torch; an array of several numbers raises an error
+            value = value.item()  # scalar of NumPy or torch; an array of several numbers raises an error
         if isinstance(value, (str, bytes)) or (from_json and isinstance(value, bool)):
             raise TypeError
         number = float(value)
     except OverflowError:
         number = math.inf
-    except Exception:  # an object of somebody's own class may raise any
+    except Exception:  # an object of a user's class may raise anything
         raise NoReward(f"{name} must be a number, is {shown(value)} of type {type(value).__name__}") from None
     if not abs(number) <= LARGEST:
         raise NoReward(f"{name} must be finite, and at most {LARGEST:g} in size")

@@ -1,4 +1,7 @@
-"""Rewards in processes of their own on all nodes, while generation goes on; and what becomes of a sample whose reward fails."""
+"""Reward workers: processes on all nodes that compute rewards while generation goes on.
+
+This module also decides what happens to a sample whose reward fails.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -7,7 +10,8 @@ import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
-from grpo_megatron.cluster.worker_pool import Bounds, Place, WorkerDied, WorkerHangs, WorkerPool
+from grpo_megatron.cluster.pool_worker import Bounds, Place
+from grpo_megatron.cluster.worker_pool import WorkerDied, WorkerHangs, WorkerPool
 from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.terminal import Rarely
@@ -17,20 +21,25 @@ from grpo_megatron.rewards.terms import WHOLE, model_term, terms_of, total
 
 
 class RewardWorkers:
-    """Scores samples in workers, which also decode their texts.
+    """The worker processes that score samples and decode their texts.
 
-    The functions are resolved here first, so that a wrong name fails before any work is done.
+    The reward functions are first resolved in this process, so that a wrong name fails before any work is
+    done.
     """
 
     def __init__(self, config: RewardConfig, decode: Callable[[np.ndarray], str], places: Sequence[Place]):
-        """decode: int32 ids -> text, to be sent to the workers. places: of the workers.
+        """Start the workers.
+
+        decode: function from int32 ids to text, sent to the workers.
+        places: places of the workers.
 
         Raises UserError as resolve_rewards and read_secrets do.
         """
         rewards = resolve_rewards(config)
         self._config, self._decode, self._say = config, decode, Rarely()
         self._of_groups = any(reward.of_group for reward in rewards)
-        # Read once: reading them takes milliseconds, which each sample would cost the event loop of all requests.
+        # The terms are read once: that takes milliseconds, and reading them per sample would block the event
+        # loop of all requests.
         self._terms = terms_of(config)
         self._is_whole = model_term(self._terms) is None
         what = "reward " + ", ".join(dict.fromkeys(term.function for term in self._terms))
@@ -38,24 +47,27 @@ class RewardWorkers:
         self._pool = WorkerPool(what, spec, bounds(config), places)
 
     async def score(self, prompt: Prompt, sample: Sample) -> Sample:
-        """With its text and the components of the rewards of single responses; with its reward too, unless there are rewards of groups, or
-        a reward model's is to come.
+        """Return the sample with its text and the components of the single-response rewards.
 
-        A failure costs what reward.on_failure says. Raises UserError for a reward that failed, or ProcessLost if its process died,
-        where that is error.
+        It also gets its reward, unless there are group rewards or a reward model, which are computed later. A
+        failure has the effect that reward.on_failure names. If that is `error`, raises UserError for a reward
+        that failed, or ProcessLost if its process died.
         """
         found = await self._ask(
             RewardTask(prompt.uid, prompt.text, sample.response_ids, prompt.answer, prompt.fields)
         )
         if isinstance(found, Failed):
-            # The text is decoded here only where whoever should have sent it is gone.
+            # The worker sends the decoded text. Decode here only if the worker is gone.
             sample = replace(sample, response_text=found.text or self._decode(sample.response_ids))
             return self._failed([sample], found)[0]
         sample = replace(sample, response_text=found.text, reward_components=found.components)
         return sample if self._of_groups else self._total(sample, found.components)
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """All samples of a group, which `score` returned, with their rewards. Raises as `score` does."""
+        """Return all samples of a group with their rewards.
+
+        The samples come from `score`. Raises as `score` does.
+        """
         left = [sample for sample in samples if not sample.reward_failed]
         if not self._of_groups or not left:
             return tuple(samples)

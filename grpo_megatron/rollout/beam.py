@@ -1,8 +1,9 @@
-"""Groups by beam search: the K sequences that transformers' generate(num_beams=K, num_return_sequences=K) finds.
+"""Beam search: finds the same K sequences as transformers' generate(num_beams=K, num_return_sequences=K).
 
-The rules are those of transformers 5.19 (GenerationMixin._beam_search). The engine is asked for one more token of every live beam at a
-time, and for the likeliest tokens at that place. Its prefix cache keeps what is computed already. SGLang 0.5.23 has a beam search of its
-own, which ends by other rules and says no log-probs of tokens; 0.5.17 has none.
+The rules are those of transformers 5.19 (GenerationMixin._beam_search). Each step asks the engine for one
+more token of every live beam, together with the most likely tokens at that position. The engine's prefix
+cache avoids repeated computation. SGLang 0.5.23 has its own beam search, but it ends by other rules and
+returns no log-probs of tokens. SGLang 0.5.17 has none.
 """
 
 import asyncio
@@ -16,18 +17,23 @@ from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.config.rollout import BeamConfig, EarlyStopping
 from grpo_megatron.sglang.engine import Completion
 
-# (which of the live beams, its tokens so far, how many of the likeliest next tokens) -> the engine's answer, of one token
+# (index of the live beam, its tokens so far, how many of the most likely next tokens to return) -> the
+# engine's answer, one token
 Ask = Callable[[int, list[int], int], Awaitable[Completion]]
 
 
 @dataclass(frozen=True)
 class Beam:
-    """A sequence that was begun: its tokens, the log-prob of each, and which weights each is from. total: the sum of the log-probs."""
+    """A sequence under construction."""
 
     ids: tuple[int, ...] = ()
+    """Its tokens."""
     logprobs: tuple[float, ...] = ()
+    """Log-prob of each token."""
     versions: tuple[int, ...] = ()
+    """Weight version that generated each token."""
     total: float = 0.0
+    """Sum of the log-probs."""
 
     def then(self, token: int, logprob: float, version: int) -> "Beam":
         return Beam(
@@ -36,19 +42,31 @@ class Beam:
 
 
 class BeamSearch:
-    """One group's search, which knows no engine: `live` says what to ask for, `advance` takes the answers, until `done`."""
+    """The search of one group, independent of any engine.
+
+    While `done` is False, the caller asks the engine about each beam in `live` and gives the answers to
+    `advance`.
+    """
 
     def __init__(self, width: int, ends: Iterable[int], limit: int, config: BeamConfig):
-        """width: beams, and sequences that are found. ends: ids of tokens that end a sequence. limit: most tokens of one."""
+        """Begin with one empty beam.
+
+        width: number of beams, and of sequences that are found.
+        ends: ids of the tokens that end a sequence.
+        limit: maximal number of tokens of a sequence.
+        """
         self._width, self._ends, self._limit, self._config = width, frozenset(ends), limit, config
-        # So many that as many beams as there were can go on, whichever of them end.
+        # Enough candidates that `width` beams can continue, whichever candidates end.
         self.candidates = max(2, 1 + len(self._ends)) * width
         self.live = [Beam()]
-        self.finished: list[tuple[float, Beam]] = []  # scores and beams, the best first
+        self.finished: list[tuple[float, Beam]] = []  # (score, beam), the best first
         self.done = False
 
     def advance(self, answers: list[Completion]) -> None:
-        """One token further. answers: of each live beam, with its `candidates` likeliest next tokens."""
+        """Extend the live beams by one token.
+
+        answers: the answer for each live beam, with its `candidates` most likely next tokens.
+        """
         found = [
             (beam.total + logprob, beam, token, logprob, answer.weight_spans[0].version)
             for beam, answer in zip(self.live, answers, strict=True)
@@ -61,7 +79,8 @@ class BeamSearch:
         self.live = []
         for place, (total, beam, token, logprob, version) in enumerate(found[: self.candidates]):
             if token in self._ends or length == self._limit:
-                # Those behind the first ones are only there so that enough go on, and do not count where they end.
+                # Candidates after the first `width` only ensure that enough beams continue. They do not count
+                # if they end.
                 if place < self._width:
                     self.finished.append((self._score(total, length), beam.then(token, logprob, version)))
             elif len(self.live) < self._width:
@@ -74,7 +93,10 @@ class BeamSearch:
         return total / length**self._config.length_penalty
 
     def _can_improve(self, length: int) -> bool:
-        """Whether the search goes on. length: of the live beams."""
+        """Return True if the search has to continue.
+
+        length: number of tokens of the live beams.
+        """
         stopping = self._config.early_stopping
         if len(self.finished) < self._width:
             return True
@@ -85,7 +107,7 @@ class BeamSearch:
         return self._score(self.live[0].total, length) > self.finished[-1][0]
 
     def completions(self, group: int) -> list[Completion]:
-        """The sequences that were found, the best first, as if each had been sampled."""
+        """Return the found sequences, the best first, in the same form as sampled responses."""
         return [self._completion(beam, (group, number)) for number, (_, beam) in enumerate(self.finished)]
 
     def _completion(self, beam: Beam, key: tuple[int, int]) -> Completion:
@@ -104,7 +126,10 @@ class BeamSearch:
 
 
 async def run_search(search: BeamSearch, ask: Ask) -> None:
-    """Until it is done. All beams are asked about at once, so that they are one batch to the engine."""
+    """Run the search until it is done.
+
+    It asks about all live beams at once, so that the engine batches them.
+    """
     while not search.done:
         search.advance(
             await asyncio.gather(

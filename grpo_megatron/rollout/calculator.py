@@ -1,13 +1,13 @@
-"""Arithmetic of an expression that a model wrote: numbers, + - * / // % **, brackets, and a few functions."""
+"""A calculator for expressions of a model: numbers, + - * / // % **, brackets, and a few functions."""
 
 import ast
 import math
 import operator
 from collections.abc import Callable
 
-# Of a result. Long enough for any answer, too short to hold a worker up.
+# Size limit of a result in bits. It is large enough for any answer and too small to block a worker.
 _BITS = 4096
-_LONGEST = 1000  # characters of an expression
+_LONGEST = 1000  # maximal number of characters of an expression
 
 _BINARY: dict[type, Callable] = {
     ast.Add: operator.add,
@@ -21,7 +21,7 @@ _UNARY: dict[type, Callable] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 def _round(number: int | float, *digits: int) -> int | float:
-    # Asked before: Python rounds an integer to -n digits by the n-th power of ten, which no time limit interrupts.
+    # Checked first: for -n digits, Python computes 10**n, which no time limit can interrupt.
     if any(isinstance(count, int) and abs(count) > _BITS for count in digits):
         raise ValueError("round has too many digits")
     return round(number, *digits)
@@ -32,7 +32,11 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def calculate(expression: str) -> int | float:
-    """The value. Raises ValueError, with what is wrong as its text, for all that is not such an expression or is too large."""
+    """Return the value of the expression.
+
+    Raises ValueError if the text is not such an expression, or if a number is too large. The message says
+    which.
+    """
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has more than {_LONGEST} characters")
     try:
@@ -65,7 +69,7 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    # Asked before, because the power itself could take hours.
+    # Checked first, because computing the power itself could take hours.
     if isinstance(base, int) and isinstance(exponent, int) and abs(base).bit_length() * abs(exponent) > _BITS:
         raise ValueError("the power is too large")
     return base**exponent

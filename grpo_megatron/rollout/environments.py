@@ -1,8 +1,8 @@
-"""Environments: what answers the model over several turns, in processes of their own.
+"""Environments: they answer the model over several turns, and run in separate processes.
 
-An environment is a class (or a function that makes an instance) registered by `@environment("name")`.
-One instance plays one episode; all its methods run in one process, within reward.timeout seconds
-each, one after the other. Light to import, because those processes start with it alone.
+An environment is a class (or a function that makes an instance) registered by `@environment("name")`. One
+instance plays one episode. All its methods run one after the other in one process, each within reward.timeout
+seconds. This module is light to import, because those processes import only it when they start.
 """
 
 import asyncio
@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.cluster.worker_pool import Place, WorkerDied, WorkerHangs, WorkerPool
+from grpo_megatron.cluster.pool_worker import Place
+from grpo_megatron.cluster.worker_pool import WorkerDied, WorkerHangs, WorkerPool
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import ProcessLost, UserError, described
@@ -33,55 +34,66 @@ BUILT_IN = ("gymnasium", "tools")
 
 
 class EnvironmentFailed(UserError):
-    """An environment raised an error, took too long, or returned what it must not."""
+    """An environment raised an error, took too long, or returned something invalid."""
 
 
-# What costs an episode, where reward.on_failure says so; all other errors are the run's own.
+# Errors that cost only the episode, if reward.on_failure allows it. All other errors end the run.
 FAILURES = (EnvironmentFailed, WorkerDied, WorkerHangs)
 
-# The methods of an environment, with what they are called with.
+# Methods of an environment, with the names of their arguments.
 _METHODS = {"reset": ("seed",), "step": ("response",), "close": ()}
 
-# It holds environments from elsewhere; the built-in ones are made from the configuration.
+# The registry holds environments from plugins. The built-in ones are made from the configuration.
 environment = Registry("environment", "rollout.environment", BUILT_IN, Call(("prompt",)))
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an environment answers to one turn of the model.
-
-    observation: what the model goes on from, unused once done: a text, or chat messages (dicts with role and content), see
-    rollout.history. reward: of this turn; the trajectory's is the sum. done: the episode is over. components: further numbers
-    to log, summed over the turns.
-    """
+    """The environment's answer to one turn of the model."""
 
     observation: str | list[dict[str, Any]] = ""
+    """Input of the next turn: text, or chat messages (dicts with role and content); see rollout.history."""
     reward: float = 0.0
+    """Reward of this turn. The trajectory's reward is the sum over its turns."""
     done: bool = False
+    """True if the episode is over. `observation` is then not used."""
     components: dict[str, float] = field(default_factory=dict)
+    """Further numbers for the logs, summed over the turns."""
 
 
 class Environment(Protocol):
     """One episode. The methods may also be plain functions, without `async`.
 
-    Two attributes of what is registered are optional. tools: a list of JSON schemas, which the chat template gets.
-    asks_reward_function: reward.function scores the text of the last turn, on top of the rewards of the turns.
+    The registered object may have two optional attributes:
+
+    - tools: a list of JSON schemas, which the chat template gets.
+    - asks_reward_function: if True, reward.function scores the text of the last turn. Its reward is added to
+      the rewards of the turns.
     """
 
     def __init__(self, prompt: Prompt): ...
 
     async def reset(self, seed: int) -> str | list[dict[str, Any]] | None:
-        """Begin; what the model reads with the prompt, if any. All episodes of a group get one seed, hence one initial state."""
+        """Begin the episode, and return what the model reads after the prompt, if anything.
+
+        All episodes of a group get the same seed, and so the same initial state.
+        """
 
     async def step(self, response: str) -> StepResult:
-        """Answer a turn of the model. response: its text, without end and padding tokens."""
+        """Answer a turn of the model.
+
+        response: the text of the turn, without end and padding tokens.
+        """
 
     async def close(self) -> None:
-        """Optional. However the episode ended, this is called last, of every instance that was made."""
+        """Release the environment's resources. Optional.
+
+        It is called last for every instance that was made, however the episode ended.
+        """
 
 
 def resolve_environment(rollout: RolloutConfig, reward: RewardConfig) -> Callable[[Prompt], Environment]:
-    """What rollout.environment names. Raises UserError where that is unknown or cannot be used."""
+    """Return what rollout.environment names. Raises UserError if it is unknown or cannot be used."""
     if rollout.environment == "gymnasium":
         from grpo_megatron.rollout.gymnasium_environment import gymnasium_environment
 
@@ -97,7 +109,7 @@ def resolve_environment(rollout: RolloutConfig, reward: RewardConfig) -> Callabl
 
 
 def _check_methods(made: type, setting: str) -> None:
-    """Raise UserError for a class whose episodes could not be played."""
+    """Raise UserError for a class whose methods cannot play an episode."""
     for name, arguments in _METHODS.items():
         method = inspect.getattr_static(made, name, None)
         if method is None and name != "close":
@@ -112,7 +124,10 @@ def _check_methods(made: type, setting: str) -> None:
 
 
 def asks_reward_function(rollout: RolloutConfig, reward: RewardConfig) -> bool:
-    """Whether reward.function scores: responses, or the last turns of episodes. Raises UserError as resolve_environment does."""
+    """Return whether reward.function scores responses, or the last turns of episodes.
+
+    Raises UserError as resolve_environment does.
+    """
     return rollout.environment is None or _asks(resolve_environment(rollout, reward))
 
 
@@ -121,19 +136,23 @@ def _asks(made: Callable[[Prompt], Environment]) -> bool:
 
 
 def offered_tools(rollout: RolloutConfig, reward: RewardConfig) -> list[dict[str, Any]]:
-    """JSON schemas of what the model may call; none without an environment that has tools."""
+    """Return JSON schemas of the functions that the model may call. Empty if the environment has no tools."""
     return list(getattr(resolve_environment(rollout, reward), "tools", ())) if rollout.environment else []
 
 
 class Environments:
-    """Workers that hold environments, one at each place."""
+    """The worker processes that hold environments, one at each place."""
 
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode, places: Sequence[Place]):
-        """decode: int32 ids -> text, to be sent to the workers."""
-        made = resolve_environment(rollout, reward)  # what is wrong fails before any work is done
+        """Create the worker pools.
+
+        decode: function from int32 ids to text, sent to the workers.
+        """
+        made = resolve_environment(rollout, reward)  # errors in the setup are raised before any work is done
         self.asks_reward_function = _asks(made)
         what, build = f"environment {rollout.environment}", partial(_Host, rollout, reward, decode)
-        # One pool per worker: an episode returns to the process that its instance is in, and ends with it.
+        # One pool per worker, because an episode must return to the process that holds its instance, and ends
+        # with it.
         self._pools = [WorkerPool(what, build, bounds(reward), [place], again=False) for place in places]
         self._timeout, self._numbers, self._said = reward.timeout, itertools.count(), False
 
@@ -153,7 +172,10 @@ class Environments:
 
 
 class RemoteEnvironment:
-    """An environment in another process. Its methods but `close` raise one of FAILURES for what goes wrong there."""
+    """An environment in another process.
+
+    If something goes wrong there, all methods except `close` raise one of FAILURES.
+    """
 
     def __init__(
         self,
@@ -170,27 +192,32 @@ class RemoteEnvironment:
         return await self._call("reset", self._prompt, seed)
 
     async def step(self, response_ids: np.ndarray) -> tuple[str, StepResult]:
-        """response_ids: int32, a turn of the model, whose text comes back too."""
+        """Return the text of the model's turn and the environment's answer.
+
+        response_ids: int32, the tokens of the turn.
+        """
         return await self._call("step", response_ids)
 
     async def text(self, ids: np.ndarray) -> str:
-        """Of int32 ids."""
+        """Return the text of int32 ids."""
         return await self._call("text", ids)
 
     async def close(self) -> None:
-        """Close and forget the instance. What goes wrong is said, and ends nothing."""
+        """Close and forget the instance. Errors are reported and otherwise ignored."""
         try:
             closing = asyncio.ensure_future(self._call("close"))
-            # An abort waits for this: for a step that runs and the closing itself, but not for all that a busy process does before.
+            # An abort waits for this. The time is enough for a running step and for the closing itself, but
+            # not for everything else that a busy process does first.
             await asyncio.wait({closing}, timeout=2 * self._timeout)
             if closing.done():
                 closing.result()
             else:
-                # It must not end with this event loop: what is never closed stays in its process for as long as that lives.
+                # The close must outlive this event loop: an environment that is never closed stays in its
+                # process for as long as the process lives.
                 closing.cancel()
                 self._pool.tell(("close", self._number, ()))
         except ProcessLost:
-            pass  # with all of its instances, which the next episode there says
+            pass  # its instances are gone too; the next episode there reports that
         except UserError as error:
             self._could_not_close(str(error))
 
@@ -211,10 +238,13 @@ class _Host:
         self._name, self._timeout, self._decode = rollout.environment, reward.timeout, decode
         self._make = resolve_environment(rollout, reward)
         self._loop = interruptible_loop()
-        self._alive: dict[int, tuple[Any, int]] = {}  # with the uid of the prompt
+        self._alive: dict[int, tuple[Any, int]] = {}  # (instance, uid of the prompt)
 
     def work(self, calls: Sequence[tuple[str, int, tuple]], seconds: float) -> list[Any]:
-        """What the first calls return, or the UserError that they raise; as many as can be begun within these seconds."""
+        """Return the results of the first calls, or the UserErrors that they raise.
+
+        As many calls are made as can begin within `seconds`.
+        """
         until, results = time.monotonic() + seconds, []
         for method, number, arguments in calls:
             try:
@@ -233,21 +263,24 @@ class _Host:
 
         async def make_and_reset():
             instance = self._make(prompt)
-            self._alive[number] = instance, prompt.uid  # from now on it is to be closed
+            self._alive[number] = instance, prompt.uid  # from now on it has to be closed
             return await _awaited(instance.reset(seed))
 
         observation = self._limited(where, make_and_reset)
         if observation is not None and not _is_observation(observation):
             raise EnvironmentFailed(
-                f"{where} returned {shown(observation)}; it must return text, chat messages with role and content, or None"
+                f"{where} returned {shown(observation)}; it must return text, chat messages with role and "
+                "content, or None"
             )
         return observation or ""
 
     def step(self, number: int, response_ids: np.ndarray) -> tuple[str, StepResult]:
         if number not in self._alive:
-            # Its death may have been noticed by a call that nobody minds, such as `close` of another episode.
+            # The process's death may have been noticed by a call whose result is ignored, such as `close` of
+            # another episode.
             raise WorkerDied(
-                f"environment {self._name}: the process of an episode has died between its turns, and the episode with it"
+                f"environment {self._name}: the process of an episode has died between its turns, and the "
+                "episode with it"
             )
         instance, uid = self._alive[number]
         response = self._decode(response_ids)
@@ -255,14 +288,15 @@ class _Host:
         return response, _checked(self._limited(where, lambda: _awaited(instance.step(response))), where)
 
     def close(self, number: int) -> None:
-        instance, uid = self._alive.pop(number, (None, None))  # it may not even have been made
+        instance, uid = self._alive.pop(number, (None, None))  # the instance may not even exist
         if hasattr(instance, "close"):
             where = f"environment {self._name}: close() on record {uid}"
             self._limited(where, lambda: _awaited(instance.close()))
 
     def _limited(self, where: str, call: Callable) -> Any:
         try:
-            # Interrupts Python code that does not await, too; this is the process's main thread.
+            # This also interrupts Python code that does not await. It works because this is the process's
+            # main thread.
             with time_limit(self._timeout):
                 return self._loop.run_until_complete(call())
         except UserError as error:
@@ -286,13 +320,14 @@ def _is_observation(value: Any) -> bool:
 
 
 def _checked(result: Any, where: str) -> StepResult:
-    """Return the result with plain Python numbers."""
+    """Return the result with its numbers converted to plain Python numbers."""
     if not isinstance(result, StepResult):
         raise EnvironmentFailed(f"{where} returned {shown(result)}; it must return a StepResult")
     legal = isinstance(result.done, (bool, np.bool_)) and isinstance(result.components, dict)
     if not legal or not _is_observation(result.observation):
         raise EnvironmentFailed(
-            f"{where} returned {shown(result)}; observation must be text or chat messages, done true or false, components a dict"
+            f"{where} returned {shown(result)}; observation must be text or chat messages, done true or "
+            "false, components a dict"
         )
     try:
         reward = read_reward({"reward": result.reward})["reward"]

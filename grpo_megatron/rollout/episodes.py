@@ -1,4 +1,4 @@
-"""One episode: a prompt, what the model writes, and what answers it, as the Samples to train on."""
+"""Episodes: a prompt, the model's turns, and the answers to them, turned into Samples to train on."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
-from grpo_megatron.cluster.worker_pool import Place
+from grpo_megatron.cluster.pool_worker import Place
 from grpo_megatron.config.reward import OnFailure
 from grpo_megatron.config.rollout import HistoryKind
 from grpo_megatron.config.schema import Config
@@ -23,12 +23,13 @@ from grpo_megatron.rollout.history import HISTORIES, History
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
 from grpo_megatron.sglang.engine import Completion
 
-# (token ids to go on from, most new tokens, routed=of how many of the ids the experts are known) -> the model's next turn
+# (token ids to continue, maximal number of new tokens, routed=number of leading ids whose experts are known)
+# -> the model's next turn
 Respond = Callable[..., Awaitable[Completion]]
 
 
 class SingleTurn:
-    """The model answers once, and a reward function scores it while other responses still run."""
+    """Episodes of one response. A reward function scores it while other responses are being generated."""
 
     def __init__(self, rewards: RewardWorkers):
         self._rewards = rewards
@@ -42,7 +43,7 @@ class SingleTurn:
         return () if sample.is_left_out else (sample,)
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return the samples of a prompt that are not left out, with the rewards that need all of them."""
+        """Return the prompt's samples that are not left out, with the rewards that depend on all of them."""
         return tuple(
             sample for sample in await self._rewards.score_group(prompt, samples) if not sample.is_left_out
         )
@@ -53,9 +54,12 @@ class SingleTurn:
 
 
 class MultiTurn:
-    """An environment answers the model until it is done; the reward is the sum over the turns.
+    """Episodes in which an environment answers the model until it is done.
 
-    What the model wrote is trained on as the tokens that were sampled, after the tokens that the model then read.
+    The reward is the sum over the turns.
+
+    Training uses exactly the tokens that were sampled, each turn after the tokens that the model read at the
+    time.
     """
 
     def __init__(
@@ -69,9 +73,12 @@ class MultiTurn:
         on_failure: OnFailure = OnFailure.error,
         failure_value: float = 0.0,
     ):
-        """seed: of initial states. rewards: score the last turn of each episode, whose environment does not.
+        """Set up the episodes.
 
-        on_failure: what becomes of an episode whose environment fails. failure_value: its reward, with OnFailure.value.
+        seed: seed of the environments' initial states.
+        rewards: scores the last turn of each episode, if the environment asks for the reward function.
+        on_failure: what happens to an episode whose environment fails.
+        failure_value: reward of such an episode, with OnFailure.value.
         """
         self._environments, self._tokenizer, self._max_turns, self._seed = (
             environments,
@@ -83,10 +90,13 @@ class MultiTurn:
         self._on_failure, self._failure_value, self._say = on_failure, failure_value, Rarely()
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
-        """Return the sequences of an episode; none of one that is left out.
+        """Return the sequences of an episode, or none if it is left out.
 
-        Finish reasons: stop (the environment is done, or has failed), max_turns, or length (a turn was cut
-        off, or an observation would have left no room for the next).
+        Finish reasons:
+
+        - stop: the environment is done, or has failed.
+        - max_turns: the limit of turns is reached.
+        - length: a turn was cut off, or an observation would leave no room for the next turn.
         """
         history, trajectory = self._history(episode.prompt, self._tokenizer), Trajectory(episode)
         world = self._environments.episode(episode.prompt)
@@ -124,8 +134,9 @@ class MultiTurn:
         first = history.begin(await world.reset(self._initial_state(episode)))
         if not trajectory.read(first):
             raise UserError(
-                f"record {episode.prompt.uid}: the environment's first observation has {len(first) - asked} tokens, which leaves none "
-                f"of the {episode.limit} of rollout.max_response_length; raise that, or move the text to the prompt"
+                f"record {episode.prompt.uid}: the environment's first observation has {len(first) - asked} "
+                f"tokens, which leaves none of the {episode.limit} of rollout.max_response_length; raise "
+                "that, or move the text to the prompt"
             )
         reward, components, finish_reason = 0.0, {}, None
         while finish_reason is None:
@@ -148,7 +159,8 @@ class MultiTurn:
             reward, failed, scored_text = reward + answer.reward, answer.reward_failed, text
             if both := sorted(components.keys() & answer.reward_components):
                 raise UserError(
-                    f"both the environment and reward.* give the component {both[0]}: one must give it another name"
+                    f"both the environment and reward.* give the component {both[0]}: one must give it "
+                    "another name"
                 )
             components |= answer.reward_components
         texts = [await world.text(sample.response_ids) for sample in samples]
@@ -160,11 +172,11 @@ class MultiTurn:
         )
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """All samples of a prompt: as they are, since an environment has rewarded each."""
+        """Return the samples unchanged, because an environment has already rewarded each of them."""
         return tuple(samples)
 
     def _end(self, trajectory: Trajectory, turn: Completion, result) -> str | None:
-        """Why the episode ends here, if it does."""
+        """Return the finish reason if the episode ends here, else None."""
         if turn.finish_reason == "length":
             return "length"
         if result.done:
@@ -181,7 +193,10 @@ class MultiTurn:
 
 
 def _alone(turn: Completion, sample: Sample) -> Sample:
-    """The turn as a response of its own. sample: of which it is a part."""
+    """Return one turn of a sample as a sample of its own.
+
+    sample: the sample that contains the turn.
+    """
     mask = np.ones(len(turn.response_ids), dtype=np.bool_)
     return replace(
         sample,
@@ -195,10 +210,10 @@ def _alone(turn: Completion, sample: Sample) -> Sample:
 
 
 def record_check(config: Config) -> RecordCheck | None:
-    """By which the rewards of the episodes look at each record when data is loaded, so that one that they cannot score ends no run later.
+    """Return a check, run while data loads, that the rewards of the episodes can score every record.
 
-    None where they ask nothing of a record, or where a reward that fails does not end the run. Raises UserError for rewards that there
-    are not.
+    A record that they cannot score would otherwise end the run later. Return None if the rewards require
+    nothing of a record, or if a failing reward does not end the run. Raises UserError for unknown rewards.
     """
     if config.reward.on_failure != OnFailure.error or not asks_reward_function(config.rollout, config.reward):
         return None
@@ -209,7 +224,10 @@ def record_check(config: Config) -> RecordCheck | None:
 def make_episodes(
     config: Config, tokenizer: PromptTokenizer, places: Callable[[str], Sequence[Place]]
 ) -> SingleTurn | MultiTurn:
-    """As rollout.environment says. places: of the workers of a role, see worker_places."""
+    """Return the episodes that rollout.environment names.
+
+    places: function from a role to the places of its workers, see worker_places.
+    """
     rollout = config.rollout
     if rollout.environment is None:
         return SingleTurn(RewardWorkers(config.reward, tokenizer.decoder, places("reward")))

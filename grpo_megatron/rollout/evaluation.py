@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts: mean@k, unbiased pass@k and maj@k, per data set and on average."""
+"""Evaluation on held-out prompts: mean@k, unbiased pass@k and maj@k, per data set and averaged."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,22 +20,25 @@ from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import training_sampling
 from grpo_megatron.rollout.statistics import majority_reward, pass_rates
 
-# By data set, and AVERAGE over several, by metric.
+# Score of each metric, by data set. AVERAGE is the mean over several data sets.
 Scores = dict[str, dict[str, float]]
 AVERAGE = "average"
 
 
 @dataclass
 class _Drawn:
-    """The groups of a data set, sampled and decoded greedily. failed: how many samples of both failed."""
+    """The responses to a data set, as groups."""
 
     sampled: list[Group]
+    """Groups of sampled responses."""
     greedy: list[Group]
+    """Groups of greedily decoded responses, one each."""
     failed: int
+    """Number of failed samples in both."""
 
 
 class Evaluation:
-    """Samples every held-out prompt with the evaluation's own parameters and scores the responses."""
+    """The evaluation of a run. It samples every held-out prompt with its own parameters."""
 
     def __init__(
         self,
@@ -46,10 +49,13 @@ class Evaluation:
         show: Callable[[int, str, str], None],
         score: Callable[[list[Group]], list[Group]] | None = None,
     ):
-        """datasets: by name; directory: of the run, for the samples. show: takes step, name and text of what people shall see. score:
-        gives groups their rewards; None: they come with them.
+        """Prepare the evaluation.
 
-        It is called once, when everything is generated: it may need the engines' devices.
+        datasets: prompts of each data set, by its name.
+        directory: folder of the run, for the saved samples.
+        show: displays samples. It takes the step, a name and the text.
+        score: gives groups their rewards, or None if they already have them. It is called once, after all
+            generation, because it may need the engines' devices.
         """
         self._manager, self._show, self._score = manager, show, score
         self.datasets = datasets
@@ -66,20 +72,23 @@ class Evaluation:
         self._greedy = replace(common, n=1, temperature=0.0)
 
     def run(self, step: int) -> dict[str, float]:
-        """`scores` as scalars."""
+        """Evaluate, and return the scores as scalars."""
         return scalars(self.scores(step))
 
     def scores(self, step: int) -> Scores:
-        """{data set: {"mean@n", "pass@k" for k = 2, 4, .. n, "maj@n", "greedy"}}, and the mean over data sets if there are several.
+        """Evaluate, and return the metrics of each data set, and their mean if there are several data sets.
 
-        mean@n: mean reward of n samples per prompt; a sample passes if its reward reaches eval.pass_reward. maj@n: mean reward of
-        the answer that most of the n samples give, where reward.response_from or reward.extract says what a response's answer is.
-
-        "failed": how many samples failed, unless reward.on_failure=error. What is left out of its group counts nowhere else.
+        - "mean@n": mean reward of n samples per prompt.
+        - "pass@k" for k = 2, 4, .. n: a sample passes if its reward reaches eval.pass_reward.
+        - "maj@n": mean reward of the most frequent answer among the n samples. It exists if
+          reward.response_from or reward.extract says what a response's answer is.
+        - "greedy": mean reward with greedy decoding.
+        - "failed": number of failed samples, unless reward.on_failure=error. A sample that is left out of its
+          group counts only here.
         """
         scores = {name: self._dataset(step, name, drawn) for name, drawn in self._drawn().items()}
         if len(scores) > 1:
-            # Where samples are left out, a data set may have no prompt with as many as pass@k needs.
+            # If samples are left out, a data set may have no prompt with enough samples for pass@k.
             metrics = dict.fromkeys(metric for values in scores.values() for metric in values)
             scores[AVERAGE] = {
                 metric: float(np.mean([values[metric] for values in scores.values() if metric in values]))
@@ -101,7 +110,7 @@ class Evaluation:
         return scores
 
     def _drawn(self) -> dict[str, _Drawn]:
-        """Return what was drawn of each data set, scored; nothing is decoded greedily unless configured."""
+        """Return the responses to each data set, scored. Greedy ones exist only if configured."""
         drawn = {name: self._draw(name, prompts) for name, prompts in self.datasets.items()}
         if self._score is None:
             return drawn
@@ -116,7 +125,10 @@ class Evaluation:
         }
 
     def _draw(self, name: str, prompts: list[Prompt]) -> _Drawn:
-        """Return groups without those of which every sample failed, with reward.on_failure=leave_out."""
+        """Generate the responses to a data set.
+
+        With reward.on_failure=leave_out, groups whose samples all failed are removed.
+        """
         every = self._manager.generate(prompts, self._sampled)
         greedy = self._manager.generate(prompts, self._greedy) if self._config.greedy else []
         failed = sum(group.failed for group in [*every, *greedy])
@@ -126,8 +138,8 @@ class Evaluation:
         sampled = [group for group in every if group.samples]
         if not sampled:
             raise UserError(
-                f"the evaluation of {name} has no reward: reward.on_failure=leave_out leaves none of its {len(prompts)} prompts a sample; "
-                "the messages above say what failed"
+                f"the evaluation of {name} has no reward: reward.on_failure=leave_out leaves none of its "
+                f"{len(prompts)} prompts a sample; the messages above say what failed"
             )
         return _Drawn(sampled, [group for group in greedy if group.samples], failed)
 
@@ -135,7 +147,7 @@ class Evaluation:
         n = self._sampled.n
         scores = {f"mean@{n}": _mean_reward(groups)}
         scores |= pass_rates(groups, self._config.pass_reward)
-        if self._find_answer and n > 2:  # of two, neither is a majority
+        if self._find_answer and n > 2:  # two samples have no majority
             scores[f"maj@{n}"] = float(np.mean([self._majority(group) for group in groups]))
         return scores
 
@@ -145,15 +157,16 @@ class Evaluation:
         )
 
     def _answer(self, sample: Sample) -> str | None:
-        if sample.reward_failed:  # its text may be what made it fail
+        if sample.reward_failed:  # the text may be what made the reward fail
             return None
-        # What tools had said in an episode before is no answer of the model's.
+        # Text of tools from earlier turns of an episode is not the model's answer.
         return self._find_answer(sample.response_text if sample.scored_text is None else sample.scored_text)
 
     def _save(self, step: int, name: str, groups: list[Group]) -> None:
-        """One line per prompt: eval/step_00000010_NAME.jsonl in the run's folder.
+        """Write eval/step_00000010_NAME.jsonl in the run's folder, one line per prompt.
 
-        Samples are worth less than the run: what cannot be written, such as to a full disk, is said once and left out.
+        If the file cannot be written, for example because the disk is full, this is reported once and the run
+        goes on.
         """
         path = self._directory / f"step_{step:08d}_{name}.jsonl"
         try:
@@ -163,12 +176,13 @@ class Evaluation:
             if not self._said:
                 self._said = True
                 say(
-                    f"{path} could not be written ({error.strerror}); samples of evaluations are left out, the run goes on"
+                    f"{path} could not be written ({error.strerror}); samples of evaluations are left out, "
+                    "the run goes on"
                 )
 
 
 def _mean_reward(groups: list[Group]) -> float:
-    """Return the mean over prompts of the mean over their samples, of which some may be left out."""
+    """Return the mean over prompts of the mean over their samples. Samples may have been left out."""
     return float(np.mean([np.mean(group.rewards) for group in groups]))
 
 
@@ -188,7 +202,7 @@ def _line(group: Group) -> str:
 
 
 def scalars(scores: Scores) -> dict[str, float]:
-    """{"eval/METRIC"}; with several data sets {"eval/NAME/METRIC"}."""
+    """Return {"eval/METRIC": score}, or {"eval/NAME/METRIC": score} if there are several data sets."""
     alone = len(scores) == 1
     return {
         f"eval/{metric}" if alone else f"eval/{name}/{metric}": value

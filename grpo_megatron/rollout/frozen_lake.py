@@ -1,24 +1,24 @@
-"""FrozenLake as text: where the player stands, and what is around."""
+"""FrozenLake as text: the player's position, and the fields around it."""
 
 from typing import Any
 
-# In the order of gymnasium's actions: left, down, right, up.
+# The moves in the order of gymnasium's actions: left, down, right, up.
 MOVES = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
 EDGE = "#"
 
 
 def field_at(rows: list[str], row: int, column: int) -> str:
-    """S start, F frozen, H hole, G goal; # beyond the edge."""
+    """Return the letter of a field: S start, F frozen, H hole, G goal, or # beyond the edge."""
     return rows[row][column] if 0 <= row < len(rows) and 0 <= column < len(rows[row]) else EDGE
 
 
 def around(rows: list[str], row: int, column: int) -> str:
-    """Such as `10 L#DFRHUS`: row and column, then what each move leads to."""
+    """Return a text such as `10 L#DFRHUS`: row and column, then the field that each move leads to."""
     seen = (f"{move}{field_at(rows, row + down, column + right)}" for move, (down, right) in MOVES.items())
     return f"{row}{column} {''.join(seen)}"
 
 
 def surroundings(task: Any, observation: Any) -> str:
-    """For rollout.gymnasium.text."""
+    """Return the text of an observation. Use it as rollout.gymnasium.text."""
     rows = ["".join(field.decode() for field in row) for row in task.unwrapped.desc]
     return around(rows, *divmod(int(observation), len(rows[0])))

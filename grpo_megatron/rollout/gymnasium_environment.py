@@ -1,4 +1,4 @@
-"""Tasks of gymnasium as environments: observations as text, the model's turns as actions."""
+"""Environments made from gymnasium tasks: observations become text, and the model's turns become actions."""
 
 import re
 from collections.abc import Callable
@@ -17,8 +17,8 @@ observation_text = Registry("function", "rollout.gymnasium.text", call=Call(("ta
 class GymnasiumEnvironment:
     """One episode of a task with a Discrete action space.
 
-    The reward is the sum of the task's. A turn that is no action is answered with what actions there are, or ends the
-    episode (rollout.gymnasium.invalid_action); the component `invalid_actions` counts them.
+    The rewards are the task's. A turn that names no action is answered with the list of actions, or ends the
+    episode (rollout.gymnasium.invalid_action). The component `invalid_actions` counts such turns.
     """
 
     def __init__(self, options: GymnasiumConfig, text: Callable[[Any, Any], str], prompt: Prompt):
@@ -35,13 +35,15 @@ class GymnasiumEnvironment:
         space = self._task.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise UserError(
-                f"rollout.gymnasium.id={options.id} has the action space {space}; only Discrete ones are supported"
+                f"rollout.gymnasium.id={options.id} has the action space {space}; only Discrete ones are "
+                "supported"
             )
         numbers = range(int(space.start), int(space.start + space.n))
         words = options.actions or [str(number) for number in numbers]
         if len(words) != len(numbers):
             raise UserError(
-                f"rollout.gymnasium.actions has {len(words)} words for the {len(numbers)} actions of {options.id}"
+                f"rollout.gymnasium.actions has {len(words)} words for the {len(numbers)} actions of "
+                f"{options.id}"
             )
         self._actions = dict(zip(words, numbers, strict=True))
         self._seen = ""
@@ -70,7 +72,7 @@ class GymnasiumEnvironment:
         return [{"role": "user", "content": self._seen}]
 
     def _word(self, response: str) -> str | None:
-        """What names the action in a turn."""
+        """Return the word in a turn that names the action, or None."""
         if self._options.action_pattern is None:
             return response.strip()
         found = list(re.finditer(self._options.action_pattern, response))
@@ -78,7 +80,10 @@ class GymnasiumEnvironment:
 
 
 def gymnasium_environment(options: GymnasiumConfig) -> Callable[[Prompt], GymnasiumEnvironment]:
-    """Raises UserError if gymnasium is not installed, or has no such task."""
+    """Return a function that makes the environment of a prompt.
+
+    Raises UserError if gymnasium is not installed or has no such task.
+    """
     try:
         import gymnasium
     except ImportError as error:

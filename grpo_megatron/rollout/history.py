@@ -1,6 +1,7 @@
-"""What the model reads before each of its turns: rollout.history.
+"""Histories: what the model reads before each of its turns (rollout.history).
 
-Each history is of one episode. An observation is a text, or a list of chat messages (dicts with role and content).
+A history object belongs to one episode. An observation is a text, or a list of chat messages (dicts with role
+and content).
 """
 
 from typing import Any, Protocol
@@ -15,15 +16,22 @@ Observation = str | list[dict[str, Any]]
 
 class History(Protocol):
     def begin(self, observation: Observation) -> list[int]:
-        """Token ids that the model reads before its first turn."""
+        """Return the token ids that the model reads before its first turn."""
 
     def go_on(self, ids: list[int], turn: str, observation: Observation) -> list[int]:
-        """Before the next one. ids: what it read before its last turn, and that turn, whose text is `turn`."""
+        """Return the token ids that the model reads before its next turn.
+
+        ids: the tokens that it read before its last turn, followed by that turn.
+        turn: text of that turn.
+        """
 
 
 class AppendedHistory:
-    """What was read and written stays as it is, and the observation is put behind it: a text verbatim, messages with what the
-    chat template puts around them (without a template, their contents verbatim)."""
+    """A history that keeps all earlier tokens and appends the observation.
+
+    A text is appended verbatim. Messages are appended as the chat template renders them. If there is no
+    template, their contents are appended verbatim.
+    """
 
     def __init__(self, prompt: Prompt, tokenizer: PromptTokenizer):
         self._prompt, self._tokenizer = prompt, tokenizer
@@ -51,19 +59,21 @@ class AppendedHistory:
 
 
 class TemplateHistory:
-    """The chat template is applied to all messages so far, before each turn. What it drops, such as the thinking of earlier turns, the
-    model does not read again."""
+    """A history that applies the chat template to all messages so far, before each turn.
+
+    The model does not read again what the template drops, such as the reasoning of earlier turns.
+    """
 
     def __init__(self, prompt: Prompt, tokenizer: PromptTokenizer):
         if prompt.messages is None:
             raise UserError(
-                f"record {prompt.uid}: rollout.history=template needs prompts that a chat template is applied to, not token ids and "
-                "not data.chat_template=none"
+                f"record {prompt.uid}: rollout.history=template needs prompts that a chat template is "
+                "applied to, not token ids and not data.chat_template=none"
             )
         self._prompt, self._messages, self._tokenizer = prompt, prompt.messages, tokenizer
         self._is_begun = (
             prompt.messages[-1]["role"] == "assistant"
-        )  # the next turn goes on in the last message
+        )  # the next turn continues the last message
 
     def begin(self, observation: Observation) -> list[int]:
         self._messages = _joined(self._prompt, _as_messages(observation))
@@ -93,16 +103,16 @@ def _as_messages(observation: Observation) -> list[dict[str, Any]]:
 
 
 def _joined(prompt: Prompt, observation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the prompt's messages with an environment's first observation.
+    """Return the prompt's messages followed by an environment's first observation.
 
-    If the observation begins with the role of the last message, it is appended to that message, because many
-    templates want the roles to alternate.
+    If the observation begins with the role of the last message, it is merged into that message, because many
+    templates require the roles to alternate.
     """
     messages = prompt.messages
     if observation and messages[-1]["role"] == "assistant":
         raise UserError(
-            f"record {prompt.uid}: the prompt ends with a begun turn of the assistant, behind which the environment's first observation "
-            "has no place; end the prompt with a message of the user"
+            f"record {prompt.uid}: the prompt ends with a begun turn of the assistant, behind which the "
+            "environment's first observation has no place; end the prompt with a message of the user"
         )
     if not observation or observation[0]["role"] != messages[-1]["role"]:
         return [*messages, *observation]

@@ -1,4 +1,4 @@
-"""RolloutManager: prompts in, groups of scored samples out."""
+"""RolloutManager: generates groups of scored samples from prompts."""
 
 import asyncio
 import math
@@ -21,19 +21,27 @@ from grpo_megatron.sglang.pool import EnginePool
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn. temperature 0: greedy."""
+    """Sampling parameters."""
 
     n: int
+    """Number of responses per prompt."""
     temperature: float
+    """0 means greedy decoding."""
     max_response_length: int
+    """Token limit of a response, or of an episode after its prompt."""
     stop: tuple[str, ...] = ()
+    """Strings that end a response."""
     stop_token_ids: tuple[int, ...] = ()
-    top_p: float = 1.0  # below 1 only where nothing is trained on the samples
-    same_states: bool = False  # a prompt's environments begin alike in every call, not anew
-    beam: BeamConfig | None = None  # in place of drawing: a beam search finds the n responses of a prompt
+    """Token ids that end a response."""
+    top_p: float = 1.0
+    """Below 1 only if the samples are not trained on."""
+    same_states: bool = False
+    """True if a prompt's environments start in the same state in every call."""
+    beam: BeamConfig | None = None
+    """If set, a beam search finds the n responses of a prompt instead of sampling."""
 
     def parameters(self) -> dict:
-        """SGLang's sampling parameters but max_new_tokens, which is what is left to a turn."""
+        """Return SGLang's sampling parameters, except max_new_tokens, which is the room left for a turn."""
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -45,42 +53,51 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Goal:
-    """When a batch is full. groups: that it needs. in_flight: groups over those that are missing. most: prompts that may be asked."""
+    """The goal of `RolloutManager.fill`."""
 
     groups: int
+    """Number of groups that fill the batch."""
     in_flight: float
+    """Number of groups generated at the same time, per group that is still missing."""
     most: int
+    """Maximal number of prompts."""
 
 
 @dataclass
 class Filled:
-    """groups: those that were kept, at most as many as needed. dropped: prompts of those that were not. aborted: prompts of which
-    nothing came, because the batch was full before."""
+    """The result of `RolloutManager.fill`."""
 
     groups: list[Group] = field(default_factory=list)
+    """Groups that were kept, at most as many as needed."""
     dropped: list[Prompt] = field(default_factory=list)
+    """Prompts of the groups that were not kept."""
     aborted: list[Prompt] = field(default_factory=list)
+    """Prompts whose groups were not needed, because the batch was full before they were done."""
 
 
 class StaleWeights(UserError):
-    """An engine generated with other weights than the trainer's newest."""
+    """An engine generated with weights other than the trainer's newest."""
 
 
 class RolloutManager:
-    """Plays episodes on the engines, all at once, and puts groups together again."""
+    """The manager that plays all episodes at once on the engines, and collects them into groups."""
 
     def __init__(self, engines: EnginePool, episodes: SingleTurn | MultiTurn, turn_ends: Sequence[int] = ()):
-        """turn_ends: ids of tokens that end a response, besides those that the engines know of the model."""
+        """Create a manager over the engines.
+
+        turn_ends: ids of tokens that end a response, in addition to those that the engines take from the
+            model.
+        """
         self._engines, self._episodes, self._turn_ends = engines, episodes, frozenset(turn_ends)
         self._next_group = 0
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Group]:
-        """Return `sampling.n` scored samples for each prompt, groups in the order of the prompts.
+        """Return `sampling.n` scored samples for each prompt, as groups in the order of the prompts.
 
-        With reward.on_failure=leave_out a group is without the samples that failed, and may be empty.
+        With reward.on_failure=leave_out, failed samples are left out of their group, which may become empty.
 
-        Blocks until all are done. Raises UserError if an engine dies or finishes nothing for
-        rollout.engine.request_timeout seconds, or as a reward or an environment does.
+        Blocks until all are done. Raises UserError if an engine dies, or finishes nothing for
+        rollout.engine.request_timeout seconds. Raises the errors of rewards and environments.
         """
         groups = asyncio.run(self._generate(prompts, sampling))
         self._next_group += len(prompts)
@@ -99,9 +116,14 @@ class RolloutManager:
         sampling: Sampling,
         goal: Goal,
     ) -> Filled:
-        """Sample groups until `goal.groups` of them are kept, or `goal.most` prompts were asked; groups in the order of their prompts.
+        """Sample groups until `goal.groups` of them are kept or `goal.most` prompts are used.
 
-        draw: the next so many prompts. Those that are kept first fill the batch. Raises UserError as `generate` does.
+        The groups are returned in the order of their prompts.
+
+        draw: returns the next prompts, as many as its argument.
+        keep: whether to keep a group. The groups that are kept first fill the batch.
+
+        Raises UserError as `generate` does.
         """
         return asyncio.run(self._fill(draw, keep, sampling, goal))
 
@@ -126,7 +148,7 @@ class RolloutManager:
                 for task in done:
                     del running[task]
         finally:
-            # Also where one failed: nobody else would hear of the others' errors.
+            # Do this even if one task failed, so that the errors of the others are retrieved too.
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
@@ -140,8 +162,11 @@ class RolloutManager:
     async def _group(
         self, prompt: Prompt, number: int, sampling: Sampling, clients: list[EngineClient]
     ) -> Group:
-        """number: of the group among those of this call."""
-        # Samples of one group go to one engine, whose prefix cache then holds the prompt.
+        """Return the group of a prompt.
+
+        number: index of the group within this call.
+        """
+        # All samples of a group go to one engine, whose prefix cache then holds the prompt.
         client = clients[number % len(clients)]
         stops = self._turn_ends.union(sampling.stop_token_ids)
         parameters = sampling.parameters() | {"stop_token_ids": sorted(stops)}
@@ -190,12 +215,12 @@ class RolloutManager:
         stale = {span.version for span in completion.weight_spans} - {self._engines.weight_version}
         if stale:
             raise StaleWeights(
-                f"the engine answered with weight version {sorted(stale)}, the trainer's is {self._engines.weight_version}: "
-                "an update did not reach it; see the engine's log"
+                f"the engine answered with weight version {sorted(stale)}, the trainer's is "
+                f"{self._engines.weight_version}: an update did not reach it; see the engine's log"
             )
 
     def state_dict(self) -> dict:
-        """No sample is kept between steps, so only the counter."""
+        """Return the counter. No samples are kept between steps."""
         return {"next_group": self._next_group}
 
     def load_state_dict(self, state: dict) -> None:
@@ -203,5 +228,5 @@ class RolloutManager:
 
 
 async def _found(completion: Completion, ids: list[int], most: int, routed: int = 0) -> Completion:
-    """A Respond with what a search has found already."""
+    """Return a completion that a beam search already found. The signature is that of `Respond`."""
     return completion

@@ -1,7 +1,7 @@
-"""Recorded rollouts: every step's groups as one line of JSON, to be trained on again.
+"""Recorded rollouts: one line of JSON with the groups of each step, for training on them again.
 
-JSON and not pickle: loading a recording runs no code. float32 log-probs survive exactly (they are
-written as float64, whose shortest decimal form reads back the same).
+The format is JSON and not pickle, so that loading a recording runs no code. float32 log-probs survive
+exactly, because they are written as float64, whose shortest decimal form reads back the same.
 """
 
 import json
@@ -23,16 +23,18 @@ from grpo_megatron.paths import file_problem, is_absent, numbered, output_file_p
 
 _FORMAT = {"format": "grpo_megatron.rollout", "version": 1}
 _HEADER = json_text(_FORMAT) + "\n"
-# A row has up to gigabytes: which step it is of, and whether it was cut, is read off its two ends.
+# A row may have gigabytes. Its step number, and whether it is complete, are read from its two ends.
 _BEGINNING, _END = re.compile(rb'\{\s*"step"\s*:\s*(\d{1,18})\s*,'), re.compile(rb"\]\s*\}\s*$")
-_LONGEST = 100  # bytes of what these two match, and of a header
+_LONGEST = 100  # maximal bytes of a header, and of what these two expressions match
 
 
 class Recorder:
-    """Writes a recording; a resumed run keeps the steps up to the one it continues after, and a new one moves an earlier recording to
-    PATH.1, PATH.2, ..., which is said.
+    """The writer of a recording.
 
-    Raises UserError where it finds another file in the recording's place.
+    A resumed run keeps the steps up to the one it continues after. A new run moves an earlier recording to
+    PATH.1, PATH.2, ..., and reports this.
+
+    Raises UserError if the path holds a file that is not a recording.
     """
 
     def __init__(self, path: str, resumed: int = 0):
@@ -47,14 +49,19 @@ class Recorder:
             self._file.append(_HEADER)
 
     def write(self, step: int, groups: list[Group]) -> None:
-        """A step that cannot be written, such as to a full disk, is said and left out: training is worth more than its recording."""
+        """Append a step.
+
+        If it cannot be written, for example because the disk is full, this is reported and the step is left
+        out: training is worth more than its recording.
+        """
         try:
             self._file.append(
                 json_text({"step": step, "groups": [_group_to_json(group) for group in groups]}) + "\n"
             )
         except OSError as error:
             say(
-                f"step {step} is missing in the recording {self._file.path} ({error.strerror}); the run goes on"
+                f"step {step} is missing in the recording {self._file.path} ({error.strerror}); the run goes "
+                "on"
             )
 
     def close(self) -> None:
@@ -62,19 +69,22 @@ class Recorder:
 
 
 class Replay:
-    """Hands out recorded steps by their number, each read when its turn comes.
+    """The reader of a recording. It reads a step from the file when the step is requested.
 
-    What follows the last newline is not looked at: a run that was killed has left it there.
+    Anything after the last newline is ignored, because a killed run may have left it there.
     """
 
     def __init__(self, path: str):
-        """Raises UserError for a file that is no recording, or has rows that are cut."""
+        """Index the rows of a recording.
+
+        Raises UserError if the file is not a recording or has incomplete rows.
+        """
         if file_problem(path):
             raise UserError(f"rollout.replay: {path} {file_problem(path)}")
         self._path = path
         self._places: dict[
             int, tuple[int, int]
-        ] = {}  # step -> where its row begins, and its length, in bytes
+        ] = {}  # step -> (start of its row, length of its row), in bytes
         with open(path, "rb") as file:
             header = file.readline(_LONGEST)
             if not _is_header(header):
@@ -94,10 +104,11 @@ class Replay:
                 place += len(row)
 
     def read(self, step: int) -> list[Group]:
-        """Groups of the step (counted from 1). Raises UserError if it is not there, or broken."""
+        """Return the groups of a step (counted from 1). Raises UserError if it is missing or damaged."""
         if step not in self._places:
             raise UserError(
-                f"rollout.replay: {self._path} holds {len(self._places)} steps, but not step {step}; lower run.total_steps"
+                f"rollout.replay: {self._path} holds {len(self._places)} steps, but not step {step}; lower "
+                "run.total_steps"
             )
         place, length = self._places[step]
         with open(self._path, "rb") as file:
@@ -112,9 +123,9 @@ class Replay:
 
 
 def must_be_free(path: str) -> None:
-    """Raise UserError for what is no place for a recording.
+    """Raise UserError if a recording cannot be written to this path.
 
-    Examples are a folder that cannot be written to, and a file of data, which a typing error would have
+    Examples are a folder without write permission, and a data file that was named by mistake and would be
     emptied.
     """
     if problem := output_file_problem(path):
@@ -137,15 +148,19 @@ def _is_header(line: bytes) -> bool:
 
 
 def _step_of(row: bytes) -> int | None:
-    """row: may be its beginning alone."""
+    """Return the step number of a row, or None.
+
+    row: the row, or only its beginning.
+    """
     found = _BEGINNING.match(row)
     return int(found[1]) if found else None
 
 
 def _end_of(path: str, last: int) -> int:
-    """Bytes of a recording up to the end of step `last`; 0 where it has not even a header.
+    """Return the number of bytes up to the end of step `last`. 0 if the file has not even a header.
 
-    The file is looked through from its end, so that what is kept need not be read: it may have many gigabytes.
+    The search starts at the end of the file, so that the kept part, which may have many gigabytes, is not
+    read.
     """
     if not os.path.getsize(path):
         return 0

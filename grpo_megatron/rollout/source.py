@@ -1,4 +1,4 @@
-"""Where a step's groups come from: engines, or a recording. The controller sees one interface."""
+"""Sources of a step's groups: the engines, or a recording. The controller sees one interface."""
 
 from dataclasses import dataclass, field
 
@@ -27,32 +27,37 @@ def training_sampling(config: RolloutConfig) -> Sampling:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The groups that a step sampled, and what became of the others."""
+    """The groups that a step sampled, and what happened to the groups that it does not use."""
 
     groups: list[Group]
-    """Those to train on."""
+    """Groups to train on."""
     used: list[int] = field(default_factory=list)
-    """Uids of all prompts that it used up."""
+    """uids of all prompts that the step used up."""
     dropped: int = 0
-    """How many groups dynamic sampling left out because of the filters."""
+    """Number of groups that dynamic sampling left out because of the filters."""
     aborted: int = 0
-    """How many groups dynamic sampling left out because the batch was full before they were done."""
+    """Number of groups that dynamic sampling left out because the batch was full before they were done."""
     failed: list[Group] = field(default_factory=list)
-    """Groups that were left out because too few of their samples had a reward that did not fail."""
+    """Groups left out because failed rewards left them too few samples."""
 
 
 class EngineRollouts:
-    """Groups sampled by the engines under the newest weights, optionally recorded."""
+    """Rollouts that the engines sample with the newest weights. They can be recorded."""
 
     def __init__(self, manager: RolloutManager, config: Config, resumed: int = 0):
-        """resumed: the step a resumed run continues after."""
+        """Open the recording, if one is configured.
+
+        resumed: the step after which a resumed run continues.
+        """
         self._manager, self._config = manager, config
         self._batch_size = config.data.train_batch_size
         self._sampling = training_sampling(config.rollout)
         self._recorder = Recorder(config.rollout.record, resumed) if config.rollout.record else None
 
     def sample(self, step: int, prompts: PromptSource | None) -> Rollout:
-        """data.train_batch_size groups; with dynamic sampling, of those that the filters keep.
+        """Sample data.train_batch_size groups.
+
+        With dynamic sampling, only groups that the filters keep count.
 
         Raises UserError as rollout.dynamic_sampling.shortage says.
         """
@@ -66,8 +71,9 @@ class EngineRollouts:
             filled.groups = [group for group in filled.groups if not self._is_too_small(group)]
             if not filled.groups:
                 raise UserError(
-                    f"step {step}: reward.on_failure=leave_out leaves none of the {len(failed)} groups, because rewards or environments "
-                    "failed for nearly all of their samples: mend what fails (the messages above say how), or see the workers' logs"
+                    f"step {step}: reward.on_failure=leave_out leaves none of the {len(failed)} groups, "
+                    "because rewards or environments failed for nearly all of their samples: mend what fails "
+                    "(the messages above say how), or see the workers' logs"
                 )
         prompts.settle(filled.aborted)
         if self._recorder:
@@ -76,13 +82,16 @@ class EngineRollouts:
         return Rollout(filled.groups, used, len(filled.dropped) - len(failed), len(filled.aborted), failed)
 
     def _is_too_small(self, group: Group) -> bool:
-        """Return whether failures have left fewer samples of a group than the estimator compares."""
+        """Return whether failures left a group with fewer samples than the estimator can compare."""
         return group.failed > 0 and len(group.trajectories) < smallest_group(
             self._config.algorithm.adv_estimator
         )
 
     def _fill(self, step: int, prompts: PromptSource, failed: list[Group]) -> Filled:
-        """failed: takes the groups that are too small."""
+        """Return groups that the filters keep.
+
+        failed: list to which groups that are too small are appended.
+        """
         options = self._config.rollout.dynamic_sampling
         most = int(options.max_batches * self._batch_size)
 
@@ -99,14 +108,15 @@ class EngineRollouts:
         if short and (options.shortage == Shortage.error or not filled.groups):
             because = f", and failed rewards left too few samples of {len(failed)}" if failed else ""
             raise UserError(
-                f"step {step}: of the {most} prompts of rollout.dynamic_sampling.max_batches, algorithm.filters left "
-                f"{len(filled.groups)} of the {self._batch_size} groups of data.train_batch_size{because}: choose easier or harder "
-                "prompts, raise max_batches or rollout.n, or set rollout.dynamic_sampling.shortage=smaller"
+                f"step {step}: of the {most} prompts of rollout.dynamic_sampling.max_batches, "
+                f"algorithm.filters left {len(filled.groups)} of the {self._batch_size} groups of "
+                f"data.train_batch_size{because}: choose easier or harder prompts, raise max_batches or "
+                "rollout.n, or set rollout.dynamic_sampling.shortage=smaller"
             )
         return filled
 
     def _counts(self, group: Group) -> bool:
-        """Whether the filters keep it, with the reward that it is trained with."""
+        """Return whether the filters keep the group with the reward that it is trained with."""
         config = self._config
         shaped = shape_overlong([group], config.rollout.max_response_length, config.reward.overlong_buffer)
         return bool(filtered(shaped, config.algorithm.filters))
@@ -115,7 +125,7 @@ class EngineRollouts:
         return self._manager.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        if state:  # empty if the checkpoint is of a replayed run
+        if state:  # empty if the checkpoint belongs to a replayed run
             self._manager.load_state_dict(state)
 
     def close(self) -> None:
@@ -124,7 +134,7 @@ class EngineRollouts:
 
 
 class ReplayedRollouts:
-    """Groups read from a recording; there are no engines, so weights go nowhere."""
+    """Rollouts read from a recording. There are no engines, so no weights are sent anywhere."""
 
     def __init__(self, path: str):
         self._replay = Replay(path)

@@ -1,4 +1,4 @@
-"""Numbers of a step's samples."""
+"""Statistics of a step's samples."""
 
 from collections import Counter
 from math import comb
@@ -10,7 +10,7 @@ from grpo_megatron.rollout.source import Rollout
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that at least one of k samples is right, from `samples` of which `correct` were.
+    """Return the chance that at least one of k samples is right, if `correct` of `samples` samples were.
 
     1 - C(n-c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
     """
@@ -18,7 +18,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
-    """Return {"pass@k": mean over the groups of at least k trajectories}, k = 2, 4, ..
+    """Return {"pass@k": mean over the groups with at least k trajectories} for k = 2, 4, ..
 
     pass_reward: a trajectory is right if its reward is at least this.
     """
@@ -33,22 +33,25 @@ def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
 
 
 def majority_reward(answers: list[str | None], rewards: list[float]) -> float:
-    """The reward of the answer that most of a prompt's samples give; of several such answers, the one that comes first.
+    """Return the reward of the most frequent answer to a prompt. In a tie, the answer that comes first wins.
 
-    answers: of each sample, None where it has none and does not vote. Where nobody votes, the first sample's reward. Of n samples
-    this is maj@n itself, and no estimate for fewer.
+    answers: answer of each sample, or None if it has none. Such a sample does not vote.
+
+    If no sample votes, return the first sample's reward. For n samples, the result is maj@n itself. It does
+    not estimate maj@k for k < n.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     return rewards[answers.index(max(votes, key=votes.__getitem__))] if votes else rewards[0]
 
 
 def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float]:
-    """Scalars of a step's trajectories: reward and its components, pass@k, lengths, how they ended."""
+    """Return scalars of a step's trajectories: reward and its components, pass@k, lengths, finish reasons."""
     trajectories = [sequences for group in groups for sequences in group.trajectories]
     samples = [
         sequences[0] for sequences in trajectories
-    ]  # reward, components and end are the same in all of them
-    # Observations are in the response of one sequence and in the prompt of the next, as rollout.history has it.
+    ]  # all sequences of a trajectory have the same reward, components and finish reason
+    # Depending on rollout.history, observations are in the response of one sequence or in the prompt of the
+    # next. So only tokens that the model wrote are counted.
     lengths = np.array([sum(sample.num_written for sample in sequences) for sequences in trajectories])
     rewards = np.array([sample.reward for sample in samples])
     scalars = {
@@ -76,7 +79,11 @@ def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float
 def step_statistics(
     groups: list[Group], rollout: Rollout, pass_reward: float, version: int | None
 ) -> dict[str, float]:
-    """All scalars of the groups that a step trains on. rollout: from which they are. version: see staleness."""
+    """Return all scalars of the groups that a step trains on.
+
+    rollout: the rollout that the groups come from.
+    version: see staleness.
+    """
     scored = len(rollout.groups) + rollout.dropped
     scalars = group_statistics(groups, pass_reward)
     scalars |= {"reward/filtered_groups": 1 - len(groups) / scored, "rollout/scored_groups": float(scored)}
@@ -87,7 +94,10 @@ def step_statistics(
 
 
 def staleness(groups: list[Group], version: int) -> dict[str, float]:
-    """How many weight versions before `version`, the one that is trained, the response tokens were written; none of no tokens."""
+    """Return by how many weight versions the response tokens lag behind `version`, which is being trained.
+
+    The result is empty if there are no tokens.
+    """
     spans = [span for group in groups for sample in group.samples for span in sample.weight_spans]
     tokens = np.array([span.end - span.start for span in spans])
     if not tokens.sum():

@@ -1,7 +1,8 @@
-"""Tool use: the model calls functions, reads what they return, and answers in its last turn.
+"""Tool use: the model calls functions, reads their results, and answers in its last turn.
 
-A tool is a function with type hints and a docstring that describes it and its arguments (`Args:`), from which the schema for the chat
-template is made. It is called with what the model gives, and returns anything that str() can write.
+A tool is a function with type hints and a docstring that describes the function and its arguments (`Args:`).
+The schema for the chat template is made from these. The function is called with the arguments that the model
+gives, and may return anything that str() can convert.
 """
 
 import inspect
@@ -24,9 +25,10 @@ from grpo_megatron.sandbox.tool import run_python
 
 tool = Registry("tool", "rollout.tools", ("python",))
 
-# As the templates of Hermes and Qwen ask for. One that was not closed is a call, too, and malformed.
+# The format that the templates of Hermes and Qwen ask for. An unclosed tag is also a call, but a malformed
+# one.
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-# Characters of a result; a tool that prints without end would fill the model's context.
+# Maximal characters of a result. A tool that prints endlessly would fill the model's context.
 _LONGEST = 4000
 
 
@@ -41,10 +43,16 @@ def calculator(expression: str) -> str:
 
 
 class ToolCalls:
-    """One episode: ends with the first turn without a call. Components: tool_calls, failed_tool_calls."""
+    """One episode.
+
+    It ends with the first turn that contains no call. Components: tool_calls, failed_tool_calls.
+    """
 
     def __init__(self, tools: dict[str, Callable[..., Any]], seconds: float, prompt: Prompt):
-        """seconds: of a turn, after which no further call is begun."""
+        """Begin an episode.
+
+        seconds: time of a turn after which no further call is started.
+        """
         self._tools, self._seconds = tools, seconds
 
     def reset(self, seed: int) -> None:
@@ -54,12 +62,12 @@ class ToolCalls:
         answers, failed, end = [], 0, time.monotonic() + self._seconds
         for text in _CALL.findall(
             response.rpartition("</think>")[2]
-        ):  # a call that it only thinks of is none
+        ):  # calls within the reasoning do not count
             try:
                 answer = self._run(text, end)
             except UserError:
-                raise  # of the machine's making: the model would learn from what has nothing to do with it
-            except Exception as error:  # of the model's making; it may do better
+                raise  # the machine's fault, from which the model cannot learn
+            except Exception as error:  # the model's fault; it may do better next time
                 failed += 1
                 answer = (
                     f"error: {error}"
@@ -88,13 +96,17 @@ class ToolCalls:
 
 
 class ToolEnvironment:
-    """What rollout.environment=tools makes episodes of."""
+    """The environment for rollout.environment=tools. Calling it begins an episode."""
 
     asks_reward_function = True
 
     def __init__(self, names: Sequence[str], reward: RewardConfig):
-        """Raises UserError for a name that is unknown, or what this machine cannot do."""
-        # Of a turn. As much is left for a call that was begun at the end of it, and the rest for its sandbox to start and to end.
+        """Resolve the tools.
+
+        Raises UserError for an unknown name, and for a tool that this machine cannot run.
+        """
+        # Time of a turn. A call that starts at its end gets the same time again. The rest is for its sandbox
+        # to start and end.
         self._seconds = 0.4 * reward.timeout
         found = [
             _python(reward.code, self._seconds) if name == "python" else tool.get(name) for name in names
@@ -104,17 +116,21 @@ class ToolEnvironment:
         self._tools = {function.__name__: function for function in found}
         if len(self._tools) != len(found):
             raise UserError(
-                f"rollout.tools={list(names)}: two functions have the same name, by which the model calls them"
+                f"rollout.tools={list(names)}: two functions have the same name, by which the model calls "
+                "them"
             )
 
     @cached_property
     def tools(self) -> list[dict[str, Any]]:
-        """JSON schemas. Raises UserError for a function that does not say enough about itself."""
+        """JSON schemas of the tools.
+
+        Raises UserError for a function without type hints or a complete docstring.
+        """
         from transformers.utils import get_json_schema
 
         try:
             return [get_json_schema(function) for function in self._tools.values()]
-        except Exception as error:  # of the library's own kinds
+        except Exception as error:  # the library raises its own kinds of errors
             raise UserError(
                 f"rollout.tools: a tool needs type hints, and a docstring with its arguments: {error}"
             ) from error
@@ -124,15 +140,16 @@ class ToolEnvironment:
 
 
 def _check_tool(setting: str, function: Callable) -> None:
-    """Raise UserError for a tool that the model could not call by its name, with named arguments."""
+    """Raise UserError for a tool that the model could not call by its name with named arguments."""
     if not hasattr(function, "__name__"):
         raise UserError(
-            f"{setting}: a tool is a function, by whose name the model calls it, not {shortened(repr(function))}"
+            f"{setting}: a tool is a function, by whose name the model calls it, not "
+            f"{shortened(repr(function))}"
         )
     try:
         arguments = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        return  # its schema cannot be made, which is said then
+        return  # its schema cannot be made either, which is reported then
     problem = Call(keywords=arguments).problem(function)
     if problem:
         raise UserError(f"{setting}: the tool {problem}")

@@ -1,4 +1,4 @@
-"""A trajectory while it is played: what the model read and wrote, as the sequences to train on."""
+"""A trajectory under construction: what the model reads and writes, as the sequences to train on."""
 
 from dataclasses import dataclass, replace
 
@@ -11,18 +11,22 @@ from grpo_megatron.sglang.engine import Completion
 
 @dataclass(frozen=True)
 class Episode:
-    """What is to be played. limit: most tokens after the prompt; state: episodes with the same one (and the same
-    run.seed) begin in the same state of the environment."""
+    """An episode to be played."""
 
     prompt: Prompt
+    """The prompt."""
     group_id: int
+    """See Sample.group_id."""
     trajectory_id: int
+    """See Sample.trajectory_id."""
     limit: int
+    """Maximal number of tokens after the prompt."""
     state: tuple[int, ...]
+    """Key of the environment's initial state, which is the same for the same key and run.seed."""
 
 
 class _Sequence:
-    """Tokens that the model read and wrote one after the other, each of them once."""
+    """A sequence of tokens in the order in which the model read and wrote them, each once."""
 
     def __init__(self, prompt_ids: list[int]):
         self.ids, self.turns = list(prompt_ids), 0
@@ -33,7 +37,7 @@ class _Sequence:
         self._routing: list[np.ndarray] = []
 
     def follow(self, ids: list[int]) -> bool:
-        """Take what an environment put behind the sequence; False if `ids` are not its continuation."""
+        """Append the tokens of an environment. Return False if `ids` does not continue this sequence."""
         if ids[: len(self.ids)] != self.ids:
             return False
         self._extend(ids[len(self.ids) :], False, [0.0] * (len(ids) - len(self.ids)))
@@ -56,7 +60,7 @@ class _Sequence:
 
     @property
     def routed(self) -> int:
-        """Of how many tokens the experts are known: all that the engine computed, but not the one it sampled last."""
+        """Number of tokens whose experts are known: those that the engine computed, without the last one."""
         return sum(map(len, self._routing))
 
     def sample(self, episode: Episode, finish_reason: str) -> Sample:
@@ -76,7 +80,7 @@ class _Sequence:
 
 
 class Trajectory:
-    """Turns of the model, each with all that it read before: another sequence begins where that is no continuation."""
+    """The sequences of an episode. A new one begins when the model's input does not continue the last one."""
 
     def __init__(self, episode: Episode):
         self._episode = episode
@@ -88,12 +92,12 @@ class Trajectory:
 
     @property
     def ids(self) -> list[int]:
-        """All that the model read and wrote last; not to be changed."""
+        """All tokens of the current sequence. Do not modify the list."""
         return self._sequences[-1].ids
 
     @property
     def room(self) -> int:
-        """Tokens that the model may write next."""
+        """Number of tokens that the model may write next."""
         return self._room(len(self.ids))
 
     def _room(self, length: int) -> int:
@@ -101,11 +105,14 @@ class Trajectory:
 
     @property
     def routed(self) -> int:
-        """Of how many of `ids` the experts are known."""
+        """Number of tokens in `ids` whose experts are known."""
         return self._sequences[-1].routed
 
     def read(self, ids: list[int]) -> bool:
-        """What the model reads before its next turn, all of it. False, and nothing is done, where that leaves it no room to write."""
+        """Set everything that the model reads before its next turn.
+
+        Return False, and change nothing, if that leaves the model no room to write.
+        """
         if self._room(len(ids)) <= 0:
             return False
         if not self._sequences[-1].follow(ids):
@@ -118,14 +125,14 @@ class Trajectory:
         self._sequences[-1].write(turn)
 
     def samples(self, finish_reason: str) -> tuple[Sample, ...]:
-        """Not scored yet, and without their texts."""
+        """Return the sequences as samples, without rewards and texts."""
         return tuple(sequence.sample(self._episode, finish_reason) for sequence in self._sequences)
 
 
 def _whole_routing(parts: list[np.ndarray]) -> np.ndarray | None:
-    """With a row for the last token, which the engine sampled but never computed.
+    """Return the routing with a row appended for the last token, which the engine sampled but never computed.
 
-    Nothing depends on it: the last position predicts nothing, and no other attends to it.
+    Its value has no effect: the last position predicts nothing, and no other position attends to it.
     """
     if not parts:
         return None

@@ -1,1 +1,1 @@
-"""What a run writes: its folder and its checkpoints; and whose turn it is."""
+"""The run as a whole: its folder, its checkpoints, requests to stop, and the sharing of devices."""

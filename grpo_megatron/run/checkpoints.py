@@ -1,4 +1,4 @@
-"""Writing checkpoints: when, where, and how many are kept. run.resume reads them."""
+"""Writing of checkpoints: when, where, and how many are kept. run.resume reads them."""
 
 import shutil
 import time
@@ -16,23 +16,26 @@ from grpo_megatron.run.lock import is_in_use
 from grpo_megatron.run.manifest import FileRecord, record_of, write_manifest
 from grpo_megatron.run.rows import Rows
 
-CHECKPOINTS = "checkpoints"  # of a run's folder
+CHECKPOINTS = "checkpoints"  # subfolder of a run's folder
 ACTOR, STATE = "actor", "state.json"
-DELETED = ".deleted"  # in the name of a folder that nobody needs any more
-# Beside the folder of checkpoints: the prompts that each step has used up, by which it can be seen that none is skipped or trained
-# twice, however often the run was killed.
+DELETED = ".deleted"  # part of the name of a folder that is being deleted
+# This file lies beside the folder of checkpoints and lists the prompts that each step has used up. It shows
+# that no prompt is skipped or trained twice, however often the run was killed.
 TRAINED = "trained.jsonl"
 
 
 class NotWritten(UserError):
-    """A checkpoint could not be written, such as to a full disk. The run can go on, and try again later."""
+    """A checkpoint could not be written, such as to a full disk. The run can go on and try again later."""
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """seconds: from the beginning until the files were on the disk. waited: how long training stood still for it. bytes: written.
+    """Result of writing a checkpoint.
 
-    files: what was written, by the path in the folder.
+    seconds: from the beginning until the files were on the disk
+    waited: seconds that training stood still for it
+    bytes: written in all
+    files: what was written, by the path in the folder
     """
 
     seconds: float
@@ -42,7 +45,7 @@ class SaveReport:
 
 
 class Saveable(Protocol):
-    """Whose state a checkpoint is of; see PolicyTrainer."""
+    """An object whose state a checkpoint holds; see PolicyTrainer."""
 
     def begin_checkpoint(self, folder: str) -> None: ...
 
@@ -52,11 +55,12 @@ class Saveable(Protocol):
 
 
 class Checkpoints:
-    """`step_00000010/` with `actor/`, `state.json` and `manifest.json`, under one folder.
+    """Writer of checkpoints: `step_00000010/` with `actor/`, `state.json` and `manifest.json`, in one folder.
 
-    A checkpoint is written aside, while training goes on, and renamed when all of it is on the disk: a folder with a final
-    name was complete, whenever the run is killed. Those that are kept no longer go when their successor is complete. One that
-    cannot be written is said, and the next one tried when it is due.
+    A checkpoint is written under a temporary name while training goes on, and renamed when all of it is on
+    the disk. So a folder with a final name is complete, even if the run is killed. Checkpoints beyond the
+    number to keep are deleted once a newer one is complete. If a checkpoint cannot be written, a line is
+    shown, and the next one is tried when it is due.
     """
 
     def __init__(
@@ -69,8 +73,11 @@ class Checkpoints:
         about: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """say: shows a line. resumed: the step that the run continues after. about: what state.json has of the run at every step.
-        clock: in seconds."""
+        """say: shows a line
+        resumed: the step that the run continues after
+        about: what state.json says about the run at every step
+        clock: in seconds
+        """
         self.folder = Path(folder)
         self._config, self._trainer, self._say, self._about, self._clock = (
             config,
@@ -82,33 +89,41 @@ class Checkpoints:
         self._writing: Path | None = None  # final name of the checkpoint that the ranks are writing
         self._last_step, self._last_begun = resumed, clock()
         self._trained = Rows(self.folder.parent / TRAINED, say)
-        self._failure: NotWritten | None = None  # of the last attempt
+        self._failure: NotWritten | None = None  # error of the last attempt
 
     def is_due(self, step: int, last: bool = False) -> bool:
-        """Whether to save after this step. last: of the run."""
+        """Return True if a checkpoint is due after this step. last: this is the run's last step."""
         config = self._config
         by_steps = config.every > 0 and step % config.every == 0
         by_time = config.minutes > 0 and self._clock() - self._last_begun >= 60 * config.minutes
         return by_steps or by_time or (last and config.at_end and step != self._last_step)
 
     def note_trained(self, step: int, prompts: list[int]) -> None:
-        """prompts: uid of each that the step has used up, those that a filter dropped too."""
+        """Record the prompts that a step has used up.
+
+        prompts: the uid of each, including those that a filter dropped.
+        """
         self._trained.write({"step": step, "prompts": prompts})
 
     def after_step(self, state: dict | None) -> None:
-        """Complete what the ranks have written meanwhile, and begin a checkpoint of `state`; None: none is due."""
+        """Complete the checkpoint that the ranks have written, if they have. Then begin one of `state`.
+
+        state: None if no checkpoint is due.
+        """
         self.complete_written()
         if state is not None:
             self.save(state)
 
     def complete_written(self) -> None:
-        """Put in place what the ranks have written meanwhile, if they have."""
+        """Rename the checkpoint that the ranks are writing to its final name, if they have finished it."""
         if self._writing and self._trainer.checkpoint_written():
             self._complete()
 
     def save(self, state: dict) -> None:
-        """Begin a checkpoint, which is there after `finish`; nothing if there is one of this step. state: JSON-serialisable, with
-        its "step"."""
+        """Begin a checkpoint, which is complete after `finish`. Does nothing if this step has one already.
+
+        state: JSON-serialisable, with the "step".
+        """
         self._complete()
         step = state["step"]
         self._last_step, self._last_begun = step, self._clock()
@@ -117,7 +132,7 @@ class Checkpoints:
             return
         try:
             partial = final.with_name(f"{final.name}.partial")
-            if partial.exists():  # a killed run left it there
+            if partial.exists():  # left there by a killed run
                 discard(partial, self._say)
             partial.mkdir(parents=True)
             (partial / STATE).write_text(json_text(self._about | state), encoding="utf-8")
@@ -130,9 +145,10 @@ class Checkpoints:
             self._complete()
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait for the checkpoint that is being written, if any, and put it in place.
+        """Wait for the checkpoint that is being written, if there is one, and complete it.
 
-        timeout: in seconds, if not that of all calls. Raises NotWritten if the last one that was due failed.
+        timeout: seconds; None: the limit of all calls. Raises NotWritten if the last checkpoint that was due
+            failed.
         """
         self._complete(timeout)
         if self._failure:
@@ -163,17 +179,15 @@ class Checkpoints:
         files = {f"{ACTOR}/{name}": record for name, record in report.files.items()}
         write_manifest(whole, files | {STATE: record_of(whole / STATE)})
         sync_to_disk(whole)
-        for name in (
-            METRICS,
-            TRAINED,
-        ):  # a run that continues from here after the loss of a node needs their rows
+        # A run that continues from here after the loss of a node needs the rows of these files.
+        for name in (METRICS, TRAINED):
             if not is_absent(rows := self.folder.parent / name):
                 sync_to_disk(rows)
         whole.rename(final)
         sync_to_disk(self.folder)
 
     def _give_up(self, final: Path, error: NotWritten) -> None:
-        """What was written of it would keep the disk full."""
+        """Report that a checkpoint failed. Delete what was written of it, which would keep the disk full."""
         shutil.rmtree(final.with_name(f"{final.name}.partial"), ignore_errors=True)
         whole = folders(self.folder)
         kept = f"the newest checkpoint is {whole[-1].name}" if whole else "there is no checkpoint yet"
@@ -188,9 +202,10 @@ class Checkpoints:
 
 
 def discard(folder: Path, say: Callable[[str], None]) -> None:
-    """Delete a folder as far as possible; NFS keeps what somebody has open. First it is renamed, so that nothing takes it for whole.
+    """Delete a folder as far as possible. NFS keeps files that a process has open.
 
-    say: shows a line if something stays. It is of no use to anybody, so that is no error.
+    The folder is renamed first, so that its remains are not taken for a complete checkpoint.
+    say: shows a line if something remains. That is no error, because nothing uses the remains.
     """
     try:
         if DELETED not in folder.suffixes:
@@ -206,18 +221,22 @@ def discard(folder: Path, say: Callable[[str], None]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         say(
-            f"{folder} could not be deleted wholly, such as where somebody has a file of it open; the next start tries again"
+            f"{folder} could not be deleted wholly, such as where somebody has a file of it open; the next "
+            "start tries again"
         )
 
 
 def folders(root: Path) -> list[Path]:
-    """Those of complete checkpoints, in the order of their steps."""
+    """Return the folders of complete checkpoints, in the order of their steps."""
     found = [path for path in root.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
     return sorted(found, key=step_of)
 
 
 def newest_folder(directory: str) -> Path | None:
-    """Of the complete checkpoints in a run's folder, that of the latest step; nobody has looked whether it is sound."""
+    """Return the folder of the newest complete checkpoint in a run's folder, or None.
+
+    It has not been checked for damage.
+    """
     found = folders(Path(directory, CHECKPOINTS))
     return found[-1] if found else None
 

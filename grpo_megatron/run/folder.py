@@ -1,4 +1,4 @@
-"""The folder of a run: one run in it, and nothing of another."""
+"""The folder of a run: it is for one run at a time, and holds nothing of another run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,7 +15,7 @@ from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, TRAINED, discard
 from grpo_megatron.run.lock import Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 
-JOBS = "slurm"  # the outputs of the jobs that slurm/submit.py queued for a run of this name
+JOBS = "slurm"  # job outputs; slurm/submit.py queued the jobs for a run of this name
 
 
 def run_folder(config: Config) -> Path:
@@ -29,21 +29,25 @@ def open_run_folder(
     say: Callable[[str], None],
     must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[tuple[str, Checkpoint | None]]:
-    """Within this context the run owns its folder.
+    """Own the run's folder while the context is open.
 
-    Gives the absolute path and the checkpoint to begin from, or None.
+    Yields the folder's absolute path, and the checkpoint to begin from or None.
 
-    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ... say: shows a line.
-    must_fit: raises UserError for a checkpoint's state that is of other data, and returns a note to show, or
-    an empty text. Raises UserError for a folder that another run writes to, that cannot be made or is
-    damaged, and for a checkpoint that does not fit; the folder is then as it was.
+    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ...
+    say: shows a line.
+    must_fit: raises UserError if a checkpoint's state belongs to other data. It returns a note to show, or
+        "".
+
+    Raises UserError if another run writes to the folder, it cannot be created or is damaged, or the
+    checkpoint does not fit. The folder is then as it was.
     """
     folder = run_folder(config)
     try:
         ownership = Ownership(folder, say)
         try:
             checkpoint = beginning(config, command, say)
-            # Now, because later this run's own checkpoints are set aside already, for one of another run.
+            # Check this now. Later, this run's own checkpoints are already set aside in favour of one from
+            # another run.
             note = must_fit(checkpoint.state) if checkpoint else ""
             if note:
                 say(note)
@@ -63,8 +67,9 @@ def open_run_folder(
         if checkpoint is None:
             yield str(folder), None
         else:
-            # With auto it is the run's own, which no other run deletes: in use it would be kept beyond checkpoint.keep. One that is named
-            # is where the next start of this command begins, too.
+            # With `auto` the checkpoint is the run's own, and no other run deletes it. If it were marked as
+            # in use, it would be kept beyond checkpoint.keep. A checkpoint that the configuration names must
+            # stay, because the next start of this command begins from it too.
             with nullcontext() if config.run.resume == AUTO else in_use(Path(checkpoint.folder)):
                 yield str(folder), checkpoint
     finally:
@@ -72,9 +77,10 @@ def open_run_folder(
 
 
 def beginning(config: Config, command: str, say: Callable[[str], None]) -> Checkpoint | None:
-    """What run.resume says to begin from, which the rows of the run's folder fit; None for a new run. Changes nothing.
+    """Return the checkpoint that run.resume says to begin from; None for a new run. Changes nothing.
 
-    Raises UserError where either is damaged or does not fit.
+    Also checks that the rows in the run's folder fit the checkpoint. Raises UserError if either is damaged or
+    does not fit.
     """
     folder, resume = run_folder(config), config.run.resume
     if resume in ANEW:
@@ -86,15 +92,19 @@ def beginning(config: Config, command: str, say: Callable[[str], None]) -> Check
     )
     if checkpoint:
         for name in (METRICS, TRAINED):
-            kept_rows(folder / name, checkpoint.step, lambda line: None)  # take_back says what goes
+            kept_rows(folder / name, checkpoint.step, lambda line: None)  # take_back reports what it removes
     return checkpoint
 
 
 def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """A run goes on from a checkpoint, None: from its beginning: rows of later steps, and what a killed run left half-written, go.
+    """Remove rows of later steps, and what a killed run left half-written, so that the run can go on.
 
-    Only when it has been loaded, and others have been set aside: a start that is refused until then leaves the rows of those that it
-    did not touch. say: shows a line. Raises UserError for a damaged row of trained.jsonl that would be kept.
+    Call this only when the checkpoint has been loaded and others have been set aside. A start that fails
+    before that must leave the rows that belong to the other checkpoints.
+    checkpoint: where the run goes on from; None: its beginning.
+    say: shows a line.
+
+    Raises UserError for a damaged row of trained.jsonl that would be kept.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):
@@ -108,11 +118,13 @@ def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str]
 
 
 def set_aside(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """Other checkpoints of this or later steps, which are damaged or of a course that was abandoned, become `step_XXXXXXXX.aside`,
-    `.aside.1`, ..., which is said.
+    """Rename other checkpoints of this step or later ones to `step_XXXXXXXX.aside`, `.aside.1`, ...
 
-    What has such a name stays: the run may have begun from it just now. Only when the checkpoint, None: the beginning, has been
-    loaded: until then it is not known that the run can do without them.
+    They are damaged, or belong to a course of training that was abandoned. Checkpoints with such a name are
+    not renamed or deleted: the run may have begun from one of them just now. Call this only when the run's
+    checkpoint has been loaded. Until then it is not known that the run can do without the others.
+    checkpoint: where the run begins; None: its beginning.
+    say: shows a line for each.
     """
     step = checkpoint.step if checkpoint else 0
     for path in folders(Path(directory, CHECKPOINTS)):
@@ -124,11 +136,14 @@ def set_aside(directory: str, checkpoint: Checkpoint | None, say: Callable[[str]
 
 
 def kept_rows(path: Path, step: int, say: Callable[[str], None]) -> list[str] | None:
-    """The rows of metrics.jsonl or trained.jsonl up to this step; None if there is no such file.
+    """Return the rows of metrics.jsonl or trained.jsonl up to this step; None if there is no such file.
 
-    The loss of a node may leave half a row or NULs at the end: that goes, and so does any damaged row of metrics.jsonl, whose curves
-    then have a gap. say: shows a line if there is any. Raises UserError, naming the row, for a damaged one of trained.jsonl before one
-    that is kept, because the file would no longer show that no prompt was skipped.
+    The loss of a node may leave half a row or NULs at the end. These are dropped, and so is any damaged row
+    of metrics.jsonl, whose curves then have a gap.
+    say: shows a line if a row is dropped.
+
+    Raises UserError, which names the row, if trained.jsonl has a damaged row before one that is kept. The
+    file would no longer show that no prompt was skipped.
     """
     if is_absent(path):
         return None
@@ -163,7 +178,7 @@ def _step_of_row(row: bytes, where: str) -> int:
 
 
 def _has_remains(folder: Path) -> bool:
-    """Whether there is something worth keeping."""
+    """Return True if the folder has something worth keeping."""
     metrics = folder / METRICS
     return (metrics.exists() and metrics.stat().st_size > 0) or bool(folders(folder / CHECKPOINTS))
 
@@ -174,7 +189,7 @@ def _move_aside(config: Config, folder: Path, say: Callable[[str], None]) -> Non
             raise UserError(f"{path} lies in the folder of this run, {folder}; choose another run.name")
     moved = folder.rename(numbered(folder))
     if (moved / JOBS).exists():
-        # One of these jobs may be what starts this run, and Slurm opens a file of each of its nodes by its name.
+        # One of these jobs may have started this run, and Slurm opens a file for each of its nodes by name.
         folder.mkdir(exist_ok=True)
         (moved / JOBS).rename(folder / JOBS)
     say(f"moved the earlier run of this name to {moved}")

@@ -1,4 +1,4 @@
-"""What ends a run from outside, as the code of the run sees it."""
+"""Interface between a run and the code that ends it from outside."""
 
 from collections.abc import Callable
 
@@ -9,15 +9,24 @@ from grpo_megatron.run.stop import StopRequest
 
 
 class Guard:
-    """This one never ends anything: a run that is started from Python belongs to its caller, with all signals. See commands.driver."""
+    """A guard that never ends the run. commands.driver has one that does.
+
+    A run that is started from Python belongs to its caller, who also handles all signals.
+    """
 
     def __init__(self) -> None:
         self.stop = StopRequest()
-        self.status: StatusFile | None = None  # of the run, once it has one: for who ends the process
+        # of the run, once it has one; for the code that ends the process
+        self.status: StatusFile | None = None
 
     def entered(self, folder: str, grace: float, grace_usr1: float) -> None:
-        """The run's folder is there. grace, grace_usr1: seconds, as the configuration has them."""
+        """Take note that the run's folder exists. grace, grace_usr1: seconds, as configured."""
 
     def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None:
-        """From now on the run is over when a process ends that `find` returns; None: none is needed any more. port: on this machine; the
-        run is over when nobody listens there, and `find` returns all of them now. Without, it returns more of them later."""
+        """Take note of the processes that the run cannot do without. The run is over when one of them ends.
+
+        find: returns these processes; None: the run needs none any more. Without `port`, it may return more
+            of them later.
+        port: a port on this machine; the run is also over when nothing listens there. `find` then returns all
+            of the processes now.
+        """

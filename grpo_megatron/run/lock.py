@@ -1,7 +1,9 @@
-"""Who may write: one run at a time owns a run's folder, and a checkpoint that a run begins from is not deleted by another.
+"""Locks on a run's folder and on checkpoints.
 
-The locks are the kernel's (flock): they go with the process that holds them, however it ends, and are not inherited by processes
-that it starts, because Python opens files so.
+One run at a time owns a run's folder. A checkpoint that a run begins from is not deleted by another run.
+
+The locks are the kernel's (flock). They end with the process that holds them, however it ends. Processes that
+it starts do not inherit them, because Python opens files that way.
 """
 
 import fcntl
@@ -21,20 +23,20 @@ from grpo_megatron.process_tree import is_running, start_mark
 from grpo_megatron.run.manifest import MANIFEST
 
 _OWNER = "owner.json"
-# A file server keeps the locks of a node that is lost for a while: NFS 90 seconds.
+# A file server keeps the locks of a lost node for a while: NFS for 90 seconds.
 _WAIT_SECONDS = 120
 
 
 class Ownership:
-    """Of a folder, which is made where it is not there, until `release`.
+    """Ownership of a folder until `release`. The folder is created if it does not exist.
 
-    Waits for a run whose node is lost, or may be. Raises UserError, with the owner, where another run has the folder, and OSError where
-    it cannot be made.
+    Waits for a run whose node is lost, or may be. Raises UserError with the owner if another run has the
+    folder, and OSError if the folder cannot be created.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]):
         """say: shows a line."""
-        self.note = ""  # what is to be said of it
+        self.note = ""  # a line to show about the lock
         self._say = say
         self._file = self._take(folder)
         self._file.seek(0)
@@ -51,7 +53,7 @@ class Ownership:
             try:
                 file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held for the run
             except FileNotFoundError:
-                continue  # the folder was moved aside meanwhile
+                continue  # the folder was moved aside in between
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -60,8 +62,8 @@ class Ownership:
                     _refuse(folder, record)
                 if not waited:
                     self._say(
-                        f"{folder} is locked by {_named(record)}, which is gone or an earlier start of this job; waits up to "
-                        f"{_WAIT_SECONDS} s for the file server to release that"
+                        f"{folder} is locked by {_named(record)}, which is gone or an earlier start of this "
+                        f"job; waits up to {_WAIT_SECONDS} s for the file server to release that"
                     )
                 file.close()
                 time.sleep(1)
@@ -71,10 +73,14 @@ class Ownership:
                 record = _record(file)
                 if _may_live(record):
                     _refuse(folder, record, f"; if that run has ended, delete {path}")
-                self.note = f"{folder}: this file system has no locks ({error.strerror}), so a second run is known by {_OWNER} alone"
+                self.note = (
+                    f"{folder}: this file system has no locks ({error.strerror}), so a second run is known "
+                    f"by {_OWNER} alone"
+                )
             else:
                 record = _record(file)
-                # Some file systems lock on each node for itself. On this one the kernel has just said that the owner is gone.
+                # Some file systems have separate locks for each node. An owner on this node is gone, because
+                # the kernel has just granted its lock. An owner on another node may still be there.
                 if (
                     record.get("host") != socket.gethostname()
                     and _may_live(record)
@@ -82,13 +88,14 @@ class Ownership:
                 ):
                     file.close()
                     _refuse(folder, record)
-            # Whoever else was about to begin may have moved the folder aside before the lock was had.
+            # Another run that was about to begin may have moved the folder aside before this one had the
+            # lock.
             if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 return file
             file.close()
 
     def _goes_on(self, folder: Path, record: dict[str, Any]) -> bool:
-        """Whether the owner, on another node, rewrites its status; one that was killed has left it as it was."""
+        """Return True if the owner, on another node, still rewrites its status. A killed one does not."""
         written = None
         for _ in range(_WAIT_SECONDS):
             try:
@@ -96,7 +103,7 @@ class Ownership:
             except UserError as error:
                 if isinstance(error.__cause__, OSError):
                     raise  # a file that cannot be read says nothing about its run
-                return False  # it had not begun
+                return False  # the owner had not begun
             if status["state"] != State.running:
                 return False
             if written is None:
@@ -131,7 +138,7 @@ def _self_description() -> dict[str, Any]:
 
 
 def _record(file: IO[str]) -> dict[str, Any]:
-    """Empty where the owner left none, or is just writing it."""
+    """Return what the owner wrote about itself; empty if there is nothing, or it is just being written."""
     file.seek(0)
     try:
         found = json.load(file)
@@ -141,8 +148,11 @@ def _record(file: IO[str]) -> dict[str, Any]:
 
 
 def _may_live(record: dict[str, Any]) -> bool:
-    """Whether the owner may still be there, apart from locks. Of another host nothing is known, except that a job's processes have ended
-    when the job starts again."""
+    """Return True if the owner may still be running, judged by its record rather than by locks.
+
+    Nothing is known about a process on another host, with one exception: when a Slurm job starts again, the
+    processes of its earlier start have ended.
+    """
     if not record:
         return False
     if record.get("host") == socket.gethostname():
@@ -153,7 +163,7 @@ def _may_live(record: dict[str, Any]) -> bool:
 
 @contextmanager
 def in_use(checkpoint: Path) -> Iterator[None]:
-    """Within this context no run deletes the checkpoint to keep its number of them."""
+    """Keep other runs from deleting a checkpoint while the context is open."""
     with open(checkpoint / MANIFEST, "rb") as file:
         with suppress(OSError):  # no locks here
             fcntl.flock(file, fcntl.LOCK_SH)

@@ -1,4 +1,7 @@
-"""manifest.json of a checkpoint: every file with its size and digest, and a digest of all that. It recognises damage, not malice."""
+"""manifest.json of a checkpoint: size and digest of every file, and a digest of the list.
+
+It detects damage, but no deliberate changes.
+"""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,23 +16,31 @@ from grpo_megatron.progress import moved
 
 MANIFEST = "manifest.json"
 _READ_BYTES = 4 * 2**20
-# At once: a tensor of gigabytes takes a slow disk minutes, in which the rank must be seen to move.
+# Most bytes of one write. A tensor of gigabytes takes a slow disk minutes, during which the rank must be seen
+# to make progress.
 _WRITE_BYTES = 64 * 2**20
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not what was written; an earlier one may be. One that cannot be read is not damaged: it may be whole."""
+    """A checkpoint is not what was written; an earlier one may be.
+
+    A checkpoint that cannot be read does not count as damaged, because it may be whole.
+    """
 
 
 class FileRecord(NamedTuple):
-    """size: in bytes. digest: XXH3 of 128 bits, as hexadecimal digits."""
+    """Size and digest of a file.
+
+    size: in bytes
+    digest: XXH3 of 128 bits, as hexadecimal digits
+    """
 
     size: int
     digest: str
 
 
 class DigestedFile:
-    """A file that is being written from its beginning to its end, with the digest of what went through."""
+    """A file that is written from beginning to end, with a digest of what was written."""
 
     def __init__(self, file: BinaryIO):
         self._file, self._digest, self._size = file, xxhash.xxh3_128(), 0
@@ -51,7 +62,7 @@ class DigestedFile:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Of a file, by reading all of it. Raises OSError."""
+    """Return size and digest of a file, by reading all of it. Raises OSError."""
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "rb", buffering=0) as file:
         while data := file.read(_READ_BYTES):
@@ -62,7 +73,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """files: by their path in the folder."""
+    """Write the manifest of a checkpoint. files: by their path in the folder."""
     listed = {name: list(record) for name, record in sorted(files.items())}
     text = json_text({"files": listed, "digest": _digest_of(listed)}, indent=1)
     (folder / MANIFEST).write_text(text, encoding="utf-8")
@@ -70,9 +81,9 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """The files of a checkpoint, all of which have the size they were written with.
+    """Return the files of a checkpoint, after checking that each has the size it was written with.
 
-    Raises DamagedCheckpoint that names the file which is not right, and UserError for one that cannot be read.
+    Raises DamagedCheckpoint that names the file at fault, and UserError if a file cannot be read.
     """
     path = folder / MANIFEST
     if is_absent(path):
@@ -102,8 +113,12 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> list[UserError]:
-    """Of these files, which `read_manifest` has seen: DamagedCheckpoint for each whose content is not what was written, another
-    UserError for each that cannot be read here."""
+    """Return an error for each of the named files that is not as written.
+
+    The error is DamagedCheckpoint if the content is wrong, and another UserError if the file cannot be read
+    here.
+    files: what `read_manifest` returned.
+    """
     found: list[UserError] = []
     for name in names:
         try:
@@ -120,7 +135,10 @@ def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]
 
 
 def must_be_sound(found: Iterable[UserError]) -> None:
-    """Raises what `problems` found: what cannot be read before what is damaged, because no other checkpoint would help there."""
+    """Raise the worst of the errors that `problems` found, if there are any.
+
+    Errors of reading come before damage, because another checkpoint would not help there.
+    """
     in_order = sorted(found, key=lambda error: isinstance(error, DamagedCheckpoint))
     if in_order:
         raise in_order[0]

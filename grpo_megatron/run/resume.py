@@ -1,4 +1,4 @@
-"""Where a run begins: which checkpoint, whether it is sound, and what is configured otherwise than it was."""
+"""Start of a run: which checkpoint it begins from, whether that is sound, and which settings have changed."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from grpo_megatron.run.manifest import (
 AUTO, ANEW = "auto", (None, "none")
 RESULT = "result.json"
 
-# What the driver of each command keeps beside the weights.
+# Keys that the driver of each command saves beside the weights.
 _STATE = {
     "train": ("step", "totals", "rollouts", "prompts", "algorithm", "trainer", "evaluations"),
     "sft": ("step", "order", "tokens"),
@@ -37,8 +37,13 @@ _STATE = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """state: the driver's. files: the ranks', by the path in `actor`. Sizes and the driver's state are known to be right; the
-    ranks' files are read by the ranks."""
+    """A checkpoint to begin from. Its file sizes and the driver's state have been checked.
+
+    The ranks' files are checked when the ranks read them.
+    folder: of the checkpoint
+    state: the driver's, from state.json
+    files: those of the ranks, by the path in `actor`
+    """
 
     folder: str
     state: dict[str, Any]
@@ -57,17 +62,20 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path, command: str) -> Checkpoint:
-    """command: train, sft or reward-model, which is to continue from it.
+    """Return a checkpoint after checking it.
 
-    Raises UserError for what is no checkpoint, cannot be read, or is one of the other command, and DamagedCheckpoint for a damaged
-    one.
+    command: the command that is to continue from it: train, sft or reward-model.
+
+    Raises UserError if it is no checkpoint, cannot be read, or belongs to another command. Raises
+    DamagedCheckpoint if it is damaged.
     """
     root = Path(folder)
     if folder_problem(root):
         raise UserError(f"run.resume={folder} {folder_problem(root)}; it must be a checkpoint's folder")
     if is_absent(root / MANIFEST) or root.name.endswith(".partial"):
         raise DamagedCheckpoint(
-            f"run.resume={folder} is not a whole checkpoint (it needs {MANIFEST}), or one of an earlier version, which had none"
+            f"run.resume={folder} is not a whole checkpoint (it needs {MANIFEST}), or one of an earlier "
+            "version, which had none"
         )
     files = read_manifest(root)
     actor = {
@@ -77,7 +85,8 @@ def open_checkpoint(folder: str | Path, command: str) -> Checkpoint:
     }
     if not actor or STATE not in files:
         raise UserError(
-            f"run.resume={folder} is no checkpoint of a run: {MANIFEST} names no {STATE} or nothing in {ACTOR}/"
+            f"run.resume={folder} is no checkpoint of a run: {MANIFEST} names no {STATE} or nothing in "
+            f"{ACTOR}/"
         )
     must_be_sound(problems(root, files, [STATE]))
     return Checkpoint(str(folder), _read_state(root / STATE, command), actor)
@@ -88,12 +97,14 @@ def _read_state(path: Path, command: str) -> dict[str, Any]:
     absent = [key for key in _STATE[command] if key not in values]
     if absent:
         raise UserError(
-            f"{path} has no {', '.join(absent)}: this is no checkpoint of `{command}`, or of another version; {ANOTHER_RUN}"
+            f"{path} has no {', '.join(absent)}: this is no checkpoint of `{command}`, or of another "
+            f"version; {ANOTHER_RUN}"
         )
     step = values["step"]
     if type(step) is not int or step < 0:
         raise UserError(
-            f"{path}: step must be the number of a step, is {shortened(repr(step))}; the checkpoint is damaged"
+            f"{path}: step must be the number of a step, is {shortened(repr(step))}; the checkpoint is "
+            "damaged"
         )
     return values
 
@@ -106,11 +117,14 @@ def newest_checkpoint(
     passed_over: Collection[str] = (),
     instead: Checkpoint | None = None,
 ) -> Checkpoint | None:
-    """The newest sound checkpoint under a run's folder of them, of a step `above` this; without any, what is given `instead`.
+    """Return the newest sound checkpoint in a run's folder of checkpoints; without any, return `instead`.
 
-    say: shows a line for each damaged one, which is passed over as those of `passed_over` are, which are known to be damaged.
-    Raises UserError for one of the other command or that cannot be read, and where all are damaged and there is nothing instead: to
-    begin anew without a word would throw away what the run has learned.
+    above: only checkpoints of later steps than this count.
+    passed_over: folders that are known to be damaged.
+    say: shows a line for each other damaged one.
+
+    Raises UserError if a checkpoint belongs to another command or cannot be read. Raises DamagedCheckpoint if
+    all are damaged and there is nothing `instead`: to begin anew silently would throw away what was learned.
     """
     if not is_absent(root):
         with reading(root):
@@ -127,15 +141,19 @@ def newest_checkpoint(
         damaged += 1
     if damaged and instead is None:
         raise DamagedCheckpoint(
-            f"none of the {damaged} checkpoints in {root} is sound; run.resume=none starts anew, and keeps them"
+            f"none of the {damaged} checkpoints in {root} is sound; run.resume=none starts anew, and keeps "
+            "them"
         )
     return instead
 
 
 def finished_result(config: Config, command: str, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """What an earlier start of this command came out with, if it is to be continued and there is nothing left to do, which is said.
+    """Return the result of an earlier start of this command, if the run is finished; else None.
 
-    Raises UserError where the run of this name is finished, but another command's.
+    A run is finished if it is to be continued and no steps are left.
+    say: shows a line about that.
+
+    Raises UserError if the finished run of this name belongs to another command.
     """
     path = Path(config.run.root, config.run.name, RESULT).absolute()
     if config.run.resume != AUTO or is_absent(path):
@@ -144,25 +162,26 @@ def finished_result(config: Config, command: str, say: Callable[[str], None]) ->
     step, wanted = result.get("step"), config.run.total_steps
     if type(step) is not int or step < wanted:
         return None
-    by = result.get("command", command)  # an earlier version did not write it
+    by = result.get("command", command)  # earlier versions did not write it
     if by != command:
         raise UserError(
-            f"{path.parent} is a finished run of `{by}`, not of `{command}`: choose another run.name, or run.resume=none, which "
-            "moves it aside"
+            f"{path.parent} is a finished run of `{by}`, not of `{command}`: choose another run.name, or "
+            "run.resume=none, which moves it aside"
         )
     say(
-        f"{path.parent} is finished: it has made {step} steps of {wanted}; raise run.total_steps to go on, or run.resume=none starts anew"
+        f"{path.parent} is finished: it has made {step} steps of {wanted}; raise run.total_steps to go on, "
+        "or run.resume=none starts anew"
     )
     return result
 
 
 def as_saved(config: Config) -> dict[str, Any]:
-    """The configuration as state.json has it."""
+    """Return the configuration in the form that state.json has."""
     return json.loads(json_text(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)))
 
 
 def differences(checkpoint: Checkpoint, config: Config) -> list[str]:
-    """One line for each key that is configured otherwise than the run was that wrote the checkpoint."""
+    """Return a line for each key whose value differs from that of the run that wrote the checkpoint."""
     saved, now = (
         {".".join(names): value for names, value in leaves(values)}
         for values in (checkpoint.state["config"], as_saved(config))

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, which a run appends to."""
+"""Files with one JSON object per line, which a run appends to."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -10,7 +10,11 @@ from grpo_megatron.monitoring.row_file import RowFile
 
 
 class Rows:
-    """What a full disk does not take waits for the next row, so that the run goes on, and the file has whole rows alone."""
+    """A file of rows that survives a full disk.
+
+    A row that cannot be written waits for the next one, so that the run goes on. The file only ever has whole
+    rows.
+    """
 
     def __init__(self, path: Path, say: Callable[[str], None]):
         self._path, self._say = path, say

@@ -1,4 +1,4 @@
-"""A run that is asked to stop finishes its step, saves, and leaves."""
+"""Requests to stop: the run finishes its step, saves a checkpoint, and leaves."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +10,21 @@ from grpo_megatron.paths import within
 from grpo_megatron.run.checkpoints import NotWritten, newest_folder
 
 _CONTINUES = "the same command continues"
-# What a file system may take to list the checkpoints: whoever ends a process says so before, and must not wait for one that hangs.
+# Time limit for listing the checkpoints. A process lists them for its last message, and must not wait for a
+# file system that hangs.
 _LOOKING_SECONDS = 2.0
 
 
 def outlook(folder: str | None) -> str:
-    """What the run with this folder has reached: the end of a sentence. None: it has no folder yet. Never raises, and takes two seconds
-    at most: the end of a run must not fail, nor wait, for its last word."""
+    """Return what the run has reached, as the end of a sentence.
+
+    folder: the run's folder; None: it has none yet.
+
+    Never raises, and takes two seconds at most, because the end of a run must neither fail nor wait for this.
+    """
     try:
         checkpoint = within(_LOOKING_SECONDS, lambda: newest_folder(folder)) if folder else None
-    except (OSError, RuntimeError) as error:  # the latter where there can be no more threads
+    except (OSError, RuntimeError) as error:  # RuntimeError: no more threads can be started
         why = "does not answer" if isinstance(error, TimeoutError) else f"cannot be read ({error})"
         return f"{folder} {why}, so its newest checkpoint is not known; {_CONTINUES} from it"
     return (
@@ -36,10 +41,10 @@ class Saver(Protocol):
 
 
 class StopRequest:
-    """Whether the run has been asked to stop; asked after each step.
+    """Tells whether the run has been asked to stop. The loop checks it after each step.
 
-    signal: by which, None if it has not. step: what is being done, set by the loop; None before the first one, when there is nothing
-    to finish.
+    signal: the signal that asked; None if none has
+    step: the step in progress, set by the loop; None before the first one, when there is nothing to finish
     """
 
     def __init__(self) -> None:
@@ -51,13 +56,14 @@ class StopRequest:
         return self.signal is not None
 
     def leave(self, saver: Saver, state: Callable[[], dict[str, Any]]) -> None:
-        """After a step: save, and raise Stopped."""
+        """Save a checkpoint and raise Stopped. Called after a step."""
         saved, reason = "", ""
         try:
             saver.save(state())
             saver.finish()
         except NotWritten as error:
-            # Asked to stop is asked to stop: with the status of a failure a scheduler would not start the job again.
+            # The run stops all the same. After an exit status of failure, a scheduler would not start the job
+            # again.
             saved, reason = ", which is not saved", f"\n{error}"
         reached = outlook(str(saver.folder.parent))
         raise Stopped(
@@ -65,8 +71,12 @@ class StopRequest:
         )
 
     def must_not_be_made(self, folder: str) -> None:
-        """Where a process was lost, which would be replaced: a scheduler may have ended it together with asking. Raises Stopped."""
+        """Raise Stopped if the run was asked to stop. Called before a lost process is replaced.
+
+        The scheduler that asked may have ended that process as well.
+        """
         if self.is_made:
             raise Stopped(
-                f"stopped on request ({self.signal.name}) in step {self.step}, of which a process has ended too; {outlook(folder)}"
+                f"stopped on request ({self.signal.name}) in step {self.step}, of which a process has ended "
+                f"too; {outlook(folder)}"
             )

@@ -1,4 +1,4 @@
-"""Whose turn it is on devices that engines share with the trainer's ranks: one order of transitions, and the memory after each."""
+"""Device sharing between engines and the trainer's ranks: one ring of transitions, and memory after each."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ _GIB = 2**30
 
 
 class State(Enum):
-    """What the devices hold; the value says so in messages."""
+    """Contents of the shared devices. The value describes them in messages."""
 
     serving = "engines serve, ranks sleep"
     vacant = "engines have given back weights and KV cache, ranks sleep"
@@ -22,15 +22,16 @@ class State(Enum):
 
 
 class Transition(NamedTuple):
-    """Allowed in the state `before` alone."""
+    """A transition that is allowed only in the state `before`."""
 
     name: str
     before: State
     after: State
 
 
-# One ring. Weights go from memory to memory, so both sides must have them at the same time, but no more than them: the KV cache is
-# gone before the ranks wake, and comes back when they sleep.
+# The transitions form one ring. Weights are copied from memory to memory, so both sides must hold them at the
+# same time, but no more than them. Therefore the KV cache is released before the ranks wake, and comes back
+# when they sleep.
 RING = (
     Transition("release", State.serving, State.vacant),
     Transition("wake", State.vacant, State.training),
@@ -43,7 +44,7 @@ _BY_NAME = {transition.name: transition for transition in RING}
 
 
 class SharingEngines(Protocol):
-    """Implemented by sglang.pool.EnginePool."""
+    """Engines that share devices. Implemented by sglang.pool.EnginePool."""
 
     def release_memory(self) -> None: ...
 
@@ -55,7 +56,7 @@ class SharingEngines(Protocol):
 
 
 class SharingRanks(Protocol):
-    """Implemented by trainer.policy.PolicyTrainer."""
+    """Ranks that share devices. Implemented by trainer.policy.PolicyTrainer."""
 
     def wake(self) -> None: ...
 
@@ -67,10 +68,12 @@ class SharingRanks(Protocol):
 
 
 class Turns:
-    """Begins with engines that are up, alone, and ranks that have not started.
+    """Device sharing. It begins when the engines are up and the ranks have not started.
 
-    Each transition is a phase of the monitor's, and raises RuntimeError where it is not the next one. metrics: memory in GiB after
-    each transition, of the fullest engine and the fullest rank. The first round is shown.
+    Each transition is a phase of the monitor, and raises RuntimeError if it is not the next one.
+
+    metrics: memory in GiB after each transition, of the fullest engine and the fullest rank. The first round
+        is also shown as text.
     """
 
     def __init__(self, engines: SharingEngines, monitor: Monitor):
@@ -80,12 +83,12 @@ class Turns:
         self.metrics: dict[str, float] = {}
 
     def release(self) -> None:
-        """Engines give back the memory of weights and KV cache."""
+        """Have the engines release the memory of their weights and KV cache."""
         with self._transition("release"):
             self._engines.release_memory()
 
     def started(self, ranks: SharingRanks) -> None:
-        """The ranks are up: the first `wake`."""
+        """Take note that the ranks are up, which is the first `wake`."""
         with self._transition("wake"):
             self._ranks = ranks
 
@@ -94,14 +97,15 @@ class Turns:
             self._ranks.wake()
 
     def resume_weights(self) -> None:
-        """Engines have room for weights again, which `sync` must fill."""
+        """Have the engines allocate memory for weights again, which `sync` must fill."""
         with self._transition("resume_weights"):
-            # What training has left, such as FP8 copies of the weights, would be beside the engines' weights at the fullest moment.
+            # Memory is fullest here. Release what training has left, such as FP8 copies of the weights,
+            # before the engines' weights come.
             self._ranks.make_room()
             self._engines.resume_weights()
 
     def sync(self, run: Callable[[], None]) -> None:
-        """run: brings the trainer's weights into the engines."""
+        """Call `run`, which copies the trainer's weights into the engines."""
         with self._transition("sync"):
             run()
 
@@ -110,18 +114,21 @@ class Turns:
             self.metrics |= self._ranks.sleep()
 
     def resume_kv_cache(self) -> None:
-        """Engines have an empty KV cache again, and serve."""
+        """Have the engines allocate an empty KV cache, so that they serve again."""
         with self._transition("resume_kv_cache"):
             self._engines.resume_kv_cache()
 
     def to_ranks(self) -> None:
-        """From generation to training; nothing happens if the ranks have the turn already."""
+        """Go from generation to training. Does nothing if the ranks have the devices already."""
         if self.state != State.training:
             self.release()
             self.wake()
 
     def to_engines(self, sync: Callable[[], None]) -> None:
-        """From training to generation. sync: see `sync`; engines that gave back their weights cannot do without."""
+        """Go from training to generation.
+
+        sync: see `sync`. It is required, because the engines have released their weights.
+        """
         self.resume_weights()
         self.sync(sync)
         self.sleep()
@@ -143,6 +150,7 @@ class Turns:
         found = {f"memory/after_{name}/engine_gib": engine, f"memory/after_{name}/rank_gib": rank}
         if not self.metrics.keys() >= found.keys():
             self._monitor.say(
-                f"memory after {name}: {engine:.3f} GiB in the fullest engine, {rank:.3f} GiB in the fullest rank"
+                f"memory after {name}: {engine:.3f} GiB in the fullest engine, {rank:.3f} GiB in the fullest "
+                "rank"
             )
         self.metrics |= found

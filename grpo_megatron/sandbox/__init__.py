@@ -1,6 +1,7 @@
-"""Running programs that nobody has read, such as those that a model wrote, where they can do no harm.
+"""A sandbox for untrusted programs, such as those that a model wrote.
 
-`run.py` is what callers use. It starts a helper (`helper.py`), which forks one process for each program (`child.py`),
-contains it (`contain.py`, with `namespaces.py`, `landlock.py` and `system_calls.py`) and ends it at its limits. What the
-program is asked to do is in `harness.py`. The helper starts for each use, so its modules import little.
+Callers use `run.py`. It starts a helper process (`helper.py`). The helper forks one process per program
+(`child.py`), contains it (`contain.py`, with `namespaces.py`, `landlock.py` and `system_calls.py`) and ends
+it at its limits. `harness.py` runs inside the contained process: it executes the program, calls its function
+or serves its tests. A helper is started for each sandbox, so the helper's modules import little.
 """

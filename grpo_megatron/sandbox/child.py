@@ -1,4 +1,4 @@
-"""One contained process, from the fork to its end."""
+"""Child: one contained process, from the fork to its end."""
 
 import fcntl
 import os
@@ -12,9 +12,11 @@ _READ_AT_ONCE = 1 << 16
 
 
 class Child:
-    """A process that runs `program`, with what it has written so far. Raises OSError if it cannot be contained; it has run nothing then.
+    """A contained process that runs a program, and the output that it has written so far.
 
-    program: what Sandbox.run sends. channel: a descriptor that becomes the program's harness.CHANNEL, or None.
+    program: the message that Sandbox.run sends.
+    channel: a descriptor that becomes the program's harness.CHANNEL, or None.
+    Raises OSError if the process cannot be contained. Nothing of the program has run then.
     """
 
     def __init__(self, program: dict, channel: int | None):
@@ -40,7 +42,7 @@ class Child:
             raise OSError(text.decode())
 
     def read(self, descriptor: int) -> None:
-        """What has arrived there; at its end it is closed."""
+        """Read the available output of a descriptor. At its end, close it."""
         data = os.read(descriptor, _READ_AT_ONCE)
         if data:
             self.written[self.open[descriptor]] += data
@@ -53,23 +55,26 @@ class Child:
         self.open[descriptor] = name
 
     def reap(self) -> None:
-        """After its end: status and usage."""
+        """Collect exit status and CPU time after the process has ended."""
         _, status, usage = os.wait4(self.pid, 0)
         self.status = os.waitstatus_to_exitcode(status)
         self.cpu_seconds = usage.ru_utime + usage.ru_stime
         os.close(self.pidfd)
 
     def end(self) -> None:
-        """Kill it if it lives. What it had written before is read."""
+        """Kill the process if it is alive, and read the rest of its output."""
         if self.status is None:
             os.kill(self.pid, 9)
             self.reap()
-        # It had no children, so nobody holds the other ends.
+        # It had no child processes, so no other process holds the other ends of the pipes open.
         while self.open:
             self.read(next(iter(self.open)))
 
     def seconds_without_processor(self) -> float:
-        """How long its first thread was ready to run while others ran: no fault of the program. 0 where that is not counted."""
+        """Return how long the first thread waited for a processor, which is not the program's fault.
+
+        Return 0 if the kernel does not count it.
+        """
         try:
             with open(f"/proc/{self.pid}/schedstat", encoding="ascii") as file:
                 return int(file.read().split()[1]) / 1e9
@@ -81,7 +86,7 @@ class Child:
 
 
 def _file_of(text: str) -> int:
-    """A descriptor from which the text can be read; where it ends, so does the file, and nobody waits for more."""
+    """Return a descriptor of a file with this text. A read at its end returns immediately."""
     descriptor = os.memfd_create("stdin")
     data = memoryview(text.encode("utf-8", "replace"))
     while data:
@@ -99,9 +104,12 @@ def _read_all(descriptor: int) -> bytes:
 
 
 def _become(program: dict, descriptors: list[int | None], problem: int) -> None:
-    """In the new process: contain it and run the program. Ends by SystemExit, so that the interpreter is left as usual."""
+    """Contain this new process and run the program in it.
+
+    It ends by SystemExit, so that the interpreter shuts down as usual.
+    """
     try:
-        # High first, so that none is overwritten before it is moved.
+        # Move all descriptors to high numbers first, so that none is overwritten before it is moved.
         problem = _moved_up(problem)
         kept = [None if descriptor is None else _moved_up(descriptor) for descriptor in descriptors]
         os.closerange(0, _HIGH)
@@ -122,7 +130,7 @@ def _become(program: dict, descriptors: list[int | None], problem: int) -> None:
     try:
         _perform(program)
     except Exception:
-        # The helper's own code is further up the stack, and must not go on with it here.
+        # The helper's code is further up the stack. It must not handle this error in the child process.
         traceback.print_exc()
         sys.exit(1)
     sys.exit(0)
@@ -140,7 +148,7 @@ def _perform(program: dict) -> None:
         harness.test(source, function)
 
 
-_HIGH = 512  # above all descriptors of the helper
+_HIGH = 512  # above all descriptors that the helper uses
 
 
 def _moved_up(descriptor: int) -> int:

@@ -1,4 +1,4 @@
-"""Everything that contains the process which calls it, for good."""
+"""contain() irrevocably contains the calling process, by all mechanisms of this package."""
 
 import ctypes
 import os
@@ -6,7 +6,8 @@ import resource
 
 from grpo_megatron.sandbox import landlock, libc, namespaces, system_calls
 
-# What keeps a program from files outside of its folder. The rest is the same with all of them.
+# The mechanism that keeps a program from files outside its folder. Everything else is the same with all of
+# them.
 NAMESPACES, LANDLOCK, NOTHING = "namespaces", "landlock", "nothing"
 
 _SYSTEM_FOLDERS = (
@@ -26,10 +27,15 @@ _CAPSET = {"x86_64": 126, "aarch64": 91}
 
 
 def contain(files: str, folder: str, python_folders: list[str], limits: dict) -> None:
-    """Contain this process, which has a single thread; the working directory is its own folder then.
+    """Contain this process, which must have a single thread.
 
-    files: NAMESPACES, LANDLOCK or NOTHING. folder: an empty one. python_folders: of the interpreter and its packages.
-    limits: see config.sandbox. Raises OSError.
+    Its working directory is its own folder afterwards.
+
+    files: NAMESPACES, LANDLOCK or NOTHING.
+    folder: an empty folder for the process.
+    python_folders: folders of the interpreter and its packages.
+    limits: see config.sandbox.
+    Raises OSError.
     """
     readable = _outermost([*_SYSTEM_FOLDERS, *python_folders])
     devices = [path for path in _DEVICES if os.path.exists(path)]
@@ -38,22 +44,22 @@ def contain(files: str, folder: str, python_folders: list[str], limits: dict) ->
     else:
         os.chdir(folder)
     _limit_resources(limits)
-    # A terminal that stops or interrupts a group of processes is not to meet the helper.
+    # In a process group of its own, the program cannot make a terminal stop or interrupt the helper.
     os.setpgid(0, 0)
-    # Behind whatever else this machine has to do. In a session of its own it would not be: the scheduler's autogroups give each
-    # session an equal share, whatever the priorities in it.
+    # Run with the lowest priority. Do not create a session: the scheduler's autogroups would give the session
+    # an equal share of the processors, regardless of the priorities in it.
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     _drop_capabilities()
     system_calls.no_new_privileges()
     if files == LANDLOCK:
         landlock.restrict([folder], readable, devices)
-    # Changed credentials take it away, so not earlier.
+    # Not earlier, because a change of credentials resets this setting.
     system_calls.end_with_parent()
     system_calls.forbid()
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Those that exist, without what lies in another one of them."""
+    """Return the paths that exist, without those that are inside another one of them."""
     kept: list[str] = []
     for path in sorted(set(paths), key=len):
         if os.path.exists(path) and not any(path.startswith(other + os.sep) for other in kept):
@@ -66,7 +72,8 @@ def _limit_resources(limits: dict) -> None:
     seconds = limits["cpu_seconds"]
     for kind, soft, hard in (
         (resource.RLIMIT_AS, memory, memory),
-        # SIGXCPU first, by which the reason is known; it can be ignored, SIGKILL a second later cannot.
+        # SIGXCPU comes first and tells the reason. A program can ignore it, but not the SIGKILL a second
+        # later.
         (resource.RLIMIT_CPU, seconds, seconds + 1),
         (resource.RLIMIT_FSIZE, file_size, file_size),
         (resource.RLIMIT_NOFILE, _OPEN_FILES, _OPEN_FILES),
@@ -74,18 +81,19 @@ def _limit_resources(limits: dict) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        # Whoever runs the sandbox may have stricter ones itself, as a reward worker has of files; they cannot be raised.
+        # This process may already have stricter limits, such as a reward worker's on files. They cannot be
+        # raised.
         own = resource.getrlimit(kind)[1]
         most = hard if own == resource.RLIM_INFINITY else min(hard, own)
         resource.setrlimit(kind, (min(soft, most), most))
 
 
-# A deleted file takes its space for as long as it is open.
+# Limited, because a deleted file occupies its space as long as it is open.
 _OPEN_FILES = 64
 
 
 def _drop_capabilities() -> None:
-    """Those of root, or of the creator of a user namespace."""
+    # Root and the creator of a user namespace have capabilities.
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
     none = (ctypes.c_uint32 * 6)()
     libc.system_call("capset", _CAPSET[os.uname().machine], ctypes.byref(header), ctypes.byref(none))

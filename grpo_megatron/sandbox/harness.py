@@ -1,4 +1,8 @@
-"""What a contained process does with the program: run it, call one of its functions, or serve its functions to tests elsewhere."""
+"""Code that runs inside a contained process.
+
+It runs the program, calls one of its functions, or serves the program's functions to tests in another
+process.
+"""
 
 import builtins
 import importlib
@@ -12,12 +16,15 @@ from typing import Any
 
 from grpo_megatron.sandbox import plain
 
-# Where the result of a function goes, or the socket between a program and its tests.
+# Descriptor of the pipe for a function's result, or of the socket between a program and its tests.
 CHANNEL = 3
 
 
 def run(source: str, name: str = "__main__") -> dict[str, Any]:
-    """Execute the program as module `name`. Returns its names; ends the process with status 1 after an error, as Python does."""
+    """Execute the program as module `name` and return its global names.
+
+    After an error it ends the process with status 1, as Python does.
+    """
     module = types.ModuleType(name)
     module.__file__ = "program.py"
     sys.modules[name] = module
@@ -26,13 +33,16 @@ def run(source: str, name: str = "__main__") -> dict[str, Any]:
 
 
 def _execute(source: str, file: str, names: dict[str, Any]) -> None:
-    # For tracebacks, which look for the lines in a file otherwise.
+    # Tracebacks take source lines from this cache. Otherwise they would look for a file.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     _or_exit(lambda: exec(compile(source, file, "exec"), names))
 
 
 def call(source: str, function: str, arguments: list) -> None:
-    """The result of one call into the channel. A method of a class Solution is a function, too."""
+    """Call a function of the program and write its result to the channel.
+
+    The function may also be a method of a class `Solution`.
+    """
     names = run(source, "program")
     result = _or_exit(lambda: plain.dumps(_function(names, function)(*arguments)))
     with open(CHANNEL, "wb", closefd=False) as channel:
@@ -48,7 +58,7 @@ def _function(names: dict[str, Any], function: str) -> Any:
 
 
 def _or_exit(action) -> Any:
-    """Its result, or the end of this process: the traceback begins in the program."""
+    """Return the result of `action`. After an error, print the traceback within the program, and exit."""
     try:
         return action()
     except Exception as error:
@@ -60,9 +70,10 @@ def _or_exit(action) -> Any:
 
 
 class Server:
-    """A program of which tests call the functions, over the channel. It gets to see their arguments, and nothing else of the tests.
+    """The program's side of the channel. Tests in another process call the program's functions over it.
 
-    What is no plain data stays here, and has a number there.
+    The program sees the arguments of these calls and nothing else of the tests. Objects that are not plain
+    data stay in this process, and the tests refer to them by number.
     """
 
     def __init__(self, source: str):
@@ -70,7 +81,7 @@ class Server:
         self._names = run(source, "program")
 
     def serve(self) -> None:
-        """Until the tests close the channel."""
+        """Answer calls until the tests close the channel."""
         lines = socket.socket(fileno=CHANNEL).makefile("rwb")
         public = {name: value for name, value in self._names.items() if not name.startswith("_")}
         self._answer(lines, public)
@@ -107,7 +118,10 @@ class Failure:
 
 
 class Kept:
-    """What the program keeps, as tests see it. Its truth and its equality would be the program's to decide, so it has none."""
+    """The tests' reference to an object that stays in the program's process.
+
+    It has neither a truth value nor equality, because the program would decide about them.
+    """
 
     def __init__(self, client: "Client", number: int):
         self._client, self._number = client, number
@@ -130,15 +144,18 @@ class Kept:
 
 
 class Client:
-    """The tests' side of the channel."""
+    """The tests' side of the channel to the program."""
 
     def __init__(self):
         self._lines = socket.socket(fileno=CHANNEL).makefile("rwb")
 
     def names(self, function: str | None) -> dict[str, Any]:
-        """What the program defines, but for what tests trust in: modules, and functions of Python, such as `all`.
+        """Return the names that the program defines, without those that tests rely on.
 
-        function: the one under test, which may be called like that all the same.
+        Left out are the names of Python's modules and builtin functions, such as `all`, because a program
+        could redefine them.
+
+        function: name of the function under test. It is always included.
         """
         found = self._receive()
         return {
@@ -174,7 +191,8 @@ class Client:
             return importlib.import_module(content)
         if name == "failure":
             kind = getattr(builtins, content[0], None)
-            # Tests would take an end of iteration for their own: all(map(right, cases)) is true then, and a loop over a map ends.
+            # Do not raise StopIteration here, because it would end the tests' own iteration: all(map(right,
+            # cases)) would be true.
             is_error = (
                 isinstance(kind, type)
                 and issubclass(kind, Exception)
@@ -185,9 +203,10 @@ class Client:
 
 
 def test(source: str, function: str | None) -> None:
-    """Run tests with the program's names in theirs; status 0 says that they passed.
+    """Run tests with the program's names among their global names. Exit status 0 means that they passed.
 
-    function: the one under test. If the tests define `check(candidate)`, as those of HumanEval do, it is called with that.
+    function: name of the function under test. If the tests define `check(candidate)`, as in HumanEval, it is
+        called with this function.
     """
     names: dict[str, Any] = {}
     _or_exit(lambda: names.update(Client().names(function)))
@@ -202,7 +221,7 @@ def test(source: str, function: str | None) -> None:
 
 
 def attach_standard_streams() -> None:
-    """sys.stdin, sys.stdout and sys.stderr of the descriptors 0 to 2 as they are now."""
+    """Open sys.stdin, sys.stdout and sys.stderr again on the present descriptors 0 to 2."""
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         stream = open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
@@ -210,7 +229,7 @@ def attach_standard_streams() -> None:
 
 
 def forget_helper() -> None:
-    """Names and folders of this project, which a program of the same name would meet."""
+    """Remove this project's modules and arguments from `sys`, so that the program does not find them."""
     for name in [name for name in sys.modules if name.split(".")[0] == __name__.split(".")[0]]:
         del sys.modules[name]
     sys.argv = ["program.py"]

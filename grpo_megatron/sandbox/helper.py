@@ -1,7 +1,8 @@
-"""The helper: a process with one thread and few modules, which forks, watches and ends contained programs for a Sandbox.
+"""The helper process of a Sandbox. It forks, watches and ends contained programs.
 
-It is not contained itself. Each program has a watcher, which is forked from the helper, forks the program, and ends with it. So no
-program is forked from a process that has read its tests, or seen what became of an earlier one: nothing of these is in its memory.
+The helper has one thread and few modules, and is not contained itself. For each program it forks a watcher,
+which forks the program and ends with it. So the memory of a program never contains its tests or the outcomes
+of earlier programs: it is not forked from a process that has read them.
 """
 
 import json
@@ -17,19 +18,22 @@ from grpo_megatron.sandbox.child import Child
 from grpo_megatron.sandbox.contain import NAMESPACES
 from grpo_megatron.sandbox.system_calls import end_with_parent
 
-_LOOK_SECONDS = 0.03  # between two looks at what no signal tells of
+_LOOK_SECONDS = 0.03  # interval of checking the limits that the kernel does not enforce
 
 
 def main(package_folder: str, packages: list[str]) -> None:
-    """Programs come from stdin and outcomes go to stdout, each as its length in 8 bytes and JSON, until stdin ends.
+    """Read programs from stdin and write outcomes to stdout, until stdin ends.
 
-    package_folder: where this project lies; a program is not to find it. packages: folders with those that programs may import.
+    Each message is its length in 8 bytes, followed by JSON.
+
+    package_folder: the folder of this project, which programs must not find.
+    packages: folders with the packages that programs may import.
     """
-    # Whoever started this may have blocked or ignored signals, and both are inherited.
+    # The parent process may have blocked or ignored signals, and both are inherited.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGCHLD, signal.SIGXCPU):
         signal.signal(number, signal.SIG_DFL)
-    site.setquit()  # exit and quit, which are not there without the module site's own start
+    site.setquit()  # defines exit and quit, which are missing because Python was started with -S
     sys.path[:] = [path for path in sys.path if path != package_folder] + packages
     while (program := _receive()) is not None:
         watcher = os.fork()
@@ -38,7 +42,7 @@ def main(package_folder: str, packages: list[str]) -> None:
             _send(_run(program))
             os._exit(0)
         if os.waitpid(watcher, 0)[1]:
-            sys.exit(1)  # it has said why
+            sys.exit(1)  # the watcher has printed the reason
 
 
 def _receive() -> dict | None:
@@ -47,7 +51,10 @@ def _receive() -> dict | None:
 
 
 def _read_exactly(count: int) -> bytes:
-    """Not a byte more: what follows is for the watcher. b"" at the end."""
+    """Read exactly `count` bytes from stdin, because the bytes after them are for the watcher.
+
+    Return b"" at the end of stdin.
+    """
     found = b""
     while len(found) < count:
         data = os.read(0, count - len(found))
@@ -65,7 +72,7 @@ def _send(message: dict) -> None:
 
 
 def _run(program: dict) -> dict:
-    """The outcome of one program, or of one and its tests, which follow in a message of their own."""
+    """Run one program and return its outcome. Tests, if any, follow in a separate message."""
     start = time.monotonic()
     children: list[Child] = []
     try:
@@ -79,7 +86,7 @@ def _run(program: dict) -> dict:
 
 
 def _start(program: dict, children: list[Child]) -> None:
-    """Whose end is that of the run comes first among the children."""
+    """Start the program, and its tests if there are any. `children[0]` decides when the run ends."""
     if program["kind"] == "served":
         ours, channel = socket.socketpair()
         children.append(Child(program, channel.fileno()))
@@ -100,7 +107,7 @@ def _start(program: dict, children: list[Child]) -> None:
 
 
 def _watch(children: list[Child], program: dict, start: float) -> str | None:
-    """Until the first of the children has ended (None), or one of them is at a limit (its name)."""
+    """Wait until `children[0]` ends or a child exceeds a limit. Return the limit's name, or None."""
     most_bytes = program["limits"]["output_kib"] << 10
     look = start + _LOOK_SECONDS
     while children[0].status is None:
@@ -134,7 +141,7 @@ def _limit_reached(child: Child, program: dict, start: float) -> str | None:
         return "time"
     if child.num_threads() > limits["threads"]:
         return "threads"
-    # In namespaces the folder is a file system that is no larger.
+    # With namespaces the folder is a file system whose size is limited already.
     if program["containment"] != NAMESPACES:
         files, size = _content(program["folder"])
         if files > limits["files"] or size > limits["files_mib"] << 20:
@@ -143,7 +150,7 @@ def _limit_reached(child: Child, program: dict, start: float) -> str | None:
 
 
 def _content(folder: str) -> tuple[int, int]:
-    """(files and folders in it, their bytes on the disk)"""
+    """Return (number of files and folders, their bytes on the disk)."""
     count, size = 0, 0
     for at, folders, files in os.walk(folder):
         for name in folders + files:
@@ -156,7 +163,11 @@ def _content(folder: str) -> tuple[int, int]:
 
 
 def _end_with_sandbox(children: list[Child]) -> None:
-    """Nothing is sent while a program runs, so stdin is at its end: whoever wanted the outcome is gone."""
+    """End all children and this process.
+
+    It is called when stdin is readable while a program runs. Nothing is sent then, so stdin is at its end:
+    the sandbox that wanted the outcome is gone.
+    """
     _end(children)
     os._exit(0)
 
@@ -184,8 +195,8 @@ def _text(child: Child, name: str, most: int) -> str:
 
 
 def _reason_of_its_own(child: Child, limits: dict) -> str | None:
-    """The limit at which the kernel has ended it, or refused it memory."""
-    # SIGKILL comes a second later, to those that ignore the other.
+    """Return the limit by which the kernel has ended the child or refused it memory, or None."""
+    # A program that ignores SIGXCPU gets SIGKILL a second later.
     if child.status == -signal.SIGXCPU or (child.status == -9 and child.cpu_seconds >= limits["cpu_seconds"]):
         return "cpu"
     lines = child.written["stderr"].rstrip().splitlines()

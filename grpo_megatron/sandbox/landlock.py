@@ -1,7 +1,7 @@
-"""Files that a process can reach, restricted by Landlock: for machines that refuse namespaces to their users, as containers do.
+"""Restriction of file access by Landlock, for machines that deny namespaces to users, as containers do.
 
-The kernel does not ask Landlock about everything. What changes a file without opening it (chmod, utime, truncate) is forbidden by
-system_calls.py. That a path exists, and how large the file is, stays visible.
+Landlock does not cover everything. System calls that change a file without opening it (chmod, utime,
+truncate) are forbidden by system_calls.py. The existence of a path and the size of a file stay visible.
 """
 
 import ctypes
@@ -13,11 +13,12 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _PATH_BENEATH = 1
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
-# What a file can be asked; a folder can be asked everything else besides. 1 << 14: truncate, 1 << 15: ioctl of a device.
+# The rights that apply to files; all others apply only to folders. 1 << 14: truncate, 1 << 15: ioctl on a
+# device.
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14 | 1 << 15
-# How many rights the versions of the interface know, from version 1 on.
+# Number of rights in each version of the interface, starting with version 1.
 _NUM_RIGHTS = (13, 14, 15, 15, 16)
-# Abstract sockets, and signals to processes outside; from version 6 on.
+# The scopes for abstract sockets and for signals to outside processes, since version 6.
 _SCOPES = 3
 
 
@@ -27,12 +28,21 @@ class _PathBeneath(ctypes.Structure):
 
 
 def version() -> int:
-    """Of the kernel's interface. Raises OSError if there is none: before Linux 5.13, or where it is switched off."""
+    """Return the version of the kernel's Landlock interface.
+
+    Raises OSError if there is none: before Linux 5.13, or if Landlock is disabled.
+    """
     return libc.system_call("landlock_create_ruleset", _CREATE_RULESET, None, 0, 1)
 
 
 def restrict(writable: list[str], readable: list[str], devices: list[str]) -> None:
-    """From now on this process opens nothing outside of these folders and files. It must have set no_new_privs. Raises OSError."""
+    """Restrict this process permanently to these folders and files. It must have set no_new_privs.
+
+    writable: folders to read and write.
+    readable: folders and files to read and execute.
+    devices: devices to read and write.
+    Raises OSError.
+    """
     known = version()
     rights = (1 << _NUM_RIGHTS[min(known, len(_NUM_RIGHTS)) - 1]) - 1
     # struct landlock_ruleset_attr: files, network (system_calls.py forbids all of it), scopes

@@ -1,4 +1,4 @@
-"""System calls for which Python 3.11 has no function."""
+"""Wrappers of system calls that Python 3.11 has no function for."""
 
 import ctypes
 import os
@@ -7,7 +7,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments) -> int:
-    """A function of the C library. Raises OSError."""
+    """Call a function of the C library. Raises OSError."""
     result = getattr(_libc, name)(*map(_as_c, arguments))
     if result == -1:
         number = ctypes.get_errno()
@@ -16,7 +16,7 @@ def call(name: str, *arguments) -> int:
 
 
 def system_call(name: str, number: int, *arguments) -> int:
-    """One for which the C library has no function either. Raises OSError."""
+    """Make a system call that the C library has no function for. Raises OSError."""
     result = _libc.syscall(ctypes.c_long(number), *map(_as_c, arguments))
     if result == -1:
         error = ctypes.get_errno()
@@ -29,7 +29,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def _as_c(argument):
-    # As a plain int it would be one of 32 bits, and what is above them whatever was there.
+    # ctypes passes a plain int as 32 bits, and leaves the upper 32 bits of the argument undefined.
     if isinstance(argument, int):
         return ctypes.c_long(argument)
     return argument.encode() if isinstance(argument, str) else argument

@@ -1,7 +1,8 @@
-"""A process with a network, inter-process communication and a file system of its own, by Linux' namespaces.
+"""Containment by Linux namespaces: the process gets its own network, IPC and file system.
 
-Its file system has the folders that it may read, and /sandbox, a memory file system of limited size, which is gone with the
-process. There is no /proc, and the network has not even a loopback that is up.
+The file system has the folders that the process may read, and /sandbox, a memory file system of limited size
+that disappears with the process. There is no /proc. The network has no interfaces that are up, not even the
+loopback.
 """
 
 import ctypes
@@ -23,17 +24,21 @@ _USER = 1000  # within the namespace; not 0, which would have capabilities
 
 
 def enter(new_root: str, readable: list[str], devices: list[str], max_bytes: int, max_files: int) -> None:
-    """Leave the machine's namespaces for new ones; the working directory is WORK_FOLDER then.
+    """Move this process into new namespaces. Its working directory is WORK_FOLDER afterwards.
 
-    new_root: an empty folder. readable: folders and files of the machine that stay visible at their paths. Raises OSError where
-    the machine does not let its users do that. Needs Linux 5.12 (mount_setattr).
+    new_root: an empty folder.
+    readable: folders and files of the machine that stay visible, read-only, at their paths.
+    devices: devices of the machine that stay visible at their paths.
+    max_bytes, max_files: limits of WORK_FOLDER.
+    Raises OSError if the machine does not allow its users to create namespaces. Needs Linux 5.12
+    (mount_setattr).
     """
     user, group = os.geteuid(), os.getegid()
     libc.call("unshare", _NEW_NAMESPACES)
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{_USER} {user} 1")
     _write("/proc/self/gid_map", f"{_USER} {group} 1")
-    # Else the machine would see the mounts that follow.
+    # Otherwise the mounts below would be visible outside.
     libc.call("mount", "none", "/", None, _MS_REC | _MS_PRIVATE, None)
     _mount_memory(new_root, "size=1m,nr_inodes=10k,mode=755")
     for path in readable:
@@ -42,7 +47,7 @@ def enter(new_root: str, readable: list[str], devices: list[str], max_bytes: int
         _show(path, new_root, _ATTR_NOSUID)
     work_folder = new_root + WORK_FOLDER
     os.mkdir(work_folder)
-    # One more for the folder itself.
+    # One inode more, for the folder itself.
     _mount_memory(work_folder, f"size={max_bytes},nr_inodes={max_files + 1},mode=700")
     for path in ("/tmp", "/dev/shm"):
         if not os.path.lexists(new_root + path):
@@ -50,7 +55,8 @@ def enter(new_root: str, readable: list[str], devices: list[str], max_bytes: int
             os.symlink(WORK_FOLDER, new_root + path)
     _set_attributes(new_root, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0)
     os.chdir(new_root)
-    # The old root is put over the new one, and taken away there: no folder is needed for it.
+    # pivot_root stacks the old root on top of the new one, and umount2 removes it. So no folder is needed for
+    # it.
     libc.system_call("pivot_root", _PIVOT_ROOT[os.uname().machine], b".", b".")
     libc.call("umount2", ".", _MNT_DETACH)
     os.chdir(WORK_FOLDER)
@@ -66,7 +72,10 @@ def _mount_memory(folder: str, options: str) -> None:
 
 
 def _show(path: str, new_root: str, attributes: int) -> None:
-    """A folder or file of the machine, at the same path below new_root, also where that is a link, as /lib is."""
+    """Mount a folder or file of the machine at the same path below new_root.
+
+    The path may be a symbolic link, as /lib is.
+    """
     target = new_root + path
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.isdir(path):
@@ -78,8 +87,7 @@ def _show(path: str, new_root: str, attributes: int) -> None:
 
 
 def _set_attributes(folder: str, attributes: int, flags: int) -> None:
-    values = (ctypes.c_uint64 * 4)(
-        attributes, 0, 0, 0
-    )  # struct mount_attr: set, clear, propagation, user namespace
+    # struct mount_attr: set, clear, propagation, user namespace
+    values = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     size = ctypes.sizeof(values)
     libc.system_call("mount_setattr", _MOUNT_SETATTR, _AT_FDCWD, folder, flags, ctypes.byref(values), size)

@@ -1,6 +1,7 @@
-"""Plain data as JSON and back, with the types that JSON lacks: what a program returns is taken from it as nothing but that.
+"""Encoding of plain data as JSON, including some types that JSON lacks.
 
-An object of a class of its own could claim to be equal to everything.
+The result of a program is only accepted as plain data. An object of one of the program's own classes could
+pretend to be equal to anything.
 """
 
 import json
@@ -12,12 +13,20 @@ _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def dumps(value: Any, other: Callable[[Any], Any] | None = None) -> bytes:
-    """other: how what is no plain data is written, as a list with a first item of its own. Without: TypeError."""
+    """Encode a value as JSON.
+
+    other: encodes a value that is not plain data as a list, whose first item is a name that this module does
+        not use. Without `other` such a value raises TypeError.
+    """
     return json.dumps(_encoded(value, other)).encode()
 
 
 def loads(text: bytes, other: Callable[[list], Any] | None = None) -> Any:
-    """Raises ValueError, TypeError or RecursionError for what dumps has not written."""
+    """Decode the output of `dumps`.
+
+    other: decodes the lists that the `other` of `dumps` has made.
+    Raises ValueError, TypeError or RecursionError if the text was not written by `dumps`.
+    """
     return _decoded(json.loads(text), other)
 
 

@@ -1,4 +1,4 @@
-"""Sandbox: runs Python programs that nobody has read, and says what became of them."""
+"""Sandbox runs untrusted Python programs and reports their outcomes."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from grpo_megatron.sandbox.contain import LANDLOCK, NAMESPACES, NOTHING
 
 
 class Ended(str, Enum):
-    """What a program was ended by: itself, or the limit of this name."""
+    """The cause of a program's end: the program itself, or the limit of this name."""
 
     itself = "itself"
     time = "time"
@@ -34,61 +34,75 @@ class Ended(str, Enum):
 
 @dataclass(frozen=True)
 class Program:
-    """What to run. files: texts by their names in the program's folder. It finds stdin at its end where the text ends.
+    """A program to run, and how to run it.
 
-    function: with `arguments`, plain data, the function of the program that is called, for Outcome.result. Or with `tests`: the
-    one that they test. tests: source text that is run in a process of its own, with the program's functions among its names. Only
-    plain data, such as numbers, texts and lists, goes between the two, so that the program sees no more of a test than the
-    arguments of the calls, and cannot pass for what it is not.
+    Tests run in a separate process. Only plain data, such as numbers, strings and lists, is exchanged between
+    the program and its tests. So the program sees only the arguments of the calls, and cannot return objects
+    that pretend to be something else.
     """
 
     source: str
+    """Source code of the program."""
     stdin: str = ""
+    """Text that the program can read from stdin."""
     files: dict[str, str] = field(default_factory=dict)
+    """{path in the program's folder: contents}."""
     function: str | None = None
+    """With `arguments`: the function to call. With `tests`: the function that they test."""
     arguments: list | None = None
+    """Arguments of `function`, as plain data. Its return value becomes Outcome.result."""
     tests: str | None = None
+    """Source code of the tests. The program's functions are among its global names."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """ended: by what. status: the exit status, or -signal; with tests, theirs: 0 means that they passed. seconds: with its start.
-
-    stdout, stderr: what was written, up to the limit; with tests, the program's and then theirs. result: of the function that was
-    called; has_result: whether it returned plain data.
-    """
+    """The outcome of a program."""
 
     ended: Ended
+    """Cause of the end."""
     status: int
+    """Exit status, or -signal. With tests it is the status of the tests, and 0 means that they passed."""
     stdout: str
+    """Text written to stdout, up to the limit; with tests, the program's text and then that of the tests."""
     stderr: str
+    """Text written to stderr, as for stdout."""
     seconds: float
+    """Wall-clock seconds, including the start."""
     has_result: bool = False
+    """True if the called function returned plain data."""
     result: Any = None
+    """Return value of the called function."""
 
     @property
     def succeeded(self) -> bool:
-        """It ran to its end without an error. A program can do so by leaving early; its tests cannot be made to."""
+        """True if the run ended by itself with status 0.
+
+        A program can also achieve this by exiting early, but it cannot make its tests exit.
+        """
         return self.ended == Ended.itself and self.status == 0
 
 
 _PACKAGE_FOLDER = str(Path(__file__).parents[2])
-# Many start at once, and a busy machine has better things to do; programs themselves are behind everything else.
+# The helper runs with low priority, because many helpers may start at once on a busy machine. The programs
+# themselves have an even lower one.
 _START = (
     "import os, sys; os.nice(19); sys.path.append(sys.argv[1]); "
     "from grpo_megatron.sandbox.helper import main; main(sys.argv[1], sys.argv[2:])"
 )
-_ANSWER_SECONDS = (
-    20.0  # beyond a program's own time; helpers do not wait behind other processes, but may be slow to start
-)
+# Seconds to wait for an answer beyond the program's own time limit. A helper has a higher priority than
+# programs, but may be slow to start.
+_ANSWER_SECONDS = 20.0
 _LEAVE_SECONDS = 10.0
 
 
 class Sandbox:
-    """A helper process, and programs that it runs one after the other, each in a process of its own.
+    """A helper process that runs programs one after the other, each in its own process.
 
-    `with Sandbox(limits) as sandbox: outcome = sandbox.run(Program(...))`. One thread uses it at a time. Nothing is left of it
-    afterwards, however it is left. Raises UserError if this machine cannot contain programs as `isolation` asks.
+    Usage: `with Sandbox(limits) as sandbox: outcome = sandbox.run(Program(...))`.
+
+    Only one thread may use a sandbox at a time. No processes or files remain after the `with` block, even
+    after an error. Raises UserError if this machine cannot contain programs as `isolation` requires.
     """
 
     def __init__(
@@ -97,7 +111,7 @@ class Sandbox:
         isolation: Isolation = Isolation.full,
         containment: str | None = None,
     ):
-        """containment: of contain.py; None: the best that this machine has."""
+        """containment: a constant of contain.py; None: the strongest one that this machine supports."""
         self._limits = asdict(limits or SandboxLimits())
         self._containment = containment or required_containment(isolation)
 
@@ -111,24 +125,26 @@ class Sandbox:
             bufsize=0,
             cwd="/",
             env=_environment(),
-            process_group=0,  # Ctrl-C is for the run to handle
+            process_group=0,  # Ctrl-C should only reach the run itself
         )
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        """The helper ends what it runs, and itself, as soon as its stdin ends."""
+        """Close the helper's stdin. The helper then ends its programs and itself."""
         self._helper.stdin.close()
         try:
             self._helper.wait(_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._helper.kill()  # what it runs ends with it
+            self._helper.kill()  # its programs end with it
             self._helper.wait()
         self._helper.stdout.close()
 
     def run(self, program: Program, within: float | None = None) -> Outcome:
-        """within: the seconds after which it is ended in any case; without, ten times limits.seconds.
+        """Run a program and return its outcome.
 
-        Raises RuntimeError if the program could not be contained, or the helper is lost. Nothing was run outside of a sandbox then.
+        within: maximum wall-clock seconds of the program; None: ten times limits.seconds.
+        Raises RuntimeError if the program cannot be contained or the helper is lost. Even then nothing has
+        run outside of the sandbox.
         """
         within = 10 * self._limits["seconds"] if within is None else within
         deadline = time.monotonic() + within + _ANSWER_SECONDS
@@ -137,7 +153,8 @@ class Sandbox:
             self._send(kind, program.source, program, within, folder)
             answer = self._receive(deadline)
             if kind == "served" and "problem" not in answer:
-                # Sent only now, so that the program is not forked from a process that has read them.
+                # Send the tests only now, so that the program is not forked from a process that has read
+                # them.
                 with tempfile.TemporaryDirectory(
                     prefix="grpo-sandbox-", ignore_cleanup_errors=True
                 ) as other_folder:
@@ -192,11 +209,14 @@ class Sandbox:
 
 
 def _environment() -> dict[str, str]:
-    """All that programs see of this process' environment, which may have keys of services in it."""
-    # Where libraries of the interpreter itself are found, on machines with modules.
+    """Return the environment of programs.
+
+    This process's own environment is not passed on, because it may contain API keys.
+    """
+    # The interpreter may need this to find its own libraries, on machines with environment modules.
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    # The order of sets is the same each time, and so is the reward.
+    # PYTHONHASHSEED makes the order of sets, and so the reward, reproducible.
     return (
         kept
         | one_thread
@@ -209,9 +229,9 @@ def _outcome(answer: dict) -> Outcome:
     if result is not None:
         try:
             result, has_result = plain.loads(result.encode()), True
-        except (
-            Exception
-        ):  # such as OverflowError, for a float of 400 digits: the program has written there itself
+        # Any error is possible, because the program itself may have written to the channel. For example, a
+        # float of 400 digits raises OverflowError.
+        except Exception:
             result = None
     return Outcome(
         Ended(answer["ended"]),
@@ -226,7 +246,7 @@ def _outcome(answer: dict) -> Outcome:
 
 # -- what this machine can contain --------------------------------------------------------------
 
-# What a contained program must not be able to do, tried by one. It prints what it could.
+# A program that tries what a contained program must not be able to do. It prints the attempts that succeed.
 _ATTEMPTS = """
 import os, socket
 def fork():
@@ -245,7 +265,10 @@ _OF_FILES = "('read files', lambda: open('/etc/passwd')), ('see processes', lamb
 
 @cache
 def problem_with(containment: str) -> str | None:
-    """Why this machine cannot contain programs so; None if it can. containment: of contain.py. Asked once in a process."""
+    """Return why this machine cannot contain programs in this way, or None if it can.
+
+    containment: a constant of contain.py. The result is computed once per process.
+    """
     attempts = _OF_ALL if containment == NOTHING else f"{_OF_ALL}, {_OF_FILES}"
     program = Program(_ATTEMPTS.replace("{attempts}", f"({attempts})"))
     try:
@@ -261,7 +284,10 @@ def problem_with(containment: str) -> str | None:
 
 
 def required_containment(isolation: Isolation) -> str:
-    """The best containment that this machine has, if it is as `isolation` asks. Raises UserError otherwise."""
+    """Return the strongest containment that this machine supports and that satisfies `isolation`.
+
+    Raises UserError if there is none.
+    """
     problems = {}
     for containment in (NAMESPACES, LANDLOCK, *([NOTHING] if isolation == Isolation.no_network else [])):
         problems[containment] = problem_with(containment)
@@ -270,7 +296,8 @@ def required_containment(isolation: Isolation) -> str:
     raise UserError(
         "this machine cannot keep programs that a model wrote from its files and network. "
         + "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        + ". Let users make namespaces (sysctl user.max_user_namespaces above 0, kernel.apparmor_restrict_unprivileged_userns=0, or a "
-        "container that allows unshare), or use a kernel from 5.13 on with landlock in lsm=; reward.code.isolation=no_network does "
-        "without the files"
+        + ". Let users make namespaces (sysctl user.max_user_namespaces above 0, "
+        "kernel.apparmor_restrict_unprivileged_userns=0, or a "
+        "container that allows unshare), or use a kernel from 5.13 on with landlock in lsm=; "
+        "reward.code.isolation=no_network does without the files"
     )

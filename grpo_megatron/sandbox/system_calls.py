@@ -1,8 +1,8 @@
-"""System calls that a contained process may not make; a seccomp filter refuses them, also after an exec.
+"""A seccomp filter that refuses system calls which a contained process may not make, also after an exec.
 
-A filter can be installed everywhere, in containers as well. It forbids the network, further processes, and
-whatever reaches other processes of the same user: above all, every call by which the kernel can be made to
-send a signal to one of them.
+Such a filter can be installed everywhere, also in containers. It forbids the network, new processes, and all
+access to other processes of the same user. In particular, it forbids every call that makes the kernel send a
+signal to such a process.
 """
 
 import ctypes
@@ -14,14 +14,14 @@ from grpo_megatron.sandbox import libc
 
 # The numbers of each call on x86-64 and on 64-bit ARM; None where an architecture lacks the call.
 _FORBIDDEN = {
-    # The network, and other processes behind sockets.
+    # The network, and other processes that are reachable by sockets.
     "socket": (41, 198),
     "connect": (42, 203),
     "bind": (49, 200),
     "listen": (50, 201),
     "accept": (43, 202),
     "accept4": (288, 242),
-    # Processes, which could outlive this one, and of which each would have the limits anew.
+    # New processes. They could outlive this one, and each would have its own limits.
     "fork": (57, None),
     "vfork": (58, None),
     # Other processes of this user: their memory, signals, priorities and processors.
@@ -40,11 +40,11 @@ _FORBIDDEN = {
     "ioprio_set": (251, 30),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
-    # A terminal signals the process groups of its session, so a program stays in the group that it is put
-    # into.
+    # Process groups and sessions. A terminal signals the process groups of its session, so a program must
+    # stay in the group that it is put into.
     "setpgid": (109, 154),
     "setsid": (112, 157),
-    # What changes files without opening them, of which Landlock is not asked.
+    # Changes of files without opening them, which Landlock does not check.
     "truncate": (76, 45),
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -65,8 +65,8 @@ _FORBIDDEN = {
     "fremovexattr": (199, 16),
     # Memory that no limit counts.
     "memfd_create": (319, 279),
-    # Memory, semaphores and queues that other processes of this user share: only namespaces hide those that
-    # exist already.
+    # Memory, semaphores and queues that are shared with other processes of this user. Only namespaces hide
+    # those that exist already.
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -84,7 +84,7 @@ _FORBIDDEN = {
     "mq_timedreceive": (243, 183),
     "mq_notify": (244, 184),
     "mq_getsetattr": (245, 185),
-    # A user namespace gives capabilities; the others are where most holes of kernels were.
+    # A user namespace gives capabilities. The other calls have had most of the security holes of kernels.
     "unshare": (272, 97),
     "setns": (308, 268),
     "bpf": (321, 280),
@@ -96,9 +96,9 @@ _FORBIDDEN = {
     "personality": (135, 92),
 }
 
-# From here on every architecture has the same numbers. Of these, and of those that later kernels bring, a program gets what is
-# listed; for the others it hears that the kernel has no such call, which C libraries are prepared for. clone3 is among them: its
-# flags lie in memory, where a filter cannot read.
+# From this number on, all architectures have the same numbers. Of these calls, and of those that later
+# kernels add, only the listed ones are allowed. The others fail with ENOSYS, as on an older kernel, which C
+# libraries can handle. clone3 is one of them: its flags are in memory, which a filter cannot read.
 _FIRST_COMMON = 424
 _COMMON_ALLOWED = {
     "close_range": 436,
@@ -115,8 +115,8 @@ _WHOLE = 0xFFFFFFFF
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SCHED_CORE = 1, 38, 62
 _F_SETFL, _O_ASYNC = 4, 0x2000
 
-# Requests of fcntl that a program gets: all that concern its own descriptors and locks. The others decide
-# which process gets the signals of a file (F_SETOWN, F_SETOWN_EX, F_SETSIG), or ask for such signals
+# The allowed requests of fcntl: all that concern the program's own descriptors and locks. The others choose
+# the process that gets the signals of a file (F_SETOWN, F_SETOWN_EX, F_SETSIG), or request such signals
 # (F_SETLEASE, F_NOTIFY).
 _FCNTL = {
     "F_DUPFD": 0,
@@ -136,10 +136,10 @@ _FCNTL = {
     "F_GETPIPE_SZ": 1032,
     "F_GET_SEALS": 1034,
 }
-# Requests of ioctl that a program gets: what Python and C libraries ask of files, pipes and sockets. There
-# are thousands of others. Among them FIOSETOWN and SIOCSPGRP do what F_SETOWN does; FIOASYNC sets O_ASYNC;
-# TIOCSPGRP, TIOCSCTTY, TIOCSIG, TIOCNOTTY and TIOCVHANGUP make a terminal send signals, and TIOCSTI types
-# into it.
+# The allowed requests of ioctl: those that Python and C libraries use on files, pipes and sockets. There are
+# thousands of others, some of them dangerous: FIOSETOWN and SIOCSPGRP do what F_SETOWN does, FIOASYNC sets
+# O_ASYNC, TIOCSPGRP, TIOCSCTTY, TIOCSIG, TIOCNOTTY and TIOCVHANGUP make a terminal send signals, and TIOCSTI
+# types into it.
 _IOCTL = {
     "TCGETS": 0x5401,
     "TCGETS2": 0x802C542A,
@@ -154,39 +154,39 @@ _IOCTL = {
 
 @dataclass(frozen=True)
 class _Condition:
-    """A condition on one argument of a call, under which the call is allowed.
+    """A condition on one argument that a call must meet to be allowed.
 
-    Its lower 32 bits count, as the kernel reads ints.
+    Only the lower 32 bits of the argument are compared, because the kernel reads these arguments as ints.
     """
 
     argument: int
     """Index of the argument."""
     values: frozenset[int]
-    """The values that are compared with."""
+    """The values that the argument is compared with."""
     mask: int = _WHOLE
     """The bits that are compared."""
     refused: bool = False
-    """Whether the argument must be none of the values, instead of one of them."""
+    """True if the argument must be none of the values. Otherwise it must be one of them."""
     only_if: tuple[int, int] | None = None
-    """(argument, value): the condition holds only for calls in which that other argument has the value."""
+    """(argument, value): apply the condition only to calls in which this other argument has this value."""
 
 
 def _conditional(own_pid: int) -> dict[str, tuple[tuple[int, int | None], list[_Condition]]]:
-    """Numbers, as in _FORBIDDEN, and the conditions of which a call must meet all."""
+    """Return {call: (numbers as in _FORBIDDEN, conditions)}. A call must meet all of its conditions."""
     own = [_Condition(0, frozenset({own_pid}))]
     return {
         "clone": ((56, 220), [_Condition(0, frozenset({_CLONE_THREAD}), _CLONE_THREAD)]),
         "kill": ((62, 129), own),
         "tgkill": ((234, 131), own),
         "prlimit64": ((302, 261), [_Condition(0, frozenset({0, own_pid}))]),
-        # Pairs of the kind that event loops and multiprocessing make. One of datagrams could still write to
-        # others' sockets.
+        # Event loops and multiprocessing make pairs of stream sockets. A datagram socket of a pair could
+        # still write to the sockets of other processes.
         "socketpair": (
             (53, 199),
             [_Condition(0, frozenset({_AF_UNIX})), _Condition(1, frozenset({_SOCK_STREAM}), _SOCK_TYPE_MASK)],
         ),
-        # O_ASYNC asks for signals. Those of a terminal go to its foreground processes, without any owner
-        # being set.
+        # O_ASYNC requests signals. The signals of a terminal go to its foreground processes, even if no owner
+        # is set.
         "fcntl": (
             (72, 25),
             [
@@ -195,12 +195,13 @@ def _conditional(own_pid: int) -> dict[str, tuple[tuple[int, int | None], list[_
             ],
         ),
         "ioctl": ((16, 29), [_Condition(1, frozenset(_IOCTL.values()))]),
-        # It is to end with its helper, and to share the cores of no other process.
+        # The program must end with its helper, and must not join the core scheduling group of another
+        # process.
         "prctl": ((157, 167), [_Condition(0, frozenset({_PR_SET_PDEATHSIG, _PR_SCHED_CORE}), refused=True)]),
     }
 
 
-# As the filter sees them: AUDIT_ARCH_*.
+# {machine: (column of the numbers above, AUDIT_ARCH_* value that the filter sees)}
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 _LOAD, _AND, _JUMP, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x54, 0x05, 0x15, 0x35, 0x06
@@ -218,7 +219,7 @@ def _filter(machine: str, own_pid: int) -> list[_Instruction]:
     lines = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _KILL),  # system calls of 32 bits have other numbers
+        (_RETURN, 0, 0, _KILL),  # 32-bit system calls have other numbers
         (_LOAD, 0, 0, _NUMBER),
     ]
     for number in _COMMON_ALLOWED.values():
@@ -234,9 +235,9 @@ def _filter(machine: str, own_pid: int) -> list[_Instruction]:
 
 
 def _checked(condition: _Condition, refusal: _Instruction) -> list[_Instruction]:
-    """Return lines that end with the refusal, or go on behind themselves."""
+    """Return instructions that refuse a call which violates the condition, or continue after their end."""
     values = sorted(condition.values)
-    # Each comparison skips those that are left and one line more.
+    # If the values are equal, a comparison skips the remaining comparisons and one more instruction.
     comparisons = [(_JUMP_EQUAL, len(values) - index, 0, value) for index, value in enumerate(values)]
     otherwise = [(_JUMP, 0, 0, 1), refusal] if condition.refused else [refusal]
     lines = [_loaded(condition.argument), (_AND, 0, 0, condition.mask), *comparisons, *otherwise]
@@ -267,7 +268,10 @@ _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 
 
 def forbid() -> None:
-    """Install the filter, for good. It must have set no_new_privs. Raises OSError, also on another architecture."""
+    """Install the filter in this process permanently. The process must have set no_new_privs.
+
+    Raises OSError, also on an unknown architecture.
+    """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(
@@ -280,7 +284,7 @@ def forbid() -> None:
 
 
 def no_new_privileges() -> None:
-    """Nothing that is executed from now on has more rights than this process."""
+    """Set no_new_privs: programs that are executed from now on get no more rights than this process has."""
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 

@@ -1,4 +1,4 @@
-"""Python as a tool of a model that plays an environment."""
+"""run_python: Python as a tool for a model in an environment."""
 
 from grpo_megatron.config.sandbox import Isolation, SandboxLimits
 from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
@@ -13,9 +13,11 @@ def run_python(
     longest: int = 4000,
     within: float | None = None,
 ) -> str:
-    """What a program prints, and how it failed if it did, as text for a model, of about `longest` characters at most.
+    """Run a program and return its output as text for a model, including its error if it fails.
 
-    It waits for the program. within: see Sandbox.run. Raises what Sandbox raises; an error of the program is text.
+    longest: approximate maximum number of characters of the text.
+    within: see Sandbox.run.
+    Errors of the program are part of the text. Raises only the errors of Sandbox.
     """
     limits = limits or SandboxLimits()
     with Sandbox(limits, isolation) as sandbox:
@@ -31,7 +33,7 @@ def run_python(
 
 def _why(outcome: Outcome, limits: SandboxLimits) -> str:
     if outcome.ended == Ended.itself:
-        # A traceback says more than the status.
+        # If there is a traceback, it says more than the status.
         return "" if outcome.stderr.strip() else f"(exit status {outcome.status})"
     most = {
         Ended.time: f"{limits.seconds:g} s",
@@ -45,7 +47,13 @@ def _why(outcome: Outcome, limits: SandboxLimits) -> str:
 
 
 def _shortened(text: str, longest: int) -> str:
-    """Beginning and end of a text that is too long: what was printed last is often the result."""
+    """Return the text, or only its beginning and end if it is too long.
+
+    The end is kept, because the last line is often the result.
+    """
     if len(text) <= longest:
         return text
-    return f"{text[: longest // 2]}\n[{len(text) - longest} characters left out]\n{text[len(text) - longest // 2 :]}"
+    return (
+        f"{text[: longest // 2]}\n[{len(text) - longest} characters left out]\n"
+        f"{text[len(text) - longest // 2 :]}"
+    )

@@ -1,1 +1,1 @@
-"""The generating engine. Knows SGLang and what it needs on a machine without a GPU."""
+"""The rollout engines: SGLang in Ray actors, and SGLang's CPU support for machines without a GPU."""

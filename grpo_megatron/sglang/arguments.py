@@ -1,4 +1,4 @@
-"""With what an engine is started: its arguments, and the environment of its process."""
+"""Arguments and environment variables that an engine is started with."""
 
 import os
 from typing import Any
@@ -15,8 +15,8 @@ from grpo_megatron.weights import fp8_blocks
 
 
 def engine_dtype(config: EngineConfig, model_path: str) -> str:
-    """What the engine computes in, as torch names it."""
-    # SGLang's own "auto" turns float32 checkpoints into float16.
+    """Return torch's name of the dtype that the engine computes in."""
+    # SGLang's own "auto" converts float32 checkpoints to float16.
     return (
         str(read_architecture(model_path).dtype).removeprefix("torch.")
         if config.dtype == "auto"
@@ -27,12 +27,12 @@ def engine_dtype(config: EngineConfig, model_path: str) -> str:
 def engine_arguments(
     config: EngineConfig, model: ModelConfig, seed: int, needs_tokenizer: bool, gpu: bool, routing: bool
 ) -> dict[str, Any]:
-    """Arguments of sglang.Engine on one node; those of several have `node_arguments` too.
+    """Return the arguments of sglang.Engine. An engine on several nodes also needs `node_arguments`.
 
-    routing: it will be asked which experts tokens went to.
-
-    gpu: whether the engine has devices. Torch is not asked here, because the driver's machine may have a GPU where the
-    engine's has none.
+    needs_tokenizer: whether the engine converts tokens to text (for stop strings).
+    gpu: whether the engine has GPUs. It is a parameter because the driver's machine may have a GPU and the
+        engine's not.
+    routing: whether requests will ask for the experts of tokens.
     """
     arguments = {
         "model_path": model.path,
@@ -40,7 +40,7 @@ def engine_arguments(
         "load_format": config.load_format.value,
         "tp_size": config.tensor_parallel,
         "ep_size": config.expert_parallel,
-        # 0.5.23 has another name for the two, and takes these.
+        # 0.5.23 has other names for these two arguments, but still accepts these.
         "dp_size": config.data_parallel_attention,
         "enable_dp_attention": config.data_parallel_attention > 1,
         "kv_cache_dtype": config.kv_cache_dtype.value,
@@ -53,14 +53,16 @@ def engine_arguments(
         "skip_server_warmup": True,
         "log_level": "warning",
         "weight_version": "0",
-        # Fused, a layer's shared experts are further rows of the stacked ones, and the weight map has them on their own.
+        # With fusion, a layer's shared experts are appended to the stack of routed ones. The weight map has
+        # them apart.
         "disable_shared_experts_fusion": True,
-        # Stop strings need text; without them ids are enough, and the detokenizer stays idle.
+        # Only stop strings need text. Without them token ids are enough, and the detokenizer stays idle.
         "skip_tokenizer_init": not needs_tokenizer,
         "custom_weight_loader": [DOOR],
     }
     if config.quantization == Quantization.fp8:
-        # As if the checkpoint were in FP8. What SGLang reads from it has no scales, and means nothing before the first weight sync.
+        # Pretend that the checkpoint is in FP8. The weights that SGLang loads from it have no scales, so they
+        # are meaningless until the first weight sync.
         arguments["json_model_override_args"] = json_text(
             {"quantization_config": fp8_blocks.settings(["lm_head"])}
         )
@@ -70,7 +72,7 @@ def engine_arguments(
 
 
 def _on_gpu(dtype: str) -> dict[str, Any]:
-    # SGLang would choose FlashAttention 3 or FlashInfer, which have kernels for 16 bits and less.
+    # By default SGLang chooses FlashAttention 3 or FlashInfer, which have no kernels for float32.
     return GPU_ARGUMENTS | ({"attention_backend": "torch_native"} if dtype == "float32" else {})
 
 
@@ -81,32 +83,41 @@ def _on_cpu(config: EngineConfig) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "disable_cuda_graph": True,
-        # An idle scheduler would poll without a pause, and take a core from the trainer.
+        # Otherwise an idle scheduler polls without a pause and takes a CPU core from the trainer.
         "sleep_on_idle": True,
-        # Overlapping needs a device to overlap with, and decodes one token too many of every response.
+        # Without a device there is nothing to overlap with, and overlapping decodes one extra token per
+        # response.
         "disable_overlap_schedule": True,
-        # This share of the host's memory is not reserved: max_total_tokens bounds the pool.
+        # This fraction of the host's memory is not reserved, because max_total_tokens limits the pool.
         "mem_fraction_static": 0.3,
         "max_total_tokens": config.max_total_tokens or 65536,
     }
 
 
 def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
-    """Further arguments on a node of an engine. address: host:port, with the ports behind it, on which the first one listens."""
+    """Return the additional arguments for one node of an engine on several nodes.
+
+    node: index of the node.
+    nodes: number of nodes.
+    address: host:port of the first node. SGLang may also use the ports that follow it.
+    """
     return {"nnodes": nodes, "node_rank": node, "dist_init_addr": address}
 
 
 def engine_environment(config: EngineConfig, gpu: bool, threads: int = 1) -> dict[str, str]:
-    """Return an engine's variables beside those that Cluster.options sets, to be set before it starts.
+    """Return the environment variables that an engine needs beside those of Cluster.options.
 
-    threads: intra-op threads of each of its tensor-parallel ranks on a CPU.
+    They must be set before the engine starts.
+
+    threads: intra-op threads of each tensor-parallel rank on a CPU.
     """
-    # sglang.Engine returns on an engine's further nodes too, once they are ready.
+    # With this, sglang.Engine(...) also returns on an engine's further nodes, once they are ready.
     env = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
     if gpu:
         if config.quantization == Quantization.fp8:
-            # At its start an engine compiles DeepGEMM's kernels. With this it does so for about 3,000 sizes
-            # of a batch in place of 16,384, and for any other size when it meets one.
+            # An engine compiles DeepGEMM's kernels when it starts. With this variable it does so for about
+            # 3,000 batch sizes instead of 16,384. Kernels for other sizes are compiled when they are first
+            # needed.
             name = "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"
             env[name] = os.environ.get(name, "1")
         return env
@@ -114,7 +125,7 @@ def engine_environment(config: EngineConfig, gpu: bool, threads: int = 1) -> dic
         "SGLANG_PLATFORM": PLATFORM_NAME,
         **openmp_variables(threads),
         "CUDA_VISIBLE_DEVICES": "",
-        # Where starting an operator costs as much as the operator, what autograd adds to it is a tenth of decoding.
+        # Operators are so small that autograd's overhead would be a tenth of the decoding time.
         "SGLANG_ENABLE_TORCH_INFERENCE_MODE": "true",
     }
     if config.tensor_parallel > 1:

@@ -1,4 +1,4 @@
-"""Requests to one engine, for callers in one event loop that each wait for their own answer."""
+"""EngineClient sends requests to one engine. Callers in one event loop each await their own answer."""
 
 import asyncio
 import contextlib
@@ -10,15 +10,18 @@ from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.sglang.engine import Completion, Request
 
-# How long one poll may wait in the engine. Only bounds how late a dead-lock is noticed.
+# Maximum seconds that one poll waits in the engine. It only determines how soon a deadlock is noticed.
 _POLL_SECONDS = 5.0
 
 
 class EngineClient:
-    """See EnginePool.clients. Keeps at most rollout.max_concurrency requests in flight."""
+    """A client of one engine with at most rollout.max_concurrency requests in flight.
+
+    See EnginePool.clients.
+    """
 
     def __init__(self, engine: ray.actor.ActorHandle, process: Process, config: RolloutConfig, batch: int):
-        """batch: number of this client's requests, higher than that of any client before."""
+        """batch: id of this client's batch of requests, higher than that of every earlier client."""
         self._engine, self._process, self._batch = engine, process, batch
         self._timeout = config.engine.request_timeout
         self._slots = asyncio.Semaphore(config.max_concurrency)
@@ -27,38 +30,45 @@ class EngineClient:
         self._poller: asyncio.Task | None = None
 
     async def generate(self, request: Request) -> Completion:
-        """Waits while the engine has rollout.max_concurrency requests. One at a time for each key.
+        """Send a request and return its completion.
 
-        Raises UserError if the engine dies, or finishes nothing for rollout.engine.request_timeout seconds.
+        It first waits while the engine has rollout.max_concurrency requests. At most one request with a given
+        key may be in flight.
+        Raises UserError if the engine dies, or finishes no request for rollout.engine.request_timeout
+        seconds.
         """
         async with self._slots:
             loop = asyncio.get_running_loop()
             answer = self._answers[request.key] = loop.create_future()
             self._unsent.append(request)
             if len(self._unsent) == 1:
-                loop.call_soon(self._send)  # with what else comes until then
+                loop.call_soon(self._send)  # together with other requests that arrive until then
             return await answer
 
     async def end_ids(self) -> frozenset[int]:
-        """The tokens by which the model ends a response. Raises UserError if the engine dies."""
+        """Return the ids of the tokens that end a response. Raises UserError if the engine dies."""
         reference = self._engine.end_ids.remote()
         with contextlib.suppress(Exception):
-            await reference  # what went wrong, fetch says
+            await reference  # fetch raises the error
         return fetch(reference, self._process, "end_ids")
 
     async def abort(self) -> None:
-        """End all requests in flight, which nobody may wait for any more; there can be no others. Raises UserError if the engine dies."""
+        """End all requests in flight. No caller may still be waiting for one.
+
+        The engine has no requests of other clients, so all of its requests end.
+        Raises UserError if the engine dies.
+        """
         self._answers.clear()
         self._unsent = []
         if self._poller:
             self._poller.cancel()
         reference = self._engine.abort.remote(self._batch)
         with contextlib.suppress(Exception):
-            await reference  # what went wrong, fetch says
+            await reference  # fetch raises the error
         fetch(reference, self._process, "abort")
 
     def _send(self) -> None:
-        # Nobody waits for this call, because the poll reports the same engine if it fails.
+        # The result of this call is not awaited: if the engine fails, the poll reports it.
         self._engine.submit.remote(self._batch, self._unsent)
         self._unsent = []
         if self._poller is None or self._poller.done():
@@ -67,7 +77,7 @@ class EngineClient:
     async def _poll(self) -> None:
         try:
             await self._answer_all()
-        except Exception as error:  # every caller that waits gets it
+        except Exception as error:  # passed on to every waiting caller
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(error)
@@ -78,7 +88,7 @@ class EngineClient:
         while self._answers:
             reference = self._engine.poll.remote(self._batch, _POLL_SECONDS)
             with contextlib.suppress(Exception):
-                await reference  # what went wrong, fetch says
+                await reference  # fetch raises the error
             completions: list[Completion] = fetch(reference, self._process, "generate")
             for completion in completions:
                 self._answers.pop(completion.key).set_result(completion)
@@ -86,6 +96,6 @@ class EngineClient:
                 last_progress = clock()
             elif clock() - last_progress > self._timeout:
                 raise UserError(
-                    f"{self._process.name} finished no sample for {self._timeout:.0f} s with {len(self._answers)} in flight; "
-                    f"see {self._process.log}"
+                    f"{self._process.name} finished no sample for {self._timeout:.0f} s with "
+                    f"{len(self._answers)} in flight; see {self._process.log}"
                 )

@@ -1,10 +1,11 @@
 """An attention backend for SGLang on CPUs that computes the sequences of a batch together.
 
-SGLang's own `torch_native` loops over the sequences in Python, in every layer and for every token: with a hundred running
-requests that is most of the time of a step. This one gathers keys and values of sequences of similar length into one padded
-block each, and computes a block at a time. The results agree with `torch_native`'s to rounding.
+SGLang's own `torch_native` loops over the sequences in Python, in every layer and for every token. With a
+hundred running requests these loops take most of a step. This backend groups sequences of similar length into
+blocks. It gathers the keys and values of a block into one padded tensor and computes one block at a time. The
+results agree with those of `torch_native` up to rounding.
 
-Written for SGLang 0.5.23. Imported in SGLang's own processes only.
+Written for SGLang 0.5.23. Imported only in SGLang's own processes.
 """
 
 from dataclasses import dataclass, field
@@ -15,38 +16,46 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.functional import scaled_dot_product_attention
 
-# A block takes sequences down to this share of its longest one: more would waste work on padding, less would make many small
-# blocks.
+# A block contains sequences of at least this fraction of its longest one. Lower values waste work on padding,
+# higher values make many small blocks.
 _BLOCK_RANGE = 0.5
-# Masks are made for this many queries at a time: that of a whole chunk of a long prompt would take gigabytes.
+# Number of queries that share one mask. The mask of a whole chunk of a long prompt would take gigabytes.
 _MASKED_QUERIES = 512
 
 
 @dataclass
 class Block:
-    """n sequences computed together, the longest of L tokens, E of them new.
-
-    rows int64 [n, E]: where the queries of the new tokens are in the batch, shorter sequences padded at the end by repeating
-    their last one. real int64: the places in flat `rows` that are no padding. slots int64 [n, L]: where keys and values are in
-    the pool, padded at the end by slot 0, which belongs to no sequence. lengths, prefix int64 [n]: all, and cached tokens.
-    """
+    """n sequences that are computed together, with up to L tokens each, of which up to E are new."""
 
     rows: torch.Tensor
+    """int64 [n, E]: batch index of each new token's query. Shorter sequences repeat their last index."""
     real: torch.Tensor
+    """int64: the positions in flattened `rows` that are not padding."""
     slots: torch.Tensor
+    """int64 [n, L]: pool slots of keys and values, padded at the end with slot 0, which is never used."""
     lengths: torch.Tensor
+    """int64 [n]: tokens of each sequence."""
     prefix: torch.Tensor
+    """int64 [n]: cached tokens of each sequence."""
     _head_slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Cache of `head_slots`: {heads: result}."""
     _padding: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Cache of `padding`: {heads: result}."""
 
     def head_slots(self, heads: int) -> torch.Tensor:
-        """int64 [n * heads * L]: the slots of every head in a pool seen as [slots * heads, head_dim]; made once per batch."""
+        """Return the slots of all heads in a pool viewed as [slots * heads, head_dim]: int64 [n * heads * L].
+
+        It is computed once per batch.
+        """
         if heads not in self._head_slots:
             self._head_slots[heads] = (self.slots[:, None] * heads + torch.arange(heads)[:, None]).flatten()
         return self._head_slots[heads]
 
     def padding(self, heads: int) -> torch.Tensor:
-        """float32 [n * heads, 1, L] to be added to scores: -inf behind the end of a sequence, else 0; made once per batch."""
+        """Return the additive mask, float32 [n * heads, 1, L]: -inf after the end of a sequence, else 0.
+
+        It is computed once per batch.
+        """
         if heads not in self._padding:
             behind = torch.arange(self.slots.shape[1]) >= self.lengths[:, None]
             once = torch.zeros(behind.shape).masked_fill(behind, -torch.inf)
@@ -57,10 +66,15 @@ class Block:
 def make_blocks(
     req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor, prefix: torch.Tensor
 ) -> list[Block]:
-    """Partition a batch into blocks of sequences that are similar in all tokens and in new ones, all or none with a prefix.
+    """Partition a batch into blocks of sequences with similar numbers of tokens and of new tokens.
 
-    req_to_token int32 [requests, context]: the pool's slots of each request. requests, lengths, prefix int64 [B]: of the
-    batch, in which lengths - prefix new tokens of each sequence follow each other.
+    In a block either all sequences have a cached prefix, or none has one.
+
+    req_to_token: int32 [requests, context], the pool's slots of each request.
+    requests: int64 [B], the row in `req_to_token` of each sequence.
+    lengths: int64 [B], the tokens of each sequence.
+    prefix: int64 [B], the cached tokens of each sequence. The batch holds the other tokens, sequence by
+        sequence.
     """
     new = lengths - prefix
     starts = new.cumsum(0) - new
@@ -96,10 +110,14 @@ def _block(req_to_token, requests, lengths, prefix, starts) -> Block:
 def decode_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
 ) -> torch.Tensor:
-    """Attention of one new token per sequence: [n, heads, v_dim], float32.
+    """Return the attention of one new token per sequence, float32 [n, heads, v_dim].
 
-    q [n, heads, d]; keys [slots, kv_heads, d] and values [slots, kv_heads, v_dim]: the pool. The query heads that share a
-    kv head are the rows of one matrix product. Computed in float32, whatever the dtype.
+    q: [n, heads, d].
+    keys: [slots, kv_heads, d], the pool.
+    values: [slots, kv_heads, v_dim], the pool.
+
+    The query heads that share a kv head are the rows of one matrix product. All dtypes are computed in
+    float32.
     """
     n, heads, d = q.shape
     kv_heads = keys.shape[1]
@@ -121,17 +139,21 @@ def decode_attention(
 def extend_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
 ) -> torch.Tensor:
-    """Causal attention of the new tokens: [n, E, heads, v_dim]. q [n, E, heads, d]; keys, values as in `decode_attention`."""
+    """Return the causal attention of the new tokens, [n, E, heads, v_dim].
+
+    q: [n, E, heads, d].
+    keys, values: as in `decode_attention`.
+    """
     n, length = block.slots.shape
     flat = block.slots.flatten()
-    # Gathered before the cast: the pool may be of a smaller dtype than the queries.
+    # Gather before the cast, because the pool may have a smaller dtype than the queries.
     k, v = (
         pool.index_select(0, flat).view(n, length, *pool.shape[1:]).transpose(1, 2).to(q.dtype)
         for pool in (keys, values)
     )
     q = q.transpose(1, 2)
     if not block.prefix.any():
-        # Padding sits behind a sequence's real tokens, where the causal mask hides it.
+        # Padding follows the real tokens of a sequence, so the causal mask hides it.
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(
             1, 2
         )
@@ -147,9 +169,10 @@ def extend_attention(
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """`torch_native` with whole blocks of sequences at a time.
+    """The `torch_native` backend, but computed on blocks of sequences.
 
-    Cross-attention, encoders and sliding windows, which the models of this project do not have, are left to `torch_native`.
+    Cross-attention, encoders and sliding windows are left to `torch_native`. The models of this project do
+    not have them.
     """
 
     def init_forward_metadata(self, forward_batch):
@@ -190,7 +213,7 @@ class BatchedAttention(TorchNativeAttnBackend):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         keys, values = self._store(layer, forward_batch, k, v, save_kv_cache)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if len(self._blocks) == 1:  # the batch as it is
+        if len(self._blocks) == 1:  # the block is the whole batch in its order
             return decode_attention(q, keys, values, self._blocks[0], layer.scaling).to(q.dtype).flatten(1)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for block in self._blocks:

@@ -1,11 +1,16 @@
-"""SGLang's linear layers and experts in FP8 on a CPU, where it would start Triton kernels.
+"""FP8 linear layers and experts for SGLang on a CPU.
 
-A weight has a scale for each block of 128 x 128, the input of a product one for each token's 128 features; sums are float32.
-Everything around is SGLang's own. What differs is the scale of an input. Linear layers are as DeepGEMM's kernel for Hopper computes
-them, and as TransformerEngine's blockwise recipe: it is a power of two. SGLang's kernel for experts, on Ada and Hopper, takes the
-largest magnitude over 448 as it is.
+They replace Triton kernels; the rest is SGLang's own code.
 
-Written for SGLang 0.5.23. Imported in SGLang's own processes only.
+A weight has one scale per block of 128 x 128. The input of a matrix product has one scale per 128 features of
+a token. Sums are float32. Linear layers and experts choose the scale of an input differently, like the GPU
+kernels:
+
+- Linear layers use a power of two, as DeepGEMM's kernel for Hopper and TransformerEngine's blockwise recipe
+  do.
+- Experts use the largest magnitude divided by 448, as SGLang's kernel for experts on Ada and Hopper does.
+
+Written for SGLang 0.5.23. Imported only in SGLang's own processes.
 """
 
 import torch
@@ -19,7 +24,7 @@ from grpo_megatron.weights.fp8_blocks import quantise
 
 
 def register() -> None:
-    """For layers that are made from now on."""
+    """Replace SGLang's FP8 functions in this process, for layers that are created from now on."""
     fp8_utils.triton_w8a8_block_fp8_linear = linear
     fused_moe.fused_experts = experts
 
@@ -32,7 +37,11 @@ def linear(
     input_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """input [..., n] of any float type, weight float8_e4m3fn [out, n] -> [..., out] in the input's dtype, summed in float32."""
+    """Return the linear layer's output, [..., out] in the input's dtype. Sums are float32.
+
+    input: [..., n] of any float dtype.
+    weight: float8_e4m3fn [out, n].
+    """
     if input_scale is not None:
         raise NotImplementedError("an input that is quantised already")
     values, scales = quantise(input.reshape(-1, input.shape[-1]), rows=1)
@@ -54,11 +63,16 @@ def experts(
     use_fp8_w8a8: bool,
     **others,
 ) -> torch.Tensor:
-    """hidden_states [tokens, h], gate and up w1 [experts, 2f, h] and down w2 [experts, h, f] in float8_e4m3fn -> [tokens, h].
+    """Return the output of the experts, [tokens, h].
 
-    Rounded to the input's dtype are the outputs of both products, the second one times the expert's weight, SwiGLU, and the sum over
-    a token's experts. An expert of another rank is -1. The model's factor of experts is left to the model, which multiplies by it
-    where there is no CUDA.
+    hidden_states: [tokens, h].
+    w1: gate and up projections, float8_e4m3fn [experts, 2f, h].
+    w2: down projections, float8_e4m3fn [experts, h, f].
+    topk_output: indices and weights of each token's experts. The index of an expert on another rank is -1.
+
+    These values are rounded to the input's dtype: the output of the first product, of SwiGLU, of the second
+    product times the expert's weight, and the sum over a token's experts. The model's routed scaling factor
+    is not applied here, because the model applies it itself where there is no CUDA.
     """
     config = moe_runner_config
     unlike = {name for name, value in others.items() if value is not None and value is not False}
@@ -77,7 +91,7 @@ def experts(
 
 
 def _is_plain(config: MoeRunnerConfig) -> bool:
-    """Whether experts are SwiGLU alone, each weighted after its second product."""
+    """Return whether experts are plain SwiGLU MLPs whose outputs are weighted after the second product."""
     limits = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
     other = (
         config.apply_router_weight_on_input or config.no_combine or any(limit is not None for limit in limits)
@@ -86,13 +100,17 @@ def _is_plain(config: MoeRunnerConfig) -> bool:
 
 
 def _multiplied(weight: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> torch.Tensor:
-    """float32 [out, n] of elements [out, n] and the scales of their blocks."""
+    """Return the dequantised weight, float32 [out, n]: elements times the scales of their blocks."""
     rows, columns = block_size
     return weight.float() * scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
 def _rounded(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """float32 [tokens, n] of x [tokens, n]: elements of FP8 times the scale of their token's features, no power of two."""
+    """Return x [tokens, n] rounded to FP8 and dequantised again, float32.
+
+    Each group of `columns` features of a token has its own scale, which need not be a power of two.
+    """
     groups = x.float().unflatten(-1, (-1, columns))
-    largest = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10)  # as the kernel: not to divide by zero
+    # The minimum avoids a division by zero, as in the kernel.
+    largest = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10)
     return ((groups * (448 / largest)).to(torch.float8_e4m3fn).float() * (largest / 448)).flatten(-2)

@@ -1,11 +1,12 @@
-"""Imported by the process from which SGLang's processes on a CPU are forked, before the first one is; see cpu_processes."""
+"""Imports of the process that SGLang's processes on a CPU are forked from, see cpu_processes."""
 
 import ctypes
 import gc
 import signal
 
 _PR_SET_PDEATHSIG = 1
-# Its children end with it, by SGLang's own call of this. It must not outlive the engine's process, which would leave them behind.
+# End this process when the engine's process ends. SGLang makes the same call in its processes, so they end
+# with this one. Without it they would be left behind.
 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 gc.disable()
@@ -16,4 +17,4 @@ import sglang.srt.managers.scheduler  # noqa: E402
 import sglang.srt.models.registry  # noqa: E402, F401
 
 gc.enable()
-gc.freeze()  # no collection of a child walks through what it shares with the others
+gc.freeze()  # garbage collections in forked processes skip the objects that exist now

@@ -1,8 +1,9 @@
-"""Memory of an engine on a CPU that it can give back for a while and have again at the same addresses.
+"""A memory saver for engines on a CPU: it releases memory and later restores it at the same addresses.
 
-On GPUs SGLang has this from the package torch_memory_saver, by which a region's memory is unmapped while its addresses stay. Here the
-pages go back to the system and may not be touched until they are resumed: who uses them too early ends with a segmentation fault,
-as he would with an illegal memory access on a GPU.
+On GPUs SGLang uses the package torch_memory_saver, which unmaps the memory of a region but keeps its
+addresses. On a CPU this module returns the pages to the system and makes them inaccessible until they are
+resumed. An access before that ends the process with a segmentation fault, like an illegal memory access on a
+GPU.
 
 Imported in SGLang's own processes, and in the one that starts them. Written for SGLang 0.5.23.
 """
@@ -26,7 +27,7 @@ _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class _Recorded(TorchDispatchMode):
-    """Notes the storages of all tensors that are made within this context."""
+    """A context that records the storages of all CPU tensors created within it."""
 
     def __init__(self, storages: dict[int, StorageWeakRef]):
         super().__init__()
@@ -42,7 +43,10 @@ class _Recorded(TorchDispatchMode):
 
 
 class HostMemorySaver(_TorchMemorySaverAdapterNoop):
-    """SGLang's interface to torch_memory_saver. What a region held is lost when it is paused, and zeros afterwards."""
+    """An implementation of SGLang's interface to torch_memory_saver.
+
+    The contents of a region are lost when it is paused. Its memory is zero after `resume`.
+    """
 
     enabled = True
 
@@ -51,7 +55,7 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
 
     @contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Tensors that are made within this context belong to `tag`."""
+        """Return a context in which new tensors belong to the region `tag`."""
         if enable_cpu_backup:
             raise NotImplementedError("memory on a CPU has no backup")
         storages = self._regions[tag]
@@ -70,7 +74,10 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
             _system("mprotect", start, size, _PROT_READ_WRITE)
 
     def _pages(self, tag: str) -> Iterator[tuple[int, int]]:
-        """Address and bytes of the whole pages in each storage of a region; at its ends there are bytes of others."""
+        """Yield (address, bytes) of the pages that lie completely within a storage of the region.
+
+        The first and last page of a storage may also hold other data.
+        """
         page = mmap.PAGESIZE
         for address, reference in self._regions[tag].items():
             storage = torch.UntypedStorage._new_with_weak_ptr(address) if not reference.expired() else None
@@ -88,7 +95,7 @@ def _system(call: str, start: int, size: int, argument: int) -> None:
 
 
 def register() -> HostMemorySaver:
-    """SGLang's memory saver in this process, wherever it is asked for one from now on."""
+    """Make a HostMemorySaver the memory saver that SGLang uses in this process from now on, and return it."""
     saver = HostMemorySaver()
     create = TorchMemorySaverAdapter.create
     TorchMemorySaverAdapter.create = staticmethod(lambda enable: saver if enable else create(False))
@@ -96,7 +103,7 @@ def register() -> HostMemorySaver:
 
 
 def weights_region():
-    """Tensors that are made within this context are weights, if this engine gives memory back."""
+    """Return a context in which new tensors count as weights, if this engine can release memory."""
     from sglang.srt.runtime_context import get_exec
 
     return TorchMemorySaverAdapter.create(enable=get_exec().features.enable_memory_saver).region(

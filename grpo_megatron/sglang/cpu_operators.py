@@ -1,9 +1,10 @@
-"""SGLang's small operators in fewer steps, for float32 on CPUs.
+"""Faster versions of SGLang's small operators for float32 on CPUs.
 
-At the sizes of a decoding step an operator costs what it takes to start it. SGLang's native forms start eight for a norm and
-thirty for a rotation. Other dtypes and the special cases of these classes keep the native forms.
+In a decoding step the tensors are so small that an operator's launch overhead dominates. SGLang's native
+forms launch eight operators for a norm and thirty for a rotary embedding. The versions here launch fewer.
+Other dtypes and the special cases of these classes keep the native forms.
 
-Written for SGLang 0.5.23. Imported in SGLang's own processes only.
+Written for SGLang 0.5.23. Imported only in SGLang's own processes.
 """
 
 from functools import cache
@@ -20,18 +21,22 @@ from torch.nn.functional import linear, silu
 
 
 def register(platform_key: str) -> None:
-    """For operators that are called from now on; platform_key: the platform's get_dispatch_key_name."""
+    """Replace the operators in this process, for all calls from now on.
+
+    platform_key: the platform's get_dispatch_key_name.
+    """
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
-    # Subclasses that differ in their frequencies only.
+    # These subclasses differ only in their frequencies.
     for kind in (RotaryEmbedding, LinearScalingRotaryEmbedding, Llama3RotaryEmbedding):
         BaseFusedOp.register_oot_forward(kind, rotate, platform_key)
     BaseFusedOp.register_oot_forward(UnquantizedFusedMoEMethod, experts, platform_key)
 
 
 def store_weights_by_column(model: torch.nn.Module) -> None:
-    """Lay the weights [out, in] of linear layers out so that [in, out] is contiguous; names, shapes and values stay.
+    """Store the weights [out, in] of linear layers by column: their transpose [in, out] becomes contiguous.
 
-    Products of some ten tokens are a quarter to a third faster so. Weight updates copy into the parameter, whatever its layout.
+    Matrix products with about ten tokens are a quarter to a third faster with this layout. Names, shapes and
+    values stay the same. Weight updates copy into the parameter, so they work with any layout.
     """
     for layer in model.modules():
         if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod:
@@ -42,12 +47,12 @@ def store_weights_by_column(model: torch.nn.Module) -> None:
 
 @cache
 def _scalar(value: float) -> torch.Tensor:
-    """A constant for operators that take tensors only."""
+    """Return a constant as a tensor, for operators that only take tensors."""
     return torch.tensor(value)
 
 
 def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant_linear=None):
-    """x [..., h] -> its norm; with a residual: the norm of the sum, and the sum."""
+    """Return the RMS norm of x [..., h]. With a residual, return the norm of x + residual, and that sum."""
     special = self.variance_size_override is not None or self.fp32_residual or not self.has_weight
     if x.dtype != torch.float32 or special or post_residual_addition is not None:
         return self.forward_native(x, residual, post_residual_addition)
@@ -60,7 +65,7 @@ def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant
 
 
 def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
-    """query, key [tokens, heads * head_size], rotated."""
+    """Return query and key [tokens, heads * head_size] with the rotary embedding applied."""
     whole = self.is_neox_style and self.rotary_dim == self.head_size and not hasattr(self, "sin_cos_cache")
     if (
         query.dtype != torch.float32
@@ -84,7 +89,11 @@ def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set
 
 
 def experts(self: UnquantizedFusedMoEMethod, layer, dispatch_output):
-    """Under expert parallelism, a token's experts of other ranks are -1, which SGLang's native form would take for one of its own."""
+    """Compute the experts of an MoE layer, also under expert parallelism.
+
+    There the index of an expert on another rank is -1. SGLang's native form would use it as the index of an
+    own expert.
+    """
     x, (weights, chosen, _) = dispatch_output.hidden_states, dispatch_output.topk_output
     if not (chosen < 0).any():
         return self.forward_native(layer, dispatch_output)

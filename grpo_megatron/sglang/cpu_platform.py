@@ -1,8 +1,8 @@
-"""SGLang on a machine without a GPU: an out-of-tree platform on plain PyTorch operators.
+"""An out-of-tree platform that runs SGLang on machines without a GPU, with plain PyTorch operators.
 
-SGLang finds it by the entry-point group ``sglang.srt.platforms`` (declared in setup.py) and uses
-it where ``SGLANG_PLATFORM=grpo_cpu`` is set. Written for SGLang 0.5.23; the plug-in interface has
-changed between minor versions before, so the CPU requirements pin the version.
+SGLang finds it by the entry-point group ``sglang.srt.platforms`` (declared in setup.py) and uses it if
+``SGLANG_PLATFORM=grpo_cpu`` is set. Written for SGLang 0.5.23. The plug-in interface has changed between
+minor versions before, so the CPU requirements pin the version.
 """
 
 import os
@@ -12,10 +12,11 @@ ATTENTION_BACKEND = "grpo_batched"  # cpu_attention.BatchedAttention
 
 
 def activate() -> str | None:
-    """Entry point: where SGLang finds the platform class, if SGLANG_PLATFORM asks for it by name.
+    """Return the import path of the platform class if SGLANG_PLATFORM names this platform, else None.
 
-    SGLang calls this wherever the package is installed, on GPU machines too. An answer there would replace CUDA
-    by the CPU (0.5.23), or end `import sglang` (0.5.17).
+    This is the entry point. SGLang calls it wherever the package is installed, also on GPU machines. If it
+    returned the class there, SGLang would use the CPU instead of CUDA (0.5.23), or `import sglang` would fail
+    (0.5.17).
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None
@@ -23,14 +24,16 @@ def activate() -> str | None:
 
 
 def _allocate_plain(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
-    """Of the host buffer of routed-expert capture, which SGLang registers with CUDA by default."""
+    """Allocate the host buffer for the routed experts without CUDA.
+
+    By default SGLang registers this buffer with CUDA.
+    """
     return allocator.allocate(dims, dtype=dtype, device=device)
 
 
 def __getattr__(name: str):
-    # The class needs SGLang's base classes at definition time. Building it on first access keeps
-    # `activate()`, which SGLang calls while its own platform package is half imported, free of
-    # that circle.
+    # The class definition imports SGLang's base classes. It is delayed to the first access, because SGLang
+    # calls `activate()` while its own platform package is only partly imported.
     if name != "TorchCpuPlatform":
         raise AttributeError(name)
     from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -51,8 +54,8 @@ def __getattr__(name: str):
             return False
 
         def empty_cache(self) -> None:
-            # The stock one collects garbage: 0.35 s in SGLang's large heap, at every weight update,
-            # to return memory that no device allocator holds.
+            # The default implementation collects garbage. That takes 0.35 s in SGLang's large heap at every
+            # weight update, and without a device allocator there is no memory to return.
             pass
 
         def init_backend(self) -> None:
@@ -70,8 +73,8 @@ def __getattr__(name: str):
             gloo.share_device()
             cpu_memory.register()
             register_attention_backend(ATTENTION_BACKEND)(BatchedAttention)
-            # Latent attention of new tokens without a prefix would by default be computed from keys and values that are not in
-            # the pool, where BatchedAttention looks for them.
+            # By default latent attention (MLA) of new tokens without a prefix uses keys and values that are
+            # not in the pool. BatchedAttention reads them from the pool.
             AttentionBackendRegistry.register(
                 ATTENTION_BACKEND, lambda attention, batch: AttnForwardMethod.MLA
             )

@@ -1,7 +1,7 @@
-"""SGLang's processes on a CPU, forked from one that has imported SGLang.
+"""Fast start of SGLang's processes on a CPU: they are forked from a process that has already imported SGLang.
 
-SGLang has each of them import everything anew, because a process that uses CUDA may not be forked. On a CPU that import is most of
-what the start of an engine takes.
+SGLang spawns its processes, and each one imports everything again, because a process that uses CUDA must not
+be forked. On a CPU these imports take most of an engine's start.
 
 Written for SGLang 0.5.23.
 """
@@ -17,13 +17,13 @@ _IMPORTS = "grpo_megatron.sglang.cpu_imports"
 
 
 def prepare() -> None:
-    """Start the process to fork from, and return at once. Its environment is the one of now."""
+    """Start the process to fork from, with the current environment, and return immediately."""
     forkserver.set_forkserver_preload([_IMPORTS])
     forkserver.ensure_running()
 
 
 def forking(engine: type) -> type:
-    """sglang.Engine, whose processes are forked in place of spawned."""
+    """Return a subclass of sglang.Engine whose processes are forked instead of spawned."""
 
     class ForkingEngine(engine):
         @classmethod
@@ -41,8 +41,13 @@ def forking(engine: type) -> type:
 
 
 def _run(environment: dict[str, str], function: Callable, *arguments) -> Any:
-    """As a spawned process would: in the environment that SGLang has prepared meanwhile, and to spawn others."""
-    # Those that have changed: the title of a process cannot be set after its whole environment was.
+    """Run `function` as a spawned process would.
+
+    environment: the environment variables that SGLang has set since the process to fork from was started.
+    Child processes of this process are spawned, not forked.
+    """
+    # Set only the variables that changed: once the whole environment has been set, a process title cannot be
+    # set.
     os.environ.update(environment.items() - os.environ.items())
     multiprocessing.set_start_method("spawn", force=True)
     return function(*arguments)

@@ -1,8 +1,8 @@
-"""One SGLang engine as a Ray actor: token ids in, token ids and log-probs out.
+"""SGLangEngine runs one SGLang engine as a Ray actor: token ids in, token ids and log-probs out.
 
-Requests go in by `submit`, finished ones come out of `poll` as soon as they end: one Ray call
-carries many samples, and nobody waits for the slowest of a group. What releases of SGLang differ in
-is in release.py, and every call to it.
+`submit` takes requests, and `poll` returns those that have finished. One Ray call carries many samples, and
+no caller waits for the slowest sample of a group. All calls to SGLang go through release.py, which hides the
+differences between its releases.
 """
 
 import asyncio
@@ -33,40 +33,48 @@ from grpo_megatron.weights.sync.order import Answer, Order
 
 @dataclass(frozen=True)
 class Request:
-    """One response to be sampled. key: how the caller recognises it. routed: of how many of its first tokens the caller has the
-    experts already. top: how many of the likeliest tokens to name at each place."""
+    """A request to sample one response."""
 
     key: tuple[int, int]
+    """Identifies the request; the completion has the same key."""
     prompt_ids: list[int]
+    """Token ids of the prompt."""
     sampling: dict[str, Any]
+    """SGLang's sampling parameters."""
     routed: int = 0
+    """Number of leading tokens whose experts the caller already has."""
     top: int = 0
+    """Number of most likely tokens to return at each position."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request. response_ids int32 [R], logprobs float32 [R] (after temperature).
-
-    routing: int16 [P + R - 1 - routed, L, k], the experts of each token that was computed in each of the L layers
-    with experts, but the first ones, see Request; None unless asked for.
-    top_ids int32, top_logprobs float32 [R, Request.top]: the likeliest tokens at each place, the likeliest first, and their log-probs
-    (after temperature).
-    """
+    """A finished request with a prompt of P tokens and a response of R tokens."""
 
     key: tuple[int, int]
+    """Key of the request."""
     response_ids: np.ndarray
+    """int32 [R], token ids of the response."""
     logprobs: np.ndarray
+    """float32 [R], log-probs of the response (after temperature)."""
     finish_reason: str
+    """SGLang's finish reason, such as "stop" or "length"."""
     weight_spans: tuple[WeightSpan, ...]
+    """Spans of the response's tokens with the weight version that sampled them."""
     routing: np.ndarray | None = None
+    """int16 [P + R - 1 - Request.routed, L, k], the k experts of each computed token in each of the L layers
+    with experts, without the first `Request.routed` tokens; None unless requested."""
     top_ids: np.ndarray | None = None
+    """int32 [R, Request.top], the most likely tokens at each position, best first; None unless requested."""
     top_logprobs: np.ndarray | None = None
+    """float32 [R, Request.top], their log-probs (after temperature)."""
 
 
 class _Scheduling:
-    """SGLang's processes as the engine's heart sees them; see cluster.heart.View.
+    """The progress of SGLang's processes for the engine's heartbeat, see cluster.heart.View.
 
-    The threads of the actor tell nothing: its event loop goes round whatever the scheduler does.
+    The threads of the actor itself do not show progress: its event loop keeps running even if the scheduler
+    hangs.
     """
 
     def __init__(self, control: EngineControl, children: Children):
@@ -83,7 +91,7 @@ class _Scheduling:
 
 
 def _phase(method: Callable) -> Callable:
-    """While the method runs, the engine is in the phase of its name."""
+    """Decorate a method so that the engine's heartbeat reports a phase of the method's name while it runs."""
 
     @wraps(method)
     async def within(engine, *arguments):
@@ -95,7 +103,7 @@ def _phase(method: Callable) -> Callable:
 
 @ray.remote
 class SGLangEngine:
-    """The engine's process; SGLang's scheduler and detokenizer are its children."""
+    """The Ray actor of one engine. SGLang's scheduler and detokenizer are child processes of it."""
 
     def __init__(
         self,
@@ -104,12 +112,17 @@ class SGLangEngine:
         routed_layers: tuple[bool, ...] | None,
         others: dict[Process, ray.actor.ActorHandle],
     ):
-        """routed_layers: for each layer of the model whether it has experts, if their routing is wanted. others: EngineNode of each
-        of its nodes but this one."""
+        """Start the engine.
+
+        process: name and log of this process.
+        arguments: arguments of sglang.Engine.
+        routed_layers: for each layer of the model, whether it has experts; None if routing is not requested.
+        others: the EngineNode actors on the engine's other nodes.
+        """
         redirect_output(process.log)
         self._process, self._routed_layers = process, routed_layers
         if "dist_init_addr" not in arguments:
-            # SGLang's ranks would find each other through a port that is open on every interface.
+            # By default SGLang's ranks rendezvous through a port that is open on all network interfaces.
             self._meeting, path = meeting_file()
             os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{path}"
         self._control = EngineControl(start_engine(arguments))
@@ -119,38 +132,38 @@ class SGLangEngine:
         self._memory = EngineMemory(process.name, self._control, self._while_alive)
         self._tp_size = arguments["tp_size"]
         self._admitted, self._updating, self._paused = False, False, False
-        self._aborted = -1  # the last batch that was
+        self._aborted = -1  # id of the last aborted batch
         self._finished: asyncio.Queue = asyncio.Queue()
         self._tasks: set[asyncio.Task] = set()
         self._heart = Heart(_Scheduling(self._control, self._children))
         self._heart.start()
 
     async def ready(self) -> int:
-        """Returns the process id once the engine can serve."""
-        # SGLang's own server does this after its start. Without it, garbage collections walk through everything that was
-        # imported, which takes 0.1 to 0.3 s each in its three processes.
+        """Return the process id once the engine can serve."""
+        # SGLang's own server does this after its start. Otherwise each garbage collection traverses all
+        # imported objects, which takes 0.1 to 0.3 s in each of its three processes.
         await self._control.freeze_gc()
         return os.getpid()
 
     async def end_ids(self) -> frozenset[int]:
-        """The tokens by which the model ends a response."""
+        """Return the ids of the tokens that end a response."""
         return self._control.end_ids
 
     async def beat(self) -> None:
-        """Tell the driver's watch what was done until now."""
+        """Send a heartbeat to the driver's hang detector now."""
         self._heart.beat()
 
     def _dead(self) -> Process | None:
-        """The node of this engine, if any, of which SGLang's processes are not all there any more."""
+        """Return a process of this engine that has lost an SGLang child process, or None if all are alive."""
         if not self._children.alive:
             return self._process
         return next((process for process, end in self._ends.items() if end.done()), None)
 
     async def _while_alive(self, call: str, awaitable: Awaitable, timeout: float | None = None) -> Any:
-        """The awaitable's result; raises ProcessDied if a child of SGLang's dies meanwhile, on any node.
+        """Return the awaitable's result, but raise ProcessDied if a child process of SGLang dies on any node.
 
-        SGLang ends this process when a child of its dies, but not always: seen after a SIGKILL of the
-        scheduler, when every call then waits forever. Raises asyncio.TimeoutError after `timeout`.
+        SGLang usually ends this process when one of its children dies, but not always. After a SIGKILL of the
+        scheduler every call was seen to wait forever. Raises asyncio.TimeoutError after `timeout` seconds.
         """
         task = asyncio.ensure_future(awaitable)
         waited = 0.0
@@ -168,11 +181,12 @@ class SGLangEngine:
         return task.result()
 
     def admit(self) -> None:
-        """From now on, and until the next update begins, this engine may serve."""
+        """Allow this engine to serve until the next update begins."""
         self._admitted = True
 
     def _must_be_admitted(self) -> None:
-        # A new process, such as one that took a dead engine's place, is not, and one whose update failed is no more.
+        # A new process, such as the replacement of a dead engine, has not been admitted yet. An engine whose
+        # update failed is no longer admitted.
         if not self._admitted:
             raise RuntimeError(
                 f"{self._process.name} may not serve: nobody has compared its weights with the trainer's"
@@ -180,9 +194,9 @@ class SGLangEngine:
         self._memory.must_have(*Part)
 
     async def submit(self, batch: int, requests: list[Request]) -> None:
-        """Begin to answer them. They are of a batch, which `abort` ends."""
-        # Ray may run the calls of an actor with an event loop in another order than they were made. Requests that came after their abort
-        # were answered in the next step.
+        """Start to answer requests. `abort` can end all requests of a batch."""
+        # Ray may run the calls of an async actor in another order than they were made. Requests that arrived
+        # after their abort used to be answered in the next step.
         for request in requests if batch > self._aborted else ():
             task = asyncio.create_task(self._generate(request))
             self._tasks.add(task)
@@ -195,18 +209,21 @@ class SGLangEngine:
                 routed = request.routed if self._routed_layers else None
                 answer = await self._control.sample(request.prompt_ids, request.sampling, routed, request.top)
             self._finished.put_nowait(_completion(request, answer, self._routed_layers))
-        except Exception as error:  # handed to the caller by poll
+        except Exception as error:  # poll raises it in the caller
             self._finished.put_nowait(error)
 
     async def poll(self, batch: int, timeout: float) -> list[Completion]:
-        """What finished since the last call; waits up to `timeout` seconds for the first one."""
+        """Return the completions since the last call. Wait up to `timeout` seconds for the first one.
+
+        Raises the error of a request that failed.
+        """
         if batch <= self._aborted:
             return []
         try:
             done = [await self._while_alive("generate", self._finished.get(), timeout)]
         except asyncio.TimeoutError:
             return []
-        # Requests of one decoding step end together: let the others arrive before answering.
+        # Requests that end in the same decoding step arrive together: wait for the others before answering.
         await asyncio.sleep(0.002)
         while not self._finished.empty():
             done.append(self._finished.get_nowait())
@@ -217,11 +234,15 @@ class SGLangEngine:
 
     @_phase
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """Log-prob of every token but the first under the engine's weights, at temperature 1; float32 [n - 1] each."""
+        """Return the log-probs of each sequence's tokens at temperature 1, float32 [n - 1].
+
+        The first token has no log-prob.
+        """
         self._must_be_admitted()
         scored = await self._while_alive("score", self._control.score(sequences))
         for ids, entries in zip(sequences, scored, strict=True):
-            # SGLang calls the last word of the vocabulary 0 here (it takes it for a placeholder of an image).
+            # SGLang reports the last token of the vocabulary as 0 here (it takes it for an image
+            # placeholder).
             if len(entries) != len(ids) or any(
                 token not in (given, 0) for (_, token, _), given in zip(entries, ids, strict=True)
             ):
@@ -230,14 +251,15 @@ class SGLangEngine:
 
     @_phase
     async def begin_update(self, pause: PauseMode) -> None:
-        """Stop serving, as `pause` says, and open an update session."""
+        """Stop serving and open an update session. pause: what happens to running requests."""
         self._memory.must_have(Part.weights)
         self._admitted, self._updating = False, True
         if self._tasks:
             if pause != PauseMode.abort and not self._control.knows_spans:
                 raise UserError(
-                    f"{self._process.name} has requests in flight, and this release of SGLang does not say which of their tokens "
-                    "are of the old weights: set weight_sync.pause=abort, or install SGLang 0.5.20 or later"
+                    f"{self._process.name} has requests in flight, and this release of SGLang does not say "
+                    "which of their tokens are of the old weights: set weight_sync.pause=abort, or install "
+                    "SGLang 0.5.20 or later"
                 )
             await self._while_alive("pause_generation", self._control.pause(pause))
             self._paused = True
@@ -245,7 +267,10 @@ class SGLangEngine:
 
     @_phase
     async def sync_order(self, order: Order) -> list[Answer]:
-        """Have every tensor-parallel rank carry out an order within the session; their answers. Raises UserError if one failed."""
+        """Make every tensor-parallel rank carry out an order within the session. Return their answers.
+
+        Raises UserError if a rank failed.
+        """
         asking = self._control.call_loader(by_value(order), self._tp_size, DOOR)
         await self._accepted("update_weights_from_tensor", asking)
         store = order.setup.connect()
@@ -260,16 +285,20 @@ class SGLangEngine:
 
     @_phase
     async def load_bucket(self, bucket: Bucket) -> list[str]:
-        """Load tensors by their HF names, which are returned. For an engine on one node: it opens files of this one."""
+        """Load tensors by HF name, and return the names.
+
+        It works only for an engine on a single node, because the tensors are passed through files of this
+        node.
+        """
         loading = self._control.load_tensors(bucket.tensors(), self._tp_size)
         await self._accepted("update_weights_from_tensor", loading)
         return [item.name for item in bucket.contents]
 
     @_phase
     async def end_update(self, version: int, keep_cache: bool) -> None:
-        """Close the session, drop cached prefixes of the old weights, tag what comes now, and go on serving.
+        """Close the session, drop the prefix cache of the old weights, set the version, and resume serving.
 
-        keep_cache: requests that were paused in place go on with keys and values of the old weights.
+        keep_cache: requests that were paused in place continue with keys and values of the old weights.
         """
         await self._accepted("end_weight_update", self._control.end_weight_update())
         if not (keep_cache and self._paused):
@@ -282,7 +311,10 @@ class SGLangEngine:
         self.admit()
 
     async def reset(self, batch: int) -> bool:
-        """As `abort`; whether the engine can go on. It cannot in the middle of an update: some weights are new, some old."""
+        """Abort like `abort`, and return whether the engine can continue.
+
+        It cannot continue in the middle of an update, because some of its weights are new and some are old.
+        """
         if self._updating or self._dead():
             return False
         self._admitted = False
@@ -290,17 +322,23 @@ class SGLangEngine:
         return True
 
     async def abort(self, batch: int) -> None:
-        """End all requests of the batches up to this one, whose answers nobody gets. No other may have begun."""
+        """End all requests of batches up to this one and discard their answers.
+
+        No later batch may have begun.
+        """
         self._aborted = batch
         self._control.abort()
         if self._tasks:
             await self._while_alive("abort", asyncio.wait(self._tasks))
-        # A poll of the caller, who waits no more, may still be at the old one.
+        # An outdated poll may still be waiting at the old queue.
         self._finished = asyncio.Queue()
 
     @_phase
     async def release_memory(self) -> None:
-        """Give back the memory of weights and KV cache. Raises RuntimeError while requests run. What is served next, is synced first."""
+        """Release the memory of the weights and the KV cache. A weight sync must precede the next request.
+
+        Raises RuntimeError while requests run.
+        """
         if self._tasks:
             raise RuntimeError(f"{self._process.name} still generates, and may not give back its memory")
         self._admitted = False
@@ -311,11 +349,11 @@ class SGLangEngine:
         await self._memory.resume(part)
 
     async def occupied(self) -> int:
-        """Bytes, see `engine_bytes`."""
+        """Return the bytes in use, see `engine_bytes`."""
         return engine_bytes(self._children)
 
     async def _accepted(self, call: str, awaitable: Awaitable[Accepted]) -> None:
-        """Waits for SGLang's answer. Raises UserError if it refuses the call."""
+        """Wait for SGLang's answer. Raises UserError if it refuses the call."""
         success, message = await self._while_alive(call, awaitable)
         if not success:
             raise UserError(f"the engine refused {call}: {message}")
@@ -325,7 +363,7 @@ class SGLangEngine:
 
 
 def _routing(request: Request, answer: dict, has_experts: tuple[bool, ...]) -> np.ndarray:
-    """As Completion has it; SGLang has a row for every layer, with experts or not."""
+    """Return Completion.routing. SGLang's array also has the layers without experts."""
     flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), dtype=np.int32)
     tokens = len(request.prompt_ids) + len(answer["output_ids"]) - 1 - request.routed
     return flat.reshape(tokens, len(has_experts), -1)[:, np.array(has_experts)].astype(np.int16)
@@ -349,7 +387,10 @@ def _completion(request: Request, answer: dict, routed_layers: tuple[bool, ...] 
 
 
 def _top_tokens(places: list[list[tuple[float, int, str | None]]]) -> dict[str, np.ndarray]:
-    """As Completion has them. places: the likeliest tokens at each, the likeliest first."""
+    """Return Completion.top_ids and Completion.top_logprobs.
+
+    places: for each position the most likely tokens, the most likely first.
+    """
     return {
         "top_ids": np.array([[token for _, token, _ in place] for place in places], dtype=np.int32),
         "top_logprobs": np.array(

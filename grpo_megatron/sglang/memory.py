@@ -1,4 +1,4 @@
-"""What an engine gives back to whom it shares its devices with, and takes again."""
+"""Release and resumption of an engine's GPU memory, for devices that it shares with the trainer."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,38 +10,47 @@ from grpo_megatron.cluster.memory import anonymous_bytes
 from grpo_megatron.sglang.node import Children
 from grpo_megatron.sglang.release import EngineControl
 
-# A scheduler that runs ahead of its device ends its last batch some milliseconds after the requests in it.
+# A scheduler that runs ahead of its device ends its last batch some milliseconds after the batch's requests
+# end.
 _IDLE_POLLS, _IDLE_POLL_SECONDS = 200, 0.05
 
 
 class Part(Enum):
-    """By SGLang's tags. Contents of either are lost when it is released."""
+    """A part of the memory that can be released, named by SGLang's tags.
+
+    The contents of a part are lost when it is released.
+    """
 
     weights = "weights"
     kv_cache = "kv_cache"
 
 
 class EngineMemory:
-    """Asks SGLang, whose schedulers hold the memory, and knows what is released.
+    """Releases and resumes the memory of an engine, and records which parts are released.
 
-    SGLang itself would take a request, or weights, into memory that is not there, and die of it.
+    SGLang's schedulers hold the memory. SGLang itself accepts requests or weights while their memory is
+    released, and then crashes.
     """
 
     def __init__(self, name: str, control: EngineControl, waited_for: Callable[[str, Awaitable], Awaitable]):
-        """name: of the engine, in messages. waited_for: (call, awaitable) -> its result."""
+        """name: name of the engine in error messages.
+
+        waited_for: function of a call's name and an awaitable that returns the awaitable's result.
+        """
         self._name, self._control, self._waited_for = name, control, waited_for
         self._released: set[Part] = set()
 
     def must_have(self, *parts: Part) -> None:
-        """Raises RuntimeError if one of them is released."""
+        """Check that no part is released. Raises RuntimeError otherwise."""
         gone = [part.value for part in parts if part in self._released]
         if gone:
             raise RuntimeError(
-                f"{self._name} has given back the memory of its {' and '.join(gone)}, which must be resumed first"
+                f"{self._name} has given back the memory of its {' and '.join(gone)}, which must be resumed "
+                "first"
             )
 
     async def release(self) -> None:
-        """Give back all parts. Nothing may be running. Raises RuntimeError if one is released already."""
+        """Release all parts. No request may be running. Raises RuntimeError if a part is released already."""
         self.must_have(*Part)
         await self._until_idle()
         await self._waited_for(
@@ -50,7 +59,7 @@ class EngineMemory:
         self._released = set(Part)
 
     async def _until_idle(self) -> None:
-        """A scheduler that is asked to release its memory before it is idle ends."""
+        """Wait until the scheduler is idle. A busy scheduler dies if it is asked to release its memory."""
         for _ in range(_IDLE_POLLS):
             if (await self._waited_for("flush_cache", self._control.flush_cache()))[0]:
                 return
@@ -58,7 +67,10 @@ class EngineMemory:
         raise RuntimeError(f"{self._name} still generates, and may not give back its memory")
 
     async def resume(self, part: Part) -> None:
-        """Have the memory of a part again, with undefined contents. Raises RuntimeError if it is not released."""
+        """Allocate the memory of a part again. Its contents are undefined.
+
+        Raises RuntimeError if the part is not released.
+        """
         if part not in self._released:
             raise RuntimeError(f"{self._name} still has the memory of its {part.value}")
         await self._waited_for("resume_memory_occupation", self._control.resume_memory([part.value]))
@@ -66,9 +78,14 @@ class EngineMemory:
 
 
 def engine_bytes(children: Children) -> int:
-    """What an engine occupies: all that is in use on the fullest of its GPUs, by whomever; without GPUs the memory of its children."""
+    """Return the bytes of memory in use by an engine.
+
+    With GPUs it is the memory in use on the fullest of the engine's GPUs, by all processes together. Without
+    GPUs it is the memory of the engine's child processes.
+    """
     devices = torch.cuda.device_count()
     if devices:
-        # As the driver says it: torch does not know what is unmapped, and a container does not see whose the rest is.
+        # Ask the driver. torch does not know about unmapped memory, and within a container one cannot see
+        # which process uses which memory.
         return max(torch.cuda.device_memory_used(device) for device in range(devices))
     return sum(anonymous_bytes(pid) for pid in children.pids)

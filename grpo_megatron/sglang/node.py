@@ -1,4 +1,8 @@
-"""A node of an SGLang engine: its child processes, and the Ray actor that holds those of the further nodes of an engine over several."""
+"""The processes on one node of an SGLang engine.
+
+`Children` are SGLang's child processes on a node. `EngineNode` is the Ray actor that holds them on the
+further nodes of an engine that spans several nodes.
+"""
 
 import asyncio
 import os
@@ -12,18 +16,18 @@ import ray
 from grpo_megatron.cluster.processes import Process, redirect_output
 from grpo_megatron.sglang.start import start_engine
 
-# Of SGLang's files in memory that are shared by its processes. 24 MiB for each group of ranks, and some KiB for each engine.
+# Prefix of the shared-memory files of SGLang's processes: 24 MiB per group of ranks, and some KiB per engine.
 _SHARED = "/dev/shm/sgl"
 
 
 class Children:
-    """SGLang's processes on this node, as they are now."""
+    """SGLang's child processes on this node, found when the object is created."""
 
     def __init__(self) -> None:
-        # Python's own helpers are children too, which come and go.
+        # Python's helper processes, which come and go, are children too and are skipped.
         self._processes = []
         for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):  # it has ended
+            with suppress(psutil.Error):  # the process has ended
                 if "sglang::" in " ".join(child.cmdline()):
                     self._processes.append(child)
 
@@ -32,7 +36,7 @@ class Children:
         return [child.pid for child in self._processes]
 
     def states(self) -> list[str]:
-        """One for each, such as `sglang::scheduler (pid 7) stopped`."""
+        """Return the state of each process, such as `sglang::scheduler (pid 7) stopped`."""
         found = []
         for child in self._processes:
             with suppress(psutil.NoSuchProcess):
@@ -40,9 +44,12 @@ class Children:
         return found
 
     def unlink_shared_files(self) -> None:
-        """Once all of them have opened what they share. SGLang ends them by SIGKILL, after which the files would fill /dev/shm for ever."""
+        """Delete the shared-memory files of the processes, after all of them have opened the files.
+
+        SGLang ends the processes by SIGKILL, and the files would stay in /dev/shm forever.
+        """
         for pid in self.pids:
-            with suppress(OSError):  # it has just died, which others notice
+            with suppress(OSError):  # the process has just died, which is detected elsewhere
                 mapped = Path(f"/proc/{pid}/maps").read_text().split()
                 for path in {word for word in mapped if word.startswith(_SHARED)}:
                     Path(path).unlink(missing_ok=True)
@@ -54,7 +61,7 @@ class Children:
 
 @ray.remote
 class EngineNode:
-    """Serves nothing: its schedulers follow those of the engine's first node."""
+    """The Ray actor of a further node of an engine. Its schedulers follow those on the first node."""
 
     def __init__(self, process: Process, arguments: dict[str, Any]):
         redirect_output(process.log)
@@ -63,11 +70,11 @@ class EngineNode:
         self._children.unlink_shared_files()
 
     async def ready(self) -> int:
-        """Returns the process id once the node is up."""
+        """Return the process id once the node is up."""
         return os.getpid()
 
     async def end(self) -> None:
-        """Returns as soon as a child of SGLang's is gone."""
+        """Return as soon as a child process of SGLang has ended."""
         while self._children.alive:
             await asyncio.sleep(1.0)
 

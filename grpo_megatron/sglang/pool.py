@@ -1,4 +1,4 @@
-"""All engines of a run behind one object: started, waited for, asked, given weights, closed."""
+"""EnginePool starts, queries, updates and closes all SGLang engines of a run."""
 
 import contextlib
 from collections.abc import Iterable
@@ -23,11 +23,12 @@ from grpo_megatron.sglang.node import EngineNode
 from grpo_megatron.weights.sync.order import Order
 
 _SHUTDOWN_SECONDS = 20.0
-# Between the seeds of an engine and of the one in its place; more than there are engines.
+# Difference between the random seeds of an engine and of its replacement. It is larger than the number of
+# engines.
 _NEXT_SEED = 1_000_003
-# What an engine that can go on may take to drop its requests.
+# Maximum seconds in which a healthy engine drops its requests.
 _RESET_SECONDS = 20.0
-# With data-parallel attention, SGLang takes the seven ports behind that of its address.
+# With data-parallel attention, SGLang also uses the seven ports after the one in its address.
 _PORTS = 8
 
 
@@ -37,7 +38,10 @@ def _free_address() -> str:
 
 
 class EnginePool:
-    """Engines that serve the same weights. weight_version: of the weights they were given last, 0 before that."""
+    """The engines of a run, which all serve the same weights.
+
+    weight_version: version of the last synced weights; 0 before the first sync.
+    """
 
     def __init__(
         self,
@@ -51,10 +55,13 @@ class EnginePool:
         pause: PauseMode = PauseMode.retract,
         shared: bool = False,
     ):
-        """Start all engines and return at once; `wait_until_ready` waits for them. watch: is told of all engines.
+        """Start all engines and return immediately. `wait_until_ready` waits for them.
 
-        routing: completions carry the experts that their tokens went to. pause: what an update does to running requests.
-        shared: others will have the engines' memory in turns, see run.turns.
+        seed: random seed of the first engine; the i-th engine after it gets seed + i.
+        watch: the hang detector, which monitors all engines.
+        routing: record the experts of each token in completions.
+        pause: what a weight update does to running requests.
+        shared: the engines share their devices with the trainer and release memory in turns, see run.turns.
         """
         self._config, self._pause = config, pause
         self.weight_version = 0
@@ -66,9 +73,9 @@ class EnginePool:
             for number in range(len(cluster.engine_nodes))
         ]
         self._engines: list = []
-        # Of each engine, its nodes but the first.
+        # For each engine, the processes on its further nodes.
         self._others: list[dict[Process, ray.actor.ActorHandle]] = []
-        # Of each engine, its arguments and Ray's options on each of its nodes.
+        # For each engine, its SGLang arguments, and the Ray options of the actor on each of its nodes.
         self._settings: list[tuple[dict, list[dict]]] = []
         moe = read_architecture(model.path).moe
         self._routed_layers = moe.layers if routing and moe else None
@@ -92,7 +99,10 @@ class EnginePool:
         self._start(range(len(self._settings)))
 
     def _start(self, numbers: Iterable[int]) -> None:
-        """Engines: of each, the process on its first node, and those on the others. Raises ProcessLost if a node does not answer."""
+        """Start the engines with these indices, each with its processes on all its nodes.
+
+        Raises ProcessLost if a node does not answer.
+        """
         addresses = self._addresses(numbers)
         for number in numbers:
             arguments, options = self._settings[number]
@@ -106,14 +116,18 @@ class EnginePool:
                 others[process] = EngineNode.options(**of_node).remote(
                     process, arguments | {"node_rank": node}
                 )
-            # Many calls at a time: `poll` waits in the engine while requests and updates arrive.
+            # The actor runs many calls at a time: `poll` waits in the engine while requests and updates
+            # arrive.
             start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
             self._engines[number] = start(self.processes[number], arguments, self._routed_layers, others)
             self._others[number] = others
             self._watch.add(self.processes[number], self._engines[number])
 
     def _addresses(self, numbers: Iterable[int]) -> dict[int, str]:
-        """Where the processes of those engines meet that need a port; asked on their first nodes, all at once."""
+        """Return {engine: host:port of its rendezvous} for the engines that need a port.
+
+        Their first nodes are asked for a free port, all at the same time.
+        """
         asked = {}
         for number in numbers:
             arguments, options = self._settings[number]
@@ -136,80 +150,98 @@ class EnginePool:
             raise process_error(error, self.processes[min(asked)], "free_address") from error
 
     def recover(self, anew: bool) -> None:
-        """After a failure anywhere: engines that cannot go on start anew, the others drop their requests; see `wait_until_ready`.
+        """Recover from a failure anywhere in the run. `wait_until_ready` must follow.
 
-        anew: all of them, because nobody knows what they have given back to those who share their devices.
+        Engines that cannot continue are restarted. The others drop their requests.
+
+        anew: restart all engines. It is needed with shared devices, because it is unknown which memory they
+            have released.
         """
         resets = [engine.reset.remote(self._batch) for engine in self._engines]
         ray.wait(resets, num_returns=len(resets), timeout=_RESET_SECONDS)
         lost = [number for number, reset in enumerate(resets) if anew or not _answered_yes(reset)]
         self._close(lost)
         for number in lost:
-            # Else it would draw the random numbers of its first steps again.
+            # With the old seed it would repeat the random numbers of its first steps.
             self._settings[number][0]["random_seed"] += _NEXT_SEED
         self._start(lost)
 
     def wait_until_ready(self) -> None:
-        """Raises UserError for an engine that died, or did not start within rollout.engine.start_timeout seconds."""
+        """Wait until all engines can serve.
+
+        Raises UserError if an engine dies, or does not start within rollout.engine.start_timeout seconds.
+        """
         nodes = [pair for others in self._others for pair in others.items()]
         nodes += zip(self.processes, self._engines, strict=True)
         calls = {number: node.ready.remote() for number, (_, node) in enumerate(nodes)}
         gather(calls, [process for process, _ in nodes], "ready", self._config.engine.start_timeout)
 
     def clients(self) -> list[EngineClient]:
-        """One client for each engine, to be used within one event loop; what those before have asked for is done, or aborted."""
+        """Return one client for each engine, for use within one event loop.
+
+        All requests of earlier clients must have finished or been aborted.
+        """
         self._batch += 1
         pairs = zip(self._engines, self.processes, strict=True)
         return [EngineClient(engine, process, self._config, self._batch) for engine, process in pairs]
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """See SGLangEngine.score; by the first engine."""
+        """Score sequences with the first engine, see SGLangEngine.score."""
         return fetch(self._engines[0].score.remote(sequences), self.processes[0], "score")
 
     def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
-        """See SGLangEngine.score; by each engine."""
+        """Score the same sequences with every engine, see SGLangEngine.score."""
         return list(self._on_all("score", sequences).values())
 
     def admit(self) -> None:
-        """Let the engines serve the weights that they loaded when they started, as version 0; a weight sync does without."""
+        """Let the engines serve the weights that they loaded at their start, as version 0.
+
+        A weight sync admits the engines itself, so it does not need this call.
+        """
         self._on_all("admit")
 
     def begin_update(self) -> None:
-        """Pause every engine, and open an update session on it; none serves until `end_update`."""
+        """Pause every engine and open its update session. No engine serves until `end_update`."""
         self._on_all("begin_update", self._pause)
 
     def load_bucket(self, bucket: ray.ObjectRef) -> list[str]:
-        """Load a part of the new weights into every engine; the HF names of its tensors.
+        """Load a part of the new weights into every engine. Return the HF names of its tensors.
 
         bucket: reference to a weights.buckets.Bucket.
         """
         return self._on_all("load_bucket", bucket)[0]
 
     def sync_order(self, order: Order) -> list[ray.ObjectRef]:
-        """Have every engine carry out an order within the session; one reference each, to the answers of its ranks."""
+        """Make every engine carry out an order within the update session.
+
+        Return one reference per engine, to the list of its ranks' answers.
+        """
         return [
             engine.sync_order.remote(order.to_engine(number)) for number, engine in enumerate(self._engines)
         ]
 
     def end_update(self, version: int) -> None:
-        """Close the session; what is sampled from now on carries `version`."""
+        """Close the update session and resume serving. Samples carry `version` from now on."""
         self._on_all("end_update", version, self._pause == PauseMode.in_place)
         self.weight_version = version
 
     def release_memory(self) -> None:
-        """Give back the memory of weights and KV caches. Nothing may be running; what they serve next, is synced first."""
+        """Release the memory of weights and KV caches.
+
+        No request may be running. The engines must get weights by a sync before they serve again.
+        """
         self._on_all("release_memory")
 
     def resume_weights(self) -> None:
-        """Have memory for weights again, which a sync must fill."""
+        """Allocate the memory of the weights again. A sync must fill it."""
         self._on_all("resume_memory", Part.weights)
 
     def resume_kv_cache(self) -> None:
-        """Have the empty KV caches again."""
+        """Allocate the memory of the KV caches again. They are empty."""
         self._on_all("resume_memory", Part.kv_cache)
 
     def occupied(self) -> int:
-        """Bytes of the fullest engine, see memory.engine_bytes."""
+        """Return the bytes in use by the engine that uses most, see memory.engine_bytes."""
         return max(self._on_all("occupied").values())
 
     def _on_all(self, method: str, *arguments) -> dict:
@@ -229,7 +261,7 @@ class EnginePool:
             self._watch.remove(self._engines[number])
         if not actors:
             return
-        # Asked first, so that SGLang ends its children; one that is dead already ended them.
+        # Ask first, so that SGLang ends its child processes. A dead actor has no children left.
         with contextlib.suppress(ray.exceptions.RayError):
             ray.wait(
                 [actor.shutdown.remote() for actor in actors],

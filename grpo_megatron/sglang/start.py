@@ -1,4 +1,4 @@
-"""The start of SGLang on one node of an engine, in the process of a Ray actor."""
+"""The start of SGLang on one node of an engine, within a Ray actor's process."""
 
 import gc
 import os
@@ -14,10 +14,11 @@ from grpo_megatron.cluster.gpu_environment import preload_environment
 
 
 def meeting_file() -> tuple[BinaryIO, str]:
-    """A file by which the processes on this node find each other, and a path to it that is there as long as this process holds it.
+    """Create the rendezvous file of the engine's processes on this node. Return it and a path to it.
 
-    It has no name of its own: an engine ends by SIGKILL, and each one would leave a file behind. It cannot be deleted when they have
-    met, because groups that are made later meet there too.
+    The path is valid as long as this process keeps the file open. The file has no name of its own, because
+    engines are ended by SIGKILL and would leave a named file behind. It cannot be deleted after the
+    rendezvous, because process groups that are created later use it too.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115 - held as long as the engine
     return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
@@ -33,8 +34,9 @@ def start_engine(arguments: dict[str, Any]) -> Any:
     if on_cpu:
         from grpo_megatron.sglang import cpu_processes
 
-        cpu_processes.prepare()  # first, so that it imports SGLang while this process does
-    # What is imported stays: garbage collections meanwhile find nothing, and take a quarter of the time.
+        cpu_processes.prepare()  # first, so that both processes import SGLang at the same time
+    # Garbage collections during the import take a quarter of its time and find nothing, as all imported
+    # objects stay.
     gc.disable()
     import sglang.srt.entrypoints.engine
 
@@ -43,18 +45,19 @@ def start_engine(arguments: dict[str, Any]) -> Any:
     if on_cpu:
         from grpo_megatron.sglang import cpu_memory
 
-        cpu_memory.register()  # also asked for here, where schedulers are started
+        cpu_memory.register()  # this process, which starts the schedulers, uses the memory saver too
         engine = cpu_processes.forking(engine)
     return engine(**arguments)
 
 
 def unlink_files_of_the_dead() -> None:
-    """Those in memory, of 24 MiB, of SGLang's processes of this user that were killed during their start.
+    """Delete the shared-memory files of this user's SGLang processes that were killed during their start.
 
-    Later they have no names any more, see node.Children. SGLang names them sgl_shm_KIND_PID_RANDOM.
+    Such files have 24 MiB and are named /dev/shm/sgl_shm_KIND_PID_RANDOM. After the start the files have no
+    names any more, see node.Children.
     """
     for path in Path("/dev/shm").glob("sgl_shm_*"):
         pid = path.name.split("_")[-2]
-        with suppress(OSError):  # somebody else has removed it
+        with suppress(OSError):  # another process has deleted it
             if pid.isdigit() and path.stat().st_uid == os.getuid() and not psutil.pid_exists(int(pid)):
                 path.unlink()

@@ -1,6 +1,7 @@
-"""Runs inside an engine's scheduler process, one for each of its tensor-parallel ranks: its side of a weight sync.
+"""The engine's side of a weight sync. It runs in SGLang's scheduler processes, one per tensor-parallel rank.
 
-SGLang calls `obey` in place of loading weights, with the rank's own fused and sharded parameters. Scheduling stands still meanwhile.
+SGLang calls `obey` as a custom weight loader, with the rank's own fused and sharded parameters. The scheduler
+does nothing else while `obey` runs.
 """
 
 import pickle
@@ -12,10 +13,10 @@ from grpo_megatron.weights.sync.order import Answer, Order, Task
 from grpo_megatron.weights.sync.plan import EngineRank
 from grpo_megatron.weights.sync.receiver import Receiver
 
-# As SGLang imports it.
+# The path by which SGLang imports the function.
 DOOR = "grpo_megatron.sglang.weight_door.obey"
 _RECEIVER = "_grpo_weight_receiver"
-# Parameters of an attention layer that are no weights of the model.
+# Parameters of an attention layer that are not weights of the model.
 KV_SCALES = ("k_scale", "v_scale")
 
 
@@ -24,22 +25,29 @@ def answer_key(order: Order, rank: int) -> str:
 
 
 class _Bytes:
-    """Unpickled, it is a tensor uint8: SGLang's own form of a tensor opens a file of this node, and a rank may be on another."""
+    """Bytes that unpickle as a uint8 tensor.
+
+    SGLang's own serialisation of tensors refers to a file of this node, but a rank may be on another node.
+    """
 
     def __init__(self, content: bytes):
         self._content = content
 
     def __reduce__(self):
-        return torch.ByteTensor, (list(self._content),)  # among what SGLang unpickles
+        return torch.ByteTensor, (list(self._content),)  # a type that SGLang permits in pickles
 
 
 def by_value(order: Order) -> bytes:
-    """What `obey` takes as named tensors, as SGLang takes it for each rank."""
+    """Serialise an order in the form of the named tensors that SGLang passes to `obey` on each rank."""
     return pickle.dumps([("order", _Bytes(pickle.dumps(order)))])
 
 
 def obey(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """named_tensors: one, an Order. The Answer goes into the store: what this raised would end the scheduler."""
+    """Carry out an order and put the Answer into the driver's key-value store.
+
+    named_tensors: one tensor, the serialised Order.
+    Errors are reported in the Answer, because an exception would end the scheduler.
+    """
     from sglang.srt.distributed import get_tp_group
 
     ((_, control),) = named_tensors
@@ -65,28 +73,28 @@ def _carry_out(order: Order, me: EngineRank, model: torch.nn.Module) -> Answer:
     if order.task == Task.transfer:
         reset_kv_scales(model)
         if hasattr(model, "post_load_weights"):
-            # Computes weights that are derived from others. SGLang leaves it to whoever loads them.
+            # It computes weights that are derived from others. SGLang expects custom loaders to call it.
             model.post_load_weights()
     return answer
 
 
 def reset_kv_scales(model: torch.nn.Module) -> None:
-    """Set the scales of an FP8 KV cache to 1, because the trainer's weights come without any.
+    """Set the scales of an FP8 KV cache to 1, because the trainer has no such scales.
 
-    SGLang makes these parameters in engines in FP8, for some families such as Llama, Qwen2 and Mixtral. They
-    lie in the memory of the weights, whose contents are lost when an engine gives it back. An engine that
-    began with load_format=dummy has random ones.
+    FP8 engines have these parameters for some model families, such as Llama, Qwen2 and Mixtral. Their values
+    are lost when the engine releases the memory of the weights. An engine that started with load_format=dummy
+    has random values.
     """
     for module in model.modules():
         for name in KV_SCALES:
             if isinstance(scale := getattr(module, name, None), torch.nn.Parameter):
                 scale.data.fill_(1.0)
-                # Some attention backends read SGLang's copy of the number on the host.
+                # Some attention backends read this copy of the number on the host.
                 setattr(module, f"{name}_float", 1.0)
 
 
 def _receiver(order: Order, me: EngineRank, model: torch.nn.Module) -> Receiver:
-    """The one of this engine's rank, which lives as long as the model and the setup."""
+    """Return this rank's receiver. It is kept in the model until the setup changes."""
     kept: Receiver | None = model.__dict__.get(_RECEIVER)
     if kept is None or kept.setup != order.setup:
         if kept is not None:

@@ -1,1 +1,1 @@
-"""The driver's side of training: all ranks behind one object."""
+"""Driver side of training: all ranks behind one object."""

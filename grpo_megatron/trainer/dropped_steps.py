@@ -1,4 +1,4 @@
-"""Optimizer steps that are dropped one after the other."""
+"""Limit on the optimizer steps that may be dropped in a row."""
 
 import math
 
@@ -7,7 +7,7 @@ from grpo_megatron.errors import UserError
 
 
 class DroppedSteps:
-    """Watches for optimizer steps that are dropped one after the other, and stops the run if there are too many."""
+    """Counts optimizer steps that are dropped in a row, and stops the run if there are too many."""
 
     def __init__(self, config: OptimizerConfig):
         self._config = config
@@ -23,9 +23,11 @@ class DroppedSteps:
     def note(
         self, dropped: bool, grad_norm: float, loss: float, step: int | None, beyond: tuple[str, ...] = ()
     ) -> None:
-        """After every optimizer step; step: of the run, if known; beyond: see spec.TrainResult.
+        """Record one optimizer step. Must be called after every step.
 
-        Raises UserError at the optimizer.max_dropped_steps-th dropped one in a row.
+        step: step of the run, if known.
+        beyond: exceeded limits of the loss, see spec.TrainResult.
+        Raises UserError at the optimizer.max_dropped_steps-th dropped step in a row.
         """
         if not dropped:
             self._in_a_row.clear()
@@ -41,20 +43,22 @@ class DroppedSteps:
         reasons = []
         if not all(math.isfinite(norm) for norm, _ in self._in_a_row):
             reasons.append(
-                "A norm that is not finite comes from NaN or infinity in the weights, the log-probs or the advantages: look at "
-                "actor/loss, actor/grad_norm and mismatch/max of the steps before in metrics.jsonl; a lower optimizer.lr may help."
+                "A norm that is not finite comes from NaN or infinity in the weights, the log-probs or the "
+                "advantages: look at actor/loss, actor/grad_norm and mismatch/max of the steps before in "
+                "metrics.jsonl; a lower optimizer.lr may help."
             )
         if self._beyond:
             reasons.append(f"The reason was not the gradient, but: {self._beyond[0]}.")
         elif any(math.isfinite(norm) for norm, _ in self._in_a_row):
             limit = self._config.max_grad_norm_to_step
             reasons.append(
-                f"A finite norm was more than optimizer.max_grad_norm_to_step={limit}: look at actor/grad_norm of good steps in "
-                "metrics.jsonl, whether the limit is too low or training diverges."
+                f"A finite norm was more than optimizer.max_grad_norm_to_step={limit}: look at "
+                "actor/grad_norm of good steps in metrics.jsonl, whether the limit is too low or training "
+                "diverges."
             )
         raise UserError(
             f"{len(self._in_a_row)} optimizer steps in a row were dropped"
             + ("" if step is None else f", the last one in step {step}")
-            + f" (optimizer.max_dropped_steps={self._config.max_dropped_steps}); gradient norms {norms}, losses {losses}. "
-            + " ".join(reasons)
+            + f" (optimizer.max_dropped_steps={self._config.max_dropped_steps}); "
+            f"gradient norms {norms}, losses {losses}. " + " ".join(reasons)
         )

@@ -1,4 +1,4 @@
-"""The samples of one optimizer step, and how they are divided among replicas and micro-batches."""
+"""Samples of one optimizer step, and their division among replicas and micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ Item = TypeVar("Item")
 
 @dataclass
 class MiniBatch:
-    """The samples of one optimizer step, and their partition, which every pass over them reuses.
+    """Samples of one optimizer step with their partition, which every pass over them reuses.
 
-    key: (step, number in it), by which the ranks know it again.
+    key: (step, index of the mini-batch in it), by which the ranks recognise the mini-batch.
     """
 
     batch: TrainBatch
@@ -32,7 +32,11 @@ class MiniBatch:
 
 
 def partition(config: Config, lengths: np.ndarray, cost: CostModel, pairs: bool = False) -> Schedule:
-    """Micro-batches of one optimizer step for every replica; lengths: int64 [S], tokens of each sequence. pairs: see schedule_pairs."""
+    """Return the micro-batches of one optimizer step for every replica.
+
+    lengths: int64 [S], tokens of each sequence.
+    pairs: keep sequences 2 i and 2 i + 1 together, see schedule_pairs.
+    """
     sizes = ParallelSizes.from_config(config.megatron)
     return (schedule_pairs if pairs else schedule)(
         lengths,
@@ -47,7 +51,10 @@ def partition(config: Config, lengths: np.ndarray, cost: CostModel, pairs: bool 
 
 
 def enough(items: Sequence[Item], config: Config) -> list[Item]:
-    """Sequences, or pairs of them, that are only scored; some of them twice where `partition` could not share them among the replicas."""
+    """Return enough items for `partition` to divide among the replicas, some of them twice if necessary.
+
+    items: sequences, or pairs of them, that are only scored.
+    """
     sizes = ParallelSizes.from_config(config.megatron)
     share = sizes.dp * sizes.micro_batch_multiple
     count = max(len(items), share) if config.train.packing else padded_to(len(items), share)
@@ -55,7 +62,7 @@ def enough(items: Sequence[Item], config: Config) -> list[Item]:
 
 
 def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step: int) -> list[MiniBatch]:
-    """One mini-batch for each train.ppo_mini_batch_size groups, the samples of each as one stream.
+    """Make one mini-batch of every train.ppo_mini_batch_size groups, with the samples of each in one stream.
 
     Raises UserError if train.old_logprobs=current meets more than one optimizer step.
     """
@@ -66,7 +73,8 @@ def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step
     parts = [batch.select(np.flatnonzero(mini_of == number)) for number in range(mini_of[-1] + 1)]
     if config.train.old_logprobs == OldLogprobs.current and len(parts) * config.train.ppo_epochs > 1:
         raise UserError(
-            f"train.old_logprobs=current needs one optimizer step per batch; {len(groups)} prompts make several"
+            f"train.old_logprobs=current needs one optimizer step per batch; {len(groups)} prompts make "
+            "several"
         )
     return [
         MiniBatch(part, partition(config, part.lengths, cost), (step, number))

@@ -1,4 +1,4 @@
-"""The policy's trainer as the controller sees it: all ranks of the Megatron actor behind one object."""
+"""Trainer of the policy as the controller sees it: all ranks of the Megatron actor behind one object."""
 
 import os
 from collections.abc import Iterator
@@ -33,13 +33,14 @@ from grpo_megatron.weights.sync.order import Order
 
 
 def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
-    """Return a rank's variables beside those that Cluster.options sets. They must be set before it starts.
+    """Return a rank's environment variables, beside those that Cluster.options sets.
 
+    They must be set before the rank starts.
     threads: intra-op threads on a CPU.
     """
     if slot.device is not None:
         return {
-            # Megatron's overlap of communication with compute relies on one hardware queue.
+            # Megatron's overlap of communication with computation relies on one hardware queue.
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             # By default torch.compile starts up to 32 processes in each rank: 256 on a node of eight.
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "4"),
@@ -51,7 +52,7 @@ def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
 
 
 def _in_order(batch: TrainBatch, plan: Schedule, parts: list[np.ndarray]) -> np.ndarray:
-    """The replicas' values [..., t] of their tokens, as [..., T] in the order of the batch."""
+    """Return the replicas' values [..., t] as [..., T] in the order of the batch."""
     out = np.empty((*parts[0].shape[:-1], batch.num_tokens), dtype=np.float32)
     for dp, part in enumerate(parts):
         out[..., batch.token_index(plan.sequences(dp))] = part
@@ -59,7 +60,10 @@ def _in_order(batch: TrainBatch, plan: Schedule, parts: list[np.ndarray]) -> np.
 
 
 class PolicyTrainer:
-    """Every method returns when all ranks are done, and raises if one of them failed."""
+    """All ranks of the trainer behind one object.
+
+    Every method returns when all ranks are done, and raises if one of them failed.
+    """
 
     def __init__(
         self,
@@ -72,15 +76,17 @@ class PolicyTrainer:
         watch: Watch,
         takes_turns: bool = False,
     ):
-        """timeout: most seconds that one call to the ranks may take. watch: is told of all ranks.
+        """Start the ranks.
 
-        takes_turns: engines are on the ranks' devices, so ranks that sleep are woken by run.turns, not by the next call.
+        timeout: most seconds that one call to the ranks may take.
+        watch: hang detector, which observes all ranks.
+        takes_turns: engines share the ranks' devices, so run.turns wakes sleeping ranks, not the next call.
         """
         self.sizes = spec.sizes
         self.nodes = tuple(slot.node for slot in cluster.rank_slots)
         self.cost_model = read_architecture(spec.model_path, reward_model=spec.scalar_head).cost_model
         self._dropped_steps = DroppedSteps(spec.optimizer)
-        self._last_step: int | None = None  # of the run, in which an optimizer step changed the weights
+        self._last_step: int | None = None  # last step of the run in which the weights changed
         self.group = WorkerGroup(
             "trainer rank",
             [
@@ -96,7 +102,7 @@ class PolicyTrainer:
         self._asleep = False
 
     def _call(self, method: str, args_of_replica: list[tuple]) -> list[Any]:
-        """Call on all ranks with the arguments of their replica; the replicas' reports, in order."""
+        """Call a method on all ranks, with the arguments of their replica. Return the replicas' reports."""
         self._must_be_awake()
         ranks = self.group.ranks
         results = self.group.call(method, [args_of_replica[rank.dp_rank] for rank in ranks])
@@ -107,14 +113,14 @@ class PolicyTrainer:
         self._call(method, [args] * self.sizes.dp)
 
     def make_room(self) -> None:
-        """Give back what ranks keep of a step that is over, see Actor.make_room."""
+        """Free what ranks keep of a finished step, see Actor.make_room."""
         self._must_be_awake()
         self.group.call("make_room")
 
     def sleep(self) -> dict[str, float]:
-        """With megatron.sleep, give back the ranks' memory until they are woken.
+        """Free the ranks' memory until they are woken, if megatron.sleep is set.
 
-        Returns metrics: GiB that the fullest rank occupies awake and asleep; none if nothing is given back.
+        Returns metrics: GiB that the fullest rank occupies awake and asleep. Empty if nothing is freed.
         """
         if self._asleep:
             return {}
@@ -128,30 +134,31 @@ class PolicyTrainer:
         }
 
     def wake(self) -> None:
-        """Undo `sleep`; nothing happens to ranks that are awake."""
+        """Undo `sleep`. Do nothing if the ranks are awake."""
         if self._asleep and self._parks:
             self.group.call("wake")
         self._asleep = False
 
     def occupied(self) -> int:
-        """Bytes of the fullest rank, see cluster.memory. Lets the ranks sleep."""
+        """Return the bytes that the fullest rank occupies, see cluster.memory. Does not wake the ranks."""
         return max(self.group.occupied())
 
     def _must_be_awake(self) -> None:
-        """Wakes the ranks where nobody else has their devices. Raises RuntimeError where it is the engines' turn."""
+        """Wake the ranks. Raises RuntimeError if they sleep because engines are using their devices."""
         if self._asleep and self._takes_turns:
             raise RuntimeError("the trainer's ranks sleep: it is the turn of the engines on their devices")
         self.wake()
 
     def _split(self, batch: TrainBatch, plan: Schedule) -> list:
-        """Object references to each replica's micro-batches."""
+        """Return object references to each replica's micro-batches."""
         return [ray.put([batch.select(mb) for mb in plan.micro_batches[dp]]) for dp in range(self.sizes.dp)]
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Within this context the ranks have the reference's weights, and `logprobs(reference=True)` is the only call for them.
+        """Give the ranks the reference's weights within the context.
 
-        Entering and leaving exchange all weights, so that one context is for all passes of a step.
+        Only `logprobs(reference=True)` may be called in it.
+        Entering and leaving swap all weights, so use one context for all passes of a step.
         """
         self._call_alike("begin_reference")
         yield
@@ -165,10 +172,11 @@ class PolicyTrainer:
         key: tuple[int, int] | None = None,
         keep_hidden: bool = False,
     ) -> np.ndarray:
-        """float32 [T]: log-prob of every target under the current weights, or within `reference` those of the reference.
+        """Return the log-prob of every target, float32 [T], under the current weights.
 
-        key: (step, number of the mini-batch), by which ranks reuse what they keep between passes.
-        keep_hidden: the reference's hidden states stay on the ranks, for the exact KL.
+        reference: use the reference's weights instead; only within the context `reference`.
+        key: (step, index of the mini-batch), by which ranks reuse what they keep between passes.
+        keep_hidden: keep the reference's hidden states on the ranks, for the exact KL.
         """
         arguments = [
             (micro_batches, reference, key, keep_hidden) for micro_batches in self._split(batch, plan)
@@ -176,7 +184,10 @@ class PolicyTrainer:
         return self._checked(_in_order(batch, plan, self._call("logprobs", arguments)))
 
     def scores(self, batch: TrainBatch, plan: Schedule) -> np.ndarray:
-        """float32 [S]: the score of every sequence, by the reward model that is trained, or that is beside the policy."""
+        """Return the score of every sequence, float32 [S].
+
+        The reward model is the one that is trained, or the one beside the policy.
+        """
         parts = self._call("scores", [(micro_batches,) for micro_batches in self._split(batch, plan)])
         out = np.empty(batch.num_sequences, dtype=np.float32)
         for dp, part in enumerate(parts):
@@ -186,18 +197,18 @@ class PolicyTrainer:
     def probe(
         self, batch: TrainBatch, plan: Schedule, temperature: float, rounding: torch.dtype | None = None
     ) -> np.ndarray:
-        """float32 [2, T]: log-prob of every target and entropy, see `Actor.probe`."""
+        """Return log-prob and entropy of every target, float32 [2, T], see `Actor.probe`."""
         arguments = [(micro_batches, temperature, rounding) for micro_batches in self._split(batch, plan)]
         return self._checked(_in_order(batch, plan, self._call("probe", arguments)))
 
     def _checked(self, values: np.ndarray) -> np.ndarray:
-        """What the ranks computed, unless it is not a number because the weights are not."""
+        """Return the values. Raises UserError if they contain NaN and the weights are not finite."""
         if np.isnan(values).any():
             self.must_be_finite()
         return values
 
     def must_be_finite(self) -> None:
-        """Raises UserError if weights are NaN or infinite, from which training does not come back."""
+        """Raise UserError if weights are NaN or infinite, because training does not recover from that."""
         self._must_be_awake()
         found = dict(zip(self.processes, self.group.call("broken_weights"), strict=True))
         broken = [(process.name, name) for process, names in found.items() for name in names]
@@ -208,12 +219,13 @@ class PolicyTrainer:
                 else f"since the optimizer step of step {self._last_step}"
             )
             raise UserError(
-                f"{len(broken)} parameters hold NaN or infinity {since}, such as {broken[0][1]} on {broken[0][0]}; continue from a "
-                "checkpoint before it, with a lower optimizer.lr or a lower optimizer.clip_grad, or begin with a model that is whole"
+                f"{len(broken)} parameters hold NaN or infinity {since}, such as {broken[0][1]} on "
+                f"{broken[0][0]}; continue from a checkpoint before it, with a lower optimizer.lr or a lower "
+                "optimizer.clip_grad, or begin with a model that is whole"
             )
 
     def scale_weights(self, factor: float, share: float = 1.0) -> None:
-        """See `Actor.scale_weights`."""
+        """Multiply all weights by `factor`, see `Actor.scale_weights`."""
         self._call_alike("scale_weights", factor, share)
 
     def train_step(
@@ -224,18 +236,19 @@ class PolicyTrainer:
         current_is_old: bool = False,
         key: tuple[int, int] | None = None,
     ) -> Metrics:
-        """One optimizer step on a mini-batch whose token weights are set; its metrics.
+        """Take one optimizer step on a mini-batch whose token weights are set. Return its metrics.
 
-        Raises UserError where it is one dropped step too many, see DroppedSteps, or where the weights are not finite any more.
+        Raises UserError if too many steps in a row were dropped, see DroppedSteps, or if the weights are not
+        finite.
         """
         parts = self._split(batch, plan)
-        # Adam would move the weights without a gradient too.
+        # If no token has a weight, drop the step: Adam would move the weights without a gradient too.
         untrained = () if batch.weight.any() else ("no token has a weight in the loss",)
         results = self._call(
             "train_step", [(mb, loss, batch.num_tokens, current_is_old, key, bool(untrained)) for mb in parts]
         )
         metrics = merge([result.metrics for result in results])
-        # A sum over micro-batches and ranks, but not over optimizer steps.
+        # This is a sum over micro-batches and ranks, but not over optimizer steps.
         metrics["actor/loss"] = Mean(metrics["actor/loss"].value, 1)
         first = results[0]
         step = key[0] if key else None
@@ -259,38 +272,42 @@ class PolicyTrainer:
         return self.group.processes
 
     def sync_order(self, order: Order) -> list[ray.ObjectRef]:
-        """Have every rank carry out its side of a weight sync; references to their answers."""
+        """Make every rank do its part of a weight sync. Return references to their answers."""
         self._must_be_awake()
         return self.group.submit("sync_order", order)
 
     def weight_stream(self, max_bytes: int) -> AbstractContextManager:
-        """Within this context: references to the buckets of all stages, see WorkerGroup.stream."""
+        """Return a context that gives references to the buckets of all stages, see WorkerGroup.stream."""
         self._must_be_awake()
         return self.group.stream("weight_buckets", max_bytes)
 
     def reset_reference(self) -> None:
-        """The current weights become the reference."""
+        """Make the current weights the reference."""
         self._call_alike("reset_reference")
 
     def save_hf(self, folder: str) -> None:
-        """Raises UserError for weights that are not finite, as begin_checkpoint does."""
+        """Write an HF checkpoint. Raises UserError if the weights are not finite."""
         self.must_be_finite()
         self._call_alike("save_hf", folder)
 
     def begin_checkpoint(self, folder: str) -> None:
-        """See Actor.begin_checkpoint; `finish_checkpoint` must follow."""
-        self.must_be_finite()  # else it would take the place of one that is whole
+        """Start writing a checkpoint, see Actor.begin_checkpoint. `finish_checkpoint` must follow.
+
+        Raises UserError if the weights are not finite.
+        """
+        self.must_be_finite()  # a broken checkpoint must not replace a good one
         self._call_alike("begin_checkpoint", folder)
 
     def checkpoint_written(self) -> bool:
-        """Whether `finish_checkpoint` has nothing to wait for. Lets the ranks sleep."""
+        """Return True if `finish_checkpoint` has nothing to wait for. Does not wake the ranks."""
         return all(self.group.call("checkpoint_written"))
 
     def finish_checkpoint(self, timeout: float | None = None) -> SaveReport:
-        """The ranks' files are whole afterwards. Returns the longest times of any rank, and the bytes and files of all. Lets the
-        ranks sleep. Raises NotWritten if one could not be written.
+        """Wait until the ranks' files are complete. Does not wake the ranks.
 
-        timeout: in seconds, if not that of all calls.
+        Returns the longest times of any rank, and the bytes and files of all. Raises NotWritten if a file
+        could not be written.
+        timeout: in seconds; None: as for all calls.
         """
         reports = self.group.call("finish_checkpoint", timeout=timeout)
         files = {name: record for report in reports for name, record in report.files.items()}
@@ -298,12 +315,16 @@ class PolicyTrainer:
         return SaveReport(seconds, waited, sum(r.bytes for r in reports), files)
 
     def load_checkpoint(self, folder: str, files: dict[str, FileRecord]) -> None:
-        """files: what must be in the folder, which is read only if it is. Raises DamagedCheckpoint, naming the file, if it is not."""
+        """Check a checkpoint's files and load it.
+
+        files: records of the files that the folder must have.
+        Raises DamagedCheckpoint, naming the file, if one is not as recorded. Nothing is loaded then.
+        """
         self._call_alike("verify_checkpoint", folder, files)
         self._call_alike("load_checkpoint", folder)
 
     def state_dict(self) -> dict:
-        """What the driver knows beside the ranks' state."""
+        """Return the driver's own state, which the ranks do not save."""
         return {"dropped_steps": self._dropped_steps.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:

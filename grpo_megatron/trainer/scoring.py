@@ -1,4 +1,4 @@
-"""Rewards from a reward model on the trainer's ranks."""
+"""Rewards by a reward model on the trainer's ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +21,14 @@ from grpo_megatron.trainer.policy import PolicyTrainer
 
 
 class ModelRewards:
-    """The value of a sample is the score of the conversation that it is the end of; it is the reward, or one of its terms.
+    """Rewards samples with a reward model on the trainer's ranks.
 
-    With the policy's tokenizer, the reward model reads the tokens as they were sampled; with another, the prompt in the reward
-    model's own chat template, and the text of the response. Behind the response stands what that template ends with.
+    A sample's value is the score of the conversation that ends with it. This is the whole reward, or one of
+    its terms.
+
+    If the reward model has the policy's tokenizer, it reads the tokens as they were sampled. Otherwise it
+    reads the prompt in its own chat template, and the text of the response. The response is followed by what
+    that template ends with.
     """
 
     def __init__(
@@ -34,7 +38,11 @@ class ModelRewards:
         conversations: Conversations,
         ranks_turn: Callable[[], None],
     ):
-        """conversations: as the reward model reads them. ranks_turn: called before the ranks are."""
+        """Read the reward model's configuration.
+
+        conversations: conversations in the form that the reward model reads.
+        ranks_turn: called before the ranks are.
+        """
         self._config, self._trainer, self._ranks_turn = config, trainer, ranks_turn
         path = config.reward.model.path
         arch = read_architecture(path)
@@ -44,7 +52,7 @@ class ModelRewards:
         self._term = model_term(self._terms)
 
     def __call__(self, groups: list[Group]) -> list[Group]:
-        """The same groups with rewards. Raises UserError for a score that is not finite."""
+        """Return the same groups with rewards. Raises UserError for a score that is not finite."""
         self._ranks_turn()
         read = [self._as_read(group.prompt, sample) for group in groups for sample in group.samples]
         scores = iter(self._scores(read).tolist())
@@ -54,20 +62,25 @@ class ModelRewards:
         ]
 
     def _as_read(self, prompt: Prompt, sample: Sample) -> Sample:
-        """What the reward model reads: the last tokens of it, if it is longer than that model or a micro-batch can be."""
+        """Return what the reward model reads.
+
+        It is cut to its last tokens if it is longer than the reward model or a micro-batch can be.
+        """
         prompt_ids, response_ids = sample.prompt_ids, sample.response_ids
         if not self._keeps_ids:
             where = f"record {prompt.uid}"
             if prompt.messages is None and self._config.data.chat_template != NO_TEMPLATE:
                 raise UserError(
-                    f"{where}: its prompt is token ids, which a reward model with another tokenizer cannot read"
+                    f"{where}: its prompt is token ids, which a reward model with another tokenizer cannot "
+                    "read"
                 )
             tokenizer = self._conversations.tokenizer
             tools = prompt.tools if tokenizer.template and tokenizer.template.shows_tools else None
             _, prompt_ids = tokenizer.prompt(prompt.messages or prompt.text, where, tools)
             response_ids = self._conversations.tokenizer.encode(sample.response_text)
         ids = np.concatenate([prompt_ids, self._conversations.finished(response_ids)])[-self._longest :]
-        # Nothing is trained on, so where the response begins does not matter; one that is nothing but its end may have no token here.
+        # Nothing is trained on these tokens, so it does not matter where the response begins. A response of
+        # its end token only may have no token left here.
         return replace(
             sample,
             prompt_ids=ids[:-1],
@@ -78,7 +91,7 @@ class ModelRewards:
         )
 
     def _scores(self, samples: list[Sample]) -> np.ndarray:
-        """float32 [S]."""
+        """Return the scores, float32 [S]. Raises UserError if one is not finite."""
         batch = TrainBatch.from_samples(enough(samples, self._config))
         scores = self._trainer.scores(batch, partition(self._config, batch.lengths, self._cost))[
             : len(samples)
@@ -86,8 +99,9 @@ class ModelRewards:
         bad = np.count_nonzero(~np.isfinite(scores))
         if bad:
             raise UserError(
-                f"the reward model {self._config.reward.model.path} gave {bad} of {len(samples)} samples a score that is not finite; its "
-                "weights, or megatron.precision, are not fit for these responses"
+                f"the reward model {self._config.reward.model.path} gave {bad} of {len(samples)} samples a "
+                "score that is not finite; its weights, or megatron.precision, are not fit for these "
+                "responses"
             )
         return scores
 

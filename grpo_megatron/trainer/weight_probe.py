@@ -1,4 +1,7 @@
-"""Do trainer and engines give fixed token sequences the same probabilities: what digests cannot see, such as a wrong weight map."""
+"""Check after a weight sync: trainer and engines must give fixed token sequences the same probabilities.
+
+It finds what digests cannot see, such as a wrong weight map.
+"""
 
 import numpy as np
 import torch
@@ -12,10 +15,11 @@ from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.mini_batch import partition
 from grpo_megatron.trainer.policy import PolicyTrainer
 
-# A mean |delta| of up to this many times what the trainer's own rounding moves log-probs by is agreement:
-# the engine's kernels sum in another order and round at other places (logits in bf16, for one).
+# Trainer and engine agree if mean |delta| is at most this many times what the trainer's own rounding moves
+# log-probs by. The engine's kernels sum in another order and round at other places (logits in bf16, for one).
 _TOLERANCE = 20
-# Where either side multiplies in FP8, that rounding outweighs all of this: sound engines were at 0.2 to 0.7 times the yardstick.
+# If either side multiplies in FP8, its rounding outweighs these differences: sound engines were at 0.2 to 0.7
+# times the effect of the trainer's own rounding.
 _FP8_TOLERANCE = 2
 TRAINER_DTYPES = {
     Precision.fp32: torch.float32,
@@ -25,12 +29,12 @@ TRAINER_DTYPES = {
 
 
 def tolerance(dtype: torch.dtype) -> int:
-    """Up to how many times what the trainer's own rounding to this dtype moves log-probs by is agreement."""
+    """Return the limit of mean |delta| of log-probs, in units of the effect of rounding to this dtype."""
     return _FP8_TOLERANCE if dtype == torch.float8_e4m3fn else _TOLERANCE
 
 
 def served_dtype(config: Config) -> tuple[torch.dtype, str]:
-    """What the engines multiply in, and the key that says so."""
+    """Return the dtype in which the engines multiply, and the config key that sets it."""
     engine = config.rollout.engine
     if engine.quantization == Quantization.fp8:
         return torch.float8_e4m3fn, "rollout.engine.quantization"
@@ -38,19 +42,25 @@ def served_dtype(config: Config) -> tuple[torch.dtype, str]:
 
 
 class WeightProbe:
-    """Asked after a weight sync: first the trainer, then the engines, when they serve again."""
+    """Compares trainer and engines after a weight sync.
+
+    Call `ask_trainer` first, then `ask_engines` when the engines serve again.
+    """
 
     def __init__(
         self, trainer: PolicyTrainer, engines: EnginePool, sequences: list[np.ndarray], config: Config
     ):
-        """sequences: token ids int [n] each, n > 1, at least one for each data-parallel replica."""
+        """Prepare the probe.
+
+        sequences: token ids int [n] each, n > 1, at least one per data-parallel replica.
+        """
         self._trainer, self._engines = trainer, engines
         self._sequences = [sequence.tolist() for sequence in sequences]
         self._batch = TrainBatch.from_samples(
             [_as_sample(number, ids) for number, ids in enumerate(sequences)]
         )
         self._plan = partition(config, self._batch.lengths, trainer.cost_model)
-        # The coarser of the two.
+        # the coarser of the two
         self._dtype = max(
             served_dtype(config)[0],
             TRAINER_DTYPES[config.megatron.precision],
@@ -63,7 +73,10 @@ class WeightProbe:
         self._limit = self._tolerance * float(np.abs(self._logprobs(self._dtype) - self._expected).mean())
 
     def ask_engines(self) -> dict[str, float]:
-        """Mean |difference of log-probs| and its limit. Raises RuntimeError for an engine that is beyond it."""
+        """Return mean |difference of log-probs| and its limit.
+
+        Raises RuntimeError for an engine beyond the limit.
+        """
         expected, limit = self._expected, self._limit
         found = [
             float(np.abs(np.concatenate(scores) - expected).mean())
@@ -72,15 +85,16 @@ class WeightProbe:
         worst = int(np.argmax(found))
         if not found[worst] <= limit:
             raise RuntimeError(
-                f"after the weight sync engine {worst} gives the probe prompts log-probs that differ from the trainer's by "
-                f"{found[worst]:.3g} in the mean (limit {limit:.3g}, {self._tolerance} times the trainer's own rounding), although every "
-                "weight has the trainer's digest: a layer computes something else, or the weight map is wrong; "
-                "`grpo-megatron selftest` looks for the cause"
+                f"after the weight sync engine {worst} gives the probe prompts log-probs that differ from "
+                f"the trainer's by {found[worst]:.3g} in the mean (limit {limit:.3g}, {self._tolerance} "
+                "times the trainer's own rounding), although every weight has the trainer's digest: a layer "
+                "computes something else, or the weight map is wrong; `grpo-megatron selftest` looks for the "
+                "cause"
             )
         return {"probe_mean": found[worst], "probe_limit": limit}
 
     def _logprobs(self, rounding: torch.dtype | None) -> np.ndarray:
-        """float32 [tokens]: of every token but the first of each sequence, at temperature 1."""
+        """Return log-probs at temperature 1, float32 [tokens], of all tokens but each sequence's first."""
         return self._trainer.probe(self._batch, self._plan, 1.0, rounding)[0][self._batch.loss_mask]
 
 

@@ -1,1 +1,1 @@
-"""Weights in three name spaces, and their ways between them."""
+"""Weight files (HF, GGUF, torch_dist, PEFT), their reading and writing, and the weight sync into engines."""

@@ -1,4 +1,4 @@
-"""Buckets: the unit in which weights travel from trainer to engines."""
+"""Buckets: groups of full HF tensors, the unit in which weights travel through Ray's object store."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,24 +9,29 @@ import torch
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """One tensor inside a bucket: bytes [start, end) hold `shape` elements of `dtype`."""
+    """The location of one tensor in a bucket's data."""
 
     name: str
+    """HF name."""
     dtype: str
+    """Name of the torch dtype, such as "bfloat16"."""
     shape: tuple[int, ...]
+    """Shape of the tensor."""
     start: int
+    """Byte offset of its first element."""
     end: int
+    """Byte offset of the end of its elements."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Several named tensors in one uint8 array, which the object store shares without copies."""
+    """Several named tensors in one uint8 array. Ray's object store shares the array without copying it."""
 
     contents: tuple[PackedTensor, ...]
     data: np.ndarray
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Named tensors that share memory with `data`, which may be read-only."""
+        """Return (name, tensor) of every tensor. They share memory with `data`, which may be read-only."""
         flat = torch.from_numpy(self.data)
         return [
             (item.name, flat[item.start : item.end].view(getattr(torch, item.dtype)).view(item.shape))
@@ -37,10 +42,13 @@ class Bucket:
 def make_buckets(
     named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int, stacks: dict[str, str] | None = None
 ) -> Iterator[Bucket]:
-    """Fill buckets of at most `max_bytes`; a larger tensor gets a bucket of its own.
+    """Pack tensors into buckets of at most `max_bytes` each.
 
-    stacks: as of entries.engine_stacks. Neighbours in one stack share a bucket: SGLang's DeepSeek loader puts both down
-    projections together within one call, and drops without a word a one whose other one comes in the next.
+    A tensor larger than that gets a bucket of its own.
+
+    stacks: {HF name: engine's parameter}, as `entries.engine_stacks` returns it. Consecutive tensors of one
+        engine parameter stay in one bucket. SGLang's DeepSeek loader fuses the two down projections only if
+        both arrive in the same call, and silently drops one that arrives without the other.
     """
     pending: list[tuple[str, torch.Tensor]] = []
     size = 0
@@ -60,7 +68,7 @@ def _fill(named_tensors: list[tuple[str, torch.Tensor]]) -> Bucket:
     contents, parts, offset = [], [], 0
     for name, tensor in named_tensors:
         part = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        # Views of another dtype must start at a multiple of its size; 16 suits all of them.
+        # A view as another dtype must start at a multiple of that dtype's size. 16 works for all of them.
         padding = -offset % 16
         parts += [torch.zeros(padding, dtype=torch.uint8), part]
         offset += padding

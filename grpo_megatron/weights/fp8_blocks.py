@@ -1,19 +1,24 @@
-"""FP8 weights with a scale for each block, as DeepSeek-V3's checkpoints have them (arXiv:2412.19437, section 3.3)."""
+"""FP8 weights with one scale per block, as in DeepSeek-V3's checkpoints (arXiv:2412.19437, section 3.3)."""
 
 import torch
 
 from grpo_megatron.model.block_scaled import BLOCK
 
-_LEAST_EXPONENT = -126  # of normal float32 numbers
+_LEAST_EXPONENT = -126  # the smallest exponent of a normal float32 number
 
 
 def quantise(matrix: torch.Tensor, rows: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float8_e4m3fn [r, c], scales float32 [r / rows, c / 128], rounded up) of a matrix [r, c] of any float type.
+    """Quantise a matrix [r, c] of any float dtype. Return (elements, scales).
 
-    rows: of a block; 1 for activations. Elements times the scale of their block are the matrix: within half a step of e4m3, 2**-4 of
-    the element, or 2**-10 of the scale for those that are subnormal in FP8. Scales are the least powers of two with which the largest
-    of a block is at most 448, as TransformerEngine's blockwise recipe has them, so that training in it and an engine compute with the
-    same numbers. Raises ValueError for NaN and infinity.
+    elements: float8_e4m3fn [r, c].
+    scales: float32 [ceil(r / rows), ceil(c / 128)].
+    rows: rows of a block; 1 for activations.
+
+    An element times the scale of its block gives the original value, rounded to the nearest e4m3 number. The
+    error is at most 2**-4 of the element, or 2**-10 of the scale where the element is subnormal in FP8. Each
+    scale is the smallest power of two for which the largest magnitude of the block is at most 448.
+    TransformerEngine's blockwise recipe chooses scales in the same way, so FP8 training and an engine compute
+    with the same numbers. Raises ValueError for NaN and infinity.
     """
     height, width = matrix.shape
     padded = matrix.new_zeros(-(-height // rows) * rows, -(-width // BLOCK) * BLOCK, dtype=torch.float32)
@@ -22,22 +27,23 @@ def quantise(matrix: torch.Tensor, rows: int = BLOCK) -> tuple[torch.Tensor, tor
     largest = blocks.abs().amax(dim=(1, 3))
     if not torch.isfinite(largest).all():
         raise ValueError("it has NaN or infinite elements")
-    # largest = fraction * 2**exponent and 448 = 0.875 * 2**9; no logarithm, which could be rounded over a power of two.
+    # largest = fraction * 2**exponent and 448 = 0.875 * 2**9. A logarithm could be rounded past a power of
+    # two.
     fraction, exponent = torch.frexp(largest)
     exponent = (exponent - 9 + (fraction > 0.875)).clamp_min(_LEAST_EXPONENT)
-    # A block of zeros has any scale.
+    # The scale of a block of zeros is arbitrary.
     scale = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
     blocks.div_(scale[:, None, :, None])
     return padded[:height, :width].to(torch.float8_e4m3fn), scale
 
 
 def settings(kept: list[str]) -> dict:
-    """`quantization_config` of config.json. kept: modules whose matrices stay as they are."""
+    """Return the `quantization_config` of config.json. kept: names of the modules that are not quantised."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "scale_fmt": "ue8m0",  # powers of two, for activations as well
+        "scale_fmt": "ue8m0",  # scales are powers of two, those of activations too
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": kept,
     }

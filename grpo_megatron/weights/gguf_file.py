@@ -1,4 +1,4 @@
-"""GGUF files, the format of llama.cpp: what config.json would say, and the tensors under HF's names, dequantised."""
+"""Reader of GGUF files (llama.cpp): the equivalent config.json, and dequantised tensors by HF name."""
 
 import math
 import re
@@ -18,15 +18,16 @@ from grpo_megatron.paths import file_problem
 
 @dataclass(frozen=True)
 class _Kind:
-    """How HF names a GGUF architecture, and how the tensors of the two formats differ."""
+    """The HF names of a GGUF architecture, and how the tensors of the two formats differ."""
 
     architecture: str
-    """name in `architectures` of config.json"""
+    """Name in `architectures` of config.json."""
     model_type: str
     permuted: bool = False
-    """rows of query and key projections have the two channels of a rotation side by side, where HF has them half a head apart"""
+    """True if the two channels that RoPE rotates together are adjacent rows of the query and key projections.
+    In HF files they are half a head apart."""
     experts: bool = False
-    """its layers have experts in place of an MLP"""
+    """True if the layers have experts instead of an MLP."""
 
 
 _KINDS = {
@@ -55,16 +56,17 @@ _ROPE_SCALING = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
-# Keys that say nothing else than those above: the rows of the embedding, and the widths of a head.
+# Keys whose values follow from the ones above: the rows of the embedding, and the widths of a head.
 _IMPLIED = ("vocab_size", "rope.dimension_count", "attention.value_length")
 _TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 _ROPE_FREQUENCIES = "rope_freqs.weight"
-# Llama 3.1 and 3.2 differ in the factor alone. A GGUF file has only the quotients of frequencies that follow from these numbers.
+# Llama 3.1 and 3.2 differ only in the factor. A GGUF file stores the frequency ratios that follow from these
+# numbers, not the numbers.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 class GGUFFile:
-    """A GGUF file of a decoder that has a weight map here. Raises UserError for any other file."""
+    """A GGUF file of a decoder architecture with a weight map. Raises UserError for any other file."""
 
     def __init__(self, path: str):
         self.path = path
@@ -77,7 +79,7 @@ class GGUFFile:
                 for key, field in reader.fields.items()
                 if key != "tokenizer.ggml.merges"
             }
-        except Exception as error:  # the library raises whatever the damage leads to
+        except Exception as error:  # the library raises any type of error for a damaged file
             raise UserError(
                 f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a GGUF file"
             ) from error
@@ -85,13 +87,14 @@ class GGUFFile:
         parts = self._values.get("split.count", 1)
         if parts > 1:
             raise UserError(
-                f"{path} is one of {parts} parts; join them first by `llama-gguf-split --merge FIRST_PART OUT.gguf`"
+                f"{path} is one of {parts} parts; join them first by "
+                "`llama-gguf-split --merge FIRST_PART OUT.gguf`"
             )
         self.architecture = str(self._values.get("general.architecture"))
         if self.architecture not in _KINDS:
             raise UserError(
-                f"{path}: GGUF files of the architecture {shortened(self.architecture)} cannot be converted, only of "
-                f"{', '.join(_KINDS)}; use the model's HF checkpoint"
+                f"{path}: GGUF files of the architecture {shortened(self.architecture)} cannot be converted, "
+                f"only of {', '.join(_KINDS)}; use the model's HF checkpoint"
             )
         self._kind = _KINDS[self.architecture]
         self._number = next(
@@ -100,11 +103,14 @@ class GGUFFile:
         self._unread = set(self._tensors)
 
     def value(self, key: str) -> Any:
-        """A value of the metadata by its full name; None if the file has none."""
+        """Return a metadata value by its full key, or None if the file does not have it."""
         return self._values.get(key)
 
     def config(self) -> dict[str, Any]:
-        """The contents of config.json. Raises UserError for what would change the forward pass and cannot be said there."""
+        """Return the contents of config.json for this model.
+
+        Raises UserError for metadata that change the forward pass but cannot be expressed in config.json.
+        """
         prefix = f"{self.architecture}."
         own = {
             key.removeprefix(prefix): value for key, value in self._values.items() if key.startswith(prefix)
@@ -114,11 +120,13 @@ class GGUFFile:
         unknown = sorted(own.keys() - names.keys() - _ROPE_SCALING.keys() - set(_IMPLIED))
         if unknown:
             raise UserError(
-                f"{self.path}: what {prefix}{unknown[0]} means is not known here; use the model's HF checkpoint"
+                f"{self.path}: what {prefix}{unknown[0]} means is not known here; use the model's HF "
+                "checkpoint"
             )
         if missing := sorted(needed.keys() - own.keys()):
             raise UserError(
-                f"{self.path}: its metadata lack {prefix}{missing[0]}; the file is damaged, or of another kind of model"
+                f"{self.path}: its metadata lack {prefix}{missing[0]}; the file is damaged, or of another "
+                "kind of model"
             )
         for key in names.keys() & own.keys():
             if not isinstance(own[key], int | float):
@@ -135,11 +143,14 @@ class GGUFFile:
         config["tie_word_embeddings"] = "output.weight" not in self._tensors
         config |= self._head_dim(config, own) | self._rope(config, own)
         if self._kind.experts:
-            config["norm_topk_prob"] = True  # llama.cpp always does so for this architecture
+            config["norm_topk_prob"] = True  # llama.cpp always normalises for this architecture
         return config | self.special_tokens()
 
     def special_tokens(self) -> dict[str, int]:
-        """{name in config.json and generation_config.json: id}."""
+        """Return {name: token id} for config.json and generation_config.json.
+
+        A name is e.g. `eos_token_id`.
+        """
         ids = {name: self.value(f"tokenizer.ggml.{key}") for key, name in _TOKENS.items()}
         return {name: int(value) for name, value in ids.items() if value is not None}
 
@@ -149,7 +160,8 @@ class GGUFFile:
         for key in ("rope.dimension_count", "attention.value_length"):
             if own.get(key, head_dim) != head_dim:
                 raise UserError(
-                    f"{self.path}: {key}={own[key]} other than the {head_dim} channels of a head is not supported"
+                    f"{self.path}: {key}={own[key]} other than the {head_dim} channels of a head is not "
+                    "supported"
                 )
         return {"head_dim": head_dim}
 
@@ -163,7 +175,7 @@ class GGUFFile:
         return {"rope_scaling": {**scaling, "rope_theta": theta}}
 
     def _llama3(self, theta: float) -> dict[str, Any]:
-        """The parameters of Llama 3's frequency scaling whose quotients of frequencies are the file's."""
+        """Return the parameters of Llama 3's RoPE scaling for the frequency ratios stored in the file."""
         stored = self._values_of(_ROPE_FREQUENCIES).double()
         factor = float(stored.max())
         exponents = torch.arange(len(stored), dtype=torch.float64) / len(stored)
@@ -177,12 +189,12 @@ class GGUFFile:
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
     def read(self, name: str, arch: Architecture) -> torch.Tensor:
-        """An HF tensor of the model by its name, float32. Raises UserError if the file does not have it."""
+        """Return a tensor by its HF name, in float32. Raises UserError if the file does not have it."""
         expert = re.search(r"\.experts\.(\d+)\.", name)
         stem, kind = name.replace(expert[0], ".experts.").rsplit(".", 1) if expert else name.rsplit(".", 1)
         stored = f"{_names(self._number, arch.num_layers).get_name(stem)}.{kind}"
         values = self._values_of(stored)
-        if expert:  # a file has those of a layer in one tensor
+        if expert:  # the file stacks all experts of a layer in one tensor
             if len(values) != arch.moe.num_experts:
                 raise UserError(
                     f"{self.path}: {stored} is of {len(values)} experts, not {arch.moe.num_experts}"
@@ -211,16 +223,19 @@ class GGUFFile:
 
     @property
     def unread(self) -> list[str]:
-        """The tensors that nothing has read, sorted."""
+        """The names of the tensors that have not been read so far, sorted."""
         return sorted(self._unread)
 
 
 @cache
 def _names(number: gguf.MODEL_ARCH, num_layers: int) -> gguf.TensorNameMap:
-    """The names in GGUF files of an architecture for those in HF checkpoints."""
+    """Return the map from HF tensor names to GGUF tensor names for an architecture."""
     return gguf.get_tensor_name_map(number, num_layers)
 
 
 def _plain(value: Any) -> Any:
-    """A float32 as the shortest decimal that is the same float32, such as 1e-05 for 9.999999747378752e-06."""
+    """Return a float32 as its shortest decimal, such as 1e-05 for 9.999999747378752e-06.
+
+    Other values pass through.
+    """
     return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""HF checkpoint folders: reading tensor by tensor, writing in shards."""
+"""Reader and writer of HF checkpoint folders. Tensors are read one by one and written in shards."""
 
 import json
 import shutil
@@ -39,19 +39,20 @@ from grpo_megatron.weights.weight_files import (
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_BYTES = 64 * 2**20
 
-# safetensors' names of the types whose values a parameter can take over. Integers and FP8 are quantised weights, which
-# mean nothing without their scales; FP8 in blocks is dequantised while it is read.
+# Dtypes, by their safetensors names, that can be loaded into a parameter directly. Integers and FP8 are
+# quantised weights, which are meaningless without their scales. Block-scaled FP8 is dequantised while it is
+# read.
 _LOADABLE = ("F64", "F32", "F16", "BF16")
 _TORCH_TYPES = {name: dtype for dtype, name in TYPES.items()}
 
 
 class HFCheckpoint:
-    """Read access to the safetensors of an HF folder; tensors are read one at a time, on the CPU.
+    """Read access to the safetensors files of an HF folder. Tensors are read one at a time, on the CPU.
 
-    FP8 tensors with a scale for each block are read as float32; raw: as they are stored.
+    raw: return block-scaled FP8 tensors as they are stored. By default they are dequantised to float32.
 
-    Everything that can be missing is checked when the object is made: no index, no shard file, a
-    file that is not safetensors, a tensor the index promises. Raises UserError.
+    The constructor raises UserError if the index or a shard file is missing, if a file is not a safetensors
+    file, or if a tensor that the index lists is in no file.
     """
 
     def __init__(self, folder: str, raw: bool = False):
@@ -74,10 +75,10 @@ class HFCheckpoint:
         return set(self._where)
 
     def unread(self, entries: dict[str, Entry]) -> list[str]:
-        """The tensors that no entry of the weight map reads, sorted; they would be lost without a word.
+        """Return the sorted names of tensors that no entry reads. Their values would be lost silently.
 
-        Left out is what some tools write although the embedding is tied or the buffer is computed, `left_out`, and the scales
-        of FP8 tensors.
+        Not included are `left_out`, the scales of FP8 tensors, and two redundant tensors that some tools
+        write: the output layer of a model with a tied embedding, and the inverse frequencies of RoPE.
         """
         promised = {name for entry in entries.values() for name in entry.hf}
         scales = {name + SCALES for name in (promised | {_HEAD}) & self.names if self._is_fp8(name)}
@@ -86,28 +87,35 @@ class HFCheckpoint:
 
     @property
     def left_out(self) -> list[str]:
-        """The tensors of layers that predict tokens beyond the next one, sorted: they are neither trained nor exported."""
+        """The sorted names of the tensors of multi-token prediction layers.
+
+        They are neither trained nor exported.
+        """
         return sorted(name for name in self.names if name.startswith(self._stored.left_out))
 
     @property
     def notes(self) -> list[str]:
-        """One line for each thing that loading leaves out: files, and tensors."""
+        """One line for each group of files or tensors that loading leaves out."""
         beside = weights_beside(self.folder, self._where)
         found = [beside] if beside else []
         if self.left_out:
             layers = ", ".join(f"{prefix}*" for prefix in self._stored.left_out)
             found.append(
-                f"{self.folder}: {layers} predict tokens beyond the next one; these {len(self.left_out)} tensors are not trained, and "
-                "exports are without them"
+                f"{self.folder}: {layers} predict tokens beyond the next one; these {len(self.left_out)} "
+                "tensors are not trained, and exports are without them"
             )
         return found
 
     def violations(self, entries: dict[str, Entry]) -> list[str]:
-        """Check names, shapes and types of the tensors by the files' headers; return one sentence for each violation.
+        """Compare the tensors' names, shapes and dtypes with the weight map.
 
-        No tensor is read, with one exception: a tied output layer that the files contain is compared with the embedding.
+        Return one sentence per violation.
 
-        entries: what model.families.weight_map promises. Each sentence names the folder or file.
+        Only the headers of the files are read, with one exception: if the output layer is tied but the files
+        contain one, its values are compared with the embedding.
+
+        entries: the weight map of the architecture in config.json, from model.families.weight_map.
+        Each sentence names the folder or file.
         """
         promised = hf_shapes(entries)
         found = []
@@ -129,8 +137,9 @@ class HFCheckpoint:
             and self._has_other_head()
         ):
             found.append(
-                f"{self.folder}: {_HEAD} is not {_EMBEDDING}, although config.json says that they are tied; set "
-                f"tie_word_embeddings: false there to use both, or remove {_HEAD} to use {_EMBEDDING} for both"
+                f"{self.folder}: {_HEAD} is not {_EMBEDDING}, although config.json says that they are tied; "
+                f"set tie_word_embeddings: false there to use both, or remove {_HEAD} to use {_EMBEDDING} "
+                "for both"
             )
         wrong, types = [], []
         for name, shape in promised.items():
@@ -148,15 +157,16 @@ class HFCheckpoint:
             found.append(f"{self.folder} has {some(wrong, '; ')}")
         if types:
             found.append(
-                f"{self.folder} has {some(types)}; only {', '.join(_LOADABLE)} can be loaded, and {FP8} where config.json has a "
-                "quantization_config.weight_block_size"
+                f"{self.folder} has {some(types)}; only {', '.join(_LOADABLE)} can be loaded, and {FP8} "
+                "where config.json has a quantization_config.weight_block_size"
             )
         return found
 
     def _has_other_head(self) -> bool:
-        """Return whether the files contain an output layer whose values are not those of the embedding.
+        """Return whether the files contain an output layer whose values differ from the embedding's.
 
-        Values are compared in the coarser of the two types, because some tools write a tied layer in float32.
+        Values are compared in the less precise of the two dtypes, because some tools write a tied layer in
+        float32.
         """
         if not {_HEAD, _EMBEDDING} <= self.names:
             return False
@@ -171,25 +181,31 @@ class HFCheckpoint:
         return False
 
     def _scales_problem(self, name: str, shape: Shape) -> str | None:
-        """What is wrong with the scales of an FP8 tensor of this shape."""
+        """Return what is wrong with the scales of an FP8 tensor of this shape, or None."""
         if len(shape) != 2:
             return f"{name} of type {FP8}, which only matrices can have"
         if name + SCALES not in self._where:
             return f"{name} of type {FP8} without {name + SCALES}"
         header, expected = self._slice(name + SCALES), scales_shape(shape, self._stored.block)
         if tuple(header.get_shape()) != expected or header.get_dtype() not in ("F32", "BF16"):
-            return f"{name + SCALES} of type {header.get_dtype()} and shape {tuple(header.get_shape())}, not F32 and {expected}"
+            return (
+                f"{name + SCALES} of type {header.get_dtype()} and shape {tuple(header.get_shape())}, "
+                f"not F32 and {expected}"
+            )
         return None
 
     def _slice(self, name: str) -> Any:
-        """Raises UserError if the checkpoint does not have the tensor."""
+        """Return the lazy handle of a tensor. Raises UserError if the checkpoint does not have it."""
         return self._file_of(name).get_slice(name)
 
     def _is_fp8(self, name: str) -> bool:
         return self._stored.block is not None and self._slice(name).get_dtype() == FP8
 
     def header(self, name: str) -> tuple[Shape, torch.dtype]:
-        """(shape, dtype) of a tensor as `read` gives it. Raises UserError for a type that torch does not have."""
+        """Return the (shape, dtype) that `read` would return.
+
+        Raises UserError for a dtype that torch lacks.
+        """
         described = self._slice(name)
         if described.get_dtype() not in _TORCH_TYPES:
             raise UserError(
@@ -199,14 +215,17 @@ class HFCheckpoint:
         return tuple(described.get_shape()), dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """The full tensor. Raises UserError if the checkpoint does not have it."""
+        """Return a whole tensor. Raises UserError if the checkpoint does not have it."""
         if not self._is_fp8(name):
             return self._file_of(name).get_tensor(name)
         shape = tuple(self._slice(name).get_shape())
         return self.read_slice(name, (0,) * len(shape), shape)
 
     def read_slice(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
-        """A rectangle of a tensor; no more than that is read. Raises UserError if the checkpoint does not have the tensor."""
+        """Read one rectangle of a tensor and return it.
+
+        Raises UserError if the checkpoint does not have the tensor.
+        """
         values = self._slice(name)[box(start, shape)]
         if not self._is_fp8(name):
             return values
@@ -214,9 +233,10 @@ class HFCheckpoint:
         return dequantised(values, scales, start, self._stored.block)
 
     def read_into(self, name: str, start: Shape, out: torch.Tensor) -> None:
-        """Fill `out` with tensor[start : start + out.shape], cast to its dtype; whole rows of the same dtype straight from the file.
+        """Fill `out` with tensor[start : start + out.shape], cast to the dtype of `out`.
 
-        The library maps files into memory, where a disk is read page by page.
+        Whole rows that need no cast are read directly from the file. The safetensors library would map the
+        file into memory instead, so that the disk is read page by page.
         """
         shape, dtype = self.header(name)
         whole_rows = out.is_contiguous() and tuple(out.shape[1:]) == shape[1:]
@@ -237,10 +257,10 @@ class HFCheckpoint:
 
 
 class HFWriter:
-    """Writes tensors as they come into shards of at most `max_shard_bytes`.
+    """A writer that collects tensors into shards of at most `max_shard_bytes`.
 
-    Several writers may fill one folder, told apart by `tag` (one per pipeline stage). Shards get
-    their final names, and the folder its index, from `finish`.
+    Several writers with different `tag`s may write to one folder, for example one per pipeline stage.
+    `finish` gives the shards their final names and writes the index.
     """
 
     def __init__(self, folder: str, tag: str, max_shard_bytes: int = 5 * 2**30):
@@ -248,7 +268,7 @@ class HFWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.tag = tag
         self.max_shard_bytes = max_shard_bytes
-        self.shards: list[tuple[str, dict[str, int]]] = []  # file name, tensor -> bytes
+        self.shards: list[tuple[str, dict[str, int]]] = []  # (file name, {tensor: bytes})
         self._pending: dict[str, torch.Tensor] = {}
         self._bytes = 0
 
@@ -270,13 +290,16 @@ class HFWriter:
         self._pending, self._bytes = {}, 0
 
     def close(self) -> list[tuple[str, dict[str, int]]]:
-        """Write what is left; returns this writer's shards for `finish`."""
+        """Write the tensors that are still pending. Return this writer's shards, for `finish`."""
         self._flush()
         return self.shards
 
 
 def start(partial: str, final: str, source: str) -> None:
-    """Make the folder an export is written to before it gets its place; source: the original model."""
+    """Create the empty folder `partial`, which an export is written to before `finish` renames it to `final`.
+
+    source: folder of the model that was loaded. Raises UserError if it is `final`.
+    """
     if Path(final).absolute() == Path(source).absolute():
         raise UserError(f"{final} is the model that was loaded; export to another folder")
     if Path(partial).exists():
@@ -285,10 +308,10 @@ def start(partial: str, final: str, source: str) -> None:
 
 
 def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -> None:
-    """Give the shards of all writers their HF names, write the index, and put the folder in place, when all of it is on the disk.
+    """Complete an export: rename all shards to HF names, write the index, and rename `partial` to `final`.
 
-    A folder with the final name goes away whole: an index or shards of another export beside the
-    new files would be what loaders follow.
+    The folder is renamed only after everything is on the disk. An existing folder `final` is removed as a
+    whole, because loaders could pick up an old index or old shards beside the new files.
     """
     root = Path(partial)
     where = {}
@@ -297,7 +320,7 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
         (root / part).rename(root / name)
         where.update(dict.fromkeys(sizes, name))
     write_index(root, where, sum(size for _, sizes in shards for size in sizes.values()))
-    for path in (*root.rglob("*"), root):  # shards of other nodes are on the disk already
+    for path in (*root.rglob("*"), root):  # other nodes have synced their shards to the disk already
         sync_to_disk(path)
     if Path(final).exists():
         shutil.rmtree(final)
@@ -306,12 +329,12 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
 
 
 def shard_name(number: int, count: int) -> str:
-    """What HF calls shard `number`, from 0, of `count`."""
+    """Return HF's file name of a shard. number: its index from 0. count: number of shards."""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
-    """where: {tensor: its file}; one file alone needs no index."""
+    """Write the index of a checkpoint, unless it has a single file. where: {tensor: file name}."""
     if set(where.values()) != {SINGLE}:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
         (folder / INDEX).write_text(json_text(index, indent=2), encoding="utf-8")
@@ -320,7 +343,11 @@ def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
 def copy_companions(
     source: str, target: str, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Copy config, generation config and tokenizer; config.json states what of the original is written, the new dtype, and `changes`."""
+    """Copy the config, generation config and tokenizer of a model to `target`.
+
+    config.json is adapted to the exported weights: the dtype is `dtype`, there is no quantisation and there
+    are no multi-token prediction layers. `changes` are applied on top.
+    """
     root = Path(target)
     root.mkdir(parents=True, exist_ok=True)
     for path in Path(source).iterdir():
@@ -332,8 +359,8 @@ def copy_companions(
             shutil.copy2(path, root / path.name)
     config = json.loads((root / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    config.pop("quantization_config", None)  # what is written is not quantised
+    config.pop("quantization_config", None)  # exported weights are not quantised
     if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # HFCheckpoint.left_out
+        config["num_nextn_predict_layers"] = 0  # not exported, see HFCheckpoint.left_out
     config.update(changes, dtype=str(dtype).removeprefix("torch."))
     (root / "config.json").write_text(json_text(config, indent=2), encoding="utf-8")

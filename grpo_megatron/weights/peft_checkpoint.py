@@ -1,4 +1,4 @@
-"""Adapters as PEFT has them: a folder with adapter_model.safetensors and adapter_config.json, beside or within an HF checkpoint."""
+"""LoRA adapters in PEFT's format: a folder with adapter_model.safetensors and adapter_config.json."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,9 +13,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def finish(folder: str, parts: Iterable[str], lora: LoraConfig, base: str) -> None:
-    """Make the shards of all writers in `folder` the one file that PEFT reads, and write its configuration.
+    """Merge the shards of all writers in `folder` into the single file that PEFT reads, and write its config.
 
-    base: the model that the adapters are for.
+    parts: file names of the shards.
+    base: name or path of the model that the adapters belong to.
     """
     root = Path(folder)
     files = [root / name for name in parts]

@@ -1,4 +1,4 @@
-"""Weights in pickles, which are refused: reading one can run any code that whoever wrote it chose."""
+"""Detection of pickled weights. They are refused, because loading a pickle can run arbitrary code."""
 
 from pathlib import Path
 
@@ -7,21 +7,26 @@ _LEGACY_MEGATRON = "mp_rank_[0-9]*"
 
 
 def pickled_weights(folder: str | Path) -> str | None:
-    """What pickled weights a folder holds and what to do about it, as the end of a sentence; None if it holds none."""
+    """Return which pickled weights a folder holds and how to convert them, or None if it holds none.
+
+    The text is the end of a sentence that begins with the folder.
+    """
     root = Path(folder)
     legacy = sorted(
         path for depth in ("", "*/") for path in root.glob(depth + _LEGACY_MEGATRON) if path.is_dir()
     )
     if legacy:
         return (
-            f"holds {legacy[0].relative_to(root)}/, a checkpoint of Megatron-LM's legacy format, which is pickled and divided by ranks; "
-            "convert it by Megatron-LM itself: start its training script with the layout it was saved in, --load and "
-            "--ckpt-convert-format torch_dist --ckpt-convert-save OUT, then use OUT/iter_XXXXXXX"
+            f"holds {legacy[0].relative_to(root)}/, a checkpoint of Megatron-LM's legacy format, which is "
+            "pickled and divided by ranks; convert it by Megatron-LM itself: start its training script with "
+            "the layout it was saved in, --load and --ckpt-convert-format torch_dist --ckpt-convert-save "
+            "OUT, then use OUT/iter_XXXXXXX"
         )
     pickles = sorted(path.name for pattern in _HF for path in root.glob(pattern))
     if pickles:
         return (
-            f"holds its weights in a pickle ({pickles[0]}), which can run any code when it is read; if you trust where it is from, save "
-            "them as safetensors once, by transformers: AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(OUT)"
+            f"holds its weights in a pickle ({pickles[0]}), which can run any code when it is read; if you "
+            "trust where it is from, save them as safetensors once, by transformers: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(OUT)"
         )
     return None

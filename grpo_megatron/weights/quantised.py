@@ -1,4 +1,4 @@
-"""Quantised checkpoints: which of them can be loaded, and what to do about the others."""
+"""Quantised checkpoints: the check whether one can be loaded, and advice on those that cannot."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from grpo_megatron.json_files import read_object
 from grpo_megatron.model.config_json import Fields
 from grpo_megatron.paths import is_absent
 
-_MODELOPT = "hf_quant_config.json"  # NVIDIA's tool describes its checkpoints there
+_MODELOPT = "hf_quant_config.json"  # NVIDIA ModelOpt describes its checkpoints in this file
 _NAMES = {
     "aqlm": "AQLM",
     "auto-round": "AutoRound",
@@ -30,9 +30,10 @@ _NAMES = {
 
 
 def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
-    """Rows and columns that share a scale in the FP8 tensors of a checkpoint; None if it is not quantised.
+    """Return the (rows, columns) of an FP8 block of a checkpoint, or None if it is not quantised.
 
-    config: its config.json. Raises UserError for every other quantisation, with its name and the way out.
+    config: the contents of its config.json.
+    Raises UserError for every other quantisation; the message names the method and what to do instead.
     """
     settings = config.object("quantization_config") or config.object("compression_config")
     if settings is None:
@@ -67,6 +68,7 @@ def _refusal(method: str) -> UserError:
             "AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(OUT)"
         )
     return UserError(
-        f"the weights are quantised by {method}, which cannot be trained; {way}. Of quantised checkpoints only FP8 with scales for "
-        "blocks (quant_method fp8 with weight_block_size, as DeepSeek-V3 has it) can be loaded"
+        f"the weights are quantised by {method}, which cannot be trained; {way}. Of quantised checkpoints "
+        "only FP8 with scales for blocks (quant_method fp8 with weight_block_size, as DeepSeek-V3 has it) "
+        "can be loaded"
     )

@@ -1,5 +1,4 @@
-"""Additions to the safetensors library: a tensor's place in a file, a header made before its tensors are there, and
-files that other users can read."""
+"""Additions to the safetensors library: tensor offsets, headers without tensors, usual file permissions."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from grpo_megatron.json_files import json_text
 from grpo_megatron.model.pieces import Shape
 from grpo_megatron.weights.file_bytes import bytes_of, write
 
-# safetensors' names
+# The names of dtypes in safetensors headers.
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -30,7 +29,7 @@ TYPES = {
 
 
 def starts(path: str | Path) -> dict[str, int]:
-    """{tensor: where in the file its first element is}; the file is known to be sound."""
+    """Return {tensor: byte offset of its first element in the file}. The file must be intact."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         described = json.loads(file.read(length))
@@ -42,10 +41,13 @@ def starts(path: str | Path) -> dict[str, int]:
 
 
 class Header:
-    """raw: what the file begins with. The larger types come first, as readers need them at multiples of their size."""
+    """The header of a safetensors file; `raw` holds the bytes that the file begins with.
+
+    Tensors of larger dtypes come first, so that each tensor starts at a multiple of its element size.
+    """
 
     def __init__(self, tensors: Iterable[tuple[str, Shape, torch.dtype]]):
-        """tensors: (name, shape, dtype)."""
+        """tensors: (name, shape, dtype) of each tensor."""
         described, end = {}, 0
         for name, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[2].itemsize):
             start, end = end, end + prod(shape) * dtype.itemsize
@@ -56,12 +58,16 @@ class Header:
         self._starts = {name: about["data_offsets"][0] for name, about in described.items()}
 
     def start_of(self, name: str) -> int:
-        """Where in the file the tensor begins."""
+        """Return the byte offset of the tensor in the file."""
         return len(self.raw) + self._starts[name]
 
 
 def save(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write CPU tensors as one file, with the permissions of any new file: the library's own files are for their owner alone."""
+    """Write CPU tensors to one file.
+
+    The file gets the permissions of any new file. The safetensors library makes files that only their owner
+    can read.
+    """
     header = Header((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
     with open(path, "wb") as file:
         file.write(header.raw)

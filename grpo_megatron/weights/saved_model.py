@@ -1,4 +1,7 @@
-"""Where in a Megatron checkpoint each HF tensor lies; megatron/saved_model.py asks the model itself for it."""
+"""The location of each HF tensor in a Megatron checkpoint.
+
+megatron/saved_model.py builds these records from the model itself.
+"""
 
 from dataclasses import dataclass
 from math import prod
@@ -11,32 +14,41 @@ from grpo_megatron.model.pieces import Piece, Shape
 
 @dataclass(frozen=True)
 class SavedPart:
-    """One parameter, or one of the parts that Megatron saves it in: key[at : at + shape] of the checkpoint.
-
-    shape has the dimensions of the whole tensor, with ones for indices such as the layer's. full: the shape of the whole tensor. pieces:
-    the HF rectangles it is made of, their `at` within the whole tensor. dtype: of what has the same in every precision, such as a
-    bias of routers; None: that of the model's parameters. padded: the size depends on the layout that saved it.
-    """
+    """One saved parameter, or one of the parts that it is saved in: key[at : at + shape]."""
 
     key: str
+    """Key of the tensor in the checkpoint."""
     full: Shape
+    """Shape of the whole tensor under this key."""
     dtype: torch.dtype | None
+    """Dtype if it is the same in every precision, as for a router's bias; None: that of the parameters."""
     at: Shape
+    """Start of this part within the whole tensor."""
     shape: Shape
+    """Shape of this part, with as many dimensions as `full`; an index such as the layer has size 1."""
     pieces: tuple[Piece, ...]
+    """The HF rectangles that the part consists of. Their `at` counts from the start of the whole tensor."""
     padded: bool
+    """True if the size depends on the parallel layout that saved it."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """parts: of all parameters. objects: {key: bytes} of what Megatron stores beside them."""
+    """The contents of a Megatron model checkpoint.
+
+    parts: the parts of all parameters.
+    objects: {key: bytes} of the other objects that Megatron stores.
+    """
 
     parts: list[SavedPart]
     objects: dict[str, bytes]
 
 
 def clipped(piece: Piece, at: Shape, shape: Shape) -> Piece | None:
-    """What of a piece lies in local[at : at + shape], with `at` of the piece counted from there; None if nothing does."""
+    """Return the part of a piece that lies in local[at : at + shape], or None if they do not overlap.
+
+    The `at` of the returned piece counts from the start of that rectangle.
+    """
     lead = len(piece.at) - len(piece.shape)
     low = np.maximum(piece.at, at)
     size = np.minimum(np.add(piece.at, (1,) * lead + piece.shape), np.add(at, shape)) - low
@@ -47,7 +59,11 @@ def clipped(piece: Piece, at: Shape, shape: Shape) -> Piece | None:
 
 
 def rows_within(shape: Shape, itemsize: int, limit: int, multiple: int = 1) -> list[tuple[Shape, Shape]]:
-    """A tensor cut along its first dimension that is not 1: [(start, shape)] of at most `limit` bytes, and at least `multiple` rows."""
+    """Cut a tensor into rectangles [(start, shape)] along its first dimension that is not 1.
+
+    Each has at most `limit` bytes, but at least `multiple` rows. The row count of every rectangle
+    except the last is divisible by `multiple`.
+    """
     axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
     if axis is None:
         return [((0,) * len(shape), tuple(shape))]

@@ -1,4 +1,4 @@
-"""How a checkpoint's tensors differ from what config.json describes: FP8 in blocks, and layers that are not loaded."""
+"""Deviations of a checkpoint's tensors from its model: block-scaled FP8, and layers that are not loaded."""
 
 import math
 from dataclasses import dataclass
@@ -13,21 +13,28 @@ from grpo_megatron.model.pieces import Shape
 from grpo_megatron.paths import is_absent
 from grpo_megatron.weights.quantised import fp8_block
 
-SCALES = "_scale_inv"  # behind the name of an FP8 tensor, that of its scales
-FP8 = "F8_E4M3"  # as safetensors calls it
+SCALES = "_scale_inv"  # name of an FP8 tensor + this suffix = name of its scales
+FP8 = "F8_E4M3"  # safetensors' name of the dtype
 
 
 @dataclass(frozen=True)
 class Stored:
-    """block: rows and columns that share a scale in FP8 tensors, None: there are none. left_out: what the names of tensors begin
-    with that belong to layers for predicting further tokens, which nothing here trains."""
+    """The way a checkpoint's tensors are stored.
+
+    block: (rows, columns) that share a scale in FP8 tensors; None if the checkpoint has no FP8 tensors.
+    left_out: name prefixes of layers that predict tokens beyond the next one (multi-token prediction). These
+        layers are not trained, so they are not loaded.
+    """
 
     block: tuple[int, int] | None = None
     left_out: tuple[str, ...] = ()
 
 
 def read_stored(folder: Path) -> Stored:
-    """Read the config.json in `folder`, if it is there. Raises UserError for damage and for other quantised weights."""
+    """Return how the tensors in `folder` are stored, according to its config.json if there is one.
+
+    Raises UserError if config.json is damaged, or if the weights are quantised in any other way.
+    """
     path = folder / "config.json"
     if is_absent(path):
         return Stored()
@@ -43,12 +50,15 @@ def read_stored(folder: Path) -> Stored:
 
 
 def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:
-    """Of the scales of a whole FP8 tensor; the last block of a row or column may be smaller than the others."""
+    """Return the shape of the scales of a whole FP8 tensor.
+
+    The last block of a row or column may be smaller.
+    """
     return tuple(math.ceil(size / part) for size, part in zip(shape, block, strict=True))
 
 
 def scales_box(start: Shape, shape: Shape, block: tuple[int, int]) -> tuple[Shape, Shape]:
-    """(start, shape) of the scales that a rectangle of an FP8 tensor needs."""
+    """Return (start, shape) of the scales that belong to a rectangle of an FP8 tensor."""
     first = tuple(at // part for at, part in zip(start, block, strict=True))
     last = tuple(math.ceil((at + size) / part) for at, size, part in zip(start, shape, block, strict=True))
     return first, tuple(end - begin for begin, end in zip(first, last, strict=True))
@@ -57,10 +67,10 @@ def scales_box(start: Shape, shape: Shape, block: tuple[int, int]) -> tuple[Shap
 def dequantised(
     values: torch.Tensor, scales: torch.Tensor, start: Shape, block: tuple[int, int]
 ) -> torch.Tensor:
-    """float32 [r, c]: each element times the scale of its block.
+    """Return float32 [r, c]: each element times the scale of its block.
 
-    values: float8_e4m3fn [r, c], the rectangle of the whole tensor that begins at `start`. scales: float32, those of
-    `scales_box`.
+    values: float8_e4m3fn [r, c], the rectangle of the whole tensor that begins at `start`.
+    scales: float32, the rectangle that `scales_box` gives.
     """
     rows, columns = (
         (at % part + torch.arange(size)) // part

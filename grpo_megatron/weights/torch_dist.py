@@ -1,7 +1,9 @@
-"""Megatron's distributed checkpoints (torch_dist) as files: any rectangle of a stored tensor, and chunks written one by one.
+"""Reader and writer of Megatron's distributed checkpoints (torch_dist).
 
-Such a checkpoint is one tensor for each key, cut into chunks; a file holds chunks one after the other, each as torch.save writes
-it, and `.metadata` says where. Megatron and torch read them into memory as a whole; here no more is read than is asked for.
+Such a checkpoint has one tensor for each key, divided into chunks. A file holds a sequence of chunks, each in
+the format of torch.save. `.metadata` lists the file and offset of every chunk. Megatron and torch load whole
+checkpoints into memory. This module reads any rectangle of a tensor without the rest, and writes chunks one
+by one.
 """
 
 import io
@@ -34,7 +36,8 @@ from grpo_megatron.weights.file_bytes import fill, write
 
 _METADATA = ".metadata"
 _SETTINGS = "metadata.json"
-# All that the metadata of a sound checkpoint is made of. It is a pickle, which could name any other function to be called.
+# The only names that the metadata of an intact checkpoint refers to. The metadata file is a pickle, and a
+# malicious pickle could name any function to be called.
 _ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _ALLOWED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -43,24 +46,29 @@ _ALLOWED = {
     ("collections", "OrderedDict"),
     ("collections", "defaultdict"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # Python 3.13's name of it
+    ("pathlib._local", "PosixPath"),  # its name in Python 3.13
 }
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """key[at : at + shape], which is `length` bytes from `offset` of a file."""
+    """The location of key[at : at + shape] of a stored tensor: `length` bytes at `offset` of `file`."""
 
     at: Shape
+    """Start of the chunk within the whole tensor."""
     shape: Shape
+    """Shape of the chunk."""
     file: str
+    """File name, relative to the checkpoint folder."""
     offset: int
+    """Byte offset of the chunk's torch.save archive in the file."""
     length: int
+    """Bytes of the archive."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a checkpoint."""
+    """The description of one tensor of a checkpoint."""
 
     dtype: torch.dtype
     shape: Shape
@@ -76,8 +84,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: str | Path) -> dict[str, Stored]:
-    """{key: tensor} of a checkpoint, optimizer states included. Raises UserError for a damaged or incomplete one; every file that a
-    chunk is in is known to be long enough."""
+    """Return {key: tensor description} of a checkpoint, optimizer states included.
+
+    Raises UserError if the checkpoint is damaged or incomplete. Every file is checked to be long enough for
+    its chunks.
+    """
     root = Path(folder)
     problem = folder_problem(root) or (
         file_problem(root / _METADATA) and f"has no {_METADATA}: the checkpoint is incomplete"
@@ -98,21 +109,21 @@ def read_metadata(folder: str | Path) -> dict[str, Stored]:
             for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
-    except Exception as error:  # what is in it may be anything
+    except Exception as error:  # damaged metadata can raise any error
         raise _damaged(root, error) from error
     _check_files(root, tensors)
     return tensors
 
 
 def load_metadata(folder: str | Path) -> Metadata:
-    """What `.metadata` says, which can run no code here. Raises UserError where it cannot be read."""
+    """Load `.metadata` without running code from its pickle. Raises UserError if it cannot be read."""
     try:
         with open(Path(folder, _METADATA), "rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it is no metadata, but {type(metadata).__name__}")
         return metadata
-    except Exception as error:  # bytes that are no such pickle raise whatever they happen to mean
+    except Exception as error:  # unpickling arbitrary bytes can raise any error
         raise _damaged(Path(folder), error) from error
 
 
@@ -150,7 +161,11 @@ def _check_files(root: Path, tensors: dict[str, Stored]) -> None:
 
 
 class TorchDistReader:
-    """Reads rectangles of the tensors of a checkpoint; holds no more memory than the largest part of a chunk read at once."""
+    """A reader of rectangles of the tensors of a checkpoint.
+
+    Its only large memory is a scratch buffer, as large as the largest part of a chunk that had to be read at
+    once.
+    """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -159,15 +174,15 @@ class TorchDistReader:
             key: np.array([(c.at, np.add(c.at, c.shape)) for c in stored.chunks], dtype=np.int64)
             for key, stored in self.tensors.items()
         }
-        self._data: dict[
-            tuple[str, int], int
-        ] = {}  # of a chunk, by file and offset: where its data begins in the file
+        # {(file, offset) of a chunk: byte offset of its elements in the file}
+        self._data: dict[tuple[str, int], int] = {}
         self._scratch = np.empty(0, np.uint8)
 
     def read(self, key: str, start: Shape, out: torch.Tensor) -> None:
-        """Fill `out`, [like the tensor's own dimensions], with key[start : start + out.shape], cast to its dtype.
+        """Fill `out` with key[start : start + out.shape], cast to the dtype of `out`.
 
-        Raises UserError if a part of it is in no chunk, or a file is damaged.
+        out: has as many dimensions as the stored tensor.
+        Raises UserError if no chunk holds some part of it, or if a file is damaged.
         """
         if key not in self.tensors:
             raise UserError(f"{self.folder} holds no tensor {key}; it is a checkpoint of another model")
@@ -186,13 +201,15 @@ class TorchDistReader:
             )
 
     def _read_chunk(self, key: str, number: int, at: Shape, out: torch.Tensor) -> None:
-        """Fill `out` with chunk[at : at + out.shape]; straight from the file where it is one run of bytes on both sides."""
+        """Fill `out` with chunk[at : at + out.shape].
+
+        A rectangle that is contiguous in the file and in `out` is read without an intermediate buffer.
+        """
         stored, chunk = self.tensors[key], self.tensors[key].chunks[number]
         strides = [prod(chunk.shape[axis + 1 :]) for axis in range(out.ndim)]
         first = int(np.dot(at, strides))
-        count = (
-            int(np.dot(np.subtract(out.shape, 1), strides)) + 1
-        )  # from the rectangle's first element to its last
+        # Elements from the rectangle's first one to its last one, gaps included.
+        count = int(np.dot(np.subtract(out.shape, 1), strides)) + 1
         size = stored.dtype.itemsize
         offset = self._start_of_data(key, chunk) + first * size
         if out.dtype == stored.dtype and count == out.numel() and out.is_contiguous():
@@ -216,14 +233,18 @@ class TorchDistReader:
         if where not in self._data:
             try:
                 self._data[where] = self._find_data(chunk, self.tensors[key].dtype)
-            except Exception as error:  # torch and zipfile raise whatever the damage leads to
+            except Exception as error:  # torch and zipfile can raise any error for a damaged file
                 raise UserError(
-                    f"{self.folder / chunk.file}: {key} cannot be read ({shortened(error, 200)}); the file is damaged, copy it again"
+                    f"{self.folder / chunk.file}: {key} cannot be read ({shortened(error, 200)}); the file "
+                    "is damaged, copy it again"
                 ) from error
         return self._data[where]
 
     def _find_data(self, chunk: StoredChunk, dtype: torch.dtype) -> int:
-        """Where in the file the elements of a chunk begin; the chunk is an archive of torch.save, with one tensor in it."""
+        """Return the byte offset of a chunk's elements in the file.
+
+        A chunk is an archive made by torch.save that holds one tensor.
+        """
         with open(self.folder / chunk.file, "rb") as file:
             section = _Section(file, chunk.offset, chunk.length)
             tensor = torch.load(section, map_location="meta", weights_only=True)
@@ -240,15 +261,15 @@ class TorchDistReader:
             ):
                 raise ValueError("its archive holds something else than the tensor's elements")
             file.seek(chunk.offset + record.header_offset)
-            header = file.read(
-                30
-            )  # a fixed part, whose last four bytes are the lengths of the name and of an extra field
+            # The fixed part of a ZIP file header. Its last four bytes are the lengths of the name and the
+            # extra field.
+            header = file.read(30)
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         return chunk.offset + record.header_offset + len(header) + lengths
 
 
 class _Section(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """A read-only file object for a section of another file."""
 
     def __init__(self, file, offset: int, length: int):
         self.file, self.offset, self.length, self.at = file, offset, length, 0
@@ -271,7 +292,11 @@ class _Section(io.RawIOBase):
 
 
 class _Remembering:
-    """A stream for torch.save, which ends the process if a write fails beneath it: the error waits until it has returned."""
+    """An output stream for torch.save that stores a write error instead of raising it.
+
+    torch.save ends the process if a write fails while it runs. The caller raises `error` after torch.save
+    returns.
+    """
 
     def __init__(self, file):
         self.file, self.error = file, None
@@ -285,16 +310,18 @@ class _Remembering:
         return len(data)
 
     def flush(self) -> None:
-        """torch.save wants one; whoever opened the file flushes it."""
+        """Do nothing: torch.save needs this method, and the owner of the file flushes it."""
 
 
 def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
-    """Write a tensor, which must be all of its storage, at the file's end; its (offset, length). Raises OSError."""
+    """Append a tensor to the file and return its (offset, length) in bytes. Raises OSError.
+
+    The tensor must cover its whole storage.
+    """
     offset, stream = file.tell(), _Remembering(file)
     checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(
-        False
-    )  # torch never compares them, and computes them at a third of a disk's speed
+    # torch never checks these checksums, and computes them at only a third of a disk's speed.
+    torch.serialization.set_crc32_options(False)
     try:
         torch.save(tensor, stream)
     finally:
@@ -307,9 +334,11 @@ def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
 def write_metadata(
     folder: str | Path, tensors: dict[str, Stored], objects: dict[str, tuple[str, int, int]]
 ) -> list[str]:
-    """`.metadata` and `metadata.json`, which make the files of a folder a checkpoint; their names.
+    """Write `.metadata` and `metadata.json`, which turn the files of a folder into a checkpoint.
 
-    objects: {key: (file, offset, length)}.
+    Return their names.
+
+    objects: {key: (file, offset, length)} of the objects that are not tensors.
     """
     root = Path(folder)
     state: dict = {key: BytesStorageMetadata() for key in objects}

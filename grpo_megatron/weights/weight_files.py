@@ -1,4 +1,4 @@
-"""Find the safetensors files of an HF folder that hold its weights, and what lies beside them."""
+"""Functions that find the safetensors files of an HF folder, and report other weight files beside them."""
 
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,17 @@ from grpo_megatron.weights.pickled import pickled_weights
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_NAMED = 5  # of many files or tensors, a message names so many
+_NAMED = 5  # maximum number of files or tensors that a message names
 
 
 def some(names: list[str], separator: str = ", ") -> str:
-    """The first names, and how many there are beyond them."""
+    """Return the first names as text, followed by the number of names left out."""
     more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
     return separator.join(shortened(name, 150) for name in names[:_NAMED]) + more
 
 
 def open_safetensors(path: Path) -> Any:
-    """Raises UserError for what is not a whole safetensors file."""
+    """Open a safetensors file. Raises UserError if it is truncated or of another format."""
     if problem := file_problem(path):
         raise UserError(f"{path} {problem}")
     try:
@@ -35,10 +35,11 @@ def open_safetensors(path: Path) -> Any:
 
 
 def files_of_tensors(folder: Path) -> dict[str, Path]:
-    """{tensor: its file} of an HF folder, by its index, or of the one file it has.
+    """Return {tensor: its file} of an HF folder, read from its index or from its single weight file.
 
-    Raises UserError if there are none, if a file is missing or damaged, and for two sets of weights: transformers prefers
-    model.safetensors and SGLang the index, so that trainer and engine would have different models.
+    Raises UserError if there are no weights, if a file is missing or damaged, or if there are two sets of
+    weights. Of two sets, transformers would load model.safetensors and SGLang the index, so trainer and
+    engine would have different models.
     """
     if is_absent(folder / INDEX):
         if is_absent(folder / SINGLE):
@@ -55,7 +56,8 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
             else ""
         )
         raise UserError(
-            f"{folder} holds two sets of weights, {SINGLE} and the {len(set(promised.values()))} files that {INDEX} names{stale}. "
+            f"{folder} holds two sets of weights, {SINGLE} and the {len(set(promised.values()))} files that "
+            f"{INDEX} names{stale}. "
             f"Move one set out of the folder: {SINGLE}, or {INDEX} and its files"
         )
     if missing:
@@ -74,7 +76,10 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
 
 
 def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
-    """One sentence on the weight files of a folder that are not read; None if there are none. found: see `files_of_tensors`."""
+    """Return a sentence about the weight files of a folder that are not read, or None if there are none.
+
+    found: the result of `files_of_tensors`.
+    """
     read = {path.name for path in found.values()}
     others = sorted(
         path.name for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)
@@ -87,7 +92,7 @@ def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return {tensor: name of the file that holds it}, as the index says."""
+    """Return {tensor: file name} from the index."""
     promised = read_object(index).get("weight_map")
     if not isinstance(promised, dict):
         raise UserError(f"{index}: weight_map must be an object of tensors and the files they are in")
@@ -100,11 +105,16 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _refuse_second_set(folder: Path, found: dict[str, Path]) -> None:
-    """SGLang reads all safetensors files of a folder without an index, the last one of those that have the same tensor."""
+    """Raise UserError if another safetensors file has tensors of `found`, in a folder without an index.
+
+    SGLang reads all safetensors files of such a folder. If several have the same tensor, the last one read
+    wins.
+    """
     for path in sorted(folder.glob("*.safetensors")):
         if path.name != SINGLE and not found.keys().isdisjoint(open_safetensors(path).keys()):
             raise UserError(
-                f"{folder} holds two sets of weights: {SINGLE} and {path.name} have the same tensors, and no {INDEX} says which to "
+                f"{folder} holds two sets of weights: {SINGLE} and {path.name} have the same tensors, and no "
+                f"{INDEX} says which to "
                 "read. Move one of them out of the folder"
             )
 

@@ -1,1 +1,1 @@
-"""Several fake devices in one process, and what of the project runs on them."""
+"""Tests of the project's code with several fake devices in one process."""

@@ -1,4 +1,4 @@
-"""What the tests of this folder run in a process that has the fake devices."""
+"""Functions that the tests of this folder run in a process with the fake devices."""
 
 import dataclasses
 import pickle
@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from grpo_megatron.megatron import memory
-from grpo_megatron.megatron.memory import Parking, unique_storages
+from grpo_megatron.megatron.memory import unique_storages
+from grpo_megatron.megatron.parking import Parking
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.sglang import weight_door
@@ -23,7 +24,10 @@ from tests.unit.sync_cluster import DENSE, Cluster, hf_tensors
 
 
 class Node(Cluster):
-    """Rank r of the trainer, and rank r of each engine, are on device r of one node."""
+    """A cluster on one node with two devices.
+
+    Trainer rank r, and rank r of each engine, are on device r % 2.
+    """
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
@@ -36,7 +40,7 @@ class Node(Cluster):
         return self._on_devices(super().trainer_parameters(tensors))
 
     def _on_devices(self, parameters):
-        """{rank: {name: tensor}}, each rank's on its device."""
+        """Move each rank's tensors to its device: {rank: {name: tensor}}."""
         return {
             rank: {name: own.to(self.device_of(rank)) for name, own in named.items()}
             for rank, named in parameters.items()
@@ -44,13 +48,16 @@ class Node(Cluster):
 
 
 def colocated(engines: int = 1, **sizes) -> Layouts:
-    """A node whose two devices have ranks of the trainer and of engines with TP2."""
+    """Return the layouts of a node with two devices that trainer ranks and TP2 engines share."""
     sizes = dataclasses.replace(ParallelSizes(tp=2), **sizes)
     return Layouts(DENSE, sizes, EngineLayout(2), engines, multicast=True, within_nodes=True)
 
 
 def sync(way: Way, folder: str, use_delta: bool = False, layouts: Layouts | None = None) -> None:
-    """Transfer weights twice and verify them; every parameter must have arrived on its device, with its digest."""
+    """Transfer weights twice and verify them.
+
+    Every parameter must arrive on its rank's device with the right digest.
+    """
     with closing(Node(layouts or colocated(), way, folder, delta=use_delta)) as node:
         for seed in (1, 2):
             tensors = hf_tensors(DENSE, seed)
@@ -75,12 +82,12 @@ def over_files(tmp_path: str) -> None:
 
 
 def to_two_engines(tmp_path: str) -> None:
-    """Each rank's memory is opened by receivers on both devices."""
+    """Sync to two engines, whose receivers open each rank's memory on both devices."""
     sync(Way.shared_memory, tmp_path, layouts=colocated(engines=2, tp=1, pp=2))
 
 
 class Model(torch.nn.Module):
-    """Has an engine rank's parameters under the engine's names."""
+    """A model with an engine rank's parameters under the engine's names."""
 
     def __init__(self, own: dict[str, torch.Tensor]):
         super().__init__()
@@ -94,7 +101,7 @@ class Model(torch.nn.Module):
 
 
 def through_the_weight_door(tmp_path: str) -> None:
-    """Schedulers of one engine, which see both devices, get weights from ranks that each see their own alone."""
+    """Sync through SGLang's loader. The schedulers see both devices, and each trainer rank only its own."""
     local = threading.local()
     distributed = types.SimpleNamespace(get_tp_group=lambda: types.SimpleNamespace(rank_in_group=local.rank))
     with (
@@ -120,7 +127,10 @@ def through_the_weight_door(tmp_path: str) -> None:
 
 
 def asleep_and_awake(tmp_path: str, in_files: bool) -> None:
-    """Two devices' memory is parked and comes back on its own device, under all views of it."""
+    """Park the memory of two devices and take it back.
+
+    It must return to its device, and all views must see it.
+    """
     tensors = [torch.arange(12.0, device=f"fake:{index}") + index for index in range(2)]
     views = [tensor.view(3, 4)[1:] for tensor in tensors]
     expected = [tensor.tolist() for tensor in tensors]
@@ -155,7 +165,8 @@ def returned_on_first_device(function: Callable) -> Callable:
     return lambda *arguments: function(*arguments).cpu().to("fake:0")
 
 
-# What is planted: (object, name in it, fault, whether deltas travel). Each puts a tensor of rank 1 on device 0.
+# Planted faults: (object, name in it, fault, whether deltas are sent). Each puts a tensor of rank 1 on device
+# 0.
 FAULTS = {
     "memory opened on the device of its sender": (shared_memory, "_open", on_first_device, False),
     "memory of the sender": (shared_memory, "_make", on_first_device, False),
@@ -167,7 +178,7 @@ FAULTS = {
 
 
 def with_fault(tmp_path: str, name: str) -> None:
-    """Sync with a fault planted, which must be an error that names both devices."""
+    """Sync with a planted fault, which must raise an error that names both devices."""
     target, attribute, fault, use_delta = FAULTS[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, attribute, fault(getattr(target, attribute)))

@@ -1,8 +1,8 @@
 """A torch backend with two devices, "fake:0" and "fake:1", on a machine without GPUs.
 
-torch's own OpenReg does the same and is not part of its packages; fake.cpp is the part of it that weights need, and refuses operations
-over several devices, which OpenReg leaves to the CPU. A process that has called `install` is no longer one without accelerators, so
-tests call it in a process of their own.
+torch's own OpenReg does the same, but torch's packages lack it. fake.cpp is the part of it that weights need.
+It refuses operations over several devices, which OpenReg passes to the CPU. After `install`, a process has
+accelerators for good, so that tests call it in a process of their own.
 """
 
 import subprocess
@@ -17,7 +17,7 @@ SOURCE = Path(__file__).with_name("fake.cpp")
 
 
 def build(folder: Path, compiler: str) -> Path:
-    """Compile the backend into a folder, which takes about ten seconds. Return the library."""
+    """Compile the backend into a folder, which takes about ten seconds, and return the library."""
     library = folder / "libfake.so"
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [
@@ -42,7 +42,9 @@ def build(folder: Path, compiler: str) -> Path:
 
 
 def install(library: Path) -> None:
-    """Make the fake devices known to torch in this process, and share their memory as CUDA IPC shares a GPU's."""
+    """Register the fake devices with torch in this process, and share their memory as CUDA IPC shares a
+    GPU's.
+    """
     torch.ops.load_library(library)
     torch.utils.rename_privateuse1_backend("fake")
     module: Any = types.ModuleType("torch.fake")
@@ -56,7 +58,10 @@ def install(library: Path) -> None:
 
 
 def reduce_tensor(memory: torch.Tensor) -> tuple:
-    """Return what torch returns for memory of a GPU, as far as it is read. A trainer's rank sees one GPU: device 0."""
+    """Return what torch returns for GPU memory, as far as it is used.
+
+    A trainer rank sees one GPU, device 0.
+    """
     before, handle, after = [None] * 6, memory.data_ptr(), [None] * 6
     return rebuild_tensor, (*before, 0, handle, memory.nbytes, *after)
 

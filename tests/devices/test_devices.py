@@ -1,4 +1,7 @@
-"""Weight sync and sleep with two devices in one process: a tensor on the wrong one is an error, as it is not on a CPU."""
+"""Weight sync and sleep with two devices in one process.
+
+A tensor on the wrong device is an error, unlike on a CPU.
+"""
 
 import multiprocessing
 import shutil
@@ -37,11 +40,11 @@ def process(tmp_path_factory):
     ],
 )
 def test_every_tensor_is_on_the_device_of_its_rank(tmp_path, process, check):
-    """Schedulers of an engine with TP2 opened all parcels on device 0, and copied between devices."""
+    """Schedulers of a TP2 engine used to open all parcels on device 0 and to copy between devices."""
     process.submit(check, str(tmp_path)).result(timeout=120)
 
 
 @pytest.mark.parametrize("fault", checks.FAULTS)
 def test_a_tensor_on_another_device_is_an_error(tmp_path, process, fault):
-    """The fake devices would otherwise prove nothing."""
+    """Otherwise the fake devices would prove nothing."""
     process.submit(checks.with_fault, str(tmp_path), fault).result(timeout=120)

@@ -1,4 +1,4 @@
-"""What the tests of this folder run in the process of a rank."""
+"""Functions that the tests of this folder run in the process of a rank."""
 
 import os
 from dataclasses import dataclass
@@ -42,7 +42,9 @@ def logprobs_of(spec: ActorSpec, batch: TrainBatch) -> np.ndarray:
 
 
 def exact_logprobs(model: str, batch: TrainBatch) -> tuple[np.ndarray, float]:
-    """By the local layers in float32, and how far sound log-probs in bf16 may be from them."""
+    """Return log-probs of the local layers in float32, and how far correct log-probs in bf16 may be from
+    them.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     actor = Actor(spec_of(model, precision=Precision.fp32))
     return logprobs(actor, batch), allowed_in_bf16(actor, batch)
@@ -50,7 +52,12 @@ def exact_logprobs(model: str, batch: TrainBatch) -> tuple[np.ndarray, float]:
 
 @dataclass
 class Trained:
-    """exported: the weights before the first step. changed: HF tensors that training changed. before, after: log-probs."""
+    """The result of `train`.
+
+    exported: weights before the first step.
+    changed: names of the HF tensors that training changed.
+    before, after: log-probs.
+    """
 
     exported: dict[str, torch.Tensor]
     changed: list[str]
@@ -59,7 +66,7 @@ class Trained:
 
 
 def train(spec: ActorSpec, batch: TrainBatch, steps: int = 3) -> Trained:
-    """All that was sampled was good: its probability must rise."""
+    """Train on samples that all have a positive advantage, so that their probability must rise."""
     actor = Actor(spec)
     exported = _weights(actor)
     batch.weight = token_weights(batch, "token-mean", 40)
@@ -82,7 +89,9 @@ def _weights(actor: Actor) -> dict[str, torch.Tensor]:
 
 
 def occupied() -> int:
-    """Bytes of the device's memory that are not free; without one, this process's own."""
+    """Return the bytes of the device's memory that are in use, or those of this process if there is no
+    device.
+    """
     if not torch.cuda.is_available():
         return anonymous_bytes(os.getpid())
     free, total = torch.cuda.mem_get_info()
@@ -90,7 +99,11 @@ def occupied() -> int:
 
 
 def sleep(spec: ActorSpec, batch: TrainBatch, cycles: int) -> tuple[int, list[int], list[np.ndarray]]:
-    """(bytes of weights, gradients and optimizer states, bytes occupied in each sleep, log-probs before and after each)."""
+    """Let an actor sleep and wake `cycles` times.
+
+    Returns the bytes of weights, gradients and optimizer states, the bytes occupied in each sleep, and the
+    log-probs before and after each.
+    """
     actor = Actor(spec)
     parts = [batch.select(part) for part in schedule(batch.lengths, 256).micro_batches[0]]
     batch.weight = token_weights(batch, "token-mean", 40)

@@ -1,4 +1,7 @@
-"""Where the tests of this folder run: on a GPU, and on a CPU with TransformerEngine's kernels emulated, with the same assertions."""
+"""Fixtures for both sides that the tests of this folder run on: a GPU, and a CPU with emulated kernels.
+
+The assertions are the same on both.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +19,12 @@ HERE = Capabilities.of_this_machine()
 
 @dataclass(frozen=True)
 class Side:
-    """layers: those of the bf16 model. run: calls a function in the process of a rank. fp8_problem: why there is no FP8."""
+    """A kind of device that the tests run on.
+
+    layers: implementation of the bf16 model's layers.
+    run: calls a function in the process of a rank.
+    fp8_problem: why there is no FP8, or None.
+    """
 
     layers: TransformerImpl
     emulated: bool

@@ -1,4 +1,4 @@
-"""The doctor finds a machine with GPUs sound, FP8 included."""
+"""The doctor finds nothing wrong with a machine with GPUs, FP8 included."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Page-locked memory and what waits in it."""
+"""Page-locked memory, and the tensors that are kept in it."""
 
 import gc
 
@@ -8,7 +8,8 @@ import torch
 from grpo_megatron.config.schema import OptimizerConfig, Precision
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.host_memory import HostArena, host_memory
-from grpo_megatron.megatron.memory import Parking, unique_storages
+from grpo_megatron.megatron.memory import unique_storages
+from grpo_megatron.megatron.parking import Parking
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import tiny_model
@@ -52,7 +53,7 @@ def test_what_is_parked_again_has_the_same_memory():
 
 
 def test_what_is_parked_in_files_comes_back(tmp_path):
-    """The copies on the host on their way to the file were freed before they were written."""
+    """The host copies used to be freed before they were written to the file."""
     parking, tensors = (
         Parking(str(tmp_path)),
         [torch.randn(size, device="cuda") for size in (300, 3 << 20, 70_000)],
@@ -66,7 +67,7 @@ def test_what_is_parked_in_files_comes_back(tmp_path):
 @pytest.mark.parametrize("piece", [4096, 64 << 20], ids=["pieces", "whole"])
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
 def test_weights_are_exchanged_bit_for_bit(tmp_path, piece, on_host):
-    """Many small pieces, so that a copy that does not wait for the one before it shows."""
+    """Many small pieces reveal a copy that does not wait for the one before it."""
     pytest.importorskip("ray")  # the controller's collaborators use it, and nothing else in this file
     from tests.parallel import references
 

@@ -1,4 +1,7 @@
-"""A run of `train` with an engine and a rank that take turns on one device; on a CPU too, as far as memory is not concerned."""
+"""A run of `train` with an engine and a rank that take turns on one device.
+
+It also runs on a CPU, except for the checks of memory.
+"""
 
 import json
 

@@ -1,4 +1,4 @@
-"""On one device: log-probs against transformers, training steps, the weights back out, sleep, and what the host waits for."""
+"""One device: log-probs against transformers, training steps, export, sleep, and host synchronisations."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_logprobs_equal_transformers(tmp_path, side, family):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8_is_near_transformers(tmp_path, side, recipe):
-    """Within 0.6 nats: with the kernels emulated, tiny random models were at 0.28 to 0.58."""
+    """The bound is 0.6 nats: with emulated kernels, tiny random models were at 0.28 to 0.58."""
     if side.fp8_problem:
         pytest.skip(side.fp8_problem)
     # Multiples of 128, which the blocks need.
@@ -67,7 +67,8 @@ def test_sleep_gives_back_the_memory_every_time(tmp_path, side):
     resident, asleep, values = side.run(checks.sleep, spec_of(model, side.layers, side.emulated), batch, 5)
     for after in values[1:]:
         np.testing.assert_array_equal(after, values[0])
-    # In the first sleep what is kept for the others is made. Kept in each of the others, the weights would be three times there.
+    # The first sleep allocates what the later ones reuse. If each later sleep kept the weights again, they
+    # would be there three times.
     assert max(asleep[1:]) - asleep[1] < resident / 2
 
 

@@ -1,4 +1,6 @@
-"""Weights from one process into another on the same device, through memory that both map: CUDA IPC on a GPU."""
+"""Weights from one process to another on the same device, through memory that both map (CUDA IPC on a
+GPU).
+"""
 
 import multiprocessing
 

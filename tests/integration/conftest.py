@@ -9,14 +9,14 @@ from tests.ranks import rank_pool
 SLOTS = 16
 
 
-# Those that tests of a folder share end with the last of them: they never sleep for long, and on a slow machine Ray without
-# work was seen to take a quarter of it.
+# A Ray that the tests of a folder share ends with the last of them. Ray's processes never sleep for long:
+# idle, they were seen to take a quarter of a slow machine.
 @pytest.fixture(scope="package")
 def ray_here():
-    """One Ray for all tests that need one; runs join it in place of starting their own."""
+    """One Ray for all tests that need one. Runs join it instead of starting their own."""
     import ray
 
-    from grpo_megatron.cluster.placement import connect
+    from grpo_megatron.cluster.ray_connection import connect
 
     # Afterwards without what Ray was started with: other tests would have its token, and its patience.
     with patch.dict(os.environ):
@@ -28,7 +28,7 @@ def ray_here():
 
 @pytest.fixture(scope="package")
 def places(ray_here, tmp_path_factory):
-    """places(n): where n reward workers can be."""
+    """A function places(n) that returns places for n reward workers."""
     import ray
 
     from grpo_megatron.cluster.worker_pool import worker_places
@@ -45,11 +45,14 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def two_nodes(request):
-    """A Ray cluster of two nodes on this machine, in place of the other one meanwhile. request.param: CPUs and GPUs that each declares."""
+    """A Ray cluster of two nodes on this machine, which replaces the other one meanwhile.
+
+    request.param: CPUs and GPUs that each node declares.
+    """
     import ray
     from ray.cluster_utils import Cluster
 
-    from grpo_megatron.cluster.placement import connect
+    from grpo_megatron.cluster.ray_connection import connect
 
     another = ray.is_initialized()
     if another:
@@ -82,7 +85,7 @@ def arithmetic(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def experts(tmp_path_factory, arithmetic):
-    """As `arithmetic`, with a model of 4 experts a layer."""
+    """The same as `arithmetic`, with a model of 4 experts per layer."""
     from make_tiny_model import make
 
     root = tmp_path_factory.mktemp("experts")

@@ -1,4 +1,4 @@
-"""A run as a user starts it, whose processes are found, killed and looked for afterwards."""
+"""A run that is started like a user's, and whose processes tests find, kill and look for afterwards."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ ROLES = ("driver", *_TITLES)
 
 
 def arguments(arithmetic, root, *changes) -> list[str]:
-    """Of a run that goes on for as long as it is let."""
+    """Return the arguments of a run that goes on until it is stopped."""
     return [
         f"run.root={root}",
         "run.total_steps=100000",
@@ -48,12 +48,19 @@ def arguments(arithmetic, root, *changes) -> list[str]:
 
 
 class LiveRun:
-    """`grpo-megatron COMMAND ...` in a process of its own; at the end of the context nothing of it is left."""
+    """`grpo-megatron COMMAND ...` in a process of its own.
+
+    At the end of the context none of its processes is left.
+    """
 
     def __init__(
         self, command: str, arguments: list[str], folder: Path, environment: dict[str, str] | None = None
     ):
-        """folder: for what it prints. environment: this process's own where it is None."""
+        """Start the run.
+
+        folder: folder for its output.
+        environment: environment variables; None: those of this process.
+        """
         self._mark = uuid.uuid4().hex
         self._out, self._err = folder / f"{self._mark}.out", folder / f"{self._mark}.err"
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
@@ -79,7 +86,7 @@ class LiveRun:
             time.sleep(0.05)
 
     def processes(self) -> list[psutil.Process]:
-        """All that live and have inherited this run's environment, whoever is their parent now."""
+        """Return all living processes that inherited this run's environment, whatever their parent is now."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -88,7 +95,7 @@ class LiveRun:
         return found
 
     def role(self, name: str) -> psutil.Process | None:
-        """The process that has this role, if there is one now."""
+        """Return the process that has this role, or None."""
         with contextlib.suppress(psutil.Error):
             driver = next(iter(psutil.Process(self.keeper.pid).children()), None)
             if name == "driver" or driver is None:
@@ -100,7 +107,10 @@ class LiveRun:
         return None
 
     def wait_for(self, condition, seconds: float = 400.0):
-        """condition(), as soon as it is true. Fails with what the run printed if it ends before, or takes longer."""
+        """Wait until condition() is true and return its value.
+
+        Fail with the run's output if it ends or takes longer.
+        """
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             assert self.keeper.poll() is None, f"the run has ended:\n{self.output()}{self.errors()}"
@@ -109,7 +119,7 @@ class LiveRun:
         return value
 
     def steps(self) -> int:
-        """How many it has shown."""
+        """Return the number of steps that the run has printed."""
         return self.output().count("\nstep ")
 
     def output(self) -> str:
@@ -119,11 +129,13 @@ class LiveRun:
         return self._err.read_text(encoding="utf-8", errors="replace")
 
     def ended(self, seconds: float = 120.0) -> int:
-        """The exit status, when the run has ended; negative for the signal that killed its keeper."""
+        """Wait for the end of the run and return its exit status, negative for the signal that killed its
+        keeper.
+        """
         return self.keeper.wait(seconds)
 
     def left_after(self, seconds: float) -> list[str]:
-        """What of the run is still there then."""
+        """Return the run's processes that are still there after so many seconds."""
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -1,10 +1,13 @@
-"""Runs inside an engine's scheduler process, where SGLang calls it in place of loading weights."""
+"""Functions that SGLang calls in an engine's scheduler process instead of loading weights."""
 
 import json
 
 
 def describe(model, named_tensors):
-    """Write {parameter: shape} of this TP rank to the file whose name the only tensor holds, with the rank behind it."""
+    """Write {parameter: shape} of this TP rank to a file.
+
+    The only tensor holds the file's name, to which the rank is appended.
+    """
     from sglang.srt.distributed import get_tp_group
 
     ((_, path),) = named_tensors
@@ -16,7 +19,10 @@ def describe(model, named_tensors):
 
 
 def parameters(model, named_tensors):
-    """Write {parameter: its values} of this TP rank to a file; its name is as weight_door.by_value takes it, with the rank behind."""
+    """Write {parameter: values} of this TP rank to a file.
+
+    The file's name comes through weight_door.by_value; the rank is appended.
+    """
     import pickle
 
     import torch
@@ -28,7 +34,7 @@ def parameters(model, named_tensors):
 
 
 def swap_halves(model, named_tensors):
-    """Of the first dimension of parameters, whose names weight_door.by_value has taken."""
+    """Swap the halves of the first dimension of parameters, whose names come through weight_door.by_value."""
     import pickle
 
     import torch

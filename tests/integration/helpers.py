@@ -1,4 +1,4 @@
-"""Shared by the integration tests; `digits` runs in reward processes."""
+"""Functions that the integration tests share. `digits` runs in reward processes."""
 
 import os
 import signal
@@ -14,12 +14,12 @@ from grpo_megatron.rewards.terms import Setup, terms_of
 
 
 def digits(prompt, response, answer, record):
-    """A reward that untrained models get different values of: the share of digits."""
+    """Return the share of digits, a reward for which untrained models get different values."""
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
 
 def runs_a_program(prompt, response, answer, record):
-    """The reward `code`, as if the model had written a program that takes a fifth of a second of a processor."""
+    """Return the reward `code`, for a program that takes a fifth of a second of CPU time."""
     program = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass\nprint(4)"
     found = _code()(prompt, f"```python\n{program}\n```", '{"inputs": [""], "outputs": ["4"]}', record)
     assert found["passed"] == 1.0
@@ -37,7 +37,7 @@ def nan_reward(prompt, response, answer, record):
 
 
 def letters(text):
-    """Ids of a text, as a tokenizer of single letters gives them."""
+    """Return the ids of a text, as a tokenizer of single letters makes them."""
     return np.array([ord(c) for c in text], dtype=np.int32)
 
 
@@ -49,7 +49,7 @@ _KEPT = []
 
 
 def obey(prompt, response, answer, record):
-    """A reward that does what the response says."""
+    """Do what the response says, as a reward function."""
     if response == "raise":
         raise ZeroDivisionError("planted")
     if response == "die":

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine."""
+"""A real Slurm cluster of two nodes on this machine."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def install() -> None:
-    """Skips the test where Slurm is not there and cannot be."""
+    """Install Slurm, or skip the test if that is not possible."""
     if os.geteuid() != 0:
         pytest.skip("installing and starting Slurm needs root")
     if not shutil.which("slurmctld"):
@@ -70,7 +70,7 @@ def install() -> None:
 
 @contextmanager
 def started(folder: Path) -> Iterator[dict[str, str]]:
-    """Environment variables under which sbatch and its siblings reach the cluster."""
+    """Start the cluster and yield the environment variables with which sbatch and its siblings reach it."""
     for name in ("state", "spool-node1", "spool-node2"):
         (folder / name).mkdir()
     conf = folder / "slurm.conf"
@@ -106,19 +106,19 @@ def started(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def asked(env: dict[str, str], *command: str) -> str:
-    """What one of Slurm's programs prints."""
+    """Return what one of Slurm's programs prints."""
     return subprocess.run(command, env=env, capture_output=True, text=True).stdout.strip()
 
 
 def facts(env: dict[str, str], job: str) -> dict[str, str]:
-    """Of a job, as `scontrol show job` names them."""
+    """Return a job's properties as {name: value}, with the names of `scontrol show job`."""
     return dict(
         fact.split("=", 1) for fact in asked(env, "scontrol", "show", "job", job).split() if "=" in fact
     )
 
 
 def ended(env: dict[str, str], job: str, seconds: float = 600.0) -> dict[str, str]:
-    """The facts of a job that has ended."""
+    """Wait for the end of a job and return its properties."""
     deadline = time.monotonic() + seconds
     while (found := facts(env, job))["JobState"] not in ENDS:
         assert time.monotonic() < deadline, f"job {job} has not ended within {seconds:.0f} s"
@@ -127,7 +127,7 @@ def ended(env: dict[str, str], job: str, seconds: float = 600.0) -> dict[str, st
 
 
 def wait_in(env: dict[str, str], job: str, condition: Callable[[], bool], seconds: float = 600.0) -> None:
-    """Until the condition holds, while the job has not ended."""
+    """Wait until the condition holds. Fail if the job ends before."""
     deadline = time.monotonic() + seconds
     while not condition():
         found = facts(env, job)

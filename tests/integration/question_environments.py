@@ -1,4 +1,4 @@
-"""An environment that untrained models get different rewards in; it runs in processes of its own."""
+"""An environment in which untrained models get different rewards. It runs in processes of its own."""
 
 from grpo_megatron.rollout.environments import StepResult, environment
 
@@ -9,7 +9,9 @@ def share_of_digits(text):
 
 @environment("three_questions")
 class ThreeQuestions:
-    """`(s)` follows the prompt, s being the state; asks `s?` after the first and second turn, as a chat template would."""
+    """Appends `(s)` to the prompt, where s is the state, and asks `s?` after the first and second turn,
+    like a chat template.
+    """
 
     def __init__(self, prompt):
         self.turns = 0

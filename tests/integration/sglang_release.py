@@ -1,7 +1,10 @@
-"""Run by test_sglang_releases.py with one release of SGLang in front of all others: makes every call to it against its own signatures.
+"""Checks this package's calls to SGLang against the signatures of one release.
 
-Reads {arguments, sampling} as JSON, writes {problems, calls, knows_spans} as JSON. No engine is started: what calls go to has the
-methods and signatures of SGLang's classes, and requests are SGLang's own.
+Started by test_sglang_releases.py.
+
+The release comes first on the path. Reads {arguments, sampling} as JSON, writes {problems, calls,
+knows_spans} as JSON. No engine is started: the called objects have the methods and signatures of SGLang's
+classes, and requests are SGLang's own.
 """
 
 import asyncio
@@ -45,7 +48,7 @@ META = (
 
 
 def argument_problems(arguments: dict) -> list[str]:
-    """Names that the release does not have, and values that it does not take."""
+    """Return the names that the release does not have, and the values that it does not accept."""
     hints, found = typing.get_type_hints(ServerArgs, include_extras=True), []
     for name, value in arguments.items():
         if name not in hints:
@@ -67,7 +70,10 @@ def argument_problems(arguments: dict) -> list[str]:
 
 
 def quantization_problems(arguments: dict) -> list[str]:
-    """Whether what stands in for the checkpoint's quantization_config gives linear layers in blocks, with the parameters of the plan."""
+    """Return what is wrong with linear layers under the quantization_config that an engine is given.
+
+    They must be quantised in blocks, with the parameters that the weight sync's plan expects.
+    """
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 
     config = Fp8Config.from_config(json.loads(arguments["json_model_override_args"])["quantization_config"])
@@ -90,7 +96,10 @@ def quantization_problems(arguments: dict) -> list[str]:
 
 
 def expert_problems(config) -> list[str]:
-    """As on Hopper with DeepGEMM: whether experts have the parameters of the plan, loading leaves them, and their kernel is Triton's."""
+    """Return what is wrong with experts, on Hopper with DeepGEMM.
+
+    They must have the plan's parameters, loading must not replace these, and their kernel must be Triton's.
+    """
     from sglang.srt.layers import deep_gemm_wrapper
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
     from sglang.srt.layers.quantization import fp8
@@ -134,7 +143,7 @@ def expert_problems(config) -> list[str]:
 
 
 def load_problems(arguments: dict) -> list[str]:
-    """What the scheduler's process does with an order, as far as its door."""
+    """Return what is wrong with the path of a weight-sync order through the scheduler's process."""
     if dynamic_import(arguments["custom_weight_loader"][0]) is not obey or arguments[
         "custom_weight_loader"
     ] != [DOOR]:
@@ -146,7 +155,9 @@ def load_problems(arguments: dict) -> list[str]:
 
 
 async def made_calls() -> tuple[list[str], bool]:
-    """The calls that every method of EngineControl makes, by name, and whether the release knows spans."""
+    """Return the names of the calls that EngineControl's methods make, and whether the release knows
+    spans.
+    """
     engine = mock.create_autospec(Engine, instance=True)
     engine.tokenizer_manager = manager = mock.create_autospec(
         tokenizer_manager.TokenizerManager, instance=True

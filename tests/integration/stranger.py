@@ -1,9 +1,10 @@
-"""Asks the ports of a host in every protocol that a run speaks, and prints what each one answered, as JSON.
+"""Asks the ports of a host in every protocol that a run uses, and prints each one's answer as JSON.
 
     python -m tests.integration.stranger HOST TRAP PORT [PORT ...]
 
-TRAP: a file which is there if anybody has unpickled what was sent. With a job's RAY_AUTH_TOKEN, or the STORE_SECRET of a store, in its
-environment it is no stranger: it shows them, and of Ray's methods it then calls only those that change nothing.
+TRAP is a file that exists afterwards if any process unpickled what was sent. With a job's RAY_AUTH_TOKEN, or
+a store's STORE_SECRET, in its environment, the caller is not a stranger: it presents them, and calls only
+those of Ray's methods that change nothing.
 """
 
 import contextlib
@@ -59,7 +60,7 @@ class _Trap:
 
 
 def raw(host: str, port: int, sent: bytes) -> str:
-    """Hex digits of what comes back for these bytes, until the port closes the connection or is silent."""
+    """Return the answer to these bytes in hex digits, until the port closes the connection or is silent."""
     received = b""
     with contextlib.suppress(OSError), socket.create_connection((host, port), _SILENCE_SECONDS) as connection:
         connection.sendall(sent)
@@ -69,7 +70,7 @@ def raw(host: str, port: int, sent: bytes) -> str:
 
 
 def over_http(host: str, port: int, path: str, token: str | None) -> tuple[int, str] | None:
-    """(status, body); None where no HTTP is spoken."""
+    """Return (status, body), or None if the port does not use HTTP."""
     connection = http.client.HTTPConnection(host, port, timeout=_SILENCE_SECONDS)
     with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
         connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
@@ -79,7 +80,7 @@ def over_http(host: str, port: int, path: str, token: str | None) -> tuple[int, 
 
 
 def over_zmq(host: str, port: int, sent: bytes) -> None:
-    """As SGLang's processes send each other their requests."""
+    """Send a request as SGLang's processes do to each other."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as pushing:
         pushing.setsockopt(zmq.LINGER, int(_SILENCE_SECONDS * 1000))
         pushing.connect(f"tcp://{host}:{port}")
@@ -88,7 +89,7 @@ def over_zmq(host: str, port: int, sent: bytes) -> None:
 
 
 def methods() -> list[str]:
-    """Of every service that a process of Ray's may serve, as gRPC names them."""
+    """Return the methods of all services that one of Ray's processes may serve, by their gRPC names."""
     found = []
     for module in pkgutil.iter_modules(generated.__path__, f"{generated.__name__}."):
         if module.name.endswith("_pb2"):
@@ -100,7 +101,7 @@ def methods() -> list[str]:
 
 
 def over_grpc(host: str, port: int, token: str | None) -> dict[str, tuple[str, str]] | None:
-    """{method: (status, hex digits of the first answer)} for empty requests; None where no gRPC is spoken."""
+    """Return {method: (status, hex digits of the first answer)} for empty requests, or None without gRPC."""
     # RaySyncer ends its process for a caller that does not name its node.
     metadata = [("node_id", "00" * 28), *([("authorization", f"Bearer {token}")] if token else [])]
 
@@ -123,7 +124,7 @@ def over_grpc(host: str, port: int, token: str | None) -> dict[str, tuple[str, s
 
 
 def stored(host: str, port: int, secret: str | None) -> list[str]:
-    """Keys of the store that is there; with a secret, what it has for the key `gated`."""
+    """Return the keys of the store at this port or, with a secret, the value of the key `gated`."""
     try:
         if secret:
             # list_keys keeps the GIL, without which this process cannot answer the gate.
@@ -136,7 +137,9 @@ def stored(host: str, port: int, secret: str | None) -> list[str]:
 
 
 def all_stored(host: str, ports: list[int], secret: str | None) -> dict[int, list[str]]:
-    """`stored` of each, in processes of their own: torch's client waits for ever, with the GIL, for a port that says nothing."""
+    """Call `stored` for each port in a process of its own: torch's client waits forever, with the GIL, for
+    a silent port.
+    """
     found = {}
     with multiprocessing.get_context("fork").Pool(len(ports)) as pool:
         asked = {port: pool.apply_async(stored, (host, port, secret)) for port in ports}

@@ -1,4 +1,4 @@
-"""A surrogate from outside the package."""
+"""A surrogate that is defined outside the package."""
 
 from grpo_megatron.algorithm.surrogates import surrogate
 

@@ -1,4 +1,4 @@
-"""The algorithm in whole runs: controller and ranks as always, samples from a recording."""
+"""The algorithm in whole runs: real controller and ranks, samples from a recording."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,10 @@ LONGEST = 12
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory):
-    """Samples of random tokens; the engine's log-probs are of no model, so far from any trainer's."""
+    """Samples of random tokens.
+
+    The engine's log-probs belong to no model, so that they are far from any trainer's.
+    """
     path = str(tmp_path_factory.mktemp("recording") / "rollouts.jsonl")
     rng = np.random.default_rng(5)
     recorder = Recorder(path)
@@ -51,7 +54,7 @@ def train(ray_here, arithmetic, recording, tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
 
     def run(name: str, *changes: str) -> tuple[int, list[dict]]:
-        """Exit status and the steps' metrics."""
+        """Return the exit status and the metrics of the steps."""
         arguments = [
             f"run.root={root}",
             f"run.name={name}",
@@ -104,7 +107,7 @@ def everything(train):
 
 @pytest.mark.slow
 def test_the_kl_in_the_reward_and_its_coefficient(everything):
-    """A new reference after step 2: the policy of step 3 is it."""
+    """The reference is reset after step 2, to the policy of step 3."""
     kl = [row["actor/kl_in_reward"] for row in everything]
     assert kl[0] == pytest.approx(0, abs=1e-6)
     assert kl[1] != pytest.approx(0, abs=1e-4)
@@ -118,7 +121,7 @@ def test_the_kl_in_the_reward_and_its_coefficient(everything):
 
 @pytest.mark.slow
 def test_resuming_makes_the_same_steps(train, everything):
-    """Coefficient, entropy and reference included."""
+    """The checkpoint also has the KL coefficient, the entropy and the reference."""
     folder = train.root / "everything" / "checkpoints" / "step_00000003"
     status, rows = train("resumed", *EVERYTHING, f"run.resume={folder}")
     assert status == 0
@@ -130,7 +133,10 @@ def test_resuming_makes_the_same_steps(train, everything):
 
 @pytest.mark.slow
 def test_the_entropy_floor(train):
-    """Entropy begins at 3.4: with a floor of 9 the bonus acts from step 2 on, with one of 1 never, as without a bonus."""
+    """Entropy begins at 3.4.
+
+    With a floor of 9 the bonus acts from step 2 on; with a floor of 1 it never does.
+    """
     runs = {
         name: [row["actor/loss"] for row in train(f"entropy_{name}", "run.total_steps=2", *changes)[1]]
         for name, changes in {

@@ -1,4 +1,4 @@
-"""A base model, without a chat template, trains on GSM8K's own file."""
+"""Training of a base model, without a chat template, on GSM8K's own file."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,9 @@ GSM8K = Path("../shared/data/gsm8k/train.jsonl")
 
 @pytest.fixture(scope="module")
 def base_model(tmp_path_factory):
-    """Its tokenizer puts a BOS token before texts and has no chat template, as base models' often do."""
+    """A model whose tokenizer has no chat template and puts a BOS token before texts, like many base
+    models.
+    """
     from make_tiny_model import make, make_tokenizer
     from tokenizers.processors import TemplateProcessing
 

@@ -1,4 +1,4 @@
-"""Groups from beam search through the whole program."""
+"""Groups from beam search in the whole program."""
 
 import pytest
 

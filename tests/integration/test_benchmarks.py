@@ -1,4 +1,4 @@
-"""Each benchmark runs to its end, as small as it can be; what it measures then is nothing."""
+"""Each benchmark runs to its end at the smallest size. Its figures then mean nothing."""
 
 import json
 import re
@@ -10,7 +10,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-# Arguments that make it short, and a figure of its last line. The benchmarks that are not here have tests of their own.
+# Arguments that make a benchmark short, and a figure of its last line. Benchmarks that are missing here have
+# tests of their own.
 BENCHMARKS = {
     "checkpoint": (["--saves", "1", "--tokens", "64", "--layers", "2", "--before"], "blocked_share"),
     "convert": (["--layers", "1", "--processes", "1", "--repeats", "1"], "speed_over_copy"),

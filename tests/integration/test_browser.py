@@ -1,4 +1,4 @@
-"""TensorBoard and the report as a person sees them: in a real browser."""
+"""TensorBoard and the report in a real browser."""
 
 import asyncio
 import json
@@ -107,13 +107,16 @@ async def _text_with(address: str, folder: Path, wanted: list[str]) -> str:
 
 
 def seen(address: str, folder: Path, wanted: list[str]) -> str:
-    """The title and the text of a page as soon as it has all that is wanted, or as it is after two minutes. folder: for the browser."""
+    """Return the title and text of a page once it has everything wanted, or after two minutes.
+
+    folder: the browser's profile.
+    """
     return asyncio.run(_text_with(address, folder, wanted))
 
 
 @pytest.fixture(scope="module")
 def tensorboard(run_folder):
-    """Address of a TensorBoard of the folder that has read it."""
+    """Address of a TensorBoard that has read the folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

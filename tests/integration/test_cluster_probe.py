@@ -1,4 +1,4 @@
-"""What a Ray cluster says of its machines, and what is refused there."""
+"""Reports of a Ray cluster about its machines, and settings that are refused there."""
 
 import os
 import subprocess
@@ -13,7 +13,8 @@ from grpo_megatron.cluster.probe import capabilities_of_ray
 from grpo_megatron.config.load import read_config
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.cluster import check_cluster
-context = ray.init(address="local", num_cpus=1, num_gpus=int(sys.argv[1]), include_dashboard=False, log_to_driver=False)
+context = ray.init(address="local", num_cpus=1, num_gpus=int(sys.argv[1]), include_dashboard=False, \
+log_to_driver=False)
 try:
     found = capabilities_of_ray()
     print("found", found.where, found.gpus, found.nodes, found.gpus_per_node, found.fp8_problem)
@@ -27,7 +28,9 @@ except UserError as error:
 
 
 def probe(gpus: int, *overrides: str) -> list[str]:
-    """What is printed, in a process of its own, because this one may be connected to another cluster."""
+    """Return what the script prints in a process of its own, because this one may be connected to another
+    cluster.
+    """
     command = [sys.executable, "-c", SCRIPT, str(gpus), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -42,15 +45,15 @@ def test_a_cluster_without_gpus_that_was_described_with_some():
         "error the cluster does not allow this configuration:",
         "  - cluster.gpu=h200, but in the Ray cluster there are none",
         "  - cluster.nodes=2, but in the Ray cluster there are 1",
-        "  - megatron.precision=fp8 is not possible in the Ray cluster: TransformerEngine needs CUDA, which is not available; "
-        "use bf16",
+        "  - megatron.precision=fp8 is not possible in the Ray cluster: TransformerEngine needs CUDA, "
+        "which is not available; use bf16",
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_gpus_that_ray_counts_and_torch_does_not_find():
-    """The task runs on the node that is said to have GPUs, and what it says is believed."""
+    """The task runs on the node that declares GPUs, and its report counts."""
     (text,) = probe(1)
     assert text.startswith("error Ray counts GPUs on node ")
     assert text.endswith("but torch finds none there: its driver or its build of torch is not right")
@@ -61,7 +64,7 @@ OWNER = """
 import os, subprocess, sys
 from pathlib import Path
 import ray
-from grpo_megatron.cluster.placement import connect
+from grpo_megatron.cluster.ray_connection import connect
 before = set(os.environ)
 assert connect(None, 2)
 token = os.environ["RAY_AUTH_TOKEN"]
@@ -69,10 +72,12 @@ print("ran", ray.get(ray.remote(lambda: len(os.environ["RAY_AUTH_TOKEN"])).remot
 session = Path(ray._private.worker._global_node.get_session_dir_path())
 files = [path for path in session.rglob("*") if path.is_file()]
 assert len(files) > 5
-print("written", [path.name for path in files if token.encode() in path.read_bytes()], os.path.exists(os.environ["HOME"] + "/.ray"))
+print("written", [path.name for path in files if token.encode() in path.read_bytes()], \
+os.path.exists(os.environ["HOME"] + "/.ray"))
 address = ray.get_runtime_context().gcs_address
 others = {name: value for name, value in os.environ.items() if name in before}
-print(subprocess.run([sys.executable, "-c", sys.argv[1], address], env=others, stdout=subprocess.PIPE, text=True).stdout)
+print(subprocess.run([sys.executable, "-c", sys.argv[1], address], env=others, stdout=subprocess.PIPE, \
+text=True).stdout)
 ray.shutdown()
 assert connect(None, 2)
 print("ran again", ray.get(ray.remote(lambda: 3).remote()))
@@ -81,7 +86,7 @@ ray.shutdown()
 STRANGER = """
 import sys
 from ray._private import ray_constants
-from grpo_megatron.cluster.placement import connect
+from grpo_megatron.cluster.ray_connection import connect
 from grpo_megatron.errors import UserError
 ray_constants.ENABLE_RAY_CLUSTER = False
 try:
@@ -93,8 +98,9 @@ except UserError as error:
 
 @pytest.mark.slow
 def test_another_user_of_the_machine_cannot_join_the_ray_of_a_run(tmp_path):
-    """Without a token of the run's own, Ray's was in ~/.ray, where others may read it."""
-    # Without Ray's settings of this process, which may have started one: a stranger who has them asks for 300 s.
+    """Each run has a token of its own. Ray's own was in ~/.ray, where others may read it."""
+    # Without this process's settings of Ray, which it may have started: with them, a stranger would ask for
+    # 300 s.
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
         "HOME": str(tmp_path)
     }

@@ -1,4 +1,4 @@
-"""Engines and ranks that take turns on their devices, for real: what is given back, what is refused meanwhile, and whole runs."""
+"""Engines and ranks that take turns on their devices: released memory, refused calls, and whole runs."""
 
 import contextlib
 import io
@@ -33,7 +33,9 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A model whose weights, and the KV cache of TOKENS tokens, are much more than what an engine's memory varies by."""
+    """A model whose weights and KV cache (TOKENS tokens) are much larger than the noise in an engine's
+    memory.
+    """
     from make_tiny_model import make
 
     folder = tmp_path_factory.mktemp("wide") / "model"
@@ -69,7 +71,8 @@ def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wid
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
     kv_cache = 2 * 4 * 2 * 512 * 4 * 1000  # layers, bytes, keys and values, width, tokens
     print(
-        f"occupied {full / MIB:.0f} MiB, released {released / MIB:.0f}, weights {weights / MIB:.0f}, KV {kv_cache / MIB:.0f}"
+        f"occupied {full / MIB:.0f} MiB, released {released / MIB:.0f}, weights "
+        f"{weights / MIB:.0f}, KV {kv_cache / MIB:.0f}"
     )
     assert full - released > 0.95 * (weights + kv_cache)
     # Nothing may use what is not there; SGLang's own scheduler would die of it.
@@ -109,7 +112,7 @@ class LastStepDropped(Controller):
 
 @pytest.fixture(scope="module")
 def run(ray_here, arithmetic, tmp_path_factory):
-    """A controller whose run is over, the parts of the run, the run's folder, and what it printed."""
+    """A controller after its run, the parts of the run, the run's folder, and its output."""
     root = tmp_path_factory.mktemp("runs")
     changes = (
         "run.name=turns",
@@ -139,7 +142,8 @@ def test_every_step_is_one_round_in_the_documented_order(run):
     step = ["generate", *to_ranks, "prepare", "logprobs", "train"]
     order = [[name.removeprefix("time/") for name in row if name.startswith("time/")] for row in rows]
     order = [[name for name in names if name in (*step, *to_engines)] for names in order]
-    # Before the second step and the third, the ranks had the turn for a checkpoint; after the third one nothing had changed.
+    # The ranks had the turn for a checkpoint before the second and the third step. After the third, nothing
+    # had changed.
     assert order == [[*step, *to_engines], [*to_engines, *step], [*to_engines, *step]]
     assert re.findall(
         r"^memory after (\w+): [\d.]+ GiB in the fullest engine, [\d.]+ GiB in the fullest rank$",
@@ -164,7 +168,8 @@ def test_memory_goes_back_and_forth(run):
             == list(rank)
             == ["release", "wake", "resume_weights", "sync", "sleep", "resume_kv_cache"]
         )
-        # How much an engine of this size gives back is lost in what its memory varies by; the wide one shows it.
+        # What an engine of this size releases is lost in the noise of its memory. The test with `wide` shows
+        # it.
         assert min(engine.values()) > 0
         assert rank["sleep"] < rank["sync"]
         assert 0 < row["memory/rank_asleep_gib"] < row["memory/rank_awake_gib"]

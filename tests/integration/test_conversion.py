@@ -1,4 +1,7 @@
-"""HF -> Megatron -> HF by the tools: same bits, also after interruptions; what is damaged or pickled is refused."""
+"""HF -> Megatron -> HF by the tools: the same bits, also after interruptions.
+
+Damaged or pickled files are refused.
+"""
 
 import contextlib
 import json
@@ -28,7 +31,7 @@ from tests.tools import run_tool
 
 
 def tool(name, *arguments, status=0):
-    """Within this process; several of them import torch anew."""
+    """Run a tool within this process, because several would each import torch."""
     return run_tool(name, *arguments, "--processes", 1, status=status)
 
 
@@ -39,7 +42,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def small_files(monkeypatch):
-    """Checkpoints of some hundred kilobytes become several files, and buckets smaller than tensors."""
+    """Make checkpoints of some hundred kilobytes have several files, and buckets smaller than tensors."""
     monkeypatch.setattr(units, "_LEAST", 100_000)
     for module in ("hf_to_megatron", "megatron_to_hf", "listing", "verify"):
         monkeypatch.setattr(f"grpo_megatron.conversion.{module}.BUCKET_BYTES", 5_000)
@@ -73,7 +76,9 @@ def test_logits_equal_transformers(model, tmp_path):
 
 
 def test_an_output_layer_is_not_lost_to_a_tied_configuration(model, tmp_path):
-    """The configuration that --hf names may say tied where the checkpoint has an output layer of its own."""
+    """The config.json that --hf names may tie the embeddings although the checkpoint has its own output
+    layer.
+    """
     tool("convert_hf_to_megatron", model, tmp_path / "megatron")
     shutil.copytree(tmp_path / "megatron" / "hf", tmp_path / "tied")
     config = json.loads((tmp_path / "tied" / "config.json").read_text()) | {"tie_word_embeddings": True}
@@ -101,7 +106,9 @@ def test_a_difference_is_named(model, tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_another_layout(ranks, model, tmp_path, small_files):
-    """Trainers load what the tool writes, and the tool reads what they write, in any layout; 61 words are padded there."""
+    """Trainers load what the tool writes, and the tool reads what they write, in any layout. 61 words need
+    padding there.
+    """
     hf_to_megatron(model, str(tmp_path / "megatron"), 1)
     sizes = ParallelSizes(tp=2, pp=2)
     ranks.run(
@@ -161,7 +168,7 @@ class Interrupted(Exception):
 
 @contextlib.contextmanager
 def interruption(monkeypatch, module: str, count: int):
-    """Within this context a conversion stops in the midst of its unit number `count`, as if the machine had."""
+    """Stop a conversion in the middle of unit number `count`, as if the machine had stopped."""
     seen = []
 
     def opened(path):
@@ -313,7 +320,7 @@ def wait_for(condition, process) -> None:
 
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory):
-    """Of some 130 MB: 40 files, which take a while."""
+    """A model of some 130 MB, whose 40 files take a while."""
     return tiny_model(
         tmp_path_factory.mktemp("large"),
         "qwen3",

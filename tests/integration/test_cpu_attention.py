@@ -1,6 +1,7 @@
 """The engine's attention and operators on CPUs against SGLang's own torch_native, on SGLang's memory pools.
 
-In a Ray process: SGLang binds itself to the platform that it finds in the environment when it is imported.
+The functions run in a Ray process, because SGLang chooses its platform by the environment when it is
+imported.
 """
 
 import pytest
@@ -13,7 +14,10 @@ pytestmark = pytest.mark.slow
 
 
 def _pools(kv_heads: int, head_dim: int, dtype):
-    """(request pool, KV pool) whose free slots hold numbers that would be seen in any result they leak into."""
+    """Return (request pool, KV pool).
+
+    Free slots hold numbers that would be visible in any result they leak into.
+    """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
     requests = ReqToTokenPool(size=64, max_context_len=1024, device="cpu", enable_memory_saver=False)
@@ -26,7 +30,9 @@ def _pools(kv_heads: int, head_dim: int, dtype):
 
 
 def _run(backend, requests, pool, kv_heads: int, group: int, head_dim: int, dtype):
-    """Outputs of prefill, two decoding steps, and a prefill that hits the cache, all of unequal lengths."""
+    """Return the outputs of a prefill, two decoding steps, and a prefill that hits the cache, with unequal
+    lengths.
+    """
     from types import SimpleNamespace
 
     import torch
@@ -78,7 +84,7 @@ def _run(backend, requests, pool, kv_heads: int, group: int, head_dim: int, dtyp
 
 @ray.remote
 def _both(kv_heads: int, group: int, dtype_name: str):
-    """{step: (largest difference, largest value)} of the two backends."""
+    """Return {step: (largest difference of the two backends, largest value)}."""
     import sglang.srt.model_executor.model_runner  # noqa: F401 - as in the engine: selects the platform
     import torch
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -115,7 +121,10 @@ def test_blocks_equal_one_sequence_at_a_time(ray_here, kv_heads, group, dtype, l
 
 @ray.remote
 def _operators():
-    """{case: (largest difference, largest value, whether ours ran)} of our operators and SGLang's native forms; `_by_column()`."""
+    """Compare our operators with SGLang's native forms.
+
+    Returns {case: (largest difference, largest value, whether ours ran)}, and the result of `_by_column()`.
+    """
     import sglang.srt.model_executor.model_runner  # noqa: F401
     import torch
     from sglang.kernels.fused_op import BaseFusedOp
@@ -156,7 +165,7 @@ def _operators():
 
 
 def _by_column() -> dict:
-    """What becomes of a linear layer whose weights are stored by column, and then loaded anew."""
+    """Return what becomes of a linear layer whose weights are stored by column and then loaded again."""
     import torch
     from sglang.srt.layers.linear import ReplicatedLinear
 

@@ -1,4 +1,4 @@
-"""The doctor tries what it reports: what is planted broken is said, and ends nothing."""
+"""The doctor tries what it reports. Planted faults are reported, and none of them ends it."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from tests.tools import unpacked
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """planted(file, text): a module that the processes of the probes, and this one, find before any other."""
+    """A function planted(file, text) that makes a module which this process and the probes find first."""
 
     def plant(file: str, text: str) -> None:
         path = tmp_path / file
@@ -30,7 +30,7 @@ def planted(tmp_path, monkeypatch):
 
 
 def report(capsys, status: int) -> dict[str, str]:
-    """{subject: level and text} of a report with this exit status."""
+    """Return {subject: level and text} of a report that ends with this exit status."""
     capsys.readouterr()
     assert main(["doctor"]) == status
     lines = capsys.readouterr().out.splitlines()
@@ -120,7 +120,7 @@ def test_what_a_gpu_machine_needs_is_missing_here():
 
 @pytest.mark.parametrize("missing", ["nvcc", "ninja", "c++", "Python.h", None])
 def test_what_builds_kernels_is_a_problem_where_it_is_missing(tmp_path, monkeypatch, missing):
-    """A missing nvcc was only a note, and nobody looked for ninja. Engines then died at their start."""
+    """A missing nvcc was only a note, and ninja was not checked, so that engines died at their start."""
     for path in ("toolkit/bin/nvcc", "bin/ninja", "bin/c++", "include/Python.h"):
         if not path.endswith(f"/{missing}"):
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def test_what_builds_kernels_is_a_problem_where_it_is_missing(tmp_path, monkeypa
     ],
 )
 def test_a_driver_that_is_too_old_is_said(tmp_path, monkeypatch, text, level, says):
-    """torch says only that CUDA is not available, and the run would go on without the GPUs."""
+    """torch only says that CUDA is not available, and the run would go on without the GPUs."""
     (tmp_path / "version").write_text(text + "GCC version:  gcc version 13.3.0\n")
     monkeypatch.setattr(doctor, "_DRIVER", tmp_path / "version")
     found = doctor._driver()
@@ -184,7 +184,7 @@ def test_without_a_driver_nothing_is_said_of_it(tmp_path, monkeypatch, text):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a driver")
 def test_the_memory_saver_is_tried_as_engines_start_it(monkeypatch):
-    """Only its import was tried, which succeeds also where every engine ends with status 127."""
+    """Only its import was tried, which succeeds even where every engine ends with status 127."""
     runtime = unpacked("nvidia-cuda-runtime==13.0.96") / "nvidia" / "cu13" / "lib"
     monkeypatch.setenv("PYTHONPATH", f"{unpacked('torch_memory_saver==0.0.10')}:{os.getcwd()}")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(runtime))
@@ -199,7 +199,7 @@ def test_the_memory_saver_is_tried_as_engines_start_it(monkeypatch):
 )
 @pytest.mark.parametrize("problem", [None, "no ninja", "another toolkit"])
 def test_an_engines_kernel_is_built_for_hopper(monkeypatch, tmp_path, problem):
-    """By the pinned SGLang of the GPU stack, with nothing but what an engine has in its environment."""
+    """The GPU stack's pinned SGLang builds it, with nothing but an engine's environment."""
     monkeypatch.setenv("PYTHONPATH", f"{unpacked('sglang==0.5.17')}:{os.getcwd()}")
     if problem is None:
         assert re.fullmatch(r"built for sm 9\.0a in \d+ s", probes.attempt(probes.kernel, "9.0", timeout=400))

@@ -1,8 +1,10 @@
-"""Real runs that are ended from outside at random moments: a message, the documented status, and nothing left.
+"""Real runs that are ended from outside at random moments: a message, the documented status, and no process
+left.
 
-GRPO_MEGATRON_ENDS=20 tries every kind of end that often (a default of once takes ten minutes); GRPO_MEGATRON_ENDS_SEED chooses the
-moments. `pytest -m slow -n 3 --dist worksteal tests/integration/test_ends.py` has three runs at a time on the machine, each of which
-waits more than it computes. What needs no ranks and engines to be seen is in tests/unit/test_keeper.py.
+GRPO_MEGATRON_ENDS=20 tries every kind of end that often (the default of once takes ten minutes).
+GRPO_MEGATRON_ENDS_SEED chooses the moments. `pytest -m slow -n 3 --dist worksteal
+tests/integration/test_ends.py` has three runs at a time on the machine, each of which waits more than it
+computes. Tests that need no ranks and engines are in tests/unit/test_keeper.py.
 """
 
 import os
@@ -54,7 +56,8 @@ def test_a_signal_at_any_moment(arithmetic, tmp_path, role, number, repeat):
             assert number != signal.SIGKILL or role == "reward worker"
             if number == signal.SIGKILL and seen:
                 assert "its process (reward worker 0) died" in run.output()
-            run.keeper.terminate()  # the process does not answer this signal, or was replaced, and the run has gone on
+            # The process does not react to this signal, or was replaced, and the run has gone on.
+            run.keeper.terminate()
             role, number = "driver", signal.SIGTERM
         status = run.ended()
         if role != "driver":
@@ -71,7 +74,7 @@ def test_a_signal_at_any_moment(arithmetic, tmp_path, role, number, repeat):
 
 @pytest.mark.slow
 def test_a_request_reaches_a_driver_that_has_started_ray(arithmetic, tmp_path):
-    """Ray takes SIGTERM for itself when it starts."""
+    """Ray takes over SIGTERM when it starts."""
     data = [
         f"data.train={arithmetic}/data/sft.jsonl",
         "rollout.max_response_length=32",
@@ -83,7 +86,8 @@ def test_a_request_reaches_a_driver_that_has_started_ray(arithmetic, tmp_path):
         assert run.ended() == 75
         check_message(
             run,
-            r"stopped on request \(SIGTERM\) after step \d+; its newest checkpoint is .*, the same command continues$",
+            r"stopped on request \(SIGTERM\) after step \d+; its newest checkpoint is .*, "
+            r"the same command continues$",
         )
         check_gone(run)
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
@@ -92,7 +96,10 @@ def test_a_request_reaches_a_driver_that_has_started_ray(arithmetic, tmp_path):
 
 @pytest.mark.slow
 def test_when_nobody_is_left_to_end_it_all_a_run_ends_all_the_same(arithmetic, tmp_path):
-    """Keeper and driver are killed at once: ranks, engines, reward workers and Ray's processes see to it themselves."""
+    """Keeper and driver are killed at once.
+
+    Ranks, engines, reward workers and Ray's processes then end by themselves.
+    """
     with LiveRun("train", arguments(arithmetic, tmp_path), tmp_path) as run:
         run.wait_for(run.steps)
         driver = run.role("driver")

@@ -60,7 +60,7 @@ def tokenizer(arithmetic):
 
 @contextmanager
 def running(arithmetic, tokenizer, logs, num_engines=1, **engine):
-    """A RolloutManager over real engines, and these."""
+    """Yield a RolloutManager over real engines, and the engines."""
     config = Config()
     config.rollout.engine = EngineConfig(dtype="float32", max_total_tokens=4096, request_timeout=60, **engine)
     config.rollout.max_concurrency = 6  # fewer than the tests ask for at a time
@@ -165,7 +165,7 @@ def test_beam_groups_are_those_of_transformers(manager, tokenizer, model):
 
 
 def test_a_batch_that_is_full_aborts_what_runs_and_what_waits(manager, tokenizer, model):
-    """And leaves an engine that serves as before."""
+    """Afterwards the engine serves as before."""
     asked = prompts(tokenizer) * 2
     handed_out = iter(asked)
     sampling = Sampling(n=4, temperature=1.0, max_response_length=120)
@@ -191,7 +191,7 @@ def test_a_batch_that_is_full_aborts_what_runs_and_what_waits(manager, tokenizer
 def test_requests_that_arrive_after_their_batch_was_aborted_are_not_answered(
     manager, engines, tokenizer, model
 ):
-    """Ray may run the calls of an actor in another order than they were made."""
+    """Ray may run an actor's calls in another order than they were made in."""
     engine, batch, asked = engines._engines[0], open_batch(engines), prompts(tokenizer)
     ray.get(engine.abort.remote(batch))
     # With keys of the groups that come next.
@@ -229,13 +229,13 @@ def test_how_responses_end(manager, engines, tokenizer, model):
 
 
 def open_batch(engines):
-    """Its number, for calls that an EngineClient makes otherwise."""
+    """Open a batch and return its number, for calls that an EngineClient would otherwise make."""
     engines.clients()
     return engines._batch
 
 
 def check_update(manager, engines, tokenizer, model, model_path):
-    """Greedy decoding and log-probs follow the weights through an update, as transformers' do."""
+    """Check that greedy decoding and log-probs follow the weights through an update, like transformers'."""
     asked = prompts(tokenizer)
     sampling = Sampling(n=1, temperature=0.0, max_response_length=10)
 
@@ -269,7 +269,10 @@ def test_an_engine_follows_the_weights_through_an_update(manager, engines, token
 
 
 def check_no_names_of_shared_files(engines, kinds):
-    """That a SIGKILL would leave in /dev/shm. kinds: of the files that SGLang's processes have mapped there."""
+    """Check that no mapped file has a name in /dev/shm, where a SIGKILL would leave it.
+
+    kinds: kinds of files that SGLang's processes map there.
+    """
     mapped = set()
     for engine in engines._engines:
         for child in psutil.Process(ray.get(engine.ready.remote())).children(recursive=True):
@@ -292,7 +295,7 @@ def test_two_engines_with_two_tensor_parallel_ranks_each(ray_here, arithmetic, t
 
 
 def sampled_over_an_update(engines, mode, prompt_ids):
-    """Long responses with an update, of nothing, in the middle of them."""
+    """Sample long responses, with an empty update in the middle."""
     engine = engines._engines[0]
     sampling = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
     batch = open_batch(engines)
@@ -358,7 +361,7 @@ def test_an_engine_that_is_not_in_fp8_as_planned_is_refused(engines, tmp_path):
 
 
 def test_an_engine_that_dies_is_named(manager, engines, tokenizer):
-    """Last in this file: the engine is gone afterwards."""
+    """Must be the last test in this file, because the engine is gone afterwards."""
     process = psutil.Process(ray.get(engines._engines[0].ready.remote()))
     scheduler = next(
         child for child in process.children(recursive=True) if "scheduler" in " ".join(child.cmdline())

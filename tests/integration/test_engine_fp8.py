@@ -1,4 +1,6 @@
-"""Real engines in FP8 behind real trainer ranks: what they hold, what they compute, how far from the trainer."""
+"""Real FP8 engines behind real trainer ranks: their parameters, their results, and the mismatch to the
+trainer.
+"""
 
 import asyncio
 import json
@@ -42,7 +44,10 @@ FP8_TRAINER = (
 
 @pytest.fixture(scope="module")
 def blocks(arithmetic, tmp_path_factory):
-    """As `arithmetic`, with a model whose matrices are of whole blocks on one rank and on two, and whose layers change log-probs."""
+    """The same as `arithmetic`, with another model.
+
+    Its matrices consist of whole blocks on one rank and on two, and its layers have an effect on log-probs.
+    """
     from make_tiny_model import make
     from transformers import AutoModelForCausalLM
 
@@ -59,7 +64,10 @@ def blocks(arithmetic, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def experts(arithmetic, tmp_path_factory):
-    """The same of a family with four experts, as a function; each expert's weights are twice those of the one before it."""
+    """A function that makes the same for a family with four experts.
+
+    Each expert's weights are twice those of the expert before it.
+    """
     from make_tiny_model import make_tokenizer
     from transformers import AutoModelForCausalLM
 
@@ -92,13 +100,18 @@ def loop(root, run_root, *changes):
 
 @dataclass(frozen=True)
 class Synced:
-    """What one engine was given."""
+    """One engine after its first weight sync."""
 
     model: str
+    """Folder of the model."""
     layout: EngineLayout
+    """The engine's layout."""
     controller: Controller
+    """The run's controller."""
     engines: pool.EnginePool
+    """The pool with the engine."""
     probe: dict[str, float]
+    """Scalars of the weight probe."""
 
 
 TP2 = "megatron.tensor_parallel=2", "megatron.sequence_parallel=true", "rollout.engine.tensor_parallel=2"
@@ -115,7 +128,8 @@ CASES = {
     "qwen3_moe": ("qwen3_moe",),
     "dense_tp2": (None, *TP2),
     "qwen3_moe_tp2": ("qwen3_moe", *TP2),
-    # Its routing follows FP8's roundings; from a trainer that makes the same ones, of TransformerEngine's grouped experts.
+    # Routing follows FP8's rounding, so that the trainer has to round alike, with TransformerEngine's grouped
+    # experts.
     "mixtral": ("mixtral", *FP8_TRAINER),
     "glm4_moe_ep2": ("glm4_moe", *EP2),
 }
@@ -126,7 +140,7 @@ CASES = {
     params=[pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in CASES.items()],
 )
 def synced(ray_here, blocks, experts, request, tmp_path_factory):
-    """After its first weight sync; it lets the tests look at its parameters."""
+    """An engine after its first weight sync, whose parameters the tests can read."""
     family, *layouts = request.param
     root, made = experts(family) if family else blocks, pool.engine_arguments
 
@@ -161,13 +175,13 @@ def call(engines, door, argument, tp):
 
 
 def held(engines, path, tp):
-    """[{name: parameter} of each rank]"""
+    """Return the parameters of each rank: [{name: parameter}]."""
     call(engines, LOOK, str(path), tp)
     return [torch.load(f"{path}.{rank}") for rank in range(tp)]
 
 
 def check(model, layout, rank, own):
-    """A rank's parameters against the checkpoint, whose matrices are quantised as wholes."""
+    """Compare a rank's parameters with the checkpoint, whose matrices are quantised as wholes."""
     entries = engine_entries(weight_map(read_architecture(model)).values(), layout)
     of_cache = {name: value for name, value in own.items() if name.rpartition(".")[2] in KV_SCALES}
     # SGLang gives scales to the KV cache of some families.
@@ -202,8 +216,10 @@ def test_it_serves(synced):
 
 
 def test_the_probe_sees_a_layer_that_computes_something_else(synced):
-    """The fault: half of the rows of output projections, or of the scales of experts, is where the other half should be. No weight has
-    another value."""
+    """The planted fault swaps the halves of output projections' rows, or of the experts' scales.
+
+    No weight changes its value.
+    """
     entries = weight_map(read_architecture(synced.model)).values()
     matrices = {entry for entry in entries if entry.expert} or {
         entry for entry in entries if "linear_proj" in entry.megatron
@@ -234,7 +250,7 @@ def test_an_engine_that_is_not_in_fp8_is_refused(ray_here, blocks, tmp_path, mon
 
 
 def of_trainer(x, weight):
-    """bfloat16 [tokens, out] of TransformerEngine's layer, blockwise."""
+    """Return the result of TransformerEngine's blockwise layer, bfloat16 [tokens, out]."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8BlockScaling
 
@@ -246,7 +262,7 @@ def of_trainer(x, weight):
 
 @ray.remote
 def of_engine(x, weight):
-    """The same of SGLang's layer."""
+    """Return the result of SGLang's layer."""
     import sglang.srt.model_executor.model_runner  # noqa: F401 - as in the engine: selects the platform
     from sglang.srt.layers.quantization import fp8_utils
 
@@ -277,7 +293,11 @@ def test_a_layer_is_the_same_in_trainer_and_engine(ray_here):
 
 @ray.remote
 def experts_of_engine(x, gate_up, down, weights, chosen):
-    """[tokens, h] of SGLang's experts with matrices [experts, out, in], of which `chosen` [tokens, 2] says each token's."""
+    """Return the result of SGLang's experts, [tokens, h].
+
+    gate_up, down: matrices [experts, out, in].
+    chosen: each token's experts, [tokens, 2].
+    """
     import sglang.srt.model_executor.model_runner  # noqa: F401 - as in the engine: selects the platform
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo, fused_experts_none_to_triton
@@ -304,7 +324,10 @@ def experts_of_engine(x, gate_up, down, weights, chosen):
 
 
 def as_fp8(values):
-    """float64, with the rounding of SGLang's kernel for experts: one scale for each 128 of a row, the largest of them over 448."""
+    """Return the values in float64 with the rounding of SGLang's kernel for experts.
+
+    Each 128 elements of a row have one scale, the largest of them over 448.
+    """
     groups = values.double().view(len(values), -1, 128)
     scale = groups.abs().amax(-1, keepdim=True) / 448
     return ((groups / scale).float().to(torch.float8_e4m3fn).double() * scale).view(values.shape)
@@ -317,7 +340,10 @@ def block_values(matrix):
 
 @pytest.mark.slow
 def test_experts_are_as_they_are_defined(ray_here):
-    """Token by token in float64, but for the roundings that are meant. One of the last token's experts is another rank's."""
+    """The expected values are computed token by token in float64, with the intended roundings.
+
+    One of the last token's experts belongs to another rank.
+    """
     torch.manual_seed(1)
     x = (torch.randn(24, 256) * torch.logspace(-2, 2, 24)[:, None]).bfloat16()
     gate_up, down = (torch.randn(3, *shape).bfloat16() / 16 for shape in ((256, 256), (256, 128)))
@@ -340,14 +366,17 @@ def test_experts_are_as_they_are_defined(ray_here):
             exact[token] += weight * ((torch.nn.functional.silu(gate) * up) @ down[number].double().t())[0]
     scale = exact.abs().mean(1, keepdim=True)
     assert 0.01 < ((found - exact).abs() / scale).mean() < 0.1
-    # What is left are roundings to bfloat16, and an element of FP8 here and there that one of them moves by a step.
+    # The remaining difference is rounding to bfloat16, which moves an FP8 element here and there by one step.
     assert ((found - expected).abs() / scale).mean() < 0.01
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [None, "qwen3_moe"])
 def test_mismatch_of_fp8_and_bf16_engines_with_an_fp8_trainer(ray_here, blocks, experts, tmp_path, family):
-    """An FP8 engine is nearer to an FP8 trainer than one in bf16, in each step: both grow as the large first gradients move weights."""
+    """An FP8 engine is nearer to an FP8 trainer than a bf16 engine is, in each step.
+
+    Both differences grow as the large first gradients move the weights.
+    """
     root = experts(family) if family else blocks
     means = {}
     for quantization in ("none", "fp8"):

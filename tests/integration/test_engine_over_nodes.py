@@ -1,4 +1,6 @@
-"""A real SGLang engine over two nodes of a Ray cluster, both on this machine, that divides its experts and shares nodes with the ranks."""
+"""A real SGLang engine over two Ray nodes on this machine, with divided experts, on the nodes of the
+ranks.
+"""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The engine's side of every weight map against the parameters of a real SGLang engine."""
+"""The engine's side of every weight map, against the parameters of a real SGLang engine."""
 
 import json
 import os
@@ -46,7 +46,7 @@ class Engine:
 
 
 def parameters_of_an_engine(model, layout, path):
-    """[{name: shape} of each TP rank]"""
+    """Return {name: shape} of each TP rank, as a list."""
     config = EngineConfig(
         dtype="float32",
         tensor_parallel=layout.tp,
@@ -88,7 +88,8 @@ CASES += [("glm4_moe", False, EngineLayout(4, ep=2, attention_dp=2))]
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "tied", "layout"), CASES)
 def test_the_plan_names_every_parameter_of_the_engine(ray_here, tmp_path, family, tied, layout):
-    # On a CPU, SGLang pads MLPs whose width is no multiple of 32 on each rank, and KV heads that are fewer than the ranks.
+    # On a CPU, SGLang pads MLPs whose width on a rank is no multiple of 32, and KV heads if there are fewer
+    # than ranks.
     changes = {"intermediate_size": 128}
     if "moe_intermediate_size" in FAMILIES[family][1]:
         changes |= {"moe_intermediate_size": 32 * max(2, layout.tp)}

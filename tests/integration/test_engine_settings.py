@@ -1,6 +1,7 @@
-"""What the GPU stack's SGLang makes of the engines' arguments, by its own Python under a faked H100.
+"""Effect of the engines' arguments in the GPU stack's SGLang, by its own Python code under a faked H100.
 
-Defaults that exist on CUDA only, such as prefill graphs, are in no test on a CPU: engines there do without.
+Defaults that exist only on CUDA, such as prefill graphs, are in no other test, because CPU engines do without
+them.
 """
 
 import re
@@ -13,7 +14,7 @@ from tools.engine_settings import PAGE, all_asked, parts_of, resolved, table
 
 
 def test_the_table_has_every_configuration():
-    """Quick; where it fails, `python tools/engine_settings.py --write` makes the table anew."""
+    """A quick test. If it fails, `python tools/engine_settings.py --write` makes the table anew."""
     shown = re.findall(r"^\| `([^`]+)` \|", parts_of(PAGE.read_text())[1], flags=re.M)
     with_rollouts = [
         path.stem

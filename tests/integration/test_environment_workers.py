@@ -1,4 +1,4 @@
-"""Episodes against environments in real processes; the model's turns are given."""
+"""Episodes against environments in real processes. The model's turns are given."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ from tests.unit.toy_environments import AB, decode, encode
 
 
 def letters(text):
-    """Ids as a model may well choose them: never the merged token."""
+    """Return ids that a model may well choose, which never include the merged token."""
     return [ord(c) for c in text]
 
 
@@ -30,7 +30,10 @@ def joined(parts):
 
 
 class Letters:
-    """What episodes need of a PromptTokenizer; a message is {u:...} or {a:...}, and the model goes on after {a:."""
+    """The part of a PromptTokenizer that episodes need.
+
+    A message is {u:...} or {a:...}; the model continues after {a:.
+    """
 
     encode, decode = staticmethod(encode), staticmethod(decode)
 
@@ -50,7 +53,9 @@ def prompt(messages=None, **fields):
 
 
 class Script:
-    """Turns of a model, one after the other; keeps what it was asked to continue. A turn is cut to what is allowed."""
+    """A model that writes given turns one after the other, cut to the allowed length, and records its
+    contexts.
+    """
 
     def __init__(self, *turns, version=3):
         self.turns, self.version = list(turns), version
@@ -230,7 +235,7 @@ def test_an_environment_is_closed_however_its_episode_ends(closing, tmp_path, tu
 
 
 def test_an_aborted_episode_is_closed(closing, tmp_path):
-    """As dynamic sampling aborts those that a full batch does not need."""
+    """Dynamic sampling aborts episodes that a full batch does not need."""
 
     async def abort():
         asked = asyncio.Event()
@@ -362,7 +367,7 @@ def test_a_process_that_dies(places):
     ],
 )
 def test_a_failure_costs_its_episode_where_it_may(obedient, capsys, order, asked, played):
-    """What was played is kept, and there is something to train on even if nothing was."""
+    """The turns that were played are kept, and there is something to train on even if there was none."""
     turns = ["fine"] if asked else ["fine", order]
     sample = play(obedient, Script(*turns), prompt(**asked), failure_value=-0.5)
     assert (sample.reward, sample.reward_failed, sample.reward_components) == (-0.5, True, {})
@@ -374,7 +379,7 @@ def test_a_failure_costs_its_episode_where_it_may(obedient, capsys, order, asked
 
 
 def test_an_episode_whose_process_was_replaced_is_lost():
-    """Not an error of the program: the run begins its step again."""
+    """This is no error of the program: the run repeats its step."""
     rollout = RolloutConfig(environment="tests.unit.toy_environments:Obedient")
     (lost,) = _Host(rollout, RewardConfig(), decode).work([("step", 3, (encode("fine"),))], 1.0)
     assert isinstance(lost, ProcessLost)
@@ -383,7 +388,7 @@ def test_an_episode_whose_process_was_replaced_is_lost():
 
 @pytest.mark.slow
 def test_one_that_cannot_be_interrupted(places):
-    """As in a C extension that never returns: nothing in its process can end it, so the process is ended."""
+    """A C extension may never return. Nothing in its process can end it, so that the process is ended."""
     environments = of("Obedient", places(1), timeout=1.0)
     try:
         with pytest.raises(

@@ -48,7 +48,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def played(ray_here, arithmetic, root):
-    """Two steps with an evaluation before and after, all samples recorded; the tokenizer."""
+    """The tokenizer of a run of two steps, with an evaluation before and after and all samples recorded."""
     changes = [f"rollout.record={root}/rollouts.jsonl", f"data.eval={arithmetic}/data/eval.jsonl", "eval.n=2"]
     assert (
         main(["train", *several_turns(arithmetic, root, "turns", "megatron.tensor_parallel=2", *changes)])
@@ -58,7 +58,7 @@ def played(ray_here, arithmetic, root):
 
 
 def parts(sample):
-    """[(whether the model wrote it, ids)], in order."""
+    """Return the parts of a response in order, as [(whether the model wrote it, ids)]."""
     edges = np.flatnonzero(np.diff(sample.loss_mask)) + 1
     masks, ids = np.split(sample.loss_mask, edges), np.split(sample.response_ids, edges)
     return [(bool(mask[0]), part) for mask, part in zip(masks, ids, strict=True)]
@@ -145,7 +145,8 @@ def test_an_environment_that_fails_ends_the_run(ray_here, arithmetic, root, caps
     assert main(["train", *several_turns(arithmetic, root, "fails", *changes)]) == 2
     message = capsys.readouterr().err
     assert re.search(
-        r"error: environment tests.integration.question_environments:Broken: step\(.*\) on record \d+ failed: KeyError",
+        r"error: environment tests.integration.question_environments:Broken: step\(.*\) on "
+        r"record \d+ failed: KeyError",
         message,
     )
     assert "Traceback" not in message

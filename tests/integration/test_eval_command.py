@@ -15,7 +15,7 @@ from tests.integration.test_train import arguments
 
 
 def greedy_reward(arithmetic, path, length) -> float:
-    """The mean of `digits` over the prompts of a file, by transformers."""
+    """Return the mean of `digits` over the prompts of a file, for transformers' greedy responses."""
     model = AutoModelForCausalLM.from_pretrained(arithmetic / "model", dtype=torch.float32).eval()
     tokenizer = PromptTokenizer(f"{arithmetic}/model")
     prompts, _ = load_prompts(str(path), tokenizer, load_config(None, arguments(arithmetic, "runs")).data)

@@ -1,4 +1,6 @@
-"""A model with experts through the whole program: the engine's routing reused over several turns, ranks that sleep, exact KL, GSPO."""
+"""A model with experts in the whole program: routing replay over several turns, sleeping ranks, exact KL,
+GSPO.
+"""
 
 import json
 from pathlib import Path
@@ -55,7 +57,9 @@ def test_engine_and_trainer_agree_on_the_same_experts(live):
 
 
 def test_episodes_of_one_and_of_several_sequences(live):
-    """An untrained model writes padding tokens, which the template does not get, so its text differs."""
+    """An untrained model writes padding tokens, which the template does not receive, so that its text
+    differs.
+    """
     root, rows = live
     trajectories = [
         found for group in Replay(f"{root}/rollouts.jsonl").read(1) for found in group.trajectories

@@ -1,4 +1,4 @@
-"""FrozenLake as a user runs it: `make test-all` only, minutes."""
+"""FrozenLake as a user runs it. Takes minutes, so that only `make test-all` runs it."""
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""The steps of the pack for a GPU machine without a network, on a CPU and without packages that such a machine would not have."""
+"""The steps of the pack for a GPU machine without a network, on a CPU, without packages that such a
+machine lacks.
+"""
 
 import json
 import subprocess
@@ -28,10 +30,13 @@ def test_every_step_that_a_cpu_can_run_ends_well(tmp_path, name):
 
 @pytest.mark.slow
 def test_a_package_that_is_not_in_the_pack_is_not_there(tmp_path):
-    """Without this, the dry run would prove nothing of imports."""
+    """The dry run would prove nothing about imports without this test."""
     names = tmp_path / "packages.txt"
     names.write_text("torch numpy")
-    source = "import numpy, torch\ntry:\n    import datasets\nexcept ModuleNotFoundError as error:\n    print(error)\n"
+    source = (
+        "import numpy, torch\ntry:\n    import datasets\n"
+        "except ModuleNotFoundError as error:\n    print(error)\n"
+    )
     environment = {"GRPO_PACK_PACKAGES": str(names), "PYTHONPATH": "benchmarks/on_gpu/only"}
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment)
     assert "No module named 'datasets' in the pack" in done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py runs on a CPU as on a GPU, up to the kernels."""
+"""benchmarks/gpu.py runs on a CPU as on a GPU, except for the kernels."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SHAPES = ["training-8b", "training-4b", "training-0.6b"]
 
 
 def dry_run(*arguments, status: int, **environment: str) -> dict:
-    """The JSON object of the last line."""
+    """Return the JSON object of the last line."""
     command = [sys.executable, "benchmarks/gpu.py", "--dry-run", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
     assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]

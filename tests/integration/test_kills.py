@@ -1,4 +1,4 @@
-"""Runs whose driver or rank is killed, time and again, at random moments: they end as if undisturbed."""
+"""Runs whose driver or rank is killed again and again at random moments. They must end as if undisturbed."""
 
 import contextlib
 import json
@@ -58,7 +58,9 @@ def recording(tmp_path_factory):
 
 
 def train_arguments(arithmetic, recording, root) -> list[str]:
-    """With all that a checkpoint must hold beside the weights: a reference that is reset, a steered coefficient, an entropy."""
+    """Return arguments of a run whose checkpoint must also have a reference that is reset, a KL
+    coefficient, an entropy.
+    """
     return [
         "train",
         f"run.root={root}",
@@ -81,7 +83,7 @@ def train_arguments(arithmetic, recording, root) -> list[str]:
 
 
 def sft_arguments(arithmetic, recording, root) -> list[str]:
-    """In epochs of few steps."""
+    """Return arguments of a run with epochs of few steps."""
     lines = (arithmetic / "data" / "sft.jsonl").read_text().splitlines(keepends=True)[:50]
     data = Path(root, "sft.jsonl")
     data.write_text("".join(lines))
@@ -110,7 +112,10 @@ COMMON = [
 
 @dataclass
 class Started:
-    """A run by the command line, in a session of its own; folder: of the run."""
+    """A run by the command line, in a session of its own.
+
+    folder: the run's folder.
+    """
 
     command: list[str]
     folder: Path
@@ -126,7 +131,7 @@ class Started:
             )
 
     def wait_for(self, happened) -> bool:
-        """Whether it happened before the run ended."""
+        """Wait for the condition. Return False if the run ended before."""
         deadline = time.monotonic() + SECONDS
         while not happened():
             if self.process.poll() is not None:
@@ -152,7 +157,7 @@ class Started:
         return found
 
     def end(self) -> None:
-        """What a killed driver leaves is not what is tested here."""
+        """End all processes of the run. Leftovers of a killed driver are not tested here."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if os.getsid(process.pid) == self.process.pid:
@@ -168,7 +173,7 @@ def finish(run: Started) -> None:
     run.end()
 
 
-# (who is killed, when): in a step, while a checkpoint is written, while one is put in place, while all starts.
+# (process that is killed, moment): in a step, while a checkpoint is saved, or while the run is starting.
 MOMENTS = {
     "train": [
         *[("driver", "step"), ("rank", "step"), ("driver", "saving"), ("rank", "saving")] * 2,
@@ -179,7 +184,7 @@ MOMENTS = {
 
 
 def strike(run: Started, who: str, when: str, draw: random.Random) -> bool:
-    """Kill it at that moment; False if the run had ended before."""
+    """Kill the process at that moment. Return False if the run ended before."""
     begun = run.last_step()
     if when == "starting":
         reached = run.wait_for(lambda: bool(run.children("ray::_Worker")))
@@ -203,7 +208,9 @@ def strike(run: Started, who: str, when: str, draw: random.Random) -> bool:
 
 
 def result_of(folder: Path) -> tuple[dict, dict]:
-    """(all tensors, the driver's state) of the last checkpoint, without what is of a clock."""
+    """Return (all tensors, the driver's state) of the last checkpoint, without values that depend on a
+    clock.
+    """
     checkpoint = folder / "checkpoints" / f"step_{STEPS:08d}"
     state = json.loads((checkpoint / "state.json").read_text())
     del state["config"]
@@ -215,7 +222,10 @@ def result_of(folder: Path) -> tuple[dict, dict]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("command", MOMENTS)
 def test_a_run_that_is_killed_ends_as_if_undisturbed(arithmetic, recording, tmp_path, command):
-    """Parameters, masters, moments and the reference bit for bit; every step logged and noted once."""
+    """Parameters, masters, moments and the reference agree bit for bit.
+
+    Every step is logged and noted once.
+    """
     make = {"train": train_arguments, "sft": sft_arguments}[command]
     runs = {}
     for name in ("undisturbed", "killed"):
@@ -248,7 +258,7 @@ def test_a_run_that_is_killed_ends_as_if_undisturbed(arithmetic, recording, tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_no_prompt_is_skipped_or_trained_twice(arithmetic, tmp_path):
-    """With engines: driver, rank and engine are killed while responses are generated, the driver's run goes on by the same command."""
+    """Driver, rank and engine are killed during generation. The same command continues the run."""
     data = tmp_path / "train.jsonl"
     data.write_text("".join((arithmetic / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:20]))
     steps = 20

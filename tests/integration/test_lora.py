@@ -1,4 +1,4 @@
-"""A run with adapters: engines compute with merged weights, and what is left behind can be used."""
+"""A run with adapters: engines compute with merged weights, and the run's results can be used."""
 
 import json
 
@@ -39,5 +39,6 @@ def test_a_run_with_adapters(ray_here, arithmetic, tmp_path):
     assert not (tmp_path / "x").exists()
     resumed = ["run.name=more", *changes[1:], f"run.resume={checkpoint}"]
     assert main(["train", *arguments(arithmetic, tmp_path, *resumed)]) == 0
-    # Other samples, but as far from the reference: the adapters came back, and the reference is still the model without them.
+    # The samples differ, but are as far from the reference: the adapters came back, and the reference is
+    # still the model without them.
     assert metrics(tmp_path, "more")[0]["actor/kl_to_reference"] == pytest.approx(kl[2], rel=0.4)

@@ -1,4 +1,7 @@
-"""Which device every rank and every engine gets, on two nodes that declare four GPUs each; Ray needs no GPU for that."""
+"""Devices of every rank and every engine, on two nodes that declare four GPUs each.
+
+Ray needs no real GPU for that.
+"""
 
 import os
 import sys
@@ -86,7 +89,7 @@ def test_groups_are_within_nodes_and_large_engines_take_whole_ones(
 
 
 def test_nodes_are_in_the_order_of_their_labels(two_nodes):
-    """The third node has joined last and says that it is the first."""
+    """The third node has joined last, and its label says that it is the first."""
     label = {NODE_ORDER: "-1"}
     node = two_nodes.add_node(
         num_cpus=PER_NODE, num_gpus=PER_NODE, object_store_memory=80 * 2**20, labels=label
@@ -103,7 +106,7 @@ def test_nodes_are_in_the_order_of_their_labels(two_nodes):
 def test_processes_are_where_their_slots_are_and_see_their_devices(
     two_nodes, placement, num_ranks, num_engines, engine_tp
 ):
-    """Both at a time where they are colocated: each takes a share of the device."""
+    """Colocated engines and ranks use a device at the same time, and each takes a share of it."""
     with allocated(configured(placement, 2, engine_tp), num_ranks, num_engines) as cluster:
         parts = [[slot] for slot in cluster.rank_slots] + [
             part for parts in cluster.engine_nodes for part in parts
@@ -137,7 +140,7 @@ def test_what_would_cross_nodes_is_refused(two_nodes, config, ranks, engines, sa
 
 
 def test_what_no_node_has_room_for_is_said(two_nodes):
-    """Eight devices are enough in all, but two groups of three leave one free on each node."""
+    """Eight devices are enough in total, but two groups of three leave only one free on each node."""
     with pytest.raises(
         UserError, match=r"in groups of 2, 3 that are each on one node; the Ray cluster has .*'GPU': 8"
     ):
@@ -145,7 +148,7 @@ def test_what_no_node_has_room_for_is_said(two_nodes):
 
 
 def test_ranks_and_engines_find_their_tools_and_agree_on_nccl(two_nodes, monkeypatch, capsys):
-    """Engines found no ninja, and SGLang's setting of NCCL_CUMEM_ENABLE was not the ranks'."""
+    """Engines did not find ninja, and SGLang's setting of NCCL_CUMEM_ENABLE differed from the ranks'."""
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # the user's own
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     monkeypatch.setenv("PATH", "/only/on/the/driver")

@@ -1,4 +1,4 @@
-"""The examples in docs/plugins.md, run as a user would."""
+"""The examples of docs/plugins.md, run like a user would."""
 
 import asyncio
 import re
@@ -84,7 +84,7 @@ def test_filter(my_plugins):
 
 
 def rewarded(config, places, *responses):
-    """The group of these responses."""
+    """Return a group of these responses with their rewards."""
     workers = RewardWorkers(config.reward, decode, places(1))
     prompt = Prompt(0, encode("1+1"), "1+1", "2")
 
@@ -123,7 +123,7 @@ def test_several_rewards(my_plugins, places):
 
 @pytest.mark.slow
 def test_environment(my_plugins, places):
-    """Halving the range finds a number from 0 to 9 within four guesses, and the number is the same for a whole group."""
+    """Halving the range finds a number from 0 to 9 within four guesses. A whole group has the same number."""
     config = configured("rollout.environment=my_plugins:guess_the_number")
     environments = Environments(config.rollout, config.reward, decode, places(1))
     play = MultiTurn(environments, Characters, config.rollout.max_turns, 0).play
@@ -146,7 +146,7 @@ class Characters:
 
 
 async def halving_model(ids, most, routed=0):
-    """The middle of the numbers that are left, after a transcript such as `4\nhigher\n`."""
+    """Return the middle of the remaining numbers, after a transcript such as `4 higher `."""
     low, high = 0, 9
     words = decode(ids[1:]).split()
     for guess, hint in zip(words[::2], words[1::2], strict=True):

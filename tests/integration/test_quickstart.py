@@ -1,4 +1,7 @@
-"""The quickstart's promises, as a user runs it: `make test-all` only, minutes per seed."""
+"""The quickstart's promises, as a user runs it.
+
+Takes minutes per seed, so that only `make test-all` runs it.
+"""
 
 import json
 import subprocess
@@ -87,7 +90,7 @@ def test_two_engines_and_two_replicas_learn_it_too(roots):
 
 
 def test_fp8_learns_it_too(roots):
-    """TransformerEngine's layers in FP8, their kernels emulated; the engine computes in bf16."""
+    """TransformerEngine's layers compute in FP8 with emulated kernels; the engine computes in bf16."""
     root = roots[1]
     paths = [
         f"model.path={root}/quickstart_sft/hf",
@@ -110,7 +113,7 @@ def test_fp8_learns_it_too(roots):
 
 
 def test_a_reward_model_of_preferences_takes_the_place_of_the_answers(tmp_path):
-    """The answers are looked at in the table alone: neither of the two trainings sees them."""
+    """Only the table uses the answers. Neither of the two trainings sees them."""
     result = json.loads(run("tools/preference_pipeline.py", "--root", tmp_path)[-1])
     print(result)
     assert all((tmp_path / name / "hf").is_dir() for name in ("reward_model_quickstart", "reward_model_grpo"))
@@ -128,7 +131,7 @@ def test_the_trained_model_converts_bit_identically(roots, tmp_path):
 
 
 def test_shuffled_rewards_teach_nothing(roots):
-    """The control: the same run with the step's rewards dealt out at random among its samples."""
+    """The control experiment: the same run with each step's rewards shuffled among its samples."""
     root = roots[1]
     run(
         "-m",

@@ -37,7 +37,10 @@ def arguments(smollm2, problems, root, *changes) -> list[str]:
 
 
 def test_engine_and_trainer_agree(ray_here, smollm2, problems, tmp_path, capsys):
-    """In float32. The engine starts with random weights, so all that it knows of the model came through the weight sync."""
+    """The engine starts with random weights, so that it knows the model only through weight sync.
+
+    In float32.
+    """
     small = ["data.train_batch_size=2", "train.ppo_mini_batch_size=2"]
     assert main(["selftest", *arguments(smollm2, problems, tmp_path, *small)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -47,7 +50,9 @@ def test_engine_and_trainer_agree(ray_here, smollm2, problems, tmp_path, capsys)
 
 
 def test_one_step_trains_it_in_bf16(ray_here, smollm2, problems, tmp_path):
-    """The configuration of `make quickstart-real`, which takes too long for a test: a step, an evaluation, and its report."""
+    """The configuration of `make quickstart-real`, which takes too long for a test: a step, an evaluation
+    and a report.
+    """
     small = [
         "run.total_steps=1",
         "data.train_batch_size=2",
@@ -71,7 +76,7 @@ def test_one_step_trains_it_in_bf16(ray_here, smollm2, problems, tmp_path):
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason=f"{GSM8K} is not here")
 def test_gsm8k_is_as_hard_as_expected(ray_here, smollm2, tmp_path, capsys):
-    """The command of docs/recipes.md: about 2 of the first 100 problems."""
+    """The command of docs/recipes.md solves about 2 of the first 100 problems."""
     lines = GSM8K.read_text(encoding="utf-8").splitlines(keepends=True)
     (tmp_path / "first100.jsonl").write_text("".join(lines[:100]), encoding="utf-8")
     changes = [f"run.root={tmp_path}", f"model.path={smollm2}", f"data.eval={tmp_path}/first100.jsonl"]

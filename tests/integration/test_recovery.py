@@ -1,4 +1,7 @@
-"""Processes that die or hang under a live run: it goes on from its newest checkpoint, with the processes that still can."""
+"""Processes that die or hang in a live run.
+
+It continues from its newest checkpoint, with the processes that are left.
+"""
 
 import contextlib
 import itertools
@@ -30,7 +33,7 @@ REPORT = r"Python stacks: (\S+hang-\S+\.txt)"
 
 
 def find(title: str) -> list[int]:
-    """Of the processes that this one started, those with `title` in the command line."""
+    """Return the ids of this process's descendants with `title` in the command line."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -40,7 +43,7 @@ def find(title: str) -> list[int]:
 
 
 def gone(pid: int) -> bool:
-    """Or about to be, within what Ray needs for a stopped process."""
+    """Return True if the process ends within a minute, which Ray needs for a stopped process."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -50,27 +53,32 @@ def gone(pid: int) -> bool:
 
 
 def fall_asleep(worker) -> None:
-    """In a rank: its next optimizer step, within which the others wait for it in a collective."""
+    """Let a rank sleep in its next optimizer step, in which the others wait for it in a collective."""
     worker._target.optimizer.step = lambda **_: time.sleep(10_000)
 
 
 class Fault(NamedTuple):
-    """What happens to the last process with a title, before the driver makes a call of its own for the nth time.
-
-    title: of its command line. what: a signal, or None: it falls asleep in its next optimizer step.
-    """
+    """A fault of the last process with a title, planted when the driver makes a call for the nth time."""
 
     owner: type
+    """Class of the driver's call."""
     method: str
+    """Name of the call."""
     nth: int
+    """Which of these calls, counted from 1."""
     title: str
+    """Text in the process's command line."""
     what: signal.Signals | None = signal.SIGKILL
+    """A signal; None: the process sleeps in its next optimizer step."""
     after: bool = False
+    """True for a fault after the call instead of before it."""
 
 
 @pytest.fixture
 def plant(monkeypatch):
-    """plant(fault): the ids of the processes that it befell, of which there will be one."""
+    """A function plant(fault) that returns the list of the process ids affected, which will have one
+    element.
+    """
 
     def plant(fault: Fault) -> list[int]:
         befallen, calls, original = [], itertools.count(1), getattr(fault.owner, fault.method)
@@ -99,7 +107,7 @@ def plant(monkeypatch):
 
 
 class EnginesSeen(threading.Thread):
-    """Notes all processes of the engines' actors while the context lasts."""
+    """Records all processes of the engines' actors within the context."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -120,7 +128,7 @@ class EnginesSeen(threading.Thread):
 
 
 def train(arithmetic, tmp_path, capsys, *changes) -> tuple[str, int]:
-    """A run to its end: what it said, and how many processes of engines there were."""
+    """Run to the end. Return the output and the number of engine processes."""
     capsys.readouterr()
     with EnginesSeen() as engines:
         status = main(
@@ -147,7 +155,7 @@ TWO_RANKS = "megatron.tensor_parallel=2"
 def test_a_run_outlives_a_dead_rank_and_one_that_sleeps_in_a_collective(
     ray_here, arithmetic, tmp_path, capsys, plant
 ):
-    """The engine stays as it is both times."""
+    """The engine is kept both times."""
     dead = plant(Fault(PolicyTrainer, "train_step", 3, RANK))
     asleep = plant(Fault(PolicyTrainer, "train_step", 6, RANK, what=None))
     said, engines = train(arithmetic, tmp_path, capsys, HANG, TWO_RANKS)
@@ -183,7 +191,7 @@ def test_a_run_outlives_a_dead_rank_and_one_that_sleeps_in_a_collective(
     ],
 )
 def test_a_run_outlives_the_death_of_a_process(ray_here, arithmetic, tmp_path, capsys, plant, fault, engines):
-    """engines: how many there are one after the other; a dead rank leaves the engine as it is."""
+    """engines: number of engine processes, one after the other. A dead rank leaves the engine as it is."""
     befallen = plant(fault)
     said, seen = train(arithmetic, tmp_path, capsys, TWO_RANKS)
     assert len(befallen) == 1
@@ -200,7 +208,7 @@ def test_a_run_outlives_the_death_of_a_process(ray_here, arithmetic, tmp_path, c
 def test_a_death_in_a_weight_sync_names_who_died(
     ray_here, arithmetic, tmp_path, capsys, plant, transport, title
 ):
-    """Whatever the survivors make of it."""
+    """The message names the dead process, whatever errors the survivors raise."""
     method, nth = ("load_bucket", 3) if transport == "object_store" else ("sync_order", 3)
     befallen = plant(Fault(EnginePool, method, nth, title))
     changes = [f"weight_sync.transport={transport}", "weight_sync.bucket_bytes=20000", TWO_RANKS]
@@ -217,7 +225,7 @@ def test_a_death_in_a_weight_sync_names_who_died(
 def test_an_engine_that_stays_takes_the_weights_of_new_ranks(
     ray_here, arithmetic, tmp_path, capsys, plant, transport
 ):
-    """Over new connections: the old ones had a partner that died."""
+    """The connections are new, because the partner of the old ones died."""
     plant(Fault(PolicyTrainer, "train_step", 4, RANK))
     changes = [f"weight_sync.transport={transport}", "weight_sync.probe_every=1", TWO_RANKS]
     changes += [f"weight_sync.folder={tmp_path}/weights"] if transport == "disk" else []
@@ -301,7 +309,7 @@ def test_a_run_outlives_a_hang(ray_here, arithmetic, tmp_path, capsys, plant, fa
 @pytest.mark.slow
 @pytest.mark.parametrize("two_nodes", [(1, 0)], indirect=True)
 def test_a_node_that_leaves_ends_the_run(two_nodes, arithmetic, tmp_path, capsys, plant):
-    """The last one here, because its cluster stays until the end of the module."""
+    """Must be the last test here, because its cluster stays until the end of the module."""
     plant(Fault(PolicyTrainer, "train_step", 2, "/raylet/raylet "))
     # With few steps it could be done before the death of the node is noticed.
     assert (

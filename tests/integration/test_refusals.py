@@ -122,8 +122,8 @@ def test_a_model_that_is_not_there_or_not_known(capsys, arithmetic, tmp_path):
     config["architectures"] = ["MambaForCausalLM"]
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     assert (
-        "there is no weight map for the architecture MambaForCausalLM; supported: LlamaForCausalLM, MistralForCausalLM"
-        in refusal(capsys, arithmetic, f"model.path={tmp_path}/m")
+        "there is no weight map for the architecture MambaForCausalLM; supported: "
+        "LlamaForCausalLM, MistralForCausalLM" in refusal(capsys, arithmetic, f"model.path={tmp_path}/m")
     )
 
 

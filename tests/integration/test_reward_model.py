@@ -1,4 +1,4 @@
-"""The published pipeline: preferences, a reward model of them, and GRPO on its scores."""
+"""The published pipeline: preferences, a reward model trained on them, and GRPO on its scores."""
 
 import json
 import random
@@ -13,14 +13,14 @@ PROMPT = "1+1"
 
 
 def response(rng: random.Random, sevens: int) -> str:
-    """Ten digits, so many of them sevens."""
+    """Return ten digits, of which `sevens` are sevens."""
     digits = ["7"] * sevens + [rng.choice("012345689") for _ in range(10 - sevens)]
     rng.shuffle(digits)
     return "".join(digits)
 
 
 def preferences(rng: random.Random, count: int) -> list[dict]:
-    """The one with more sevens is preferred."""
+    """Return pairs in which the response with more sevens is preferred."""
     pairs = [sorted(rng.sample(range(11), 2)) for _ in range(count)]
     return [
         {"prompt": PROMPT, "chosen": response(rng, most), "rejected": response(rng, fewest)}
@@ -35,7 +35,9 @@ def write(path, records) -> str:
 
 @pytest.fixture(scope="module")
 def trained(ray_here, arithmetic, tmp_path_factory):
-    """(folder of the runs, the result of training a reward model in two parts, the second a resumed run)"""
+    """(folder of the runs, result of a reward model's training in two parts, the second of which is a
+    resumed run)
+    """
     root, rng = tmp_path_factory.mktemp("reward"), random.Random(0)
     arguments = [
         f"run.root={root}",

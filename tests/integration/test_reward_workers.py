@@ -1,4 +1,7 @@
-"""Rewards in real workers: what hangs, dies, eats memory or fills the disk costs its own sample, and nobody else's."""
+"""Rewards in real workers.
+
+A reward that hangs, dies, eats memory or fills the disk costs only its own sample.
+"""
 
 import asyncio
 import pickle
@@ -54,7 +57,10 @@ def forgiving(places):
 
 FAULTS = {
     "raise": "ZeroDivisionError: planted",
-    "die": r"its process \(reward worker 0\) died \(out of memory, killed, or it called exit\); its log is .*reward_worker0.log",
+    "die": (
+        r"its process \(reward worker 0\) died \(out of memory, killed, or it called exit\); its "
+        r"log is .*reward_worker0.log"
+    ),
     "deaf": "did not return within reward.timeout=2.0 s, and cannot be interrupted",
     "eat": "MemoryError",
     "write": "File too large",
@@ -94,7 +100,7 @@ def test_a_process_that_dies_takes_its_sample_out_of_the_group(places, capsys):
 
 @pytest.mark.slow
 def test_memory_that_calls_keep_costs_no_sample(forgiving, capsys):
-    """The worker has 512 MiB, and six of these are more."""
+    """The worker has 512 MiB, and six of these calls need more."""
     assert [(one.reward, one.reward_failed) for one in run(forgiving, *["keep"] * 12)] == [(1.0, False)] * 12
     assert [one.reward_failed for one in run(forgiving, "keep", "eat", "keep")] == [False, True, False]
     assert "MemoryError" in capsys.readouterr().out
@@ -102,7 +108,7 @@ def test_memory_that_calls_keep_costs_no_sample(forgiving, capsys):
 
 @pytest.mark.slow
 def test_a_full_log_costs_one_sample(forgiving):
-    """The log is a file under the limit, and the next process would find it full."""
+    """The log is a file under the size limit, and would be full for the next process too."""
     (full,) = run(forgiving, "shout")
     assert full.reward_failed
     assert [one.reward for one in run(forgiving, *["talk"] * 10)] == [1.0] * 10
@@ -121,7 +127,10 @@ def test_a_worker_whose_node_is_gone_is_lost(tmp_path):
 
 @pytest.mark.slow
 def test_who_stands_before_a_call_that_dies_has_no_blame(forgiving):
-    """Both are tried alone, one after the other; together the answer of the first could be lost with the process."""
+    """Both calls are tried alone, one after the other.
+
+    Together, the first answer could be lost with the process.
+    """
     for _ in range(4):
         first, dead, last = run(forgiving, "fine", "die", "fine")
         assert (first.reward, dead.reward, last.reward) == (1.0, -0.5, 1.0)
@@ -175,7 +184,7 @@ def test_a_worker_that_is_killed_is_replaced(places, capsys):
 
 @pytest.mark.slow
 def test_an_answer_that_comes_behind_the_loss_of_its_process_counts(places):
-    """As a large one does, which its node has yet to send, where the process died at its next batch."""
+    """A large answer may still be on its way from its node when the process dies in the next batch."""
     workers = made(places)
 
     async def late():
@@ -208,7 +217,7 @@ def test_a_call_that_nobody_waits_for_costs_the_next_ones_nothing(places):
 
 
 def test_a_worker_that_cannot_start_is_one_clear_error(places, tmp_path, monkeypatch):
-    """Such as a module that one node lacks."""
+    """A node may, for example, lack a module."""
     (tmp_path / "here_alone.py").write_text("def one(prompt, response, answer, record):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     workers = RewardWorkers(RewardConfig(function="here_alone:one"), spelled, places(1))
@@ -229,7 +238,7 @@ def test_the_workers_text_is_the_tokenizers(arithmetic):
 
 
 class Timed(SingleTurn):
-    """Knows when the engines were done, however long rewards take then."""
+    """Records when the engines have finished, however long rewards take then."""
 
     async def play(self, episode, respond):
         async def timed(ids, most):
@@ -242,7 +251,7 @@ class Timed(SingleTurn):
 
 @pytest.mark.slow
 def test_many_rewards_at_once_do_not_slow_generation(ray_here, arithmetic, tmp_path):
-    """64 rewards that each run a program for a fifth of a second in the sandbox; medians of rounds in turn."""
+    """64 rewards each run a program for a fifth of a second in the sandbox. Medians of alternating rounds."""
     tokenizer = PromptTokenizer(str(arithmetic / "model"))
     asked = [Prompt(uid, tokenizer.encode(f"{uid}+{uid}"), "", "0") for uid in range(16)]
     seconds: dict[str, list[float]] = {"digits": [], "runs_a_program": []}

@@ -1,4 +1,4 @@
-"""`grpo-megatron selftest` finds nothing in a sound run, and names what was planted in a faulty one."""
+"""`grpo-megatron selftest` finds nothing in a correct run, and names each planted fault."""
 
 import itertools
 import json
@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.cli import main
-from grpo_megatron.commands.selftest import SelftestController, Verdict, as_json, investigate, selftest_config
+from grpo_megatron.commands.selftest import as_json, investigate, selftest_config
+from grpo_megatron.commands.selftest_investigation import SelftestController
+from grpo_megatron.commands.selftest_verdict import Verdict
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.json_files import json_text
 from grpo_megatron.preflight.load import load_config
@@ -25,7 +27,7 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def arguments(ray_here, arithmetic, tmp_path_factory) -> list[str]:
-    """Of a run with a model that is surer of its words than one of random weights."""
+    """Arguments of a run whose model is surer of its words than a random one."""
     import shutil
 
     folder = tmp_path_factory.mktemp("selftest")
@@ -87,7 +89,7 @@ def test_another_temperature(controller, verdict, monkeypatch):
 
 
 def test_top_p(controller, verdict, monkeypatch):
-    """SGLang's log-probs are of the whole distribution: only the samples themselves tell."""
+    """SGLang's log-probs are those of the whole distribution. Only the samples themselves reveal top-p."""
     monkeypatch.setattr(controller.rollouts, "_sampling", replace(controller.rollouts._sampling, top_p=0.7))
     found = verdict()
     assert max(found.mean) < found.limit
@@ -95,7 +97,7 @@ def test_top_p(controller, verdict, monkeypatch):
 
 
 def change_samples(controller, monkeypatch, change):
-    """change: sample -> sample, after it was drawn."""
+    """Apply `change` to each sample after it was drawn."""
     sampled = controller.rollouts.sample
 
     def sample(step, prompts):
@@ -109,7 +111,7 @@ def change_samples(controller, monkeypatch, change):
 
 
 def test_log_probs_of_a_cut_distribution(controller, verdict, monkeypatch):
-    """As an engine reports them that normalises the nucleus again."""
+    """Simulates an engine that renormalises the nucleus."""
     rng = np.random.default_rng(1)
 
     def cut(sample):
@@ -121,7 +123,7 @@ def test_log_probs_of_a_cut_distribution(controller, verdict, monkeypatch):
 
 
 def test_token_ids_changed_after_sampling(controller, verdict, monkeypatch):
-    """As by tokenizing the response's text again: here, two neighbours are exchanged."""
+    """Tokenizing the response's text again has such an effect. Here two neighbours are exchanged."""
 
     def exchange(sample):
         ids = sample.response_ids.copy()
@@ -138,7 +140,9 @@ def _copy(bucket):
 
 
 class Faulty:
-    """A transport that hands what was sent to `send(load, buckets, number of the sync)`, which loads what it likes."""
+    """A transport that passes what was sent to `send(load, buckets, number of the sync)`, which decides
+    what to load.
+    """
 
     def __init__(self, send):
         self._send, self._count = send, itertools.count()
@@ -160,7 +164,10 @@ def intercepted(controller, monkeypatch, send):
 
 
 def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
-    """Every update brings the weights of the one before; under learning rate 0 that changes nothing but the first."""
+    """Every update brings the weights of the one before.
+
+    With learning rate 0, only the first is changed by that.
+    """
     kept = []
 
     def send(load, buckets, number):
@@ -202,7 +209,10 @@ def test_a_tensor_that_never_arrives(controller, verdict, monkeypatch):
 
 
 def test_a_version_tag_of_old(controller, verdict, monkeypatch):
-    """What SGLang says of a sample's weights is believed too. Samples are left in the engine, so that the next test alone may use it."""
+    """SGLang reports a sample's weight version, and that report is believed.
+
+    Samples are left in the engine, so that only the next test may use it.
+    """
     real = controller.rollouts._manager._check
 
     def check(completion, prompt):

@@ -1,4 +1,6 @@
-"""Everything that this package asks of SGLang, against the Python of the CPU stack's release and of the GPU stack's."""
+"""Everything that this package needs of SGLang, against the Python code of the CPU and the GPU stack's
+release.
+"""
 
 import json
 import os
@@ -32,7 +34,11 @@ NEWER = ["begin_weight_update", "end_weight_update", "update_weight_version"]
 
 
 def asked_of(release: Path | None, model: str, **changes) -> dict:
-    """What tests/integration/sglang_release.py finds; release: an unpacked wheel, None: the installed one. changes: to the arguments."""
+    """Return the output of tests/integration/sglang_release.py.
+
+    release: an unpacked wheel; None: the installed release.
+    changes: changes to the arguments.
+    """
     everything = EngineConfig(
         tensor_parallel=16,
         expert_parallel=8,

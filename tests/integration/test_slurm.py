@@ -24,7 +24,7 @@ BIN = Path(sys.executable).parent
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """Environment variables under which sbatch and its siblings reach the cluster."""
+    """Environment variables with which sbatch and its siblings reach the cluster."""
     local_slurm.install()
     with local_slurm.started(tmp_path_factory.mktemp("slurm")) as env:
         yield env
@@ -42,13 +42,13 @@ def run_arguments(arithmetic, root, *changes):
 
 
 def submit(env, folder, *arguments, status=0):
-    """The numbers of the jobs that slurm/submit.py has queued, or its message."""
+    """Return the numbers of the jobs that slurm/submit.py has queued, or its message."""
     done = submit_py(env, folder, *arguments, status=status)
     return done.stderr if status else done.stdout.removeprefix("queued as ").split(";")[0].split(", ")
 
 
 def submit_py(env, folder, *arguments, status=0):
-    """Called from another folder than the project's."""
+    """Run slurm/submit.py from another folder than the project's."""
     config = ["--config", str(ROOT / "configs/quickstart.yaml")]
     command = [
         sys.executable,
@@ -66,7 +66,7 @@ def submit_py(env, folder, *arguments, status=0):
 
 
 class Watch(threading.Thread):
-    """What the processes of a job show while it runs: where ranks and engines are, and every argument of a program."""
+    """Observer of a job's processes: where ranks and engines run, and every argument of every program."""
 
     def __init__(self, job: str):
         super().__init__(daemon=True)
@@ -96,7 +96,7 @@ class Watch(threading.Thread):
 
 
 def test_one_command_trains_on_two_nodes(slurm, arithmetic, tmp_path, record_property):
-    """And Ray's token is in no argument, log or record of Slurm's."""
+    """Ray's token must not be in any argument, log or record of Slurm's."""
     sizes = ("megatron.data_parallel=2", "rollout.engine.num_engines=2")
     queued = time.time()
     (job,) = submit(slurm, tmp_path, "--nodes", 2, *run_arguments(arithmetic, tmp_path, *sizes))
@@ -159,7 +159,8 @@ run = os.path.join(settings["run.root"], settings["run.name"])
 os.makedirs(run, exist_ok=True)
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-given = {{"arguments": sys.argv[1:], "hostile": os.environ.get("HOSTILE"), "folder": os.getcwd(), "started": time.time()}}
+given = {{"arguments": sys.argv[1:], "hostile": os.environ.get("HOSTILE"), "folder": os.getcwd(), \
+"started": time.time()}}
 with open(os.path.join(run, "given" + restarts), "w") as file:
     json.dump(given, file)
 {then}
@@ -170,7 +171,10 @@ with open(os.path.join(run, "result.json"), "w") as file:
 
 
 def programs(folder, then):
-    """A folder for --bin with the environment's python and ray, and a stand-in for the driver: what is tested is the job."""
+    """Make a folder for --bin with the environment's python and ray and a stand-in for the driver.
+
+    The job is tested.
+    """
     folder.mkdir()
     for name in ("python", "ray"):
         (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(str(BIN / name))} "$@"\n')
@@ -186,7 +190,8 @@ def test_a_run_that_was_stopped_is_queued_again_and_the_rest_of_its_chain_asks_t
     finished = "os.path.exists(os.path.join(run, 'result.json'))"
     bin = programs(tmp_path / "bin", f'if restarts == "0" and not {finished}:\n    time.sleep(600)')
     changes = ("run.name=chained", "run.resume=auto")
-    # With options of srun every program is a step, the driver too, as in containers of Pyxis: the signal goes through srun.
+    # With options of srun every program is a step, including the driver, as in Pyxis containers. The signal
+    # goes through srun.
     as_steps = ("--env", "GRPO_SRUN=--kill-on-bad-exit=1")
     options = ("--nodes", 2, "--bin", bin, "--requeue", "--dependency-chain", 2, *as_steps)
     first, second = submit(slurm, tmp_path, *options, *run_arguments(arithmetic, tmp_path, *changes))
@@ -274,7 +279,7 @@ def test_a_run_that_slurm_stops_goes_on_after_its_restart(slurm, arithmetic, tmp
 
 
 def sbatch(env, log, *arguments, **variables):
-    """(exit status, output) of slurm/train.sbatch, submitted by hand."""
+    """Submit slurm/train.sbatch by hand and return (exit status, output)."""
     command = [
         "sbatch",
         "--wait",

@@ -1,4 +1,4 @@
-"""A run on a cluster's interface, and a stranger in the same network who does not know the job's token."""
+"""A run on a cluster's network interface, and a stranger in the same network without the job's token."""
 
 import contextlib
 import json
@@ -59,7 +59,8 @@ print("ran", ray.get(ray.remote(lambda: 6 * 7).remote()))
 # Without the name of a node, which the project's stranger gives in the other calls.
 END_RAY = """
 import sys, grpc
-list(grpc.insecure_channel(sys.argv[1]).stream_stream("/ray.rpc.syncer.RaySyncer/StartSync")(iter([]), timeout=20))
+list(grpc.insecure_channel(sys.argv[1]).stream_stream("/ray.rpc.syncer.RaySyncer/StartSync")\
+(iter([]), timeout=20))
 """
 
 
@@ -69,7 +70,7 @@ def role(command: str) -> str:
 
 @pytest.fixture(scope="module")
 def network():
-    """A network in which this machine is at HERE, and nobody else but a stranger at THERE."""
+    """A network with this machine at HERE and a stranger at THERE."""
 
     def ip(*command: str) -> None:
         subprocess.run(["ip", *command], check=True, capture_output=True, text=True)
@@ -90,7 +91,11 @@ def network():
 
 
 class Job:
-    """Ray as slurm/train.sbatch starts it on an interface. token, environment: for what joins it; the head's process."""
+    """A Ray cluster on an interface, started like slurm/train.sbatch does.
+
+    token, environment: for processes that join it.
+    head: its process.
+    """
 
     def __init__(self, temporary: str):
         self.port = free_ports(2, first=21000)
@@ -120,7 +125,7 @@ class Job:
 
 
 def outside() -> dict[str, str]:
-    """The environment of a process that knows of no Ray."""
+    """Return the environment of a process that knows of no Ray."""
     return {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "GLOO_", "NCCL_"))}
 
 
@@ -155,7 +160,10 @@ def job(network):
 
 
 def asked(*command: str, timeout: float, **environment: str) -> str:
-    """What Python prints for these arguments in the stranger's place; what it had printed, if it takes longer."""
+    """Run Python with these arguments as the stranger.
+
+    Return its output, even if it takes too long and is killed.
+    """
     whole = ["ip", "netns", "exec", SPACE, sys.executable, *command]
     done = subprocess.Popen(
         whole, env=outside() | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -170,7 +178,7 @@ def asked(*command: str, timeout: float, **environment: str) -> str:
 
 
 def answers(trap: Path, ports: list[int], **environment: str) -> dict[int, dict]:
-    """Of tests.integration.stranger, for each port."""
+    """Return the answers of each port to tests.integration.stranger."""
     printed = asked(
         "-m", "tests.integration.stranger", HERE, str(trap), *map(str, ports), timeout=400, **environment
     )
@@ -178,7 +186,7 @@ def answers(trap: Path, ports: list[int], **environment: str) -> dict[int, dict]
 
 
 def kind(answer: dict) -> str:
-    """What a port is, for one that has nothing to show."""
+    """Return what kind of port answers like this to a caller without credentials."""
     if answer["grpc"] is not None:
         return "gRPC"
     if all(answer["http"]):
@@ -190,7 +198,7 @@ def kind(answer: dict) -> str:
 
 
 def statuses(answer: dict) -> dict[str, set[str]]:
-    """Of gRPC, with the methods that it was for."""
+    """Return {gRPC status: methods that had it}."""
     found: dict[str, set[str]] = {}
     for method, (status, _) in answer["grpc"].items():
         found.setdefault(status, set()).add(method)
@@ -198,14 +206,17 @@ def statuses(answer: dict) -> dict[str, set[str]]:
 
 
 def content(answer: dict) -> bytes:
-    """All that a port has told."""
+    """Return everything that a port has sent."""
     told = [*answer["raw"], *(told for _, told in (answer["grpc"] or {}).values())]
     pages = [body.encode() for _, body in filter(None, answer["http"])]
     return b"\n".join([*map(bytes.fromhex, told), *pages, *(key.encode() for key in answer["store"])])
 
 
 def must_be_listened_on(found: dict[str, set[str]]) -> None:
-    """found: {address: command lines}, of the whole run."""
+    """Check who listens where.
+
+    found: {address: command lines} of the whole run.
+    """
     roles = {address: {role(command) for command in commands} for address, commands in found.items()}
     assert roles.keys() == {"127.0.0.1", HERE, EVERYWHERE}, roles
     assert {"GCS", "raylet"} <= roles[EVERYWHERE] <= {"GCS", "raylet", "worker", "rank", "driver"}, roles
@@ -213,7 +224,11 @@ def must_be_listened_on(found: dict[str, set[str]]) -> None:
 
 
 def must_tell_nothing(told: dict[int, dict], owners: dict[int, tuple[str, str]]) -> None:
-    """told: what each port has answered to a stranger. owners: {port: (address, role)}."""
+    """Check that a stranger learns nothing.
+
+    told: {port: its answers}.
+    owners: {port: (address, role)}.
+    """
     kinds = {port: kind(told[port]) for port in owners}
     by_kind = {name: {owners[port] for port in owners if kinds[port] == name} for name in {*kinds.values()}}
     assert by_kind.keys() == {"gRPC", "HTTP", "gate", "silent"}, by_kind
@@ -234,7 +249,7 @@ def must_tell_nothing(told: dict[int, dict], owners: dict[int, tuple[str, str]])
 
 
 def must_open_with_the_token(told: dict[int, dict], owners: dict[int, tuple[str, str]]) -> None:
-    """As above, of a caller that has the token."""
+    """Check that a caller with the token gets answers. The arguments are those of must_tell_nothing."""
     for port, (_, name) in owners.items():
         if kind(told[port]) == "HTTP":
             assert 401 not in {status for status, _ in told[port]["http"]}
@@ -265,7 +280,8 @@ def test_a_stranger_gets_nothing(job, arithmetic, tmp_path):
             return listening(psutil.Process(job.head.pid)) | listening(psutil.Process(run.keeper.pid))
 
         before = sockets()
-        # Stores to show that the stranger would find what he could: one that asks nobody for a secret, one that does.
+        # Two stores show that the stranger finds what can be found: one without a secret, and one with a
+        # secret.
         bare = dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
         gated = StoreServer(HERE, timeout=20)
         bare.set("bare", "value")
@@ -299,5 +315,5 @@ def test_a_stranger_gets_nothing(job, arithmetic, tmp_path):
 
 
 def of_the_job(command: str) -> bool:
-    """Whether this is no process of another test's Ray, or of the tests themselves."""
+    """Return False for a process of another test's Ray, or of the tests themselves."""
     return role(command) != command

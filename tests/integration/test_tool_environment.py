@@ -1,4 +1,4 @@
-"""Calls that a model writes: found, made, answered, counted."""
+"""Calls that a model writes: finding, making, answering and counting them."""
 
 import asyncio
 import json
@@ -149,7 +149,9 @@ def test_a_machine_that_cannot_run_programs_is_no_answer_to_the_model(monkeypatc
 
 
 def test_a_turn_makes_no_call_for_which_it_has_no_time():
-    """A program may take two fifths of reward.timeout, and none begins after these: a turn that takes longer would end the run."""
+    """A program may take two fifths of reward.timeout, and none begins after that: a longer turn would end
+    the run.
+    """
     assert 2 * ToolEnvironment(["python"], RewardConfig(timeout=2.0))._seconds < 0.9 * 2.0
     endless = call("python", code="while True: pass")
     start = time.monotonic()
@@ -174,7 +176,7 @@ def test_tools_that_cannot_be_used(names, says):
 
 
 class Scorer:
-    """In place of the processes of a reward; keeps what it is asked to score."""
+    """Replacement for the reward's processes that records what it is asked to score."""
 
     def __init__(self):
         self.asked = []

@@ -72,7 +72,7 @@ def metrics(root, name) -> list[dict]:
 
 
 def trained(root, name) -> list[int]:
-    """uid of each prompt that a run has used up, in order."""
+    """Return the uid of each prompt that a run has used, in order."""
     lines = (Path(root) / name / "trained.jsonl").read_text().splitlines()
     return [uid for line in lines for uid in json.loads(line)["prompts"]]
 
@@ -84,7 +84,9 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recorded(ray_here, arithmetic, root):
-    """One run with an engine, TP 2, two optimizer steps per batch; everything that can be switched on is."""
+    """A run with an engine, TP 2, two optimizer steps per batch, and every feature that can be switched
+    on.
+    """
     changes = [
         "run.name=live",
         f"rollout.record={root}/rollouts.jsonl",
@@ -200,7 +202,7 @@ def test_samples_carry_the_version_they_were_made_with(recorded, root):
 
 @torch.no_grad()
 def test_the_export_decodes_as_the_run_did(recorded, arithmetic):
-    """Greedy decoding of the exported model by transformers scores what the run's evaluation scored."""
+    """Greedy decoding of the exported model by transformers has the score of the run's evaluation."""
     result = json.loads((recorded / "result.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(result["model"], dtype=torch.float32).eval()
     tokenizer = PromptTokenizer(result["model"])
@@ -256,7 +258,7 @@ def assert_same(rows, expected, rtol):
     ],
 )
 def test_a_recording_trains_the_same_in_every_layout(recorded, arithmetic, root, layout):
-    """Three steps from one recorded file; the recording run itself was TP 2."""
+    """Three steps from one recorded file. The recording run had TP 2."""
     name = re.sub(r"\W", "_", layout)
     rows = replay(arithmetic, root, name, *(f"megatron.{setting}" for setting in layout.split()))
     assert_same(rows, metrics(root, "live"), rtol=1e-5)
@@ -265,7 +267,9 @@ def test_a_recording_trains_the_same_in_every_layout(recorded, arithmetic, root,
 
 @pytest.fixture(scope="module")
 def resumed(recorded, arithmetic, root):
-    """Metrics of an undisturbed run, "whole", and of one that goes on from its second step in another layout, "rest"."""
+    """Metrics of an undisturbed run ("whole"), and of one that continues in another layout after its
+    second step ("rest").
+    """
     whole = replay(arithmetic, root, "whole", "checkpoint.every=2")
     checkpoint = root / "whole" / "checkpoints" / "step_00000002"
     assert checkpoint.is_dir()
@@ -286,7 +290,10 @@ def test_a_resumed_run_continues_as_if_undisturbed(resumed, root):
 def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_ends_at_once(
     recorded, arithmetic, root, capsys
 ):
-    """One bit of a weight, which only the ranks can notice; then the same command again, and with more steps."""
+    """A flipped bit of a weight, which only the ranks can notice.
+
+    Then the same command again, and with more steps.
+    """
     whole = replay(arithmetic, root, "bits", "checkpoint.every=2")
     folder = root / "bits"
     shard = folder / "checkpoints" / "step_00000003" / "actor" / "__0_0.distcp"
@@ -336,7 +343,10 @@ def test_a_checkpoint_that_is_not_whole_is_refused(recorded, arithmetic, root, t
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["logprobs", "weight_buckets"])
 def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
-    """Its partner sits in a collective meanwhile; nobody waits for that to time out. The group can be started anew."""
+    """Its partner waits in a collective meanwhile, and the run does not wait for that to time out.
+
+    The group can be started anew.
+    """
     config = load_config(None, arguments(arithmetic, root, "megatron.tensor_parallel=2"))
     batch = TrainBatch.from_samples(
         [s for group in Replay(f"{root}/rollouts.jsonl").read(1) for s in group.samples]
@@ -377,7 +387,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
 
 @pytest.mark.slow
 def test_weights_that_are_not_numbers_end_the_run(recorded, arithmetic, root, tmp_path, capsys):
-    """It went on before, with dropped steps, to an export of them."""
+    """The run used to go on, with dropped steps, and to export them."""
     shutil.copytree(arithmetic / "model", tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")
@@ -391,7 +401,8 @@ def test_weights_that_are_not_numbers_end_the_run(recorded, arithmetic, root, tm
     assert main(["train", *arguments(arithmetic, root, *changes)]) == 2
     said = capsys.readouterr().err
     assert re.search(
-        r"1 parameters hold NaN or infinity since they were loaded, such as \S*norm\S* on trainer rank 0 of 1",
+        r"1 parameters hold NaN or infinity since they were loaded, such as "
+        r"\S*norm\S* on trainer rank 0 of 1",
         said,
     )
 

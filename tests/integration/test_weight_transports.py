@@ -1,4 +1,4 @@
-"""Weights from real trainer ranks into real engines over every transport, and what breaks on the way."""
+"""Weights from real trainer ranks to real engines over every transport, and faults on the way."""
 
 import os
 import signal
@@ -19,14 +19,17 @@ from tests.integration.test_train import arguments
 
 @contextmanager
 def loop(arithmetic, root, *changes):
-    """(controller, run) with everything up, before the first sync."""
+    """Yield (controller, run) with everything started, before the first sync."""
     config = load_config(None, [*arguments(arithmetic, root, *changes), "run.name=sync"])
     with assembled_loop(config) as pair:
         yield pair
 
 
 def largest_mismatch(controller) -> float:
-    """Of the engines' log-probs and the trainer's after a sync: the probe raises beyond 20 times the rounding."""
+    """Return the largest mismatch of log-probs after a sync.
+
+    The probe raises beyond 20 times the rounding.
+    """
     controller.weight_sync._syncs = 0
     controller.sync_weights()
     return controller.weight_sync.metrics["sync/probe_mean"]
@@ -62,7 +65,7 @@ def test_shared_memory_from_two_stages_and_back_to_the_weights_before(ray_here, 
 
 
 def verify(controller, run):
-    """Digests alone, in a session of their own."""
+    """Compare the digests, without a transfer, in a session of their own."""
     resharding = controller.weight_sync._transport._chosen
     run.engines.begin_update()
     resharding.verify(run.trainer, run.engines, controller.weight_sync.version)
@@ -101,7 +104,7 @@ def test_into_engines_with_two_tensor_parallel_ranks(ray_here, arithmetic, tmp_p
 
 
 def one_sync_takes_seconds(controller):
-    """By very small buckets; a first sync with them connects everything."""
+    """Use very small buckets, so that a sync takes seconds. A first sync opens all connections."""
     sync = controller.weight_sync
     resharding = sync._transport._resharding
     resharding._setup = replace(resharding._setup, bucket_bytes=100)

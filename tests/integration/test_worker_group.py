@@ -1,4 +1,4 @@
-"""A pool of processes that knows nothing of training: what is called on it, what goes wrong in it, and starting it anew."""
+"""A pool of processes that knows nothing of training: calls, faults, and a restart."""
 
 import os
 import re
@@ -47,7 +47,7 @@ class Member:
         time.sleep(seconds)
 
     def meet(self, absent):
-        """As in a collective: the others wait for the one that is asleep."""
+        """Simulate a collective: the others wait for the rank that is asleep."""
         if self.rank == absent:
             time.sleep(1000)
         threading.Event().wait()
@@ -58,7 +58,10 @@ class Member:
         threading.Event().wait()
 
     def work(self, rank, times):
-        """One rank is found in one place at every beat, but its counter moves; the others wait for it."""
+        """Simulate slow work: one rank is at the same place at every beat, but its counter moves.
+
+        The others wait for it.
+        """
         for _ in range(times):
             time.sleep(1)
             if self.rank == rank:
@@ -142,7 +145,7 @@ def test_a_death_is_noticed_and_the_group_starts_anew(group):
 
 @contextmanager
 def ended(pids):
-    """Within this context one of the processes is ended; at its end all are."""
+    """End one of the processes within this context, and all of them at its end."""
     yield
     deadline = time.monotonic() + 60
     while alive := [

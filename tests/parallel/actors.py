@@ -1,4 +1,4 @@
-"""What the parallel tests run on each rank (functions must be importable by the pool)."""
+"""Functions that the parallel tests run on each rank. They must be importable by the pool."""
 
 import numpy as np
 import torch
@@ -27,14 +27,16 @@ def micro_batches(
 
 
 def in_order(batch: TrainBatch, plan, actor: Actor, values: np.ndarray) -> np.ndarray:
-    """A replica's values [..., t] at the places of its tokens in the batch, float32 [..., T]; zero elsewhere."""
+    """Return a replica's values [..., t] at the places of its tokens in the batch, float32 [..., T], zero
+    elsewhere.
+    """
     out = np.zeros((*values.shape[:-1], batch.num_tokens), np.float32)
     out[..., batch.token_index(plan.sequences(actor.rank.dp_rank))] = values
     return out
 
 
 def reference_logprobs(actor: Actor, parts: list[TrainBatch], **options) -> np.ndarray | None:
-    """`Actor.logprobs` of the reference, which is exchanged for this one pass."""
+    """Return `Actor.logprobs` of the reference, whose weights are exchanged for this one pass."""
     actor.begin_reference()
     values = actor.logprobs(parts, reference=True, **options)
     actor.end_reference()
@@ -42,7 +44,7 @@ def reference_logprobs(actor: Actor, parts: list[TrainBatch], **options) -> np.n
 
 
 def logprobs(spec: ActorSpec, batch: TrainBatch, packing: bool, reference: bool = False):
-    """Log-probs of all tokens in the order of the batch (of this replica's sequences)."""
+    """Return the log-probs of all tokens of this replica's sequences, in the order of the batch."""
     actor = Actor(spec)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing)
     values = reference_logprobs(actor, parts) if reference else actor.logprobs(parts)
@@ -52,7 +54,7 @@ def logprobs(spec: ActorSpec, batch: TrainBatch, packing: bool, reference: bool 
 
 
 def probes(spec: ActorSpec, batch: TrainBatch, temperature: float):
-    """{what: [T] or [2, T] of this replica's sequences, zero elsewhere}."""
+    """Return {probe: values [T] or [2, T] of this replica's sequences, zero elsewhere}."""
     actor = Actor(spec)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
     values = {"logprobs": actor.logprobs(parts), "probe": actor.probe(parts, temperature, None)}
@@ -68,12 +70,12 @@ def probes(spec: ActorSpec, batch: TrainBatch, temperature: float):
 
 
 def round_trip(spec: ActorSpec, folder: str, dtype):
-    """HF -> Megatron -> HF."""
+    """Convert HF -> Megatron -> HF."""
     Actor(spec).save_hf(folder, dtype)
 
 
 def synced_tensors(spec: ActorSpec, bucket_bytes: int):
-    """What the engines would be sent: {name: tensor} on exporting ranks, {} elsewhere."""
+    """Return what the engines would be sent: {name: tensor} on exporting ranks, {} elsewhere."""
     actor = Actor(spec)
     return {
         name: tensor.clone()
@@ -83,7 +85,7 @@ def synced_tensors(spec: ActorSpec, bucket_bytes: int):
 
 
 def logprobs_and_round_trip(spec: ActorSpec, batch: TrainBatch, folder: str):
-    """Log-probs of the batch, and an HF export into `folder`, of one actor."""
+    """Return one actor's log-probs of the batch, and export it as HF to `folder`."""
     actor = Actor(spec)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
     values = actor.logprobs(parts)
@@ -94,7 +96,7 @@ def logprobs_and_round_trip(spec: ActorSpec, batch: TrainBatch, folder: str):
 
 
 def train_with_reference(spec: ActorSpec, batches: list[TrainBatch], loss):
-    """Steps with a reference pass before each."""
+    """Do optimizer steps with a reference pass before each."""
     actor = Actor(spec)
     results = []
     for batch in batches:
@@ -107,7 +109,9 @@ def train_with_reference(spec: ActorSpec, batches: list[TrainBatch], loss):
 
 
 def broken_weights(spec, batch):
-    """What Actor.broken_weights says of sound weights, and after one element of the last rank's last parameter was lost."""
+    """Return what Actor.broken_weights reports before and after a NaN is put into the last rank's last
+    parameter.
+    """
     actor = Actor(spec)
     sound = actor.broken_weights()
     name, parameter = list(actor.chunks[-1].named_parameters())[-1]

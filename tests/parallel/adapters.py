@@ -1,4 +1,4 @@
-"""What the tests of adapters run on each rank."""
+"""Functions that the tests of adapters run on each rank."""
 
 import zlib
 
@@ -14,7 +14,10 @@ from tests.parallel.actors import in_order, micro_batches, reference_logprobs
 
 @torch.no_grad()
 def fill(actor: Actor) -> None:
-    """Random B, the same in every layout: zero ones, as at the start of a run, hide A."""
+    """Fill B with random values that are the same in every layout.
+
+    Zeros, as at the start of a run, would hide A.
+    """
     group = mpu.get_tensor_model_parallel_group()
     for name, parameter in local_parameters(actor.chunks, adapters=True).items():
         entry = actor.adapters[name]
@@ -31,7 +34,7 @@ def fill(actor: Actor) -> None:
 
 
 def logprobs_and_export(spec, batch, folder):
-    """(log-probs with the adapters, those of the reference); the export goes into `folder`."""
+    """Return (log-probs with the adapters, log-probs of the reference), and export to `folder`."""
     actor = Actor(spec)
     base = {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
     fill(actor)
@@ -47,7 +50,11 @@ def logprobs_and_export(spec, batch, folder):
 
 
 def memory_after_a_step(spec, batch, loss):
-    """(bytes by kind; elements of the adapters, of the model, and of what the reference holds; merged weights that changed)."""
+    """Return memory figures after a step.
+
+    They are bytes by kind, the elements of the adapters, of the model and of the reference's memory, and the
+    merged weights that changed.
+    """
     actor = Actor(spec)
     before = {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
     _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
@@ -67,7 +74,10 @@ def _step(actor, batch, loss):
 
 
 def train_and_save(spec, batches, loss, folder):
-    """Adapters after a step on each batch; a checkpoint of the first goes into `folder`."""
+    """Return the adapters after a step on each batch.
+
+    The checkpoint in `folder` has those after the first step.
+    """
     actor = Actor(spec)
     fill(actor)
     found = [_step(actor, batches[0], loss)]
@@ -77,7 +87,7 @@ def train_and_save(spec, batches, loss, folder):
 
 
 def load_and_train(spec, batches, loss, folder):
-    """Adapters of the checkpoint, and after a step on each batch."""
+    """Return the adapters of the checkpoint, and after a step on each batch."""
     actor = Actor(spec)
     actor.load_checkpoint(folder)
     loaded = {name: p.detach().clone() for name, p in local_parameters(actor.chunks, adapters=True).items()}
@@ -85,7 +95,7 @@ def load_and_train(spec, batches, loss, folder):
 
 
 def refusal(spec, folder):
-    """What loading the checkpoint says; None if it is loaded."""
+    """Return the message with which loading refuses the checkpoint, or None."""
     try:
         Actor(spec).load_checkpoint(folder)
     except UserError as error:

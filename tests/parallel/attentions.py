@@ -1,4 +1,6 @@
-"""What tests/parallel/test_attention.py runs on each rank, and the plain float64 attention it compares with."""
+"""Functions that tests/parallel/test_attention.py runs on each rank, and plain float64 attention to
+compare with.
+"""
 
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -18,26 +20,31 @@ PADDING = 30.0
 
 @dataclass(frozen=True)
 class Problem:
-    """One pack; the same tensors on every rank and in the test.
-
-    alignment: see Layout, beyond 1 there is padding. equal_only: see describe_pack. masked_queries: how many queries
-    share a mask under CP; None: the usual number.
-    """
+    """One pack of sequences. The tensors are the same on every rank and in the test."""
 
     lengths: tuple[int, ...] = (37, 5, 64, 1, 40, 33, 2, 12)
+    """Tokens of each sequence."""
     heads: int = 8
+    """Query heads."""
     kv_heads: int = 2
+    """Key and value heads."""
     dim: int = 16
+    """Size of a head."""
     alignment: int = 1
+    """See Layout. Beyond 1 there is padding."""
     equal_only: bool | None = None
+    """See describe_pack."""
     masked_queries: int | None = None
+    """Number of queries that share a mask under CP; None: the usual number."""
 
     @property
     def frequencies(self) -> torch.Tensor:
         return 100.0 ** (-torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """query, key, value float32 [T, (kv_)heads, d]; grad [T, heads * d], of the output."""
+        """Return query, key and value, float32 [T, (kv_)heads, d], and grad [T, heads * d], that of the
+        output.
+        """
         generator = torch.Generator().manual_seed(3)
         count = sum(self.lengths)
         shapes = dict.fromkeys(("key", "value"), (count, self.kv_heads, self.dim))
@@ -46,14 +53,14 @@ class Problem:
 
 
 def _rotated(x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """[l, heads, d]: pairs (i, i + d/2) turned by position times frequency, as complex numbers."""
+    """Rotate the pairs (i, i + d/2) of x [l, heads, d] by position times frequency, as complex numbers."""
     angle = torch.arange(len(x), dtype=x.dtype)[:, None] * frequencies.to(x.dtype)
     turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)[:, None]
     return torch.cat([turned.real, turned.imag], -1)
 
 
 def exact(problem: Problem) -> dict[str, np.ndarray]:
-    """Output [T, heads * d] and gradients of query, key and value, sequence by sequence in float64."""
+    """Return the output [T, heads * d] and the gradients of query, key and value, by sequence, in float64."""
     tensors = {name: tensor.double() for name, tensor in problem.tensors().items()}
     inputs = [tensors[name].requires_grad_() for name in ("query", "key", "value")]
     outputs = []
@@ -71,7 +78,7 @@ def exact(problem: Problem) -> dict[str, np.ndarray]:
 
 
 def config(problem: Problem, cp: int = 1):
-    """Megatron's TransformerConfig of one such layer."""
+    """Return Megatron's TransformerConfig of one such layer."""
     from megatron.core.transformer import TransformerConfig  # not before grpo_megatron.megatron is imported
 
     return TransformerConfig(
@@ -87,7 +94,7 @@ def config(problem: Problem, cp: int = 1):
 
 
 class OneRank:
-    """This rank's part of the problem and the attention over it."""
+    """This rank's part of the problem, and the attention over it."""
 
     def __init__(self, problem: Problem):
         cp = dist.get_world_size()
@@ -108,7 +115,9 @@ class OneRank:
 
 
 def values_and_gradients(problem: Problem) -> dict[str, np.ndarray]:
-    """index [t] (see Pack) and, by name, float32 [t, ...]: the output, the gradients of the inputs."""
+    """Return index [t] (see Pack) and, by name, the output and the gradients of the inputs, float32 [t,
+    ...].
+    """
     rank = OneRank(problem)
     output = rank.forward()
     output.backward(rank.grad)
@@ -118,9 +127,11 @@ def values_and_gradients(problem: Problem) -> dict[str, np.ndarray]:
 
 @dataclass
 class Recorded:
-    """largest: elements of the largest tensor that any operation of the passes returned. batches: how many were computed.
+    """Measurements of the forward and backward pass.
 
-    calls: of operations on attention scores, {name: number}, forward and backward together.
+    largest: elements of the largest tensor that any operation returned.
+    batches: number of batches that were computed.
+    calls: operations on attention scores, {name: number of calls}, forward and backward together.
     """
 
     largest: int

@@ -1,4 +1,4 @@
-"""What the checkpoint tests run on each rank, and the reading of what they wrote."""
+"""Functions that the checkpoint tests run on each rank, and a reader for the written files."""
 
 import contextlib
 import time
@@ -24,7 +24,7 @@ from tests.parallel.optimizers import State, state_of, step
 
 
 class Kept:
-    """As the actor's trainer of a run, for run.checkpoints.Checkpoints: one rank."""
+    """Stands in for a run's trainer in run.checkpoints.Checkpoints, with an actor of one rank."""
 
     def __init__(self, actor: Actor):
         self._actor = actor
@@ -35,7 +35,7 @@ class Kept:
 
 
 class Outcome(NamedTuple):
-    """Of one rank: its state at the checkpoint and after the step that followed, and what that step reported."""
+    """One rank's state at the checkpoint and after the next step, and that step's result."""
 
     at: State
     after: State
@@ -43,13 +43,13 @@ class Outcome(NamedTuple):
 
 
 def _state(actor: Actor) -> State:
-    with actor._optimizer_at_hand():
+    with actor.memory.optimizer_at_hand():
         return state_of(actor)
 
 
 @contextmanager
 def _small_pieces():
-    """Tiny tensors are cut like large ones: in several pieces, within rows."""
+    """Cut tiny tensors into several pieces within rows, as large ones are."""
     most, shards._MOST_ELEMENTS = shards._MOST_ELEMENTS, 500
     try:
         yield
@@ -58,7 +58,7 @@ def _small_pieces():
 
 
 def save(spec, batches, loss, folder) -> Outcome:
-    """A step on each batch; the checkpoint is of before the last one."""
+    """Do a step on each batch. The checkpoint is saved before the last one."""
     actor = Actor(spec)
     for batch in batches[:-1]:
         step(actor, batch, loss)
@@ -71,7 +71,10 @@ def save(spec, batches, loss, folder) -> Outcome:
 
 
 def resume(spec, batch, loss, folder, again=None) -> Outcome:
-    """A step from the checkpoint; again: where to save what was loaded."""
+    """Load the checkpoint and do a step.
+
+    again: folder to save what was loaded, or None.
+    """
     actor = Actor(spec)
     actor.load_checkpoint(folder)
     at = _state(actor)
@@ -83,9 +86,12 @@ def resume(spec, batch, loss, folder, again=None) -> Outcome:
 
 
 def save_while_training(spec, batches, loss, folder, not_waiting=None) -> State:
-    """The state a checkpoint was begun with; the ranks train, use the reference and sleep while it is slowly written.
+    """Save slowly while the ranks train, use the reference and sleep.
 
-    not_waiting: a planted fault, "weights" or "states": those who change these do not wait until they are read.
+    Return the state at the begin of the checkpoint.
+
+    not_waiting: a planted fault, "weights" or "states". Code that changes these does not wait until they are
+        read.
     """
     actor = Actor(spec)
     step(actor, batches[0], loss)
@@ -104,7 +110,9 @@ def save_while_training(spec, batches, loss, folder, not_waiting=None) -> State:
 
     @contextmanager
     def lasting():
-        """As of a large model: of a tiny one it is over between two writes, or meets only values that rounding left alike."""
+        """Let the exchange last as long as a large model's, so that it overlaps with the writes of the
+        checkpoint.
+        """
         with exchange():
             time.sleep(0.3)
             yield
@@ -128,7 +136,10 @@ def save_while_training(spec, batches, loss, folder, not_waiting=None) -> State:
 
 
 def fail(spec, batches, loss, folder) -> str:
-    """What a checkpoint that could not be written said; training went on, and the next checkpoint can be written."""
+    """Return the error of a checkpoint that cannot be written.
+
+    Training goes on, and the next checkpoint is written.
+    """
     actor = Actor(spec)
     actor.begin_checkpoint(folder)
     step(actor, batches[0], loss)
@@ -143,7 +154,9 @@ def fail(spec, batches, loss, folder) -> str:
 
 
 def refusals(spec, other, folder) -> list[str]:
-    """What loading says of a checkpoint of another model, one of weights alone, one without .metadata."""
+    """Return the errors on loading a checkpoint of another model, one with only weights, and one without
+    .metadata.
+    """
     actor = Actor(spec)
     folders = [f"{folder}/{name}" for name in ("other", "weights", "begun")]
     another = Actor(other)
@@ -163,7 +176,7 @@ def refusals(spec, other, folder) -> list[str]:
 
 
 def save_as_a_run(spec, batches, loss, folder) -> list[State]:
-    """A checkpoint before each step, as a run keeps them; the states."""
+    """Save a checkpoint before each step, as a run does, and return the states."""
     actor, states = Actor(spec), []
     saver = Checkpoints(folder, CheckpointConfig(every=1, async_save=False, keep=9), Kept(actor), print)
     for number, batch in enumerate(batches):
@@ -174,7 +187,10 @@ def save_as_a_run(spec, batches, loss, folder) -> list[State]:
 
 
 def save_to_a_full_disk(spec, batches, loss, folder) -> tuple[list[str], State]:
-    """What a run says that saves before each step, while a file beside its checkpoints takes the room until the third; the last state."""
+    """Save before each step like a run, while another file fills the disk until the third.
+
+    Return its output and last state.
+    """
     actor, said, state = Actor(spec), [], None
     root = Path(folder)
     saver = Checkpoints(
@@ -195,7 +211,7 @@ def save_to_a_full_disk(spec, batches, loss, folder) -> tuple[list[str], State]:
 
 
 def damages(folders: list[tuple[str, dict]]) -> list[str]:
-    """What verifying says of each (actor's folder, its files); empty where nothing is wrong."""
+    """Return the result of verifying each (actor's folder, its files), "" if nothing is wrong."""
     found = []
     for folder, files in folders:
         try:
@@ -207,7 +223,7 @@ def damages(folders: list[tuple[str, dict]]) -> list[str]:
 
 
 class ResetOutcome(NamedTuple):
-    """Of one rank: log-probs of the policy and of the reference, which had been reset before the last step."""
+    """One rank's log-probs of the policy and of the reference, which was reset before the last step."""
 
     policy: np.ndarray | None
     reference: np.ndarray | None
@@ -219,7 +235,7 @@ def _logprobs(actor, spec, batch) -> ResetOutcome:
 
 
 def save_after_reset(spec, batches, loss, folder) -> ResetOutcome:
-    """The reference is that of between two steps, and is reset again while the checkpoint is slowly written."""
+    """Reset the reference between two steps, and again while the checkpoint is slowly written."""
     actor = Actor(spec)
     step(actor, batches[0], loss)
     actor.reset_reference()
@@ -249,7 +265,10 @@ def resume_after_reset(spec, batch, folder) -> ResetOutcome:
 
 
 def random_numbers(spec, folder, resumed: bool) -> list[float]:
-    """The numbers that a rank draws after a checkpoint; resumed: from the checkpoint, else in the process that saves it."""
+    """Return the numbers that a rank draws after a checkpoint.
+
+    resumed: True to draw them after loading, False in the process that saves.
+    """
     actor = Actor(spec)
     if resumed:
         actor.load_checkpoint(folder)
@@ -265,7 +284,7 @@ def random_numbers(spec, folder, resumed: bool) -> list[float]:
 
 
 def global_tensors(folder: str) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, put together from all ranks' files."""
+    """Return every tensor of a checkpoint, assembled from all ranks' files."""
     described = FileSystemReader(folder).read_metadata().state_dict_metadata
     pieces = [
         shards.Rectangle(

@@ -1,4 +1,4 @@
-"""What the tests of conversion run on ranks (functions must be importable by the pool)."""
+"""Functions that the tests of conversion run on ranks. They must be importable by the pool."""
 
 import torch
 
@@ -12,14 +12,17 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 
 
 def load_and_save(sizes: ParallelSizes, hf: str, source: str, target: str) -> None:
-    """Load the shards of `source` into a model by what trainers use, and write them again, as this layout cuts them."""
+    """Load the shards of `source` into a model like a trainer, and save them again in this layout."""
     chunks = build_model(read_architecture(hf), ModelSpec(sizes, torch.float32))
     sharded_state.load_weights(source, chunks)
     sharded_state.save_weights(target, chunks)
 
 
 def compare_with_mbridge(hf: str, converted: str) -> dict[str, list[str]]:
-    """{"compared": parameters, "different": those of a converted checkpoint that are not what mbridge makes of the HF tensors}."""
+    """Compare a converted checkpoint's parameters with what mbridge makes of the HF tensors.
+
+    Returns {"compared": number of parameters, "different": those that differ}.
+    """
     from mbridge import AutoBridge
 
     arch, checkpoint = read_architecture(hf), HFCheckpoint(hf)

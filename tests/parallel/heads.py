@@ -1,4 +1,6 @@
-"""What tests/parallel/test_head.py runs on each rank, and the plain float64 reference it compares with."""
+"""Functions that tests/parallel/test_head.py runs on each rank, and a plain float64 reference to compare
+with.
+"""
 
 from dataclasses import dataclass
 
@@ -11,23 +13,37 @@ from grpo_megatron.megatron.logprobs import token_logprobs
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of the head; the same tensors on every rank and in the test."""
+    """One call of the head. The tensors are the same on every rank and in the test."""
 
     tokens: int = 24
+    """Tokens."""
     hidden_size: int = 16
+    """Size of a hidden state."""
     vocab_size: int = 61
+    """Real words."""
     padded_vocab: int = 64
+    """Rows of the weight, of which those beyond the real words are padding."""
     temperature: float = 0.7
+    """Divisor of the logits."""
     reference: str = "other"  # other | same | none
+    """Hidden states and weight of the reference: "other", "same" or "none"."""
     use: tuple[str, ...] = ("logp", "entropy", "kl")  # outputs that are in the loss
+    """Outputs that are in the loss."""
     chunk_tokens: int | None = None
+    """Tokens of a tile; None: the usual number."""
     chunk_vocab: int | None = None
+    """Words of a tile; None: the usual number."""
     dtype: torch.dtype = torch.float32
+    """Dtype of hidden states and weights."""
     exact_logits: bool = False
+    """See token_logprobs."""
     trained: tuple[str, ...] = ("hidden", "weight")
+    """Tensors that require a gradient."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """hidden, weight, ref_hidden, ref_weight in `dtype`; target; {use}: the coefficients in the loss."""
+        """Return hidden, weight, ref_hidden and ref_weight in `dtype`, target, and the loss coefficient of
+        each output.
+        """
         generator = torch.Generator().manual_seed(7)
 
         def normal(*shape):
@@ -45,7 +61,7 @@ class Problem:
 
 
 def exact(problem: Problem) -> dict[str, torch.Tensor]:
-    """Values and gradients (of the real words) by whole float64 logits and autograd."""
+    """Return values and gradients (of the real words), by whole float64 logits and autograd."""
     tensors = problem.tensors()
     hidden = tensors["hidden"].double().requires_grad_()
     weight = tensors["weight"][: problem.vocab_size].double().requires_grad_()
@@ -67,7 +83,9 @@ def exact(problem: Problem) -> dict[str, torch.Tensor]:
 
 
 class Recorder(TorchDispatchMode):
-    """The largest tensor any operation returned, in elements of its storage, and calls by name."""
+    """Recorder of the largest tensor that any operation returned, in elements of its storage, and of calls
+    by name.
+    """
 
     def __init__(self):
         super().__init__()
@@ -93,7 +111,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _local(problem: Problem, sequence_parallel: bool) -> dict[str, torch.Tensor]:
-    """This rank's part of the problem, gradients asked for."""
+    """Return this rank's part of the problem, with gradients required."""
     group = dist.group.WORLD
     tensors = problem.tensors()
     for prefix in ("", "ref_"):
@@ -127,7 +145,10 @@ def _backward(problem: Problem, tensors: dict, values) -> None:
 
 
 def values_and_gradients(problem: Problem, sequence_parallel: bool) -> dict:
-    """NumPy float32 by name; `hidden` and `weight` are this rank's gradients (absent if there are none)."""
+    """Return NumPy float32 by name.
+
+    `hidden` and `weight` are this rank's gradients, absent if there are none.
+    """
     tensors = _local(problem, sequence_parallel)
     values = _call(problem, tensors, sequence_parallel)
     assert all(value is None or value.dtype == torch.float32 for value in values)
@@ -140,8 +161,10 @@ def values_and_gradients(problem: Problem, sequence_parallel: bool) -> dict:
 
 
 def of_positions(problem: Problem, sequence_parallel: bool, positions: tuple[int, ...]) -> tuple[dict, dict]:
-    """(the head for these positions alone, the head for all tokens with a loss at these positions alone): values at the positions, and
-    gradients of this rank's hidden states and weight."""
+    """Compare the head for some positions with the head for all tokens and a loss at these positions.
+
+    Returns for both the values at the positions, and the gradients of this rank's hidden states and weight.
+    """
     index = torch.tensor(positions)
     results = []
     for options in ({"positions": index}, {}):
@@ -155,7 +178,7 @@ def of_positions(problem: Problem, sequence_parallel: bool, positions: tuple[int
 
 
 def recorded(problem: Problem, sequence_parallel: bool) -> dict:
-    """largest, products, collectives of the forward and the backward pass."""
+    """Return `largest`, `products` and `collectives`, each of the forward and the backward pass."""
     tensors = _local(problem, sequence_parallel)
     with Recorder() as forward:
         values = _call(problem, tensors, sequence_parallel)
@@ -168,10 +191,10 @@ def recorded(problem: Problem, sequence_parallel: bool) -> dict:
 
 
 def accumulated(problem: Problem, main_dtype: torch.dtype, marked: bool, zero_out: bool) -> dict:
-    """The gradient added to a main_grad of ones, and what is left in `weight.grad` (None or NumPy).
+    """Return the gradient added to a main_grad of ones, and what is left in `weight.grad` (None or NumPy).
 
-    marked: the weight has `grad_added_to_main_grad`, as a parameter of Megatron's DDP does; zero_out: and
-    `zero_out_wgrad`, as a tied embedding does.
+    marked: the weight has `grad_added_to_main_grad`, like a parameter of Megatron's DDP.
+    zero_out: it also has `zero_out_wgrad`, like a tied embedding.
     """
     tensors = _local(problem, sequence_parallel=False)
     weight = tensors["weight"]
@@ -188,7 +211,7 @@ def accumulated(problem: Problem, main_dtype: torch.dtype, marked: bool, zero_ou
 
 
 def evaluated(problem: Problem) -> bool:
-    """Whether values without gradients equal those with, and remember nothing."""
+    """Return True if values without gradients equal those with, and have no autograd graph."""
     tensors = _local(problem, sequence_parallel=False)
     with torch.no_grad():
         plain = _call(problem, tensors, False)
@@ -197,7 +220,7 @@ def evaluated(problem: Problem) -> bool:
 
 
 def refusals(problem: Problem) -> list[str]:
-    """Messages of the calls that are refused; a target no rank has must be seen as NaN."""
+    """Return the messages of calls that are refused. A target that no rank has must give NaN."""
     tensors = _local(problem, sequence_parallel=False)
     wrong = [
         (tensors, {"temperature": 0.0}, {}),

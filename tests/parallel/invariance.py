@@ -1,4 +1,4 @@
-"""What the invariance suite runs on each rank, and how it compares with one rank."""
+"""Functions that the invariance suite runs on each rank, and the comparison with one rank."""
 
 import importlib
 import re
@@ -24,32 +24,42 @@ from tests.parallel.actors import micro_batches, reference_logprobs
 
 @dataclass
 class Case:
-    """One way to compute two optimizer steps. partition: the layout the batch is cut in micro-batches for, if
-    another than that of spec (so that one rank can follow the partition of several). start: what is done to the actor first.
-    With adapters in spec, they are what is compared."""
+    """One way to compute two optimizer steps. If the spec has adapters, they are compared."""
 
     spec: ActorSpec
+    """The actor's spec."""
     loss: object
+    """The loss."""
     batches: list[TrainBatch]
+    """A batch for each step."""
     packing: bool = True
+    """Whether micro-batches are packed."""
     max_tokens: int = 256
+    """Most tokens of a micro-batch."""
     partition: ParallelSizes | None = None
+    """Layout whose micro-batches are used, if not that of spec: one rank can follow the partition of
+    several.
+    """
     fault: str | None = None
+    """Name of a planted fault, or None."""
     start: Callable[[Actor], None] | None = None
+    """Called with the actor before the first step."""
 
 
 @dataclass
 class RankResult:
-    """names, values: of this rank. gradients: flat slices {name: (start, values)}, of the first step.
-
-    loss: of each step; metrics: of the last one.
-    """
+    """The result of one rank."""
 
     rank: RankInfo
+    """The rank's place in the layout."""
     gradients: dict[str, tuple[int, torch.Tensor]]
+    """Gradients of the first step, as flat slices {name: (start, values)}."""
     parameters: dict[str, torch.Tensor]
+    """This rank's parameters at the end."""
     loss: list[Metrics]
+    """Metrics of each step."""
     grad_norm: list[float]
+    """Gradient norm of each step."""
 
 
 def two_steps(case: Case) -> RankResult:
@@ -67,7 +77,7 @@ def two_steps(case: Case) -> RankResult:
             metrics = actor.compute_gradients(parts, case.loss, batch.num_tokens, key=(step, 0))
             if step == 0:
                 gradients = {name: owned_gradient(actor, p) for name, p in trained.items()}
-            with actor._optimizer_at_hand():
+            with actor.memory.optimizer_at_hand():
                 outcome = actor.optimizer.step()
             assert not outcome.dropped
             losses.append(metrics)
@@ -87,7 +97,10 @@ def share(case: Case, batch: TrainBatch, dp_rank: int) -> list[TrainBatch]:
 
 
 def owned_gradient(actor: Actor, parameter) -> tuple[int, torch.Tensor]:
-    """(start, flat values): with the distributed optimizer a replica ends up with a slice of the gradient."""
+    """Return (start, flat values) of the slice of the gradient that this rank ends up with.
+
+    With the distributed optimizer it is a part, otherwise the whole gradient.
+    """
     flat = parameter.main_grad.detach().flatten().clone()
     if not actor.spec.distributed_optimizer:
         return 0, flat
@@ -107,7 +120,9 @@ def _own_sums_only(plain):
 
 
 def _chunks_of_a_stage_adjacent(plain):
-    """Layers numbered as if a stage's chunks followed each other, for 2 stages of 2 one-layer chunks."""
+    """Plant a fault: number the layers as if a stage's chunks followed each other, for 2 stages of 2
+    one-layer chunks.
+    """
 
     def local_parameters(chunks, adapters=False):
         wrong = {"0": "0", "2": "1", "1": "2", "3": "3"}
@@ -185,7 +200,7 @@ class LocalMean:
 
 
 def in_hf_names(entries, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole Megatron tensors of one rank, as HF ones."""
+    """Return whole Megatron tensors of one rank as HF tensors."""
     found = {}
     for name, tensor in tensors.items():
         found.update(whole_tensors(entries[name], [tensor]))
@@ -195,10 +210,12 @@ def in_hf_names(entries, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 def worst_difference(
     arch, sizes, result: RankResult, expected: RankResult, adapters: dict | None = None
 ) -> dict[str, float]:
-    """{gradient or parameter: largest difference to one rank's, in units of the tolerance}; above 1 is a failure.
+    """Return {gradient or parameter: largest difference from one rank's, in units of the tolerance}.
 
-    Tolerance: 1e-5 of the tensor's largest entry, or 1e-11 of the largest of all tensors. adapters: their entries, if they
-    are compared.
+    A value above 1 is a failure. The tolerance is 1e-5 of the tensor's largest entry, or 1e-11 of the largest
+    of all tensors.
+
+    adapters: their entries, if they are compared.
     """
     found = {}
     whole_shape = {name: p.shape for name, p in expected.parameters.items()}
@@ -224,7 +241,7 @@ def worst_difference(
 
 
 def check(arch, case: Case, results: list[RankResult], expected: RankResult) -> None:
-    """Loss, every gradient and every parameter of every rank as with one rank."""
+    """Check that loss, gradients and parameters of every rank are those of one rank."""
     reporting = [result for result in results if result.rank.reports]
     assert len(reporting) == case.spec.sizes.dp
     for step in range(len(case.batches)):

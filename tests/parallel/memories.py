@@ -1,4 +1,4 @@
-"""What the memory tests run on each rank."""
+"""Functions that the memory tests run on each rank."""
 
 import torch
 
@@ -18,7 +18,7 @@ def _parameters(actor):
 
 
 def train(spec, batches, loss, sleeping):
-    """(parameters after a step on each batch, what sleeping before each step reported)."""
+    """Return (parameters after a step on each batch, reports of the sleep before each step)."""
     actor = Actor(spec)
     reports = []
     for batch in batches:
@@ -30,7 +30,9 @@ def train(spec, batches, loss, sleeping):
 
 
 def kept_for_backward(spec, batch, loss):
-    """(bytes that the forward pass of one micro-batch keeps for its backward pass, parameters left out, and the tokens in it)."""
+    """Return (bytes that one micro-batch's forward pass keeps for the backward pass, without parameters;
+    its tokens).
+    """
     actor = Actor(spec)
     _, (part,) = micro_batches(batch, spec, 0, packing=True, max_tokens=batch.num_tokens)
     weights = {storage.data_ptr() for storage in actor.memory.parameters().values()}

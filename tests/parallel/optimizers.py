@@ -1,4 +1,4 @@
-"""What the optimizer tests run on each rank."""
+"""Functions that the optimizer tests run on each rank."""
 
 import math
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ from tests.parallel.invariance import Case, RankResult, owned_gradient, share
 
 @dataclass
 class State:
-    """All that an optimizer step may change on one rank.
+    """Everything that an optimizer step may change on one rank.
 
-    tensors: weights, and what is optimized (master weights, or the weights themselves) with its moments.
-    numbers: counters and rates of the parameter groups and of the schedule.
+    tensors: weights, and the optimized tensors (master weights, or the weights themselves) with their
+        moments.
+    numbers: counters and rates of the parameter groups and the schedule.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -52,7 +53,9 @@ def state_of(actor: Actor) -> State:
 
 
 def optimized(actor: Actor, parameter: torch.nn.Parameter) -> tuple[dict, torch.Tensor, dict] | None:
-    """(its parameter group, what Adam updates in its place, Adam's state of that); None: another replica has it."""
+    """Return (its parameter group, the tensor that Adam updates for it, Adam's state of that), or None on
+    other replicas.
+    """
     for part in actor.optimizer.parts():
         groups = part.optimizer.param_groups
         if actor.spec.distributed_optimizer:
@@ -78,7 +81,7 @@ def step(actor: Actor, batch: TrainBatch, loss) -> TrainResult | None:
 def states_after_steps(
     spec: ActorSpec, batches: list[TrainBatch], loss
 ) -> tuple[list[State], list[TrainResult | None]]:
-    """State before the first and after every step; what the steps reported."""
+    """Return the states before the first and after every step, and the results of the steps."""
     actor = Actor(spec)
     states, results = [state_of(actor)], []
     for batch in batches:
@@ -88,7 +91,10 @@ def states_after_steps(
 
 
 def shrunk_by_decay(spec: ActorSpec, batch: TrainBatch, loss) -> dict[str, float]:
-    """{global name: factor one step with a zero gradient multiplied this parameter by}, which only decay can."""
+    """Return {global name: factor by which a step with a zero gradient multiplied the parameter}.
+
+    Only weight decay can do that.
+    """
     actor = Actor(spec)
     before = parameters_of(actor)
     step(actor, batch, loss)
@@ -103,7 +109,9 @@ def shrunk_by_decay(spec: ActorSpec, batch: TrainBatch, loss) -> dict[str, float
 
 
 def disagreement(spec: ActorSpec, batch: TrainBatch, loss) -> tuple[float, bool]:
-    """(norm, dropped) on a rank where the norms of two replicas are on two sides of the limit, a last bit apart."""
+    """Return (norm, dropped) of a rank, where the norms of two replicas lie a last bit apart on both sides
+    of the limit.
+    """
     actor = Actor(spec)
     limit = spec.optimizer.max_grad_norm_to_step
     norm = limit if dist.get_rank() == 0 else math.nextafter(limit, math.inf)
@@ -114,7 +122,7 @@ def disagreement(spec: ActorSpec, batch: TrainBatch, loss) -> tuple[float, bool]
 
 
 def one_step(case: Case) -> tuple[dict[str, torch.Tensor], RankResult]:
-    """(parameters before, result of) one step on the first batch of the case."""
+    """Return the parameters before a step on the first batch of the case, and the step's result."""
     actor = Actor(case.spec)
     before = parameters_of(actor)
     batch = case.batches[0]
@@ -126,7 +134,11 @@ def one_step(case: Case) -> tuple[dict[str, torch.Tensor], RankResult]:
 
 @dataclass
 class Masters:
-    """Of one parameter after each step (0: before): its own values and those of its master, both flat."""
+    """One parameter after each step (0: before).
+
+    weights, masters: the parameter's own values and its master's, both flat.
+    dtypes: dtypes of master and moments.
+    """
 
     weights: list[torch.Tensor]
     masters: list[torch.Tensor]
@@ -134,7 +146,7 @@ class Masters:
 
 
 def masters_after_steps(spec: ActorSpec, batch: TrainBatch, loss, steps: int) -> dict[str, Masters]:
-    """Many steps on one batch; the part of each parameter whose master this rank has. dtypes: of master and moments."""
+    """Do many steps on one batch, and return the part of each parameter whose master this rank has."""
     actor = Actor(spec)
     found: dict[str, Masters] = {}
     for number in range(steps + 1):
@@ -160,8 +172,12 @@ def masters_after_steps(spec: ActorSpec, batch: TrainBatch, loss, steps: int) ->
 
 @dataclass
 class Run:
-    """rates: of the steps, on ranks that report. decay, moments: of each parameter this rank optimizes, at the end
-    (no moments of slices of parameters)."""
+    """A run of several steps on one rank.
+
+    rates: learning rates of the steps, on ranks that report.
+    decay, moments: of each parameter that this rank optimizes, at the end (no moments of slices of
+        parameters).
+    """
 
     rank: RankInfo
     rates: list[float]

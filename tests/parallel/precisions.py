@@ -1,4 +1,4 @@
-"""How far log-probs in bf16 are from those in fp32, and how far they may be."""
+"""Difference of log-probs in bf16 from those in fp32, and its allowed size."""
 
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ class Errors:
 
 
 def logprobs(actor: Actor, batch: TrainBatch) -> np.ndarray:
-    """float32 [T], of the only rank."""
+    """Return the log-probs of the only rank, float32 [T]."""
     plan, parts = micro_batches(batch, actor.spec, 0, packing=True)
     return in_order(batch, plan, actor, actor.logprobs(parts))
 
@@ -33,11 +33,12 @@ def mean_error(logp: np.ndarray, expected: np.ndarray) -> float:
 
 
 def allowed_in_bf16(actor: Actor, batch: TrainBatch) -> float:
-    """The largest sound `mean_error` of a bf16 actor with the weights of this fp32 actor.
+    """Return the largest `mean_error` that a correct bf16 actor with the weights of this fp32 actor may have.
 
-    Twice what the rounding of every layer's output to bf16 changes: weights and the sums in between are rounded as well.
-    Sound actors were at 0.67 to 1.2 times that rounding, on random models and batches of 1,000 tokens. The bound is on the
-    mean, and the batch must not be much smaller, because a token whose choice of experts flips may differ by two nats.
+    It is twice the effect of rounding every layer's output to bf16, because weights and the sums in between
+    are rounded as well. Correct actors were at 0.67 to 1.2 times that effect, on random models and batches of
+    1,000 tokens. The bound is on the mean, and the batch must not be much smaller, because a token whose
+    choice of experts flips may differ by two nats.
     """
     _, parts = micro_batches(batch, actor.spec, 0, packing=True)
     exact, rounded = (
@@ -47,7 +48,11 @@ def allowed_in_bf16(actor: Actor, batch: TrainBatch) -> float:
 
 
 def errors_in_bf16(model: str, batch: TrainBatch, expected: np.ndarray) -> Errors:
-    """expected: float32 [T], exact log-probs. The fault: the norm before the first layer's MLP is a tenth too large."""
+    """Return the errors of a correct actor, and of one with a fault: the norm before the first MLP is a tenth
+    too large.
+
+    expected: exact log-probs, float32 [T].
+    """
     spec = ActorSpec(model, ParallelSizes(), OptimizerConfig(), Precision.fp32)
     allowed = allowed_in_bf16(Actor(spec), batch)
     actor = Actor(replace(spec, precision=Precision.bf16))

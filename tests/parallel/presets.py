@@ -1,4 +1,4 @@
-"""What the tests of presets run on each rank: a step as the controller makes it, with one replica."""
+"""Functions that the tests of presets run on each rank: a step like the controller's, with one replica."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,12 @@ from tests.parallel.optimizers import parameters_of
 
 @dataclass
 class Step:
-    """batch: as trained on. mismatch: of the pass before training. moved: largest change of each parameter here."""
+    """The result of `steps`.
+
+    batch: the batch as it was trained on.
+    mismatch: metrics of the mismatch before training.
+    moved: {parameter of this rank: its largest change}.
+    """
 
     batch: TrainBatch
     mismatch: Metrics
@@ -36,7 +41,7 @@ class OneReplica:
         self.plan, self.parts = micro_batches(batch, spec, 0, packing=True)
 
     def logprobs(self, reference: bool, keep_hidden: bool = False) -> np.ndarray:
-        """float32 [T], on every rank."""
+        """Return the log-probs on every rank, float32 [T]."""
         if reference:
             own = reference_logprobs(self.actor, self.parts, key=(1, 0), keep_hidden=keep_hidden)
         else:
@@ -55,7 +60,7 @@ class OneReplica:
 
 
 def steps(config: Config, spec: ActorSpec, batch: TrainBatch, old_shift: float = 0.0, count: int = 1) -> Step:
-    """`count` optimizer steps on one batch with everything that is configured.
+    """Do `count` optimizer steps on one batch with the given configuration.
 
     old_shift: added to the old log-probs, so that the policy ratio is exp(-old_shift) in the first step.
     """
@@ -81,7 +86,9 @@ def steps(config: Config, spec: ActorSpec, batch: TrainBatch, old_shift: float =
 
 
 def reference_reset(spec: ActorSpec, batch: TrainBatch) -> dict[str, torch.Tensor]:
-    """Log-probs of policy and reference: at first, after a step, after a reset, and after another step."""
+    """Return log-probs of policy and reference: at first, after a step, after a reset, and after another
+    step.
+    """
     replica = OneReplica(spec, batch)
     found = {}
     for when in ("first", "stepped", "reset", "stepped again"):

@@ -1,4 +1,4 @@
-"""What the tests of the reference run on each rank."""
+"""Functions that the tests of the reference run on each rank."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from tests.parallel.actors import micro_batches, reference_logprobs
 
 
 class InThisProcess(PolicyTrainer):
-    """A trainer of one rank that is in no process of its own."""
+    """A trainer of one rank that runs in this process."""
 
     def __init__(self, actor: Actor):
         self.sizes, self.actor = actor.spec.sizes, actor
@@ -43,7 +43,7 @@ class Step:
 
 
 def before_training(config: Config, spec: ActorSpec) -> Step:
-    """The passes of one step as the controller makes them."""
+    """Do the passes of one step as the controller does them."""
     actor, exchanges = Actor(spec), []
     plain = actor.reference._exchange
     actor.reference._exchange = lambda: exchanges.append(plain())
@@ -73,7 +73,10 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def exchanged(spec: ActorSpec, piece: int) -> tuple[bool, bool, bool]:
-    """Whether the reference's weights were in the policy's place, differ from it, and the policy's came back bit for bit.
+    """Exchange the weights and back, and return three truth values.
+
+    They say whether the reference's weights were in the policy's place, whether they differ from the
+    policy's, and whether the policy's came back bit for bit.
 
     piece: bytes that are exchanged at a time.
     """
@@ -94,7 +97,10 @@ def exchanged(spec: ActorSpec, piece: int) -> tuple[bool, bool, bool]:
 
 
 def refusals(spec: ActorSpec, batch, loss: TokenLoss, folder: str) -> dict[str, str]:
-    """{what was tried: what it said} with the reference's weights in the policy's place; "" if it was done."""
+    """Try several calls with the reference's weights in the policy's place.
+
+    Return {call: error, or "" if it succeeded}.
+    """
     actor = Actor(spec)
     _, parts = micro_batches(batch, spec, 0, packing=True)
     tried = {
@@ -130,7 +136,9 @@ def said(call) -> str:
 
 
 def gradients_of_full_kl(spec: ActorSpec, batches, loss: TokenLoss):
-    """(gradients of each of the mini-batches of two steps, micro-batches whose hidden states were on the host at each)."""
+    """Return the gradients of each mini-batch of two steps, and how many micro-batches' hidden states were
+    on the host.
+    """
     actor, gradients, on_host = Actor(spec), [], []
     for step in (1, 2):
         parts = [micro_batches(batch, spec, 0, packing=True, max_tokens=200)[1] for batch in batches]

@@ -1,4 +1,4 @@
-"""What the tests of reward models run on each rank."""
+"""Functions that the tests of reward models run on each rank."""
 
 from contextlib import nullcontext
 
@@ -15,8 +15,11 @@ from tests.parallel.invariance import planted
 def scores(
     spec: ActorSpec, batch: TrainBatch, folder: str | None = None, fault: str | None = None
 ) -> np.ndarray | None:
-    """Scores of all sequences in the order of the batch, of this replica's; zero elsewhere. folder: the model is exported there
-    first. fault: see invariance.FAULTS."""
+    """Return the scores of this replica's sequences in the order of the batch, zero elsewhere.
+
+    folder: folder to export the model to before, or None.
+    fault: see invariance.FAULTS.
+    """
     with planted(fault) if fault else nullcontext():
         actor = Actor(spec)
         if folder:
@@ -31,7 +34,9 @@ def scores(
 
 
 def scores_beside_a_policy(spec: ActorSpec, batch: TrainBatch) -> dict[str, np.ndarray] | None:
-    """Scores before and after an optimizer step of the policy, and the policy's log-probs around the first of them."""
+    """Return scores before and after an optimizer step of the policy, and the policy's log-probs around
+    the first of them.
+    """
     actor = Actor(spec)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
     found = {

@@ -1,4 +1,4 @@
-"""What the routing-replay tests run on each rank."""
+"""Functions that the routing-replay tests run on each rank."""
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -15,13 +15,16 @@ def _flip(actor) -> None:
 
 
 def _train(actor, parts, batch, loss, key):
-    """(sum, count) of the entropy, on reporting ranks."""
+    """Return (sum, count) of the entropy, on reporting ranks."""
     metrics = actor.compute_gradients(parts, loss, batch.num_tokens, key=key)
     return (metrics["actor/entropy"].total, metrics["actor/entropy"].count) if actor.rank.reports else None
 
 
 def record_flip_train(spec, batch, loss):
-    """(entropy of training with flipped routers, {layer: (tokens of the batch, their experts)} recorded)."""
+    """Return the entropy of training with flipped routers, and the routing recorded before.
+
+    The routing is {layer: (tokens of the batch, their experts)}.
+    """
     actor = Actor(spec)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
     actor.logprobs(parts, key=(1, 0))

@@ -1,4 +1,4 @@
-"""What the tests of host synchronisations run on each rank."""
+"""Functions that the tests of host synchronisations run on each rank."""
 
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.train_batch import TrainBatch
@@ -8,10 +8,12 @@ from tests.host_syncs import host_syncs
 
 
 def of_passes(spec: ActorSpec, batch: TrainBatch, count: int, loss: TokenLoss) -> dict[str, list[str]]:
-    """{pass: where the host would wait for the device} with `count` micro-batches, laid out before.
+    """Return {pass: where the host would wait for the device} with `count` micro-batches that were laid out
+    before.
 
-    Every pass is made once before, so that what is made once for all and kept is not counted. loss: with the exact KL, or without
-    a reference.
+    Every pass is done once before, so that what is computed once and kept is not counted.
+
+    loss: with the exact KL, or without a reference.
     """
     actor, found, key = Actor(spec), {}, (1, 0)
     parts = [batch.select([i, i + 1]) for i in range(0, 2 * count, 2)]

@@ -1,4 +1,6 @@
-"""Attention over packs against plain float64 attention of each sequence: values, gradients, memory, kernels."""
+"""Attention over packs against plain float64 attention of each sequence: values, gradients, memory,
+kernels.
+"""
 
 from dataclasses import replace
 
@@ -31,7 +33,7 @@ PROBLEMS = {
 
 
 def run(ranks, layout: str, problem: Problem) -> dict[str, np.ndarray]:
-    """The ranks' parts put together in the order of the stream; what padding got is checked here."""
+    """Join the ranks' parts in the order of the stream, and check the values of padding."""
     parts = ranks.run(attentions.values_and_gradients, CONTEXT[layout], problem)
     index = np.concatenate([part["index"] for part in parts])
     assert sorted(index[index >= 0]) == list(range(sum(problem.lengths)))
@@ -68,7 +70,7 @@ def test_context_parallelism_changes_nothing(ranks, problem):
 
 
 def test_sequences_are_kept_apart(ranks):
-    """What the comparison must notice: one sequence of 60 tokens is not two of 30."""
+    """The comparison must notice a difference: one sequence of 60 tokens is not two of 30."""
     with pytest.raises(AssertionError, match="output"):
         check(run(ranks, "cp1", Problem(lengths=(60,))), attentions.exact(Problem(lengths=(30, 30))))
 
@@ -81,7 +83,9 @@ FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 def limit(lengths, layout: str) -> int:
-    """Elements of the largest tensor there may be: query, output, or keys and values of all CP ranks; or a mask."""
+    """Return the most elements that a tensor may have: query, output, keys and values of all CP ranks, or
+    a mask.
+    """
     problem = Problem(lengths=lengths, heads=4, kv_heads=2)
     tensors = TOKENS * max(problem.heads // CONTEXT[layout].cp, 2 * problem.kv_heads) * problem.dim
     return tensors if layout == "cp1" else max(tensors, 64 * max(lengths))
@@ -99,7 +103,7 @@ def test_no_scores_and_no_mask_of_the_pack(ranks, layout, lengths):
 
 
 def test_short_sequences_have_few_scores(ranks):
-    """On a CPU they are kept, but none across sequences: at most 128 for each query and head."""
+    """Scores are kept on a CPU, but none across sequences: at most 128 for each query and head."""
     problem = Problem(lengths=(128,) * 8 + tuple(range(4, 68)), heads=4, kv_heads=2)
     (rank,) = ranks.run(attentions.recorded, CONTEXT["cp1"], problem)
     assert FLASH not in rank.calls
@@ -112,7 +116,7 @@ def test_short_sequences_have_few_scores(ranks):
 
 
 def test_short_sequences_in_bf16_are_computed_in_float32():
-    """Only inputs, output and gradients are rounded: scores and shares are not, as in the flash kernels."""
+    """Only inputs, output and gradients are rounded. Scores and shares are not, as in the flash kernels."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"query": (3, 20, 6, 16), "key": (3, 20, 2, 16), "value": (3, 20, 2, 8)}
     given = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
@@ -130,7 +134,7 @@ def test_short_sequences_in_bf16_are_computed_in_float32():
 
 
 def test_the_recorder_sees_scores():
-    """Without the fused kernel the same measurement finds them."""
+    """The same measurement finds scores if the fused kernel is not used."""
     query, key, value = (torch.randn(1, 2, 256, 16, requires_grad=True) for _ in range(3))
     with Recorder() as recorder, sdpa_kernel(SDPBackend.MATH):
         torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
@@ -143,7 +147,7 @@ def test_the_recorder_sees_scores():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swiglu(dtype):
-    """Value and gradient are those of the formula, to the bit: it is computed by the same operators."""
+    """Value and gradient equal the formula's to the bit, because they are computed by the same operators."""
     generator = torch.Generator().manual_seed(0)
     given = 3 * torch.randn(40, 1, 64, generator=generator)
     grad = torch.randn(40, 1, 32, generator=generator).to(dtype)
@@ -164,7 +168,7 @@ def test_swiglu(dtype):
 @pytest.mark.parametrize("shape", [(40, 1, 64), (40, 4, 16)])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 def test_rms_norm(shape, size):
-    """Value and both gradients as of torch's own norm in float64, for small and large inputs."""
+    """Value and both gradients equal those of torch's norm in float64, for small and large inputs."""
     generator = torch.Generator().manual_seed(0)
     x, grad = size * torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
     norm = RMSNorm(attentions.config(Problem()), shape[-1], eps=1e-6)

@@ -1,4 +1,6 @@
-"""Checkpoints: bit for bit in the same layout, equal in any other, of the moment of the save, whole or not there."""
+"""Checkpoints: bit for bit in the same layout, equal in any other, with the state at their begin, and
+never half-written.
+"""
 
 import math
 import subprocess
@@ -19,7 +21,8 @@ from tests.models import tiny_model
 from tests.parallel import checkpoints
 from tests.parallel.test_invariance import TOKEN, make_batch
 
-# As in the invariance suite: Adam's usual epsilon turns rounding into full-sized updates where gradients vanish.
+# The epsilon is that of the invariance suite. Adam's usual one turns rounding into full-sized updates where
+# gradients vanish.
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01)
 SPLIT = {"distributed_optimizer": True}
 BF16 = {"precision": Precision.bf16}
@@ -47,7 +50,7 @@ def batches():
 
 
 def loss_of(outcomes) -> float:
-    """Of the step after the checkpoint; replicas' losses add up."""
+    """Return the loss of the step after the checkpoint. The losses of replicas add up."""
     return sum(outcome.result.metrics["actor/loss"].value for outcome in outcomes if outcome.result)
 
 
@@ -59,7 +62,7 @@ def assert_equal_states(found, expected):
 
 
 def assert_same_contents(found, expected):
-    """Two checkpoints of one state; the padding of a vocabulary depends on the layout."""
+    """Check that two checkpoints have the same state. The padding of a vocabulary depends on the layout."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         common = tuple(slice(min(sizes)) for sizes in zip(found[name].shape, tensor.shape, strict=True))
@@ -81,7 +84,9 @@ SAME = {
 @pytest.mark.slow_when(lambda layout: layout != "ep2 distributed bf16")
 @pytest.mark.parametrize("layout", SAME)
 def test_a_resumed_actor_is_the_same_bit_for_bit(ranks, models, batches, tmp_path, layout):
-    """Weights, masters, moments, counters, rates; then the loss, the gradient norm and all of that after a step."""
+    """Weights, masters, moments, counters and rates are compared, then the loss, the gradient norm and all
+    of that after a step.
+    """
     model, sizes, options = SAME[layout]
     spec = ActorSpec(models[model], sizes, **{"optimizer": OPTIMIZER, **options})
     folder = str(tmp_path / "checkpoint")
@@ -105,8 +110,8 @@ def test_a_resumed_actor_is_the_same_bit_for_bit(ranks, models, batches, tmp_pat
 OTHER = {
     "dense": (
         ("dense", {"tp": 2, "dp": 2}, SPLIT),
-        {"one": ({}, {}), "pp2vpp2": ({"pp": 2, "vpp": 2}, {}), "tp2pp2": ({"tp": 2, "pp": 2}, {}), "dp2": ({"dp": 2}, {}),
-         "cp2 distributed": ({"cp": 2}, SPLIT)},
+        {"one": ({}, {}), "pp2vpp2": ({"pp": 2, "vpp": 2}, {}), "tp2pp2": ({"tp": 2, "pp": 2}, {}),
+         "dp2": ({"dp": 2}, {}), "cp2 distributed": ({"cp": 2}, SPLIT)},
     ),
     "experts": (
         ("experts", {"dp": 2, "ep": 2}, SPLIT),
@@ -127,7 +132,7 @@ FAST = {("experts", "tp2")}
 def test_a_checkpoint_loads_in_another_layout(
     ranks, models, batches, tmp_path_factory, saving, loading, saved_by
 ):
-    """Saved again there, it is the same checkpoint, tensor by tensor; and the next loss is the same."""
+    """Saved again there, the checkpoint is the same tensor by tensor, and the next loss is the same."""
     (model, layout, options), others = OTHER[saving]
 
     def spec(layout, options):
@@ -151,7 +156,10 @@ def test_a_checkpoint_loads_in_another_layout(
 @pytest.mark.slow
 @pytest.mark.parametrize("not_waiting", [None, "weights", "states"])
 def test_a_checkpoint_is_of_the_moment_it_was_begun(ranks, models, batches, tmp_path, not_waiting):
-    """While it is written the ranks use the reference, sleep and train. Where they would not wait, the test notices."""
+    """The ranks use the reference, sleep and train while it is written.
+
+    The test notices if they do not wait.
+    """
     sizes, folder = ParallelSizes(dp=2), str(tmp_path / "checkpoint")
     spec = ActorSpec(models["tied"], sizes, OPTIMIZER, with_reference=True, **SPLIT, **BF16)
     begun = ranks.run(checkpoints.save_while_training, sizes, spec, batches, TOKEN, folder, not_waiting)
@@ -184,7 +192,7 @@ def test_a_disk_that_is_full_is_one_message(ranks, models, batches, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder that holds 16 MB."""
+    """A folder with room for 16 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -198,7 +206,9 @@ def small_disk(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_beside_a_full_disk(ranks, models, batches, small_disk):
-    """It says so, keeps the earlier checkpoint, leaves nothing half-written, and saves again when there is room."""
+    """It reports the full disk, keeps the earlier checkpoint, leaves nothing half-written, and saves again
+    once there is room.
+    """
     spec = ActorSpec(models["dense"], ParallelSizes(), OPTIMIZER)
     ((said, state),) = ranks.run(
         checkpoints.save_to_a_full_disk, ParallelSizes(), spec, batches, TOKEN, str(small_disk)
@@ -237,7 +247,9 @@ def test_a_checkpoint_that_does_not_fit_is_one_message(ranks, models, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2 distributed", "tp2", "one"])
 def test_a_reference_that_was_reset_is_in_the_checkpoint(ranks, models, batches, tmp_path, layout):
-    """In any layout, and of the moment of the save, though it is reset again while that is written."""
+    """It loads in any layout, with the state at the save, although it is reset again while that is
+    written.
+    """
     options = {"with_reference": True, "optimizer": OPTIMIZER}
     folder, first = str(tmp_path / "checkpoint"), ParallelSizes(dp=2)
     expected = ranks.run(

@@ -1,4 +1,7 @@
-"""Checkpoints damaged by the hundred: the driver or the ranks notice each, before anything of it is loaded."""
+"""Checkpoints with hundreds of kinds of damage.
+
+The driver or the ranks notice each before anything is loaded.
+"""
 
 import random
 import re
@@ -22,7 +25,7 @@ TWO = ParallelSizes(dp=2)
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
-    """A run's folder of three checkpoints of one rank."""
+    """A run's folder with three checkpoints of one rank."""
     root = tmp_path_factory.mktemp("saved")
     spec = ActorSpec(tiny_model(tmp_path_factory.mktemp("model"), "qwen3"), ParallelSizes(), OPTIMIZER)
     ranks.run(
@@ -47,7 +50,7 @@ def _flip(draw, path: Path, other: Path) -> None:
 
 
 def _zero(draw, path: Path, other: Path) -> None:
-    """A block that the disk has lost."""
+    """Zero a block, as if the disk had lost it."""
     content = bytearray(path.read_bytes())
     first = draw.randrange(len(content))
     content[first : first + 512] = bytes(len(content[first : first + 512]))
@@ -63,7 +66,7 @@ def _remove(draw, path: Path, other: Path) -> None:
 
 
 def _another(draw, path: Path, other: Path) -> None:
-    """The same file of another checkpoint, whose size is the same or nearly so."""
+    """Replace the file by the same file of another checkpoint, whose size is the same or nearly so."""
     shutil.copy(other, path)
 
 
@@ -71,7 +74,10 @@ DAMAGES = [_truncate, _flip, _zero, _append, _remove, _another]
 
 
 def damaged(saved: Path, root: Path, seed: int) -> tuple[Path, str] | None:
-    """(the newest checkpoint of a copy that has one file damaged, how); None where nothing has changed."""
+    """Copy the newest checkpoint with one damaged file.
+
+    Return (its folder, the damage), or None if nothing changed.
+    """
     draw = random.Random(seed)
     for folder in saved.iterdir():
         (root / folder.name).symlink_to(folder)
@@ -123,7 +129,7 @@ def test_damage_is_noticed_before_anything_is_loaded(ranks, saved, tmp_path, bat
 
 @pytest.mark.slow
 def test_what_is_not_verified_would_be_loaded(ranks, saved, tmp_path):
-    """The fault that the digests are for: a flipped bit of a weight is no error of any reader."""
+    """Only the digests reveal this fault: no reader notices a flipped bit of a weight."""
     folder = tmp_path / "step_00000002"
     shutil.copytree(saved / folder.name, folder)
     shard = folder / "actor" / "__0_0.distcp"

@@ -1,4 +1,4 @@
-"""Every family in every layout: log-probs as in transformers, round trips bit for bit."""
+"""Every family in every layout: log-probs equal transformers', and round trips are exact bit for bit."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """family, tied -> (folder, batch, log-probs by transformers); made once each."""
+    """A function (family, tied) -> (folder, batch, transformers' log-probs). Each is made once."""
     made = {}
 
     def make(family, tied, **changes):
@@ -100,7 +100,7 @@ def test_family_with_experts(ranks, models, tmp_path, family, layout):
 
 
 def test_weights_of_chosen_experts_left_as_they_are(ranks, models, tmp_path):
-    """norm_topk_prob=false: they do not sum to 1."""
+    """norm_topk_prob=false: the weights do not sum to 1."""
     check(ranks, *models("qwen3_moe", False, norm_topk_prob=False), ParallelSizes(), tmp_path / "out")
 
 
@@ -146,7 +146,7 @@ def test_the_correction_bias_changes_something(models, family):
 
 
 def test_fp8_blocks_are_loaded_as_their_values(ranks, models, tmp_path):
-    """Also of slices that begin within a block; a layer for further tokens is left out of the export."""
+    """Slices may begin within a block. A layer for further tokens is left out of the export."""
     folder, block = Path(models("deepseek_v3", False)[0]), (20, 24)
     expected, stored = load_file(folder / "model.safetensors"), {}
     for name, tensor in expected.items():

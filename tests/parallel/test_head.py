@@ -24,7 +24,7 @@ TILES = {"default": (None, None), "5x7": (5, 7), "7x": (7, None), "x16": (None, 
 
 
 def run(ranks, layout, problem):
-    """Values as every rank has them, whole gradients (the weight's with its padded rows)."""
+    """Return the values, which every rank has, and whole gradients (the weight's with its padded rows)."""
     sizes = LAYOUTS[layout]
     results = ranks.run(heads.values_and_gradients, sizes, problem, sizes.sequence_parallel)
     found = {}
@@ -67,7 +67,8 @@ def test_values_and_gradients(ranks, layout, tile):
 )
 def test_gradient_of_some_outputs(ranks, use):
     problem = Problem(use=use, chunk_tokens=5, chunk_vocab=7)
-    # The KL's gradient alone is small beside the log-ratios (of about 10) it is made of; how they round depends on the CPU.
+    # The KL's gradient is small beside the log-ratios (about 10) that it is computed from. Their rounding
+    # depends on the CPU.
     check(run(ranks, "tp2", problem), problem, tolerance=5e-6 if "kl" in use else 1e-6)
 
 
@@ -104,7 +105,7 @@ def test_bf16_weights(ranks, chunk_tokens):
 
 
 def test_exact_logits(ranks):
-    """bf16 weights: all that is left of the log-probs' error is float32's; fp32 weights: no difference."""
+    """bf16 weights leave only float32's error of the log-probs. With fp32 weights nothing changes."""
     rounded = Problem(dtype=torch.bfloat16, chunk_tokens=5, chunk_vocab=7)
     exact = replace(rounded, exact_logits=True)
     expected = heads.exact(exact)["logp"].numpy()
@@ -154,7 +155,9 @@ def test_no_logits_of_all_tokens_and_words(ranks):
 
 
 def test_a_pass_does_only_what_is_asked(ranks):
-    """Matrix products, tiles being 2 x 2: a projection each forward, two or three more backward."""
+    """Matrix products with 2 x 2 tiles: one projection each in the forward pass, two or three more in the
+    backward pass.
+    """
 
     def counts(layout="tp1", **fields):
         problem = Problem(chunk_tokens=12, chunk_vocab=31, **fields)
@@ -214,7 +217,9 @@ def test_benchmark_runs_small():
 @pytest.mark.parametrize("positions", [(0, 3, 4, 17, 23), (5,), tuple(range(24))], ids=["some", "one", "all"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_chosen_positions_have_the_values_and_gradients_of_the_whole(ranks, layout, positions):
-    """Training computes the head for response tokens alone: as if the loss of all others were multiplied by zero."""
+    """Training computes the head for response tokens only, as if the loss of all others were multiplied by
+    zero.
+    """
     problem = Problem(chunk_tokens=5, chunk_vocab=7)
     sizes = LAYOUTS[layout]
     for chosen, whole in ranks.run(heads.of_positions, sizes, problem, sizes.sequence_parallel, positions):

@@ -1,4 +1,4 @@
-"""The host does not wait for the device once for each micro-batch."""
+"""The host does not wait for the device once per micro-batch."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Two optimizer steps do not depend on the layout: loss, every gradient, every parameter, to 1e-5."""
+"""Two optimizer steps do not depend on the layout: loss, every gradient and every parameter agree to 1e-5."""
 
 from dataclasses import replace
 
@@ -37,7 +37,10 @@ LAYOUTS = {
 
 
 def make_batch(seed: int, experts: tuple[int, int, int] | None = None) -> TrainBatch:
-    """Sequences of 2 to 150 tokens with random weights; experts: (layers, number, k) of a given routing."""
+    """Return sequences of 2 to 150 tokens with random weights.
+
+    experts: (layers, number of experts, k) of a given routing.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for i, length in enumerate([150, 2, 97, 3, 41, 5, 18, 66, 9, 120, 2, 31]):
@@ -71,7 +74,7 @@ def make_batch(seed: int, experts: tuple[int, int, int] | None = None) -> TrainB
 
 
 class Suite:
-    """A model, its batches, and what one rank makes of them."""
+    """A model, its batches, and the results of one rank."""
 
     def __init__(self, ranks, folder: str, experts=None, **options):
         self.ranks, self.folder, self.options = ranks, folder, options
@@ -172,7 +175,7 @@ def test_full_kl(dense, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp2", "cp2tp2sp"])
 def test_full_kl_with_hidden_states_on_the_host(dense, layout):
-    """Some of the micro-batches' in one layout, all of them in the other."""
+    """Some of the micro-batches' hidden states are there in one layout, all of them in the other."""
     dense.check(
         ParallelSizes(**LAYOUTS[layout]),
         FULL_KL,
@@ -187,7 +190,7 @@ def test_overlap_with_the_interleaved_schedule(dense):
 
 
 def test_the_comparison_compares_something(dense):
-    """Gradients everywhere, of different sizes, and a loss that changes."""
+    """Gradients exist everywhere and have different sizes, and the loss changes."""
     one = dense.one_rank(TOKEN)
     assert all(float(flat.abs().max()) > 0 for _, flat in one.gradients.values())
     assert one.loss[0]["actor/loss"].value != one.loss[1]["actor/loss"].value
@@ -264,7 +267,9 @@ def test_experts_with_distributed_optimizer_and_overlap(experts):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2", "ep2", "ep2tp2", "pp2vpp2"])
 def test_auxiliary_losses_with_the_partition_held_fixed(experts, layout):
-    """The load-balancing loss is not linear in the tokens: one rank follows the same micro-batches."""
+    """The load-balancing loss is not linear in the tokens, so that one rank follows the same
+    micro-batches.
+    """
     sizes = ParallelSizes(**EXPERT_LAYOUTS[layout])
     fixed = {"options": {"moe": REPLAYED_LOSSES}, "partition": sizes, "max_tokens": 160}
     experts.check(sizes, TOKEN, expected=experts.one_rank(TOKEN, **fixed), **fixed)

@@ -1,4 +1,6 @@
-"""Adapters: trained alike in every layout, merged alike everywhere, and PEFT's to others."""
+"""Adapters: the same training in every layout, the same merged weights everywhere, exported in PEFT's
+format.
+"""
 
 import json
 import re
@@ -68,7 +70,7 @@ def test_gradients_of_one_ranks_tokens_are_noticed(suite):
 
 
 def test_a_recomputed_first_layer_trains_its_adapters(ranks, model):
-    """Nothing that enters it has a gradient by itself: the embedding is frozen."""
+    """Nothing that enters this layer requires a gradient by itself, because the embedding is frozen."""
     suite = AdapterSuite(ranks, model, lora=MLP)
     one = suite.one_rank(TOKEN)
     assert all(float(flat.abs().max()) > 0 for _, flat in one.gradients.values())
@@ -88,7 +90,7 @@ def test_attention_beside_experts(ranks, tmp_path, layout):
 
 
 def merged_by_hand(model, folder):
-    """transformers' model with the adapters in `folder` added to its weights, as the paper says."""
+    """Return transformers' model with the adapters in `folder` added to its weights, as in the paper."""
     found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     tensors, config = (
         load_file(folder / "adapter_model.safetensors"),

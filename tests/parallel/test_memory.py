@@ -1,4 +1,4 @@
-"""Sleeping and offloading: memory really goes, and nothing changes."""
+"""Sleeping and offloading: memory is really released, and no value changes."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""The optimizer on real ranks: decay groups, clipping, dropped steps, master weights, resuming the schedule."""
+"""The optimizer on real ranks: decay groups, clipping, dropped steps, master weights, resuming the
+schedule.
+"""
 
 import math
 from dataclasses import replace
@@ -58,7 +60,9 @@ def decays(name: str, tied: bool, decay_embeddings: bool) -> bool:
 @pytest.mark.parametrize("decay_embeddings", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("layout", GROUPS)
 def test_norms_and_biases_do_not_decay(ranks, families, layout, decay_embeddings):
-    """By what a step does whose gradient is zero: 1 - lr * weight_decay, or nothing."""
+    """A step whose gradient is zero multiplies a parameter by 1 - lr * weight_decay, or leaves it
+    unchanged.
+    """
     family, sizes, distributed = GROUPS[layout]
     optimizer = OptimizerConfig(lr=0.5, weight_decay=0.1, decay_embeddings=decay_embeddings)
     spec = ActorSpec(families[family], sizes, optimizer, distributed_optimizer=distributed)
@@ -113,7 +117,7 @@ def suites(ranks, folder, families):
 
 
 def reference_step(before, gradients, config: OptimizerConfig, clip_grad: float) -> dict[str, torch.Tensor]:
-    """torch's AdamW on whole tensors, with gradients clipped by torch."""
+    """Do a step of torch's AdamW on whole tensors, with gradients clipped by torch."""
     parameters = {name: torch.nn.Parameter(value.clone()) for name, value in before.items()}
     for name, parameter in parameters.items():
         parameter.grad = gradients[name][1].view_as(parameter).clone()
@@ -177,7 +181,9 @@ WARMING_UP = OptimizerConfig(lr=1e-3, lr_warmup_steps=5, weight_decay=0.01)
 
 
 def with_fault(batch, fault: str):
-    """The batch with one bad number, so on one replica; or with a loss that is far too large."""
+    """Return the batch with one bad number, which affects one replica, or with a loss that is far too
+    large.
+    """
     token = np.flatnonzero(batch.weight > 0)[7]
     if fault == "large":
         batch.weight = batch.weight * 1000
@@ -197,7 +203,7 @@ def assert_same_bits(states, others) -> None:
 
 
 def check_dropping(ranks, spec, fault: str) -> None:
-    """A good, a bad and a good step, against the two good ones alone."""
+    """Compare a good, a bad and a good step with only the two good ones."""
     first, second = make_batch(0), make_batch(1)
     batches = [first, with_fault(make_batch(2), fault), second]
     found = ranks.run(optimizers.states_after_steps, spec.sizes, spec, batches, TOKEN)
@@ -249,7 +255,7 @@ def test_replicas_with_norms_a_last_bit_apart_drop_together(ranks, folder):
 
 @pytest.mark.slow
 def test_too_many_dropped_steps_stop_the_run(folder, tmp_path):
-    """PolicyTrainer is what both `train` and `sft` step with."""
+    """Both `train` and `sft` step with PolicyTrainer."""
     config = Config()
     sizes = ParallelSizes(dp=2)
     cluster = allocate(config, num_ranks=2, num_engines=0)
@@ -289,7 +295,10 @@ def test_too_many_dropped_steps_stop_the_run(folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
 def test_updates_below_the_resolution_of_bf16_add_up(ranks, folder, distributed):
-    """Weights in [2^-4, 2^-3) lie 2^-11 apart in bf16; updates of less than half of that would be lost, one by one."""
+    """Weights in [2^-4, 2^-3) lie 2^-11 apart in bf16.
+
+    Without masters, each update of less than half of that would be lost.
+    """
     steps, sizes = 8, ParallelSizes(dp=2)
     spec = ActorSpec(
         folder, sizes, OptimizerConfig(lr=1e-4), Precision.bf16, distributed_optimizer=distributed

@@ -1,4 +1,4 @@
-"""The arithmetic of the planner against what real ranks hold."""
+"""The planner's memory against that of real ranks."""
 
 import pytest
 
@@ -126,7 +126,7 @@ KEPT = {
 @pytest.mark.slow_when(lambda case: case not in ("mlp recomputed", "experts"))
 @pytest.mark.parametrize("case", KEPT)
 def test_activations_are_about_what_real_layers_keep(ranks, tmp_path, case):
-    """Layers of torch keep more: probabilities, angles, a copy here and there."""
+    """torch's layers keep more: probabilities, angles, a copy here and there."""
     family, recompute = KEPT[case]
     model = tiny_model(tmp_path / "model", family, hidden_size=256, intermediate_size=512)
     arch, megatron = read_architecture(model), MegatronConfig(precision=Precision.fp32, **recompute)

@@ -1,4 +1,4 @@
-"""bf16, with fp32 master weights where it trains, on the CPU."""
+"""bf16, with fp32 master weights in training, on the CPU."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,10 @@ def test_bf16_follows_fp32(ranks, tmp_path, layout, distributed):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_in_bf16_differ_by_their_rounding(ranks, tmp_path, family):
-    """What tests/gpu asks of every kind of layers: the local ones meet it, and a small fault does not pass for rounding."""
+    """This is what tests/gpu demands of every kind of layers.
+
+    The local ones meet it, and a small fault does not pass for rounding.
+    """
     model, batch = aligned_model(tmp_path, family), random_batch(count=48, vocab_size=64)
     exact = transformers_logprobs(
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), batch

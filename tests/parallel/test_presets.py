@@ -1,4 +1,4 @@
-"""Every preset through the real actor, and the limits that drop a step."""
+"""Every preset with the real actor, and the limits that drop a step."""
 
 import itertools
 
@@ -29,7 +29,9 @@ def configured(*overrides):
 
 
 def scored_batch(mismatch: float = 0.0) -> TrainBatch:
-    """4 groups of 3 responses with rewards that differ; rollout_logp holds the engine's error, to be added."""
+    """Return 4 groups of 3 responses with different rewards. rollout_logp holds the engine's error, which
+    is added later.
+    """
     rng = np.random.default_rng(7)
     samples = []
     for i in range(12):
@@ -53,7 +55,7 @@ def scored_batch(mismatch: float = 0.0) -> TrainBatch:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A model and another of the same shape, for the reference."""
+    """A model, and another of the same shape for the reference."""
     return [tiny_model(tmp_path_factory.mktemp(f"model{seed}"), "qwen3", seed=seed) for seed in (0, 1)]
 
 
@@ -98,7 +100,7 @@ def test_one_step_of_a_preset_at_tp2_as_with_one_rank(ranks, folders, name):
 
 @pytest.mark.slow
 def test_the_presets_differ(ranks, folders):
-    """Each makes another step of the same samples than each other one; ratios of 1.3 are clipped by some."""
+    """Each preset makes a different step of the same samples. Some clip ratios of 1.3."""
     norms = {}
     for name in NAMES:
         step, _ = run(
@@ -151,7 +153,7 @@ def test_the_layout_changes_nothing(suite, name, layout):
 @pytest.mark.slow_when(lambda sizes: sizes.world_size > 1)
 @pytest.mark.parametrize("sizes", [ParallelSizes(), ParallelSizes(tp=2), ParallelSizes(tp=2, pp=2)], ids=str)
 def test_extreme_ratios_drop_the_step(ranks, folders, sizes):
-    """Old log-probs 2 nats too low: a mean ratio of 7.4."""
+    """The old log-probs are 2 nats too low, which is a mean ratio of 7.4."""
     config = configured("algorithm.early_stop_imp_ratio=7")
     found, metrics = run(ranks, folders, config, sizes, scored_batch(), old_shift=-2.0)
     assert metrics["actor/ratio"] == pytest.approx(np.exp(2), rel=1e-3)

@@ -1,4 +1,6 @@
-"""What selftest measures with: probes of log-prob and entropy, and exact changes of the weights, in every layout."""
+"""The selftest's measurements in every layout: probes of log-prob and entropy, and exact changes of the
+weights.
+"""
 
 import numpy as np
 import pytest

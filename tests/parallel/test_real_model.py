@@ -1,4 +1,4 @@
-"""A real pretrained model, SmolLM2-135M-Instruct, in Megatron: log-probs as in transformers, export bit for bit, in every layout."""
+"""SmolLM2-135M-Instruct, a real pretrained model, in Megatron: log-probs and export, in every layout."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ CHATS = (
 
 @pytest.fixture(scope="module")
 def batch(smollm2):
-    """Chats as the model's template writes them, of different lengths."""
+    """Chats of different lengths in the model's template."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     samples = []
     for i, (question, answer) in enumerate(CHATS):
@@ -69,7 +69,7 @@ def expected(smollm2, batch):
 
 
 def test_the_model_knows_what_it_was_trained_on(batch, expected):
-    """The other tests would also pass on random weights: these must be the pretrained ones."""
+    """The other tests would also pass with random weights. These must be the pretrained ones."""
     assert expected[batch.loss_mask].mean() > -4.0  # random weights: -10.8
 
 

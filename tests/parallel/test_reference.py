@@ -1,4 +1,6 @@
-"""The reference's weights: two exchanges a step, nothing of them where the policy's are meant, hidden states within a bound."""
+"""The reference's weights: two exchanges per step, never used as the policy's, hidden states within a
+bound.
+"""
 
 import numpy as np
 import pytest

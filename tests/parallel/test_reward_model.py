@@ -1,4 +1,4 @@
-"""Reward models: scores as in transformers, training as on one rank, in every layout."""
+"""Reward models in every layout: scores equal transformers', and training equals one rank's."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ LOSS = PreferenceLoss()
 
 
 def make_pairs(seed: int) -> TrainBatch:
-    """Eight pairs with margins, the sequences of 2 to 97 tokens."""
+    """Return eight pairs with margins, whose sequences have 2 to 97 tokens."""
     rng = np.random.default_rng(seed)
 
     def sample(pair: int, length: int, reward: float) -> Sample:
@@ -48,7 +48,7 @@ def make_pairs(seed: int) -> TrainBatch:
 
 
 class Suite:
-    """A model whose decoder gets a new head, its batches, and what one rank makes of them."""
+    """A model whose decoder gets a new head, its batches, and the results of one rank."""
 
     def __init__(self, ranks, folder: str):
         self.ranks, self.folder = ranks, folder
@@ -80,7 +80,7 @@ class Suite:
 
 @pytest.fixture(scope="module")
 def tied(ranks, tmp_path_factory):
-    """The head of a model with tied embeddings must not be tied."""
+    """A model with tied embeddings, whose score head must not be tied."""
     return Suite(ranks, tiny_model(tmp_path_factory.mktemp("tied"), "qwen2", tied=True))
 
 
@@ -118,7 +118,7 @@ def test_training_of_a_model_with_experts(experts, layout):
 
 
 def test_the_comparison_compares_something(tied):
-    """Gradients everywhere, and metrics of every pair."""
+    """Gradients exist everywhere, and metrics for every pair."""
     assert all(float(flat.abs().max()) > 0 for _, flat in tied.expected.gradients.values())
     assert tied.expected.loss[0]["reward_model/accuracy"].count == 8
 
@@ -132,7 +132,9 @@ def test_scores_of_one_cp_rank_are_noticed(tied):
 
 @torch.no_grad()
 def transformers_scores(folder: str, batch: TrainBatch) -> np.ndarray:
-    """float32 [S], all sequences padded in one batch, as people score with it."""
+    """Return transformers' scores, float32 [S], with all sequences padded in one batch, as people compute
+    them.
+    """
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     longest, pad = int(batch.lengths.max()), model.config.pad_token_id
     tokens = torch.full((batch.num_sequences, longest), pad)

@@ -1,4 +1,4 @@
-"""R2 and R3: training follows the routing of the old policy's pass, or one that is given."""
+"""R2 and R3: training follows the routing of the old policy's pass, or a given one."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def spec(model, sizes, moe, **options):
 
 
 def whole(results, batch, k=2):
-    """int [T, layers, k] out of what the ranks recorded; every layer from some rank."""
+    """Return int [T, layers, k], assembled from what the ranks recorded. Every layer must be there."""
     routing = np.full((batch.num_tokens, 4, k), -1)
     for result in results:
         for layer, (tokens, chosen) in result.items():
@@ -49,7 +49,7 @@ def whole(results, batch, k=2):
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full], ids=["", "recompute"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_follows_the_old_policys_routing(ranks, model, layout, recompute):
-    """Between the two passes the routers are turned upside down; the replay must not notice."""
+    """The routers are negated between the two passes. The replay must not notice."""
     sizes, batch = LAYOUTS[layout], make_batch(0)
     results = ranks.run(
         routings.record_flip_train, sizes, spec(model, sizes, OLD_POLICY, recompute=recompute), batch, TOKEN
@@ -75,7 +75,7 @@ def test_training_follows_the_old_policys_routing(ranks, model, layout, recomput
 
 @pytest.mark.slow
 def test_the_bias_and_groups_of_sigmoid_routing_do_not_change_a_replay(ranks, tmp_path):
-    """As above, of a model whose own choice also depends on a bias of the experts and on groups of them."""
+    """The same for a model whose own choice also depends on a bias of the experts and on groups of them."""
     model, sizes, batch = tiny_model(tmp_path, "deepseek_v3"), LAYOUTS["tp2sp"], make_batch(0)
     results = ranks.run(routings.record_flip_train, sizes, spec(model, sizes, OLD_POLICY), batch, TOKEN)
     routing = whole([recorded for _, recorded in results], batch, k=4)[:, 1:]

@@ -1,4 +1,4 @@
-"""HF -> Megatron -> HF, and what weight sync sends, bit for bit."""
+"""HF -> Megatron -> HF, and the tensors that weight sync sends, bit for bit."""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""What test_kernels.py runs where TransformerEngine can be imported: its quantizers with emulated casts, against float64."""
+"""Functions for test_kernels.py that need TransformerEngine: its quantizers with emulated casts, against
+float64.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)
 
 
 def rounded(values: torch.Tensor, kind) -> torch.Tensor:
-    """float64 values to the nearest FP8 number, ties to even, beyond the largest one to that."""
+    """Round float64 values to the nearest FP8 number, ties to even, at most the largest one."""
     mantissa, lowest, top = kind
     exponent = torch.floor(torch.log2(values.abs().clamp_min(2.0**-60))).clamp_min(lowest)
     step = torch.exp2(exponent - mantissa)
@@ -15,7 +17,7 @@ def rounded(values: torch.Tensor, kind) -> torch.Tensor:
 
 
 def _equal(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """But for the rounding of the float32 scale."""
+    """Compare, except for the rounding of the float32 scale."""
     assert found.shape == expected.shape
     assert float((found.double() - expected).abs().max()) <= 1e-6 * float(expected.abs().max())
 
@@ -48,7 +50,7 @@ def _torch_type(kind) -> torch.dtype:
 
 
 def scale_that_is_given() -> None:
-    """Delayed scaling: beyond the range values are clipped, and the amax is noted."""
+    """Check delayed scaling: values beyond the range are clipped, and the amax is noted."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     for number, kind in _kinds():
@@ -75,7 +77,7 @@ def histories_become_scales() -> None:
 
 
 def _blocks(x: torch.Tensor, rows: int, kind) -> torch.Tensor:
-    """x [M, K] with a scale, a power of two, for each rows x 128."""
+    """Quantise x [M, K] with a power of two as the scale of each block of rows x 128."""
     m, k = x.shape
     padded = F.pad(x.double(), (0, -k % 128, 0, -m % rows)).unfold(0, rows, rows).unfold(1, 128, 128)
     scale = torch.exp2(torch.floor(torch.log2(kind[2] / padded.abs().amax((2, 3), keepdim=True))))
@@ -101,7 +103,9 @@ def scales_of_blocks() -> None:
 
 
 def blocks_as_engines_have_them() -> None:
-    """Trainer and engines in FP8 have the same bits: elements and scales, of weights and of activations."""
+    """Check that trainer and engines in FP8 have the same bits: elements and scales, of weights and
+    activations.
+    """
     from transformer_engine.common.recipe import Float8BlockScaling
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
@@ -130,7 +134,7 @@ def blocks_as_engines_have_them() -> None:
 
 
 def blocks_to_be_gathered() -> None:
-    """The compact format: everything lies as the tensor does, so that ranks' parts can follow each other."""
+    """Check the compact format, in the layout of the tensor, so that ranks' parts can follow each other."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
     number, kind = _kinds()[0]
@@ -176,7 +180,7 @@ def transposes_and_sums() -> None:
 
 
 def products_take_multiples_of_16() -> None:
-    """As cuBLAS's do; and both operands are FP8."""
+    """Check that products need multiples of 16, like cuBLAS's, and two FP8 operands."""
     import pytest
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer

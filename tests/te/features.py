@@ -1,4 +1,4 @@
-"""What test_features.py runs on each rank."""
+"""Functions that test_features.py runs on each rank."""
 
 from contextlib import contextmanager
 
@@ -15,7 +15,7 @@ from tests.te.training import FirstStep, first_step
 
 
 def calls_of(spec: ActorSpec, batch: TrainBatch, loss) -> tuple[FirstStep, dict[str, int]]:
-    """With how often each emulated kernel was called."""
+    """Return the first step, and how often each emulated kernel was called."""
     import transformer_engine_torch
 
     transformer_engine_torch.calls.update(dict.fromkeys(transformer_engine_torch.calls, 0))
@@ -24,7 +24,7 @@ def calls_of(spec: ActorSpec, batch: TrainBatch, loss) -> tuple[FirstStep, dict[
 
 @contextmanager
 def real_lengths():
-    """A planted fault: attention is told where sequences end, and leaves the rows behind them out."""
+    """Plant a fault: attention is told where sequences end, and leaves out the rows behind them."""
     describe = micro_batch.describe_pack
 
     def faulty(pack, device, own_attention=True):
@@ -53,8 +53,10 @@ def syncs_with_real_lengths(spec: ActorSpec, batch: TrainBatch, count: int, loss
 
 
 def train_sleep_and_refer(spec: ActorSpec, batch: TrainBatch, loss) -> list[dict]:
-    """The reference is the start whatever was trained, and neither making room nor sleeping changes anything; memory before both,
-    and after each."""
+    """Check that training leaves the reference unchanged, and that making room and sleeping change no value.
+
+    Returns the memory before both and after each.
+    """
     actor = Actor(spec)
     _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True, max_tokens=256)
 

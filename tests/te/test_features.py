@@ -1,4 +1,4 @@
-"""On TransformerEngine's layers: what a run does beside training steps."""
+"""Features besides training steps, on TransformerEngine's layers."""
 
 from dataclasses import replace
 from functools import cache
@@ -85,7 +85,9 @@ def test_no_micro_batch_makes_the_host_wait(te_ranks, models, batch, layout, pre
 
 
 def test_the_kernels_meant_are_those_that_run(te_ranks, models, batch):
-    """The ring's under context parallelism, one product for all experts, rotation in one kernel, Adam's."""
+    """These are the ring's under context parallelism, one product for all experts, rotation in one kernel,
+    Adam's.
+    """
     spec = te_spec(models["qwen3_moe"], LAYOUTS["cp2"], "tensorwise", moe=ENGINE)
     for result, calls in te_ranks.run(features.calls_of, LAYOUTS["cp2"], spec, batch, LOSS):
         assert finite([result])
@@ -110,7 +112,7 @@ RECOMPUTES = {
 
 @pytest.fixture(scope="module")
 def plain(te_ranks, models, batch):
-    """precision -> a step of the model with experts without recomputation; made once each."""
+    """A function precision -> a step of the model with experts without recomputation. Each is made once."""
     return cache(
         lambda precision: te_ranks.run(
             training.first_step, ONE, of_experts(models, precision), batch, LOSS, None
@@ -135,7 +137,10 @@ def test_recomputation_changes_nothing(te_ranks, models, batch, plain, recompute
 
 @pytest.mark.parametrize("precision", ["tensorwise", "blockwise"])
 def test_reference_and_sleep(te_ranks, models, batch, precision):
-    """Weights cast to FP8 are given back before engines take room for theirs, and asleep; none is used after its weight changed."""
+    """Weights cast to FP8 are released before engines need room, and in sleep.
+
+    None is used after its weight changed.
+    """
     (reports,) = te_ranks.run(
         features.train_sleep_and_refer, ONE, te_spec(models["qwen3"], precision=precision), batch, LOSS
     )
@@ -182,7 +187,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_loads_in_another_layout(te_ranks, 
 
 
 def test_training_follows_the_old_policys_routing(te_ranks, tmp_path):
-    """As on local layers: between the passes the routers are turned upside down."""
+    """The routers are negated between the passes, as in the test with local layers."""
     sizes, batch, model = EXPERT_LAYOUTS["tp2sp"], make_batch(0), aligned_model(tmp_path, "qwen3_moe")
     recording = te_spec(model, sizes, moe=MoEConfig(routing_replay=RoutingReplay.old_policy))
     results = te_ranks.run(routings.record_flip_train, sizes, recording, batch, TOKEN)
@@ -199,7 +204,7 @@ def test_training_follows_the_old_policys_routing(te_ranks, tmp_path):
 
 @pytest.mark.parametrize("ends", [(1, 2), (4, 0)])
 def test_layers_that_stay_in_bf16(te_ranks, models, batch, ends):
-    """Their products are no FP8 ones; with all layers among them nothing is FP8."""
+    """Their products are not FP8. If all layers are among them, nothing is FP8."""
     first, last = ends
     fp8 = FP8Config(bf16_first_layers=first, bf16_last_layers=last)
     spec = replace(te_spec(models["qwen3"], precision="tensorwise"), fp8=fp8)

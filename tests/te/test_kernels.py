@@ -21,7 +21,7 @@ def seed():
 
 
 def close(found, expected, tolerance=1e-5):
-    """In parts of the largest value."""
+    """Compare in units of the largest value."""
     assert found.shape == expected.shape
     assert float((found.double() - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
@@ -32,7 +32,7 @@ def test_cast(te_ranks, check):
 
 
 def gemm(a, transa, b, transb, out=None, dtype=FP32, bias=None, grad=False, accumulate=False, **rest):
-    """cuBLAS's column-major op(a) op(b), which is op(b) op(a) of matrices as torch has them."""
+    """Call cuBLAS's column-major op(a) op(b), which is op(b) op(a) of torch's matrices."""
     fixed = (None, BF16, False, None)
     found = layers.generic_gemm(
         a, transa, b, transb, out, None, dtype, bias, *fixed[1:], grad, None, 0, accumulate, False, **rest
@@ -181,7 +181,7 @@ CU, CU_PADDED = (
 
 
 def exact_attention(query, key, value, causal=True, scale=0.3):
-    """Of one sequence [t, heads, d], differentiable."""
+    """Return attention of one sequence [t, heads, d], differentiable."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
@@ -238,7 +238,9 @@ def test_attention_refuses_what_the_kernel_refuses():
 
 
 def test_parts_of_the_keys_add_up_to_all():
-    """A ring's two steps on rank 1 of 2: its own chunks causally, then all its queries with rank 0's first chunks."""
+    """A ring's two steps on rank 1 of 2: its own chunks causally, then all its queries with rank 0's first
+    chunks.
+    """
     cu = torch.tensor([0, 8, 20], dtype=torch.int32)
     pack = random_pack(20)
     rows = [packed_attention.thd_get_partitioned_indices(cu, 20, 2, rank).long() for rank in (0, 1)]
@@ -261,7 +263,7 @@ def test_parts_of_the_keys_add_up_to_all():
 
 
 def test_halves_of_parts_of_sequences():
-    """What the ring does where only second halves of its sequences have something new to see."""
+    """The ring does this where only the second halves of its sequences have something new to see."""
     cu = torch.tensor([0, 4, 10], dtype=torch.int32)
     first, second = [0, 1, 4, 5, 6], [2, 3, 7, 8, 9]
     x = torch.randn(10, 2, 3)

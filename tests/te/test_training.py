@@ -35,7 +35,8 @@ PRECISIONS = {"bf16": {"precision": Precision.bf16}} | {
 }
 # What rounding is measured against.
 FLOAT32 = {"precision": Precision.fp32, "transformer_impl": TransformerImpl.local}
-# How far the first gradient norm may be, relatively, from that of one rank, and the least cosine of any gradient tensor.
+# Largest relative difference of the first gradient norm from one rank's, and smallest cosine of any gradient
+# tensor.
 WITHIN = {precision: 0.005 if precision == "bf16" else 0.015 for precision in PRECISIONS}
 LEAST_COSINE = {precision: 0.999 if precision == "bf16" else 0.99 for precision in PRECISIONS}
 # layers with experts, experts, experts of a token
@@ -76,11 +77,13 @@ class Family:
     def spare_cosine(
         self, sizes: ParallelSizes, precision: str, results: list[FirstStep]
     ) -> tuple[float, str]:
-        """How far the worst gradient's cosine is above the least one allowed, and which gradient that is.
+        """Return how far the worst gradient's cosine is above the smallest allowed one, and which gradient
+        that is.
 
-        A cosine may also be as far from 1 as six times that between this precision and float32 on one rank, in the layer where
-        that is furthest. Twice is what two runs with errors of that size have on average. It matters for routers and the weights
-        of query and key norms, whose gradients are small sums of large terms, with errors that differ much from batch to batch.
+        A cosine may also be as far from 1 as six times that between this precision and float32 on one rank,
+        in the layer where that is largest. Two runs with errors of that size have twice that on average. It
+        matters for routers and for the weights of query and key norms, whose gradients are small sums of
+        large terms, with errors that differ much from batch to batch.
         """
         one = self.one_rank(precision)
         rounding: dict[str, float] = {}
@@ -150,7 +153,10 @@ def test_first_step_as_on_one_rank(families, tmp_path, family, layout, precision
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "tensorwise"])
 def test_a_planted_fault_is_noticed(families, te_ranks, precision):
-    """Norms whose gradients each rank has of its own tokens alone. The norm of all gradients hides it."""
+    """The fault: each rank has gradients of norms from its own tokens only.
+
+    The norm of all gradients hides that.
+    """
     model, sizes = families("qwen3"), LAYOUTS["tp2sp"]
     results = te_ranks.run(
         first_step_with_unsummed_norms,

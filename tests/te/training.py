@@ -1,4 +1,4 @@
-"""What the tests on TransformerEngine's layers run on each rank, and how layouts are compared."""
+"""Functions that the tests on TransformerEngine's layers run on each rank, and the comparison of layouts."""
 
 from dataclasses import dataclass
 
@@ -19,8 +19,13 @@ from tests.parallel.actors import micro_batches
 
 @dataclass
 class FirstStep:
-    """Of one rank. gradients: {Megatron name: this rank's shard}. difference: largest one between the log-probs of policy and
-    reference before the step, which have the same weights; None on ranks that do not report. norms: of two steps."""
+    """The result of `first_step` on one rank.
+
+    gradients: {Megatron name: this rank's shard}.
+    difference: largest difference of the policy's and the reference's log-probs before the step, with the
+        same weights; None on ranks that do not report.
+    norms: gradient norms of two steps.
+    """
 
     rank: RankInfo
     gradients: dict[str, torch.Tensor]
@@ -36,7 +41,10 @@ def first_step(
     padding_statistics: float = 0.0,
     actor: type[Actor] = Actor,
 ) -> FirstStep:
-    """Log-probs of policy and reference, an HF export into `folder`, and two optimizer steps, of which the first gradients."""
+    """Compute log-probs of policy and reference, export to `folder` as HF, and do two optimizer steps.
+
+    The gradients are those of the first step.
+    """
     packed_attention.PADDING_STATISTICS = padding_statistics
     actor = actor(spec)
     if folder:
@@ -55,14 +63,14 @@ def first_step(
         if step == 0:
             trained = local_parameters(actor.chunks)
             gradients = {name: parameter.main_grad.detach().clone() for name, parameter in trained.items()}
-        with actor._optimizer_at_hand():
+        with actor.memory.optimizer_at_hand():
             norms.append(actor.optimizer.step().grad_norm)
     difference = None if policy is None else float(np.abs(policy - reference).max())
     return FirstStep(actor.rank, gradients, difference, norms)
 
 
 def first_step_with_unsummed_norms(spec: ActorSpec, batch: TrainBatch, loss) -> FirstStep:
-    """A planted fault: a norm's gradient on each rank is of that rank's tokens alone."""
+    """Do the same with a planted fault: a norm's gradient on each rank is that of the rank's own tokens."""
 
     class Faulty(Actor):
         def _set_up_training(self):
@@ -76,7 +84,9 @@ def first_step_with_unsummed_norms(spec: ActorSpec, batch: TrainBatch, loss) -> 
 
 
 def cosines(entries, sizes, result: FirstStep, whole: dict[str, torch.Tensor]) -> dict[str, float]:
-    """{gradient of this rank: its cosine with the same part of the whole ones}; 1 where both are zero."""
+    """Return {gradient of this rank: its cosine with the same part of the whole one}, 1 where both are
+    zero.
+    """
     found = {}
     for name, own in result.gradients.items():
         entry = entries[name]

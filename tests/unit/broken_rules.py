@@ -1,4 +1,4 @@
-"""Shared by the tests that ask which rules of the algorithm a configuration breaks."""
+"""Helpers for tests that ask which rules of the algorithm a configuration breaks."""
 
 from grpo_megatron.preflight.algorithm_rules import ALGORITHM
 from grpo_megatron.preflight.mismatch_rules import MISMATCH

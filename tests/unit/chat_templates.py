@@ -45,7 +45,8 @@ QWEN3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+    {%- if enable_thinking is defined and enable_thinking is false %}\
+{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
 # Llama 3: a BOS of its own, and contents without white space around them; calls are the JSON of one function.
 LLAMA3 = """\
@@ -68,7 +69,8 @@ MISTRAL = """\
     {%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
     {%- elif m.tool_calls is defined %}{{- '[TOOL_CALLS][' }}
         {%- for call in m.tool_calls %}
-            {%- if call.id is not defined or call.id | length != 9 %}{{- raise_exception('ids of 9 characters') }}{% endif %}
+            {%- if call.id is not defined or call.id | length != 9 %}\
+{{- raise_exception('ids of 9 characters') }}{% endif %}
             {{- call.function | tojson }}
         {%- endfor %}{{- ']' + eos_token }}
     {%- elif m.role == 'assistant' %}{{- ' ' + m.content + eos_token }}
@@ -81,9 +83,11 @@ DEEPSEEK = """\
     {%- if m.role == 'user' %}{{- '<|User|>' + m.content }}
     {%- elif m.role == 'tool' %}{{- '<|tool_output|>' + m.content }}
     {%- elif m.role == 'assistant' and m.content is none %}{{- '<|Assistant|>' }}
-        {%- for call in m.tool_calls %}{{- '<|tool_call|>' + call.function.name + '\\n' + call.function.arguments }}{% endfor %}
+        {%- for call in m.tool_calls %}\
+{{- '<|tool_call|>' + call.function.name + '\\n' + call.function.arguments }}{% endfor %}
         {{- '<|end_of_sentence|>' }}
-    {%- elif m.role == 'assistant' %}{{- '<|Assistant|>' + m.content.split('</think>')[-1] + '<|end_of_sentence|>' }}
+    {%- elif m.role == 'assistant' %}\
+{{- '<|Assistant|>' + m.content.split('</think>')[-1] + '<|end_of_sentence|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|Assistant|>' }}{% endif %}"""
@@ -93,7 +97,10 @@ R1 = (
     + "{{- '<|Assistant|><think>\\n' }}{% endif %}"
 )
 # No token ends a turn.
-PLAIN = "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}### assistant: {% endif %}"
+PLAIN = (
+    "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant: {% endif %}"
+)
 
 TEMPLATES = {
     "chatml": CHATML,
@@ -130,10 +137,11 @@ PAD = "<|pad|>"
 
 
 def save_tokenizer(folder, kind, special=(), around=None, tokens_of_model=None):
-    """Write a tokenizer with one of TEMPLATES; returns its folder.
+    """Write a tokenizer with one of TEMPLATES and return its folder.
 
-    special: further special tokens. around: what it puts around texts, such as `<s> $A`. tokens_of_model:
-    vocab_size of a config.json in the folder; None for no such file.
+    special: further special tokens.
+    around: what it puts around texts, such as `<s> $A`.
+    tokens_of_model: vocab_size of a config.json in the folder; None for no such file.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from tokenizers.processors import TemplateProcessing

@@ -1,4 +1,4 @@
-"""Ways to damage a configuration, each drawn at random from a seed: of the YAML text, and of the arguments beside it."""
+"""Random damage to a configuration, drawn from a seed: to the YAML text, and to the arguments beside it."""
 
 import random
 import string
@@ -91,7 +91,12 @@ BYTES = [
 
 @dataclass
 class Corruption:
-    """how: the name of the mutation. text: of the file. arguments: key=value, beside the file."""
+    """A damaged configuration.
+
+    how: name of the mutation.
+    text: text of the file.
+    arguments: key=value arguments beside the file.
+    """
 
     how: str
     text: bytes

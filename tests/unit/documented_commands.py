@@ -1,7 +1,8 @@
-"""What becomes of each command that README.md, docs/ and the heads of configurations and scripts give: run here, by a test, or by nobody.
+"""Table of what becomes of each command in README.md, docs/ and the heads of configurations and scripts.
 
-A command is looked up as tests/documents.py writes it: on one line, without comments, `.venv/bin/` and a last `...`, with `python` before a
-script of ours.
+Each is run here, run by another test, or cannot be run. A command is looked up in the form that
+tests/documents.py gives it: on one line, without comments, `.venv/bin/` and a final `...`, with `python`
+before a script of ours.
 """
 
 from dataclasses import dataclass, field
@@ -9,11 +10,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Run:
-    """test_docs.py runs it, with all [optional] parts and with none. Of one without values for its arguments, as
-    sentences name it, the --help is printed.
+    """test_docs.py runs the command, with all [optional] parts and with none.
 
-    values: what placeholders stand for; {folder} in one is a folder of the test. status: the exit status that is right. extra: arguments
-    that are added, which make it cheap or harmless.
+    If a command has no values for its arguments, because a sentence only names it, its --help is printed.
+
+    values: what replaces the placeholders; {folder} in a value is a folder of the test.
+    status: the right exit status.
+    extra: arguments that are added, which make it cheap or harmless.
     """
 
     values: dict[str, str] = field(default_factory=dict)
@@ -23,9 +26,11 @@ class Run:
 
 @dataclass(frozen=True)
 class ByTest:
-    """Another test runs it: its file and name. shows: what its source, or a function or fixture that it uses, has of the command.
+    """Another test runs the command.
 
-    A command of make must print `shows` too, in place of running it (`make -n`).
+    test: the test's file and name.
+    shows: text of the command that the source of the test, or of a function or fixture that it uses,
+        contains. A command of make must print this text with `make -n`.
     """
 
     test: str
@@ -34,9 +39,10 @@ class ByTest:
 
 @dataclass(frozen=True)
 class Needs:
-    """No test can run it. Of make, `make -n` is run.
+    """No test can run the command. For make, `make -n` is run.
 
-    what: what it takes. says: a regular expression that the page's section about the command has, so that a reader knows too.
+    what: what the command needs.
+    says: regular expression that the page's section about the command matches, so that a reader knows too.
     """
 
     what: str
@@ -110,8 +116,8 @@ COMMANDS = {
     "grpo-megatron eval --config FILE [key=value ...]": ByTest(
         "tests/integration/test_eval_command.py::test_several_data_sets_by_the_command", 'main(["eval"'
     ),
-    "grpo-megatron eval --config configs/gsm8k_cpu.yaml model.path=OUT_DIR data.eval=first100.jsonl rollout.max_response_length=192 "
-    "eval.n=1": ByTest(
+    "grpo-megatron eval --config configs/gsm8k_cpu.yaml model.path=OUT_DIR data.eval=first100.jsonl "
+    "rollout.max_response_length=192 eval.n=1": ByTest(
         "tests/integration/test_real_model.py::test_gsm8k_is_as_hard_as_expected",
         '"eval", "--config", "configs/gsm8k_cpu.yaml"',
     ),
@@ -246,9 +252,10 @@ COMMANDS = {
     ),
     "apptainer build grpo-megatron.sif apptainer.def": Needs("Apptainer and a package index", "Apptainer"),
     "enroot import -o grpo-megatron.sqsh dockerd://grpo-megatron": Needs("Enroot and Docker", "Enroot"),
-    "apptainer exec grpo-megatron.sif python slurm/submit.py --config FILE --apptainer grpo-megatron.sif --dry-run > job.sbatch": Needs(
-        "Apptainer and the image", "Apptainer"
-    ),
+    (
+        "apptainer exec grpo-megatron.sif python slurm/submit.py --config FILE --apptainer "
+        "grpo-megatron.sif --dry-run > job.sbatch"
+    ): Needs("Apptainer and the image", "Apptainer"),
     "python benchmarks/on_gpu/pack.py OUT": Needs("a package index", "network"),
     "python benchmarks/on_gpu/pack.py --dry-run": Run(),
     "python tools/lock_gpu.py --python python3.12": Needs("a package index", "resolver"),

@@ -1,15 +1,19 @@
 """GRPO runs that others have published with their layouts, as configurations of this program.
 
-NeMo-RL: github.com/NVIDIA-NeMo/RL, examples/configs/recipes/llm/performance of release 0.4 (grpo-qwen3-30ba3b-4n8g,
-grpo-qwen3-235b-16n8g, grpo-deepseek-v3-32n8g), with the measured steps of docs/about/performance-summary.md. MLPerf Training v6.1's
-benchmark of GRPO: github.com/NVIDIA-NeMo/RL/pull/3364 (that it recomputes layers is assumed). What theirs do otherwise: gradients are
-in bf16, and gradients and moments wait on the host while weights go to the engines, for which optimizer.offload stands here.
+NeMo-RL: github.com/NVIDIA-NeMo/RL, examples/configs/recipes/llm/performance of release 0.4
+(grpo-qwen3-30ba3b-4n8g, grpo-qwen3-235b-16n8g, grpo-deepseek-v3-32n8g), with the measured steps of
+docs/about/performance-summary.md. MLPerf Training v6.1's benchmark of GRPO:
+github.com/NVIDIA-NeMo/RL/pull/3364 (that it recomputes layers is assumed).
+
+They differ from our configurations in two ways. Their gradients are in bf16. And their gradients and moments
+are kept on the host while weights go to the engines, for which optimizer.offload stands here.
 """
 
 from dataclasses import dataclass
 
-# Qwen3.5-397B-A17B has gated delta networks in three of four layers, for which there is no weight map here. This is a Qwen3-MoE with as
-# many layers, of the same width, and with the same experts, which are 386 of its 397 billion parameters: it stands for the memory
+# Qwen3.5-397B-A17B has gated delta networks in three of four layers, for which there is no weight map here.
+# This is a Qwen3-MoE with the same number of layers, the same width and the same experts, which are 386 of
+# its 397 billion parameters: it stands for the memory
 # of the experts, and for nothing else.
 LIKE_QWEN35_397B = {
     "num_hidden_layers": 60,
@@ -23,8 +27,8 @@ LIKE_QWEN35_397B = {
     "moe_intermediate_size": 1024,
     "max_position_embeddings": 131072,
 }
-# 64 nodes of four GB300: 16 train with TP4 PP2 EP32 and packs of 65,536 tokens in bf16, 48 generate with engines of TP8 EP8; 16
-# prompts of 16 responses a step.
+# 64 nodes of four GB300: 16 train with TP4 PP2 EP32 and packs of 65,536 tokens in bf16, 48 generate with
+# engines of TP8 EP8; 16 prompts of 16 responses per step.
 MLPERF = (
     "data.train=prompts.jsonl",
     "cluster.placement=separate",
@@ -54,7 +58,13 @@ MLPERF = (
 
 @dataclass(frozen=True)
 class Published:
-    """model: of configs/models. settings: key=value. sequence: mean tokens of a prompt and its response. step: measured seconds."""
+    """A published run.
+
+    model: its model in configs/models.
+    settings: key=value arguments.
+    sequence: mean tokens of a prompt and its response.
+    step: measured seconds.
+    """
 
     model: str
     settings: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Random ragged batches for the tests of losses, in float64 and stored flat as a rank has them."""
+"""Random ragged batches for the tests of losses, in float64, stored flat like on a rank."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -12,7 +12,10 @@ from grpo_megatron.batch.train_batch import TrainBatch
 
 @dataclass
 class Ragged:
-    """t positions; logp and entropy require gradients. rows: the positions of each sequence."""
+    """A batch of t positions. logp and entropy require gradients.
+
+    rows: the positions of each sequence.
+    """
 
     batch: TrainBatch
     logp: torch.Tensor
@@ -32,9 +35,12 @@ class Ragged:
 
 
 def ragged(seed: int, spread: float = 0.3, current: bool = False, group_size: int = 2) -> Ragged:
-    """1 to 6 sequences in groups of group_size; spread: deviation of the policy's log-ratios; current: no old log-probs.
+    """Return 1 to 6 sequences in groups of group_size, with one advantage and one reward per sequence.
 
-    One advantage and one reward per sequence. Outside the mask everything known before training is 0, as it is stored.
+    Outside the mask, everything known before training is 0, as it is stored.
+
+    spread: standard deviation of the policy's log-ratios.
+    current: True for no old log-probs.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 9, rng.integers(1, 7))

@@ -1,4 +1,4 @@
-"""Checkpoints and run folders that the driver's side takes for whole, without any rank."""
+"""Checkpoints and run folders that the driver accepts, made without any rank."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def config_of(root: Path, resume: str | None = "auto") -> Config:
 
 
 def checkpoint(folder: Path, state: dict | bytes) -> Path:
-    """One whose manifest is right, whatever the state is."""
+    """Write a checkpoint with a correct manifest, whatever the state is."""
     (folder / "actor").mkdir(parents=True)
     (folder / "actor" / "weights").write_bytes(bytes(range(256)))
     (folder / "state.json").write_bytes(state if isinstance(state, bytes) else json.dumps(state).encode())
@@ -33,7 +33,7 @@ def state_of(step: int) -> dict:
 
 
 def run_with(root: Path, *steps: int, metrics: str | bytes | None = None) -> Path:
-    """The folder of a run that has saved these steps."""
+    """Write the folder of a run that has saved these steps."""
     folder = root / NAME
     folder.mkdir(parents=True, exist_ok=True)
     for step in steps:

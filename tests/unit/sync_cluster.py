@@ -1,4 +1,4 @@
-"""Trainer ranks and engine ranks as threads of one process, which exchange weights over real channels."""
+"""Trainer and engine ranks as threads of one process, which exchange weights over real channels."""
 
 import dataclasses
 import threading
@@ -50,7 +50,7 @@ def hf_tensors(arch, seed=0):
 
 
 def trainer_parameters(plan, tensors):
-    """{rank: {Megatron name: its shard}} as loading would fill them."""
+    """Return {rank: {Megatron name: its shard}}, as loading would fill them."""
     ranks = TrainerRanks(plan.layouts.sizes, plan.layouts.arch.num_layers)
     found = {rank: {} for rank in range(plan.layouts.sizes.world_size)}
     for entry in plan.entries:
@@ -65,7 +65,10 @@ def trainer_parameters(plan, tensors):
 
 
 def engine_parameters(plan, tensors=None, dtypes=None):
-    """{engine rank: {name: parameter}}, of the HF tensors, or NaN where nothing was written; dtypes: by name, else float32."""
+    """Return {engine rank: {name: parameter}} with the HF tensors, or NaN where nothing was written.
+
+    dtypes: dtypes by name; otherwise float32.
+    """
     found = {}
     for me in plan.engine_ranks:
         own = {
@@ -111,14 +114,14 @@ class Cluster:
         return of_engine
 
     def device_of(self, rank):
-        """Where a rank of the trainer, or an EngineRank, has its parameters."""
+        """Return the device of the parameters of a trainer rank or an EngineRank."""
         return torch.device("cpu")
 
     def trainer_parameters(self, tensors):
         return trainer_parameters(self.plan, tensors)
 
     def on_all(self, of_trainer, of_engine, without=()):
-        """{rank: result}; raises the first exception."""
+        """Run a function on all ranks and return {rank: result}. Raises the first exception."""
         results, errors = {}, []
 
         def run(key, function):

@@ -1,4 +1,4 @@
-"""Adapters in the weight map: PEFT's names, and what cannot have any."""
+"""Adapters in the weight map: PEFT's names, and parameters that cannot have any."""
 
 import dataclasses
 

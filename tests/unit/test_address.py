@@ -1,4 +1,4 @@
-"""The address that the nodes of a job reach the first one at."""
+"""The address at which a job's nodes reach the first one."""
 
 import socket
 import subprocess
@@ -47,7 +47,10 @@ def test_a_host_that_has_another_address_is_not_reached_at_loopback(known, chose
 
 
 def test_processes_meet_on_loopback_where_a_node_is_known_by_an_address_that_no_interface_has(monkeypatch):
-    """Debian's /etc/hosts has 127.0.1.1 for the machine's name, its loopback interface has 127.0.0.1: a run of one node ended there."""
+    """Debian's /etc/hosts has 127.0.1.1 for the machine's name, but the loopback interface has 127.0.0.1.
+
+    A run of one node used to end there.
+    """
     for at, alone in (("127.0.0.1", True), ("127.0.1.1", True), ("10.0.0.5", False)):
         monkeypatch.setattr(placement.ray.util, "get_node_ip_address", lambda at=at: at)
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -20,7 +20,9 @@ def options(name="grpo", **changes) -> AlgorithmConfig:
 def inputs(
     rewards, groups, lengths=None, token_reward=None, trained=None, trajectories=None
 ) -> AdvantageInputs:
-    """Sequences of the given numbers of tokens, all trained unless `trained` (one bool a sequence) says otherwise."""
+    """Return sequences with these numbers of tokens, all trained unless `trained` (one bool per sequence)
+    says otherwise.
+    """
     size = len(rewards)
     lengths = [1] * size if lengths is None else lengths
     trained = [True] * size if trained is None else trained
@@ -107,7 +109,7 @@ def test_clipping_is_on_both_sides_and_the_result_is_float32():
 
 @pytest.mark.parametrize("make", [list, np.array, lambda values: np.array(values, np.float32)])
 def test_a_users_estimator_may_return_whole_numbers_or_float32(make, monkeypatch):
-    """In float32 the mean of large values has lost the digits in which they differ."""
+    """The mean of large values in float32 has lost the digits in which they differ."""
     from grpo_megatron.algorithm.advantages import advantage_estimator
 
     values = [1_000_001, 1_000_002, 1_000_004]
@@ -143,7 +145,7 @@ def test_a_group_of_one_is_zero(name):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_fully_masked_sequences_count_nowhere(name):
-    """As if they were not there; their reward may even be unknown."""
+    """They count as if they were not there. Even their reward may be unknown."""
     rewards, groups, lengths = [1.0, 0.0, 0.5, 0.0], [0, 0, 1, 1], [2, 3, 1, 2]
     without = advantages(inputs(rewards, groups, lengths), options(name))
     given = inputs(
@@ -197,7 +199,7 @@ rewards = st.floats(-10, 10).map(lambda value: round(value, 3))
 
 @st.composite
 def batches(draw) -> SimpleNamespace:
-    """Ragged groups in any order; rows of tokens' rewards and masks."""
+    """Generate ragged groups in any order, as rows of tokens' rewards and masks."""
     size = draw(st.integers(1, 12))
     rows = [
         draw(st.lists(st.tuples(st.booleans(), st.floats(-1, 1)), min_size=1, max_size=6))
@@ -212,7 +214,7 @@ def batches(draw) -> SimpleNamespace:
 
 
 def naive(name: str, batch: SimpleNamespace, divide: bool) -> list[list[float]]:
-    """Rows of advantages, written down from the papers with lists."""
+    """Return rows of advantages, written down from the papers with lists."""
     present = [i for i, mask in enumerate(batch.masks) if any(mask)]
     own = batch.token_reward or [[0.0] * len(mask) for mask in batch.masks]
     earned = [[r if m else 0.0 for r, m in zip(own[i], batch.masks[i], strict=True)] for i in range(len(own))]

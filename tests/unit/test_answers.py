@@ -35,7 +35,7 @@ from grpo_megatron.rewards.numerals import plain_minus
     ],
 )
 def test_boxes(text, contents):
-    """`\\fbox`, a space before the brace, and braces that are escaped were not understood."""
+    r"""`\fbox`, a space before the brace, and escaped braces used to be missed."""
     assert boxed(text) == contents
 
 
@@ -78,7 +78,9 @@ def test_boxes(text, contents):
     ],
 )
 def test_letters(text, letter):
-    """Letters in fonts, dollar signs and tags were not found, and the pronoun I was taken for the choice I."""
+    """Letters in fonts, dollar signs and tags used to be missed, and the pronoun I was taken for the
+    choice I.
+    """
     assert find_letter(text, "ABCDEFGHIJ") == letter
 
 
@@ -115,7 +117,7 @@ def test_numbers_as_letters():
     ],
 )
 def test_last_numbers(text, number):
-    """`3-5` was -5, `1.5e3` was 3, and a minus sign that is not ASCII was lost."""
+    """`3-5` used to be -5 and `1.5e3` to be 3, and a minus sign that is not ASCII was lost."""
     assert last_number(text) == number
 
 

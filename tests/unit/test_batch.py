@@ -82,7 +82,10 @@ def test_token_weights_by_hand(batch, mode, expected):
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_rejected_tokens_lose_their_policy_term_alone(batch, mode):
-    """Weight times policy factor are the weights of a batch without the rejected tokens; other terms keep all tokens."""
+    """Weight times policy factor equals the weights of a batch without the rejected tokens.
+
+    Other terms keep all tokens.
+    """
     kept = np.arange(batch.num_tokens) % 3 > 0
     weight, factor = weights_after_rejection(batch, kept, mode, 4)
     assert weight.dtype == factor.dtype == np.float32

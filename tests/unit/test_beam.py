@@ -1,4 +1,4 @@
-"""Beam search against transformers' own, and the groups that it gives. tests/integration has a real engine."""
+"""Beam search against transformers' own, and its groups. tests/integration has a real engine."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 @torch.no_grad()
 def answers(model, sequences, top, version=0):
-    """What the engine would say about the next token of each sequence."""
+    """Return the engine's answers about the next token of each sequence."""
     found = torch.log_softmax(model(torch.tensor(sequences)).logits[:, -1], -1).topk(top)
     return [
         Completion(
@@ -73,7 +73,7 @@ def test_it_finds_what_transformers_finds(model, width, ends, length_penalty, ea
 
 
 def test_the_cases_differ(model):
-    """Else the test above would see one rule only."""
+    """Otherwise the test above would see only one rule."""
     found = {
         tuple(
             beam.ids
@@ -87,13 +87,19 @@ def test_the_cases_differ(model):
 
 
 class Engine:
-    """Answers by a model; weights change after `old` answers. most: of the requests that were there at one time."""
+    """An engine that answers with a model. The weight version changes after `old` answers.
+
+    most: largest number of requests at one time.
+    """
 
     weight_version = 3
     aborts = 0
 
     def __init__(self, model, old=0, slow=None):
-        """slow: uid of a prompt of which nothing comes for a minute."""
+        """Create the engine.
+
+        slow: uid of a prompt that gets no answer for a minute.
+        """
         self.model, self.old, self.slow, self.waiting, self.most = model, old, slow, 0, 0
 
     def clients(self):
@@ -131,7 +137,7 @@ def asked(number):
 
 
 def prepared(engine, *changes):
-    """The manager, and how it is to sample."""
+    """Return the manager, and its sampling settings."""
     config = read_config(
         None, ["model.path=m", "data.train=d", "rollout.strategy=beam", "rollout.n=3", *changes]
     )

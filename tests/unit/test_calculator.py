@@ -1,4 +1,4 @@
-"""What a model may compute, and that nothing it writes runs, or takes long."""
+"""The calculator for models: what it computes, and that nothing a model writes runs as code or takes long."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Prompts in well-known chat templates: begun turns, BOS tokens, suffixes, settings that had no effect."""
+"""Prompts in well-known chat templates: begun turns, BOS tokens, suffixes, and settings without an effect."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.config.schema import DataConfig
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import check
@@ -37,7 +37,10 @@ def refused(folder, prompt="1", **data):
 @pytest.mark.parametrize("kind", TEMPLATES)
 @pytest.mark.parametrize("begun", ["It is", "It is ", "The answer:\n", "<tool>\n\n", "", "\tx"])
 def test_a_begun_turn_is_continued_as_it_was_begun(folders, kind, begun):
-    """The turn was closed, and a new one was opened behind it. Some templates would strip its white space."""
+    """The turn used to be closed, and a new one opened behind it.
+
+    Some templates would strip its white space.
+    """
     tokenizer = PromptTokenizer(folders[kind])
     text, ids = tokenizer.prompt([ASKED, said(begun)], "f:1")
     before = tokenizer.text([ASKED])
@@ -126,7 +129,7 @@ def test_an_episode_keeps_the_tools_of_its_record(folders, history):
     ],
 )
 def test_what_a_tokenizer_puts_before_texts_is_there_once(tmp_path, around, prompt, expected):
-    """A prompt that a template was applied to before has its BOS, and got another."""
+    """A prompt that a template was applied to before has its BOS already, and used to get another."""
     tokenizer = PromptTokenizer(
         save_tokenizer(tmp_path, "mistral", around=around), DataConfig(chat_template="none")
     )
@@ -166,7 +169,7 @@ def test_a_prompt_that_went_through_the_template_before_is_refused(folders, kind
     ],
 )
 def test_a_suffix_is_appended_once_to_every_kind_of_prompt(folders, tmp_path, prompt, asked):
-    """The suffix, which asks for the form of the answer, was appended to strings alone."""
+    """The suffix, which asks for the form of the answer, used to be appended only to strings."""
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
     data = DataConfig(prompt_suffix="=?")
     [prompt], _ = load_prompts(f"{tmp_path}/p.jsonl", PromptTokenizer(folders["chatml"], data), data)
@@ -191,7 +194,7 @@ def test_a_suffix_that_has_no_place_is_refused(folders):
     ],
 )
 def test_messages_as_json_text_are_messages(folders, text):
-    """Their JSON was put into one message of the user."""
+    """Their JSON used to be put into one user message."""
     assert PromptTokenizer(folders["chatml"]).text(text) == PromptTokenizer(folders["chatml"]).text("1")
     assert "the prompt is a list of chat messages, but data.chat_template=none" in refused(
         folders["chatml"], text, chat_template="none"
@@ -227,8 +230,8 @@ def test_texts_that_only_look_like_messages_stay_texts(folders):
 def test_an_argument_that_the_template_never_reads_is_refused(folders, kind, arguments, unread):
     message = refused(folders[kind], chat_template_args=arguments)
     assert (
-        f"data.chat_template_args: the chat template reads nothing of the name {unread}, so that would have no effect"
-        in message
+        "data.chat_template_args: the chat template reads nothing of the name "
+        f"{unread}, so that would have no effect" in message
     )
     assert "it reads " in message
 
@@ -258,15 +261,15 @@ def test_a_system_prompt_that_the_template_drops_is_refused(folders):
 
 @pytest.mark.parametrize("kind", ["chatml", "llama3", "mistral"])
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, kind):
-    """Its last tokens have no row in the embedding: the run ended when the first of them came."""
+    """Its last tokens have no row in the embedding. A run used to end when the first of them came."""
     known = len(PromptTokenizer(save_tokenizer(tmp_path / "m", kind)).tokenizer)
     for missing in (1, 5, 100):
         folder = save_tokenizer(tmp_path / "m", kind, tokens_of_model=known - missing)
         for template in ("tokenizer", "none"):
             message = refused(folder, chat_template=template)
             assert (
-                f"the tokenizer has {known} tokens, but the model has only {known - missing} (vocab_size of its config.json)"
-                in message
+                f"the tokenizer has {known} tokens, but the model has only {known - missing} "
+                "(vocab_size of its config.json)" in message
             )
     for more in (0, 1, 1000):  # embeddings are padded to convenient sizes
         PromptTokenizer(save_tokenizer(tmp_path / "m", kind, tokens_of_model=known + more))

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.config.schema import Config, DataConfig, ModelConfig
+from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.conversations import Conversations
 from grpo_megatron.data.examples import load_examples
@@ -36,7 +37,7 @@ def folders(tmp_path_factory):
 
 
 def marked(tokenizer, sample):
-    """The response with [[...]] around each part that is learned."""
+    """Return the response with [[...]] around each part that is learned."""
     text, before = "", False
     for number, learned in zip(sample.response_ids.tolist(), sample.loss_mask.tolist(), strict=True):
         text += {(False, True): "[[", (True, False): "]]"}.get(
@@ -47,7 +48,7 @@ def marked(tokenizer, sample):
 
 
 def learned(folder, record, tmp_path, **data):
-    """(prompt, response with marks) of one record."""
+    """Return (prompt, response with marks) of one record."""
     (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n")
     data = DataConfig(train=f"{tmp_path}/r.jsonl", **data)
     config = Config(model=ModelConfig(path=folder), data=data, rollout=RolloutConfig(max_response_length=500))
@@ -98,25 +99,28 @@ ANSWERED = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n
         (
             "llama3",
             [called(None, '{"a": 1}'), TOOL, said("2")],
-            '[[{"name": "add", "parameters": {"a": 1}}<|eom_id|>]]<|start_header_id|>ipython<|end_header_id|>\n\n2<|eot_id|>'
+            '[[{"name": "add", "parameters": {"a": 1}}<|eom_id|>]]'
+            "<|start_header_id|>ipython<|end_header_id|>\n\n2<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\n[[2<|eot_id|>]]",
         ),
         (
             "mistral",
             [called("", {"a": None}), TOOL, said("2")],
-            '[[[TOOL_CALLS][{"name": "add", "arguments": {"a": null}}]</s>]][TOOL_RESULTS]2[/TOOL_RESULTS][[ 2</s>]]',
+            '[[[TOOL_CALLS][{"name": "add", "arguments": {"a": '
+            "null}}]</s>]][TOOL_RESULTS]2[/TOOL_RESULTS][[ 2</s>]]",
         ),
         (
             "deepseek",
             [called("", {"a": 1}), TOOL, said("2")],
-            '[[<|tool_call|>add\n{"a": 1}<|end_of_sentence|>]]<|tool_output|>2<|Assistant|>[[2<|end_of_sentence|>]]',
+            "[[<|tool_call|>add\n"
+            '{"a": 1}<|end_of_sentence|>]]<|tool_output|>2<|Assistant|>[[2<|end_of_sentence|>]]',
         ),
         # The template drops the thinking of the first turn before the second; an episode keeps it.
         (
             "qwen3",
             [said("4", reasoning_content="a"), ASKED, said("2", reasoning_content="b")],
-            "[[<think>\na\n</think>\n\n4<|im_end|>]]\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
-            "[[<think>\nb\n</think>\n\n2<|im_end|>]]",
+            "[[<think>\na\n</think>\n\n4<|im_end|>]]\n<|im_start|>user\n1+1?<|im_end|>\n"
+            "<|im_start|>assistant\n[[<think>\nb\n</think>\n\n2<|im_end|>]]",
         ),
         (
             "plain",
@@ -127,7 +131,10 @@ ANSWERED = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n
     ],
 )
 def test_the_assistants_tokens_are_learned(folders, tmp_path, kind, response, expected):
-    """Reasoning and tool calls were dropped, so empty turns were trained; turns ended with a wrong token."""
+    """Reasoning and tool calls used to be dropped, so that empty turns were trained.
+
+    Turns ended with a wrong token.
+    """
     prompt, found = learned(folders[kind], {"prompt": [ASKED], "response": response}, tmp_path)
     if expected is None:  # as JSON text
         expected = learned(folders[kind], {"prompt": [ASKED], "response": json.loads(response)}, tmp_path)[1]
@@ -137,7 +144,7 @@ def test_the_assistants_tokens_are_learned(folders, tmp_path, kind, response, ex
 
 @pytest.mark.parametrize("kind", ["llama3", "mistral", "deepseek", "chatml"])
 def test_a_chat_that_is_learned_has_the_tokens_of_the_template(folders, tmp_path, kind):
-    """The parts, tokenized one by one, are together what the template makes of the whole chat."""
+    """The parts are tokenized one by one. Together they are what the template makes of the whole chat."""
     chat = [ASKED, said("2"), {"role": "user", "content": "Sure?"}, said("Yes")]
     prompt, found = learned(folders[kind], {"prompt": chat[:1], "response": chat[1:]}, tmp_path)
     whole = PromptTokenizer(folders[kind]).template.render(chat, "f:1", generation=False)
@@ -205,7 +212,7 @@ def test_a_begun_turn_is_finished_by_the_response(folders, tmp_path):
 
 
 def test_tools_of_a_record_are_shown_to_the_model(folders, tmp_path):
-    """A column of tools was not read: calls were learned without what they call."""
+    """A column of tools used not to be read, so that calls were learned without the tools that they call."""
     record = {"prompt": [ASKED], "response": [called(None, {"a": 1})], "tools": [SCHEMA]}
     for tools in ([SCHEMA], json.dumps([SCHEMA])):
         prompt, found = learned(folders["qwen3"], {**record, "tools": tools}, tmp_path)
@@ -245,7 +252,7 @@ def test_tools_of_the_environment_and_of_a_record_are_not_mixed(folders):
 
 
 def test_a_response_behind_a_prompt_that_is_no_chat(folders, tmp_path):
-    """Contents of messages stand behind each other as they are, as in an episode with such a prompt."""
+    """Contents of messages follow each other unchanged, as in an episode with such a prompt."""
     record = {"prompt": "1+1=", "response": [said("2"), {"role": "tool", "content": "!"}, said("3")]}
     assert learned(folders["chatml"], record, tmp_path, chat_template="none") == (
         "1+1=",
@@ -257,7 +264,9 @@ def test_a_response_behind_a_prompt_that_is_no_chat(folders, tmp_path):
 
 
 def test_tokenizers_that_put_a_space_before_texts(tmp_path):
-    """The response was tokenized like a text of its own, with a space that the model does not write."""
+    """The response used to be tokenized like a text of its own, with a space that the model does not
+    write.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -269,8 +278,8 @@ def test_tokenizers_that_put_a_space_before_texts(tmp_path):
     tokenizer.decoder = decoders.Metaspace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}|{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}|{% endif %}"
     )
     fast.save_pretrained(tmp_path)
     tokenizer = PromptTokenizer(str(tmp_path))
@@ -293,7 +302,7 @@ def test_a_response_that_nothing_can_close_is_refused(folders, tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3", "deepseek"])
 def test_preferred_responses_have_their_calls(folders, tmp_path, kind):
-    """Reward models, too, were trained on the content alone."""
+    """Reward models, too, used to be trained only on the content."""
     record = {"chosen": [ASKED, called(None, {"a": 1})], "rejected": [ASKED, said("3")]}
     (tmp_path / "p.jsonl").write_text(json.dumps(record) + "\n")
     tokenizer = PromptTokenizer(folders[kind])

@@ -1,4 +1,6 @@
-"""The driver's side of checkpoints: what has a final name is whole, at any moment, and the right ones are kept."""
+"""The driver's side of checkpoints: a final name always means a complete checkpoint, and the right ones
+are kept.
+"""
 
 import json
 import os
@@ -21,7 +23,12 @@ from tests.tools import no_file_beyond
 
 
 class SlowTrainer:
-    """Its checkpoint is a file with the number of its steps, which is there when it is finished; full: then it fails."""
+    """A trainer whose checkpoint is a file with the number of its steps.
+
+    The file exists when the checkpoint is finished.
+
+    full: True to fail at that moment.
+    """
 
     def __init__(self):
         self.steps, self.written, self.full = 0, False, False
@@ -63,7 +70,7 @@ def clock():
 
 @pytest.fixture
 def made(trainer, clock, tmp_path):
-    """Makes a saver with these values of the configuration."""
+    """A function that makes a saver with these values of the configuration."""
 
     def make(**config) -> Checkpoints:
         settings = CheckpointConfig(**{"minutes": 0, "keep": 9, **config})
@@ -78,7 +85,7 @@ def saver(made):
 
 
 def contents(saver) -> dict[str, str]:
-    """{folder: the value of the trainer in it}; of those with a final name, which must be whole."""
+    """Return {folder: the trainer's value in it} for folders with a final name, which must be complete."""
     found = {}
     for folder in saver.folder.iterdir():
         if folder.name.endswith(".partial"):
@@ -179,7 +186,7 @@ def test_one_that_a_run_begins_from_is_not_deleted(made, trainer):
 
 @pytest.mark.slow
 def test_an_old_one_that_cannot_be_deleted_ends_no_run(made, trainer, monkeypatch, capsys):
-    """As on NFS where somebody has a file of it open."""
+    """This happens on NFS if some process has a file of it open."""
     monkeypatch.setattr(os, "rmdir", lambda path, **options: os.stat("/nowhere"))
     saver = made(every=1, keep=1)
     for name in ("step_00000001.deleted", "step_00000002.partial"):  # from earlier starts
@@ -215,7 +222,10 @@ def test_the_rows_are_on_the_disk_before_the_checkpoint_is_there(saver, trainer,
 
 
 def test_one_that_is_there_is_not_written_again(saver, trainer):
-    """As at a request to stop right after a step that was saved: a state of this step is this state."""
+    """This happens at a request to stop right after a step that was saved.
+
+    The state of the step is the same.
+    """
     run_step(saver, trainer, 2)
     saver.save(state_of(2))
     saver.finish()
@@ -315,7 +325,7 @@ def test_without_background_it_is_there_at_once(made, trainer):
 
 
 def test_what_was_trained_is_noted(saver, capsys):
-    """Also what a full disk did not take at once; half a row is taken back."""
+    """Rows that a full disk refused are written later; half a row is taken back."""
     path = saver.folder.parent / "trained.jsonl"
     saver.note_trained(1, [4, 2])
     with no_file_beyond(path.stat().st_size + 10):

@@ -98,7 +98,8 @@ os._exit(0)
 """
 NAMES = """
 import os
-os.write(3, b'["dict", [["__builtins__", ["dict", []]], ["AssertionError", 0], ["add", 0], ["check", 0]]]\\\\n')
+os.write(3, b'["dict", [["__builtins__", ["dict", []]], ["AssertionError", 0], \
+["add", 0], ["check", 0]]]\\\\n')
 os.write(3, b'3\\\\n7\\\\n' * 0)
 os._exit(0)
 """
@@ -117,7 +118,10 @@ os._exit(0)
         "def add(a, b):\n    raise SystemExit(0)\nraise SystemExit(0)",
         "import os\ndef add(a, b):\n    os._exit(0)",
         "print('passed')\ndef add(a, b):\n    return None",
-        "import threading, os\nthreading.Thread(target=os._exit, args=(0,)).start()\ndef add(a, b):\n    while True: pass",
+        (
+            "import threading, os\nthreading.Thread(target=os._exit, args=(0,)).start()\n"
+            "def add(a, b):\n    while True: pass"
+        ),
         ALWAYS_EQUAL,
         PATCHES,
         CHANNEL,
@@ -253,7 +257,9 @@ CONDITIONS = {
 
 
 def test_an_object_of_the_programs_own_class_is_neither_true_nor_equal_to_anything():
-    """A program could return what is true, and equal to whatever a test compares it with."""
+    """A program could otherwise return an object that is true, and equal to whatever a test compares it
+    with.
+    """
     assert all(
         eval(condition, {"f": lambda _, found=found: found}) for condition, found in CONDITIONS.items()
     )
@@ -263,7 +269,10 @@ def test_an_object_of_the_programs_own_class_is_neither_true_nor_equal_to_anythi
 
 def test_errors_that_tests_expect():
     tests = [
-        "try:\n    root(-1)\nexcept ValueError as error:\n    assert 'negative' in str(error)\nelse:\n    assert False"
+        (
+            "try:\n    root(-1)\nexcept ValueError as error:\n"
+            "    assert 'negative' in str(error)\nelse:\n    assert False"
+        )
     ]
     assert score("def root(x):\n    raise ValueError('negative')", tests)["reward"] == 1.0
     assert score("def root(x):\n    raise TypeError('negative')", tests)["reward"] == 0.0
@@ -296,7 +305,9 @@ def test_results_of_all_plain_kinds():
     ids=["together", "alone"],
 )
 def test_all_tests_of_a_program_end_before_the_reward_has_used_its_time(program, answer, passed):
-    """Else a slow program would be a failed reward, which ends the run, and no response that did not pass."""
+    """Otherwise a slow program would be a failed reward, which ends the run, and not a response that
+    failed its tests.
+    """
     answer = json.dumps(answer)
     scorer = Scorer(
         replace(config(score=CodeScore.share), timeout=3.0), lambda ids: f"```python\n{program}\n```"

@@ -9,7 +9,7 @@ from grpo_megatron.config.schema import AlgorithmConfig
 
 
 def samples(rewards, lengths, first_group=0):
-    """Groups of two, prompts of one token."""
+    """Return groups of two, with prompts of one token."""
     made = []
     for i, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
         ids = np.arange(1, length + 1, dtype=np.int32)
@@ -22,7 +22,7 @@ def samples(rewards, lengths, first_group=0):
 
 @pytest.fixture
 def batches():
-    """Two optimizer steps: rewards 1, 0 with 1 and 2 tokens; rewards 0, 4 with 1 and 1."""
+    """Return two optimizer steps: rewards 1 and 0 with 1 and 2 tokens, then rewards 0 and 4 with 1 and 1."""
     return [
         TrainBatch.from_samples(samples([1.0, 0.0], [1, 2])),
         TrainBatch.from_samples(samples([0.0, 4.0], [1, 1], first_group=5)),
@@ -68,7 +68,7 @@ def test_valid_token_scale_with_one_trained_token_and_with_none(batches):
 
 
 def test_the_kl_in_the_reward_by_hand(batches):
-    """k1 of 0.5 on every token: rewards less 0.1 per token, as the coefficient is 0.2."""
+    """k1 is 0.5 on every token, so that rewards are lower by 0.1 per token with the coefficient 0.2."""
     for batch in batches:
         batch.old_logp = np.where(batch.loss_mask, -1.0, 0).astype(np.float32)
         batch.ref_logp = np.where(batch.loss_mask, -1.5, 7).astype(np.float32)

@@ -1,4 +1,4 @@
-"""`grpo-megatron config ...` through the command line itself, on real files."""
+"""`grpo-megatron config ...` through the command line, on real files."""
 
 import dataclasses
 import json
@@ -181,7 +181,9 @@ def test_every_key_can_be_explained(key, capsys):
 
 
 def test_help_texts_name_only_keys_that_exist():
-    """What interacts is read off these texts too, so a key they misname would be lost there."""
+    """Interactions between keys are also read from these texts, and would be lost for a key that is
+    misnamed.
+    """
     sections = "|".join(key for key in known_keys() if "." not in key)
     for key, field in known_keys().items():
         for name in re.findall(rf"(?<![\w./])(?:{sections})(?:\.[a-z]\w*)+", field.metadata["help"]):
@@ -273,7 +275,7 @@ def test_diff_of_the_configurations_here_is_complete(capsys):
 
 @pytest.fixture(scope="module")
 def run_files(tmp_path_factory):
-    """A model with a tokenizer, and data: what check can look at."""
+    """A model with a tokenizer, and data: everything that `check` can look at."""
     folder = tmp_path_factory.mktemp("files")
     subprocess.run(
         [sys.executable, "tools/make_tiny_model.py", folder / "model", "--hidden", "64", "--ffn", "128"],
@@ -369,7 +371,7 @@ def test_check_looks_into_data_without_a_model(capsys, run_files):
 
 
 def test_check_agrees_with_what_a_run_refuses():
-    """check must not be laxer than train: the same settings, the same verdict."""
+    """`check` must not be laxer than `train`: the same settings give the same verdict."""
     from grpo_megatron.errors import UserError
     from grpo_megatron.preflight.check import check
 
@@ -393,7 +395,10 @@ def test_check_agrees_with_what_a_run_refuses():
 
 
 def test_docs_are_current():
-    """By a process of its own: here, other tests have registered plug-ins, which the page would list."""
+    """It runs in a process of its own.
+
+    Here, other tests have registered plug-ins, which the page would list.
+    """
     made = subprocess.run(
         [sys.executable, "-m", "grpo_megatron.cli", "config", "docs"], capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""What is read from config.json is what transformers reads from the same file, also where keys are absent or contradict each other."""
+"""Values read from config.json equal transformers', also if keys are absent or contradict each other."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,9 @@ def written(folder, config: dict) -> str:
 
 
 def as_transformers_reads(folder: str, target) -> str:
-    """A folder whose config.json has every key, with the values that transformers takes for the one in `folder`."""
+    """Write a folder whose config.json has every key, with the values that transformers reads from
+    `folder`.
+    """
     from transformers import AutoConfig
 
     architectures = json.loads(Path(folder, "config.json").read_text())["architectures"]
@@ -35,7 +37,7 @@ def as_transformers_reads(folder: str, target) -> str:
 
 
 def full_config(family: str) -> dict:
-    """Every key that transformers writes for a small model of the family."""
+    """Return every key that transformers writes for a small model of the family."""
     import transformers
 
     name, own = FAMILIES[family]
@@ -56,7 +58,9 @@ def full_config(family: str) -> dict:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_absent_key_has_transformers_default(family, tmp_path):
-    """A config.json without rope_theta was refused; one without num_key_value_heads or sliding_window was read otherwise."""
+    """A config.json without rope_theta used to be refused, and missing num_key_value_heads or
+    sliding_window misread.
+    """
     full, refused = full_config(family), set()
     for key in sorted(full.keys() - NO_PART_OF_THE_MODEL):
         folder = written(tmp_path / "ours", {name: value for name, value in full.items() if name != key})
@@ -130,7 +134,7 @@ def llama(folder, changes: dict) -> str:
 
 @pytest.mark.parametrize("name", READ)
 def test_rotary_frequencies_are_transformers(name, tmp_path):
-    """rope_scaling that was added to a config.json with rope_parameters was ignored."""
+    """rope_scaling used to be ignored if it was added to a config.json with rope_parameters."""
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -1,4 +1,4 @@
-"""What people mistype, in files and on the command line: each refused with what was meant."""
+"""Typing mistakes in files and on the command line. Each is refused with a hint at what was meant."""
 
 import os
 
@@ -88,7 +88,7 @@ ILL_TYPED = [
 
 
 def as_file(written: str, path) -> None:
-    """The same setting as nested YAML."""
+    """Return the same setting as nested YAML."""
     key, _, value = written.partition("=")
     tree = yaml.safe_load(value) if value else None
     for name in reversed(key.split(".")):
@@ -270,7 +270,7 @@ def test_files_that_mean_nothing_are_refused(text, part, capsys, tmp_path):
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(argument, part, capsys):
-    """The message names the argument, the key and the fault; users met messages without the key."""
+    """The message names the argument, the key and the fault. Messages used to lack the key."""
     assert main(["train", "model.path=m", "data.train=d.jsonl", argument]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")

@@ -1,4 +1,4 @@
-"""When the loop evaluates, saves and leaves; what a step does is tested with real ranks."""
+"""The loop: when it evaluates, saves and stops. Steps are tested with real ranks elsewhere."""
 
 import json
 import math
@@ -34,7 +34,7 @@ class Monitor:
 
 
 class Saver:
-    """Notes the steps of its checkpoints; those that are due are every second one's and the last."""
+    """Records the steps of its checkpoints. Every second step and the last one are due."""
 
     def __init__(self, folder):
         self.folder, self.saved, self.states = folder, [], {}
@@ -56,7 +56,10 @@ class Saver:
 
 
 class Loop(Controller):
-    """The loop alone: steps and evaluations are noted, and a request comes in the midst of one."""
+    """The loop without ranks and engines.
+
+    It records steps and evaluations, and a request comes in the middle of one.
+    """
 
     def __init__(self, saver, *changes, asked_in=None):
         config = read_config(
@@ -118,7 +121,7 @@ def test_a_stopped_run_leaves_after_what_it_does_and_continues_to_the_same_end(
 
 
 def test_a_checkpoint_is_completed_after_generation_not_after_the_step_alone(tmp_path):
-    """A step may be longer than what a request to stop leaves."""
+    """A step may take longer than a request to stop allows."""
     loop, done = Loop(Saver(tmp_path)), []
     loop.monitor = SimpleNamespace(phases=Phases(), start_step=lambda step: None)
     loop.rollouts = SimpleNamespace(sample=lambda *_: done.append("sampled") or SimpleNamespace(groups=[]))
@@ -138,7 +141,7 @@ def test_a_stop_in_the_evaluation_after_the_last_step_comes_too_late(tmp_path):
 
 
 def test_a_mismatch_that_was_no_number_stays_none_over_a_restart(tmp_path):
-    """The checkpoint's JSON has null for it; max() of None and a number ended the run."""
+    """The checkpoint's JSON has null for it. max() of None and a number used to end the run."""
     loop = Loop(Saver(tmp_path))
     loop.totals["mismatch_max"] = math.nan
     again = Loop(Saver(tmp_path))

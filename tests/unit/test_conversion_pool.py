@@ -1,4 +1,4 @@
-"""A process of a conversion that dies before it is sent a unit, or before it has read it."""
+"""A process of a conversion that dies before it is sent a unit, or before it has read the unit."""
 
 import multiprocessing
 import time

@@ -1,4 +1,4 @@
-"""What the mismatch does to the policy term: weights and masks, and where they are known."""
+"""Effect of the mismatch on the policy term: weights and masks, and when they are known."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def weighting(kind: str, low: float | None = None, high: float | None = None) ->
 
 
 def correct(correction: Correction, delta: list[list[float]]):
-    """factors and what is kept of sequences with these log-ratios of trainer to engine."""
+    """Return factors and masks for sequences with these log-ratios of trainer to engine."""
     flat = torch.tensor([value for row in delta for value in row], dtype=torch.float64)
     sequence = torch.tensor([i for i, row in enumerate(delta) for _ in row])
 
@@ -163,7 +163,7 @@ def test_differences_beyond_twenty_nats_count_as_twenty(delta):
 
 
 def naive_weight(kind: str, low: float, high: float, delta: list[float]) -> list[float]:
-    """Weights of the trained tokens of one sequence; 0 where it masks."""
+    """Return the weights of one sequence's trained tokens, 0 where it masks."""
     product = math.exp(sum(delta))
     ratios = [product if kind in ("seq_tis", "mis") else math.exp(d) for d in delta]
     if kind in ("tis", "seq_tis"):
@@ -271,7 +271,9 @@ PARTS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2", "entrop
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6))
 def test_known_before_training_or_in_the_forward_is_the_same_loss(name, mode, applies_to, seed):
-    """Recomputed old log-probs of the first optimizer step are the current ones, so that nothing else differs."""
+    """Recomputed old log-probs are the current ones in the first optimizer step, so that nothing else
+    differs.
+    """
     data = ragged(seed, spread=0.5, current=True)
     data.batch.old_logp = np.where(data.batch.loss_mask, data.logp.detach().numpy(), 0)
     coefficients, _ = step_coefficients(data.batch, config_for(mode, applies_to, False), CORRECTIONS[name])

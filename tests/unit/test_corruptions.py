@@ -1,4 +1,7 @@
-"""Damaged configurations and model folders, by the hundred: legal, or refused by one message; never a traceback, never a wait."""
+"""Hundreds of damaged configurations and model folders.
+
+Each is legal or refused at once by one message, without a traceback.
+"""
 
 import json
 import os
@@ -22,7 +25,7 @@ PER_BATCH = 20
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A model with a tokenizer, and data that fit it."""
+    """A model with a tokenizer, and matching data."""
     from make_tiny_model import make
 
     root = tmp_path_factory.mktemp("files")
@@ -40,7 +43,7 @@ def settings(root) -> list[str]:
 
 @pytest.fixture(scope="module")
 def texts(files):
-    """Legal files: one with few keys, and one with every key there is."""
+    """Legal files: one with few keys, and one with every key."""
     short = files / "short.yaml"
     with open("configs/quickstart.yaml", encoding="utf-8") as quickstart:
         text = quickstart.read().replace("runs/quickstart_sft/hf", f"{files}/model")
@@ -53,7 +56,7 @@ def texts(files):
 
 
 def answer(capsys, *arguments: str) -> tuple[int, str]:
-    """(exit status, what was said); asserts that it is one message, at once."""
+    """Return (exit status, output). Asserts that it is one message, at once."""
     capsys.readouterr()
     started = time.process_time()  # other processes of a busy machine are not what is measured
     status = main(list(arguments))
@@ -99,7 +102,7 @@ def _written(folder, text: bytes) -> str:
 
 @pytest.fixture
 def model(files, tmp_path):
-    """A copy whose files can be damaged; the data beside it stay whole."""
+    """A copy of the model whose files can be damaged. The data beside it stay intact."""
     folder = tmp_path / "model"
     folder.mkdir()
     for path in (files / "model").iterdir():

@@ -1,4 +1,6 @@
-"""Threads of ranks and engines on CPUs: a node's cores are divided among the processes that work at the same time."""
+"""CPU threads of ranks and engines: a node's cores are divided among the processes that work at the same
+time.
+"""
 
 import os
 
@@ -42,7 +44,7 @@ def test_auto_follows_the_usual_variable(setting, variable, expected):
     [("max 100000", 16), ("250000 100000", 2), ("50000 100000", 1), ("9000000 100000", 16), ("", 16)],
 )
 def test_a_containers_quota_counts(quota, expected, tmp_path, monkeypatch):
-    """A container with 2 processors on a machine of 16 sees all 16: threads for each of them would only wait."""
+    """A container with 2 processors on a machine of 16 sees all 16. A thread for each would only wait."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(cpu_threads, "_QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text(quota)
@@ -59,7 +61,10 @@ def test_the_affinity_counts(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
 def test_no_thread_of_a_rank_or_an_engine_waits_by_spinning(threads):
-    """Ranks waited passively, engines did not. On two cores that others used too, a generation of 8 s was seen to take 98 to 172 s."""
+    """Ranks waited passively, but engines did not.
+
+    On two cores that others used too, a generation of 8 s was seen to take 98 to 172 s.
+    """
     rank = _environment(Slot(0, "node", None), threads)
     engine = engine_environment(EngineConfig(), gpu=False, threads=threads)
     for environment in (rank, engine):

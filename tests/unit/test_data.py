@@ -7,7 +7,7 @@ import pytest
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
-from grpo_megatron.config.schema import DataConfig, OverlongPrompts
+from grpo_megatron.config.data import DataConfig, OverlongPrompts
 from grpo_megatron.data import EpochOrder, PromptSource, PromptTokenizer, load_prompts, read_records
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.record import Recorder, Replay
@@ -281,7 +281,7 @@ def test_half_a_row_of_a_killed_run_is_taken_back(tmp_path, left, resumed, kept)
 
 
 def test_a_new_run_moves_an_earlier_recording(tmp_path, capsys):
-    """Such as one that `rollout.replay` was meant for."""
+    """The recording may be one that `rollout.replay` was meant for."""
     path, _ = recorded(tmp_path)
     whole = Path(path).read_text()
     for number in (1, 2):

@@ -1,4 +1,7 @@
-"""Valid data files, damaged in 150 ways that a seed makes: prompts that are whole, or one UserError that names the file."""
+"""Valid data files with 150 kinds of random damage.
+
+They give complete prompts, or one UserError that names the file.
+"""
 
 import json
 import pickle
@@ -10,7 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from grpo_megatron.config.schema import DataConfig
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.errors import UserError
 
@@ -194,7 +197,7 @@ STRUCTURE = (
 
 
 def damaged(rng: random.Random, kind: str, path) -> str:
-    """Write a damaged file; the name of the damage."""
+    """Write a damaged file and return the name of the damage."""
     while True:
         damage = rng.choice((*BYTES, *STRUCTURE))
         rows = records()
@@ -244,7 +247,9 @@ def test_a_damaged_file(case, tmp_path, tokenizer):
 
 
 def test_the_damages_are_of_both_outcomes(tmp_path, tokenizer):
-    """Or the test above would show little: undamaged files load, and most of the damaged ones are refused."""
+    """The test above shows something only if undamaged files load and most of the damaged ones are
+    refused.
+    """
     for kind in KINDS:
         write_rows(tmp_path / f"whole.{kind}", kind, records())
         assert len(load_prompts(str(tmp_path / f"whole.{kind}"), tokenizer, DataConfig())[0]) == RECORDS

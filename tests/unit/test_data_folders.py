@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.config.schema import Config, DataConfig, ModelConfig
+from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.data import PromptTokenizer, load_prompts, read_records
 from grpo_megatron.data.examples import load_examples
 from grpo_megatron.errors import UserError
@@ -38,7 +39,7 @@ def saved(tmp_path_factory):
     ],
 )
 def test_a_folder_that_save_to_disk_wrote_is_read(saved, source, rows):
-    """load_dataset refuses it, and this program had sent the user there."""
+    """load_dataset refuses such a folder, and this program used to recommend load_dataset."""
     assert list(read_records(f"hf:{saved}/{source}", ["prompt"])) == rows
 
 
@@ -87,7 +88,7 @@ def checked(*sources, **more):
 
 
 def test_check_reads_folders_that_are_here(saved, tmp_path):
-    """All sources of the library were left for the run to find out about."""
+    """`check` used to skip all sources of the library, so that only the run found their faults."""
     good = f"hf:{saved}/several::test"
     report = checked(good)
     assert any(f"fields of data.train {good}" == what for what in report.checked)
@@ -142,7 +143,7 @@ CHATS = [
 
 
 def in_form(form, folder):
-    """The CHATS in a file or folder; returns the source."""
+    """Write the CHATS as a file or folder and return the source."""
     table = datasets.Dataset.from_list(CHATS)
     if form == "jsonl":
         (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
@@ -163,7 +164,10 @@ def qwen3(tmp_path_factory):
 
 @pytest.mark.parametrize("form", ["parquet", "save_to_disk", "hf"])
 def test_keys_that_a_record_lacks_are_not_in_its_prompt(tmp_path, qwen3, form):
-    """Arrow gives each object the keys of all, with null: prompts showed calls with arguments nobody gave."""
+    """Arrow gives each object all objects' keys, with null.
+
+    Prompts used to show calls with arguments that no record had.
+    """
     texts = {}
     for kind in ("jsonl", form):
         source = in_form(kind, tmp_path)
@@ -188,7 +192,7 @@ def test_keys_that_a_record_lacks_are_not_in_its_prompt(tmp_path, qwen3, form):
 
 
 def test_nulls_that_were_written_stay(tmp_path, qwen3):
-    """In JSON an argument that is null was given as null. A reward sees its record as the file has it."""
+    """An argument that is null in JSON was given as null. A reward sees its record as the file has it."""
     call = {"function": {"name": "find", "arguments": {"within": None, "more": [None, 1]}}, "id": None}
     chat = [
         {"role": "user", "content": "?", "name": None},

@@ -1,4 +1,4 @@
-"""The text of what a model wrote, as rewards, tools and records get it."""
+"""The text of a model's output, as rewards, tools and records get it."""
 
 import json
 import pickle
@@ -8,8 +8,8 @@ import pytest
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.reward import RewardConfig
-from grpo_megatron.config.schema import DataConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.rewards.scoring import RewardTask, ScorerSpec
 from grpo_megatron.rollout.episodes import SingleTurn
@@ -33,7 +33,7 @@ def written(tokenizer, text):
 
 
 def score(folder, response, answer, **reward):
-    """The reward that a worker gives a response, which gets to it as token ids."""
+    """Return the reward of a response, which reaches the worker as token ids."""
     tokenizer = PromptTokenizer(folder)
     scorer = pickle.loads(pickle.dumps(ScorerSpec(RewardConfig(**reward), tokenizer.decoder)))()
     [found] = scorer.work([RewardTask(0, "1+1?", written(tokenizer, response), answer, {})], 10.0)
@@ -52,7 +52,7 @@ def score(folder, response, answer, **reward):
     ],
 )
 def test_rewards_see_tags_that_are_special_tokens(folders, response, reward):
-    """They were removed with the end tokens, so that no response had the form that was asked for."""
+    """They used to be removed with the end tokens, so that no response had the requested form."""
     for end in ("", "<|im_end|>", "<|endoftext|>", f"<|im_end|>{PAD}{PAD}"):
         found = score(folders["chatml"], response + end, "2", **reward)
         assert found.text == response
@@ -93,7 +93,10 @@ def test_only_end_and_padding_tokens_are_left_out(folders, monkeypatch, kind, id
 
 
 def test_end_tokens_that_the_model_states(folders, tmp_path):
-    """Llama's generation_config.json has three. An ordinary token stated by mistake stays in the text."""
+    """Llama's generation_config.json has three.
+
+    An ordinary token that is listed by mistake stays in the text.
+    """
     folder = save_tokenizer(tmp_path, "llama3", special=TAGS)
     ids = PromptTokenizer(folder).encode("2<|eom_id|>")
     assert PromptTokenizer(folder).decode(ids) == "2<|eom_id|>"
@@ -120,7 +123,7 @@ def test_every_other_token_is_in_the_text(folders):
 
 
 class Engine:
-    """Keeps the parameters of its requests; each of its responses is one end token."""
+    """An engine that records the parameters of its requests. Each response is one end token."""
 
     weight_version = 0
 
@@ -156,7 +159,9 @@ class Rewards:
     ],
 )
 def test_responses_end_where_the_template_ends_turns(folders, kind, end):
-    """A base model's files name another end token, so engines did not stop at the one that was learned."""
+    """A base model's files name another end token, so that engines did not stop at the one that was
+    learned.
+    """
     tokenizer = PromptTokenizer(folders[kind])
     for template, ends in (("tokenizer", [end] if end else []), ("none", [])):
         engine, own = Engine(), PromptTokenizer(folders[kind], DataConfig(chat_template=template))

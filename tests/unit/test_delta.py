@@ -1,4 +1,4 @@
-"""Deltas of parcels, and the bytes of parcels themselves: what the receiver gets is what the sender packed, bit for bit."""
+"""Deltas of parcels, and the bytes of parcels: the receiver gets what the sender packed, bit for bit."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def parcel_of(*tensors: tuple[int, torch.dtype]):
-    """One parcel with a one-dimensional part for each tensor, named by its place."""
+    """Return a parcel with a one-dimensional part for each tensor, named by its place."""
     parts = [
         Part(f"megatron{i}", f"engine{i}", Move(f"hf{i}", (0,), (n,), (0,), (0,)))
         for i, (n, _) in enumerate(tensors)
@@ -28,7 +28,9 @@ def parcel_of(*tensors: tuple[int, torch.dtype]):
 
 
 def sealed(parcel, parameters, buffer=None) -> torch.Tensor:
-    """A packed buffer with its digests, with room for a payload and more, as a sender's is for its largest parcel."""
+    """Return a packed buffer with its digests and spare room, like a sender's, which fits its largest
+    parcel.
+    """
     buffer = torch.full((max_payload(parcel) + 48,), 0xAB, dtype=torch.uint8) if buffer is None else buffer
     parcel.pack(parameters, buffer)
     parcel.sealed(buffer).copy_(parcel.digests(buffer, odd_factors([parcel], CPU)))
@@ -43,7 +45,7 @@ def weights(generator: np.random.Generator, tensors) -> dict[str, torch.Tensor]:
 
 
 def test_parts_of_one_tensor_that_follow_each_other_have_one_digest():
-    """Parts are padded to 16 bytes, and a digest is of words of 8 bytes."""
+    """Parts are padded to 16 bytes, and a digest works on words of 8 bytes."""
     moves = [Move(name, (0,), (n,), (0,), (0,)) for name, n in (("b", 4), ("a", 3), ("a", 5), ("b", 1))]
     (parcel,) = make_parcels(LINK, [Part("m", "e", move) for move in moves], {"e": torch.float32}, 10**9)
     assert parcel.runs == [("b", 0, 2), ("a", 2, 8), ("b", 8, 10)]
@@ -52,7 +54,7 @@ def test_parts_of_one_tensor_that_follow_each_other_have_one_digest():
 
 @pytest.mark.parametrize("max_bytes", [16, 30, 48, 10**6])
 def test_a_tensor_that_is_cut_by_rows_arrives_where_it_belongs(max_bytes):
-    """It lies in the middle of the sender's tensor, and in one expert of the receiver's."""
+    """It is in the middle of the sender's tensor, and in one expert of the receiver's."""
     move = Move("a", (0, 0), (7, 3), (2, 1), (1, 3, 2))
     source, target = torch.arange(60.0).view(12, 5), torch.zeros(2, 11, 6)
     parcels = make_parcels(LINK, [Part("m", "e", move)], {"e": torch.float32}, max_bytes)
@@ -74,7 +76,9 @@ sizes = st.lists(st.tuples(st.integers(1, 70), dtypes), min_size=1, max_size=4)
 def test_packing_again_from_what_was_unpacked_gives_the_same_bytes_whatever_was_in_the_buffers(
     tensors, seed, rubbish
 ):
-    """The digest covers the bytes between the parts too, so that rubbish left there would look like wrong weights."""
+    """The digest also covers the bytes between the parts, so that leftovers there would look like wrong
+    weights.
+    """
     parcel, parameters = parcel_of(*tensors), weights(np.random.default_rng(seed), tensors)
     buffer = sealed(parcel, parameters)
     engine = {f"engine{i}": torch.zeros(n, dtype=dtype) for i, (n, dtype) in enumerate(tensors)}
@@ -124,7 +128,8 @@ def test_a_few_changed_elements_are_a_small_payload_and_many_a_whole_one(dtype):
     few = len(encoder.encode(parcel, sealed(parcel, parameters)))
     assert few < 600
     assert encoder.sent_bytes == nothing + few
-    # Random mantissas do not compress, and the bits of what changed come in addition: the whole parcel is smaller.
+    # Random mantissas do not compress, and the bits that mark changes come on top, so that the whole parcel
+    # is smaller.
     all_other = weights(np.random.default_rng(1), tensors)
     bits = torch.from_numpy(np.random.default_rng(2).integers(0, 256, 40_000 * dtype.itemsize, np.uint8))
     all_other["megatron0"] = bits.view(dtype)

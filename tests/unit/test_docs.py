@@ -1,4 +1,8 @@
-"""Every command in README.md, docs/ and the heads of configurations and scripts is run, here or by another test, or is known not to be."""
+"""Every command in README.md, docs/ and the heads of configurations and scripts is run, here or by another
+test.
+
+The exceptions are listed.
+"""
 
 import ast
 import json
@@ -29,7 +33,10 @@ for _path in [*PAGES, *HEADS]:
 
 
 def beginning_of(command: str) -> str | None:
-    """The longest of BEGINNINGS; the program's name alone begins nothing."""
+    """Return the longest of BEGINNINGS that the command starts with.
+
+    The program's name alone does not count.
+    """
     fitting = [one for one in BEGINNINGS if one == command or (" " in one and command.startswith(f"{one} "))]
     return max(fitting, key=len, default=None)
 
@@ -47,8 +54,8 @@ def test_every_command_is_accounted_for():
         command: [found.place for found in FOUND[command]] for command in FOUND if row_of(command) is None
     }
     assert not missing, (
-        "these commands have no row in tests/unit/documented_commands.py; give each one: Run to run it here, ByTest to name the "
-        "test that runs it, Needs where none can"
+        "these commands have no row in tests/unit/documented_commands.py; give each one: Run to run it "
+        "here, ByTest to name the test that runs it, Needs where none can"
     )
 
 
@@ -120,7 +127,9 @@ def test_commands_of_every_shape_are_found(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With a configuration that can be planned, and the folder of the run whose status docs/monitoring.md shows."""
+    """A folder with a configuration that can be planned, and the run whose status docs/monitoring.md
+    shows.
+    """
     folder = tmp_path_factory.mktemp("documented")
     planned = yaml.safe_load(Path("configs/qwen3_8b_1node.yaml").read_text(encoding="utf-8"))
     planned["model"] = planned.get("model", {}) | {"path": "configs/models/qwen3-8b"}
@@ -156,7 +165,8 @@ def documented_run(run: Path) -> None:
         "restarts": 0,
         "metrics": of_step,
     }
-    # Of another machine, so that the file's age decides whether the run goes on; in an hour these tests have ended.
+    # The run is on another machine, so that the file's age decides whether it goes on. These tests take less
+    # than an hour.
     status |= {"host": "node17", "pid": 4711, "pid_started": now, "started": now - 432, "written": now + 3600}
     status |= {"phase": "train", "phase_since": now - 1, "evaluation_step": 0}
     ranks = "rank 3 (tp1 pp0 cp0 dp1 ep0) and 7 more"
@@ -171,7 +181,7 @@ def documented_run(run: Path) -> None:
 
 
 def call(words: list[str], expected: int, capsys) -> str:
-    """What a command prints, which must end with this exit status."""
+    """Run a command, which must end with this exit status, and return its output."""
     program, *rest = words
     if program == "python" and rest[0].startswith("tools/"):
         return "".join(run_tool(Path(rest[0]).stem, *rest[1:], status=expected))
@@ -218,7 +228,10 @@ def test_the_documented_status_is_what_the_command_prints(folder, capsys):
 
 
 def reached(path: Path, name: str) -> str:
-    """Source of a function and, wherever they are used, of the functions, fixtures and constants of its file; empty if it is not there."""
+    """Return the source of a function and of everything in its file that it uses directly or indirectly.
+
+    That includes functions, fixtures and constants. The result is "" if the function does not exist.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     defined: dict[str, ast.stmt] = {}
     for node in tree.body:
@@ -256,7 +269,7 @@ def test_the_page_says_what_it_needs(command):
 
 @pytest.mark.parametrize("command", sorted(command for command in FOUND if command.startswith("make ")))
 def test_make_has_the_target(command, tmp_path):
-    """And would start what its row says."""
+    """The target must also start what its row says."""
     target = re.sub(r"=\.\.\.", "=python3", command).split()[1]
     done = subprocess.run(
         ["make", "-n", target, f"VENV={tmp_path}", "PYTHON=python3"], capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Links, paths and configuration keys in README.md and docs/ are those of things that exist."""
+"""Links, paths and configuration keys in README.md and docs/ exist."""
 
 import re
 from functools import cache
@@ -40,7 +40,10 @@ def test_paths_exist(page):
 
 
 def missing_paths(page: Path) -> list[str]:
-    """Of the project, in code spans: in one of its folders, or sources by their name alone. A path may have stars, NAME and ::test."""
+    """Return the project's paths in code spans that do not exist.
+
+    They are in one of its folders, or sources by their name alone. A path may have stars, NAME and ::test.
+    """
     found = []
     for part in parts(page.read_text(encoding="utf-8")):
         for span in spans(part):
@@ -51,7 +54,7 @@ def missing_paths(page: Path) -> list[str]:
 
 
 def exists(file: str, test: str) -> bool:
-    """Or is no path of the project."""
+    """Return True if the path exists or is not a path of the project."""
     first, _, rest = file.partition("/")
     if not rest:
         # Examples have sources of the reader's own.
@@ -79,7 +82,9 @@ def test_keys_are_those_of_the_configuration(page):
 
 
 def unknown_keys(page: Path) -> list[str]:
-    """In code spans and blocks, as `section.key`, `section.key=value`, `section.*`, and in YAML."""
+    """Return unknown keys in code spans and blocks: `section.key`, `section.key=value`, `section.*`, and
+    in YAML.
+    """
     name = page.stem.removeprefix("coming-from-")
     theirs = SYSTEMS[name].entry_for if name in SYSTEMS else lambda key: None
     found = []
@@ -99,7 +104,7 @@ def unknown_keys(page: Path) -> list[str]:
 
 
 def nested(values: dict, within: str = "") -> list[str]:
-    """The keys of a configuration in YAML: those of sections, down to where known keys have values of their own."""
+    """Return the keys of a configuration in YAML, down to the known keys that have values of their own."""
     found = []
     for key, value in values.items():
         name = f"{within}{key}"
@@ -112,8 +117,10 @@ PLANTED = """# A page
 
 See [one](README.md), [two](nowhere.md), [three](#a-page), [four](#another-page).
 
-`grpo_megatron/cli.py` `grpo_megatron/cly.py` `megatron/model.py` `megatron/modell.py` `layout.py` `lay_out.py` `configs/*node.yaml`
-`tests/unit/test_docs.py::test_every_row_is_of_a_command` `tests/unit/test_docs.py::test_nothing` `rollout/tokens` `reward/mean`
+`grpo_megatron/cli.py` `grpo_megatron/cly.py` `megatron/model.py` `megatron/modell.py` \
+`layout.py` `lay_out.py` `configs/*node.yaml`
+`tests/unit/test_docs.py::test_every_row_is_of_a_command` `tests/unit/test_docs.py::test_nothing` \
+`rollout/tokens` `reward/mean`
 
 `rollout.n` `rollout.m` `train.jsonl` `megatron.lora.*` `megatron.laura.*`
 

@@ -1,4 +1,7 @@
-"""The batch is filled with groups that count; what becomes of the others, and of their prompts. tests/integration has a real engine."""
+"""Dynamic sampling: the batch is filled with groups that count, and the other groups and prompts are handled.
+
+tests/integration has a real engine.
+"""
 
 import asyncio
 
@@ -19,12 +22,17 @@ SIZE = 40
 
 
 class Engine:
-    """Answers prompt u after its time, with one token: sample s of the group."""
+    """An engine that answers prompt u after its time with one token, the number of the sample in its
+    group.
+    """
 
     weight_version = 3
 
     def __init__(self, seconds=lambda uid: 0.001, together=False):
-        """together: all requests end at once."""
+        """Create the engine.
+
+        together: True for all requests to end at once.
+        """
         self.together, self.end = together, None
         self.seconds, self.running, self.most, self.asked, self.aborts = seconds, 0, 0, [], 0
 
@@ -32,7 +40,9 @@ class Engine:
         return [self, self]
 
     async def _end_of_all(self):
-        """Wait for a moment that is the same for all, so that they end in one round of the event loop."""
+        """Wait for a moment that is the same for all requests, so that they end in one round of the event
+        loop.
+        """
         if self.end is None:
             self.end = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_later(0.05, self.end.set_result, None)
@@ -58,7 +68,7 @@ class Engine:
 
 
 class Rewards:
-    """1 for the first sample of a prompt whose number `differs`, else 0."""
+    """Gives 1 for the first sample of a prompt whose number `differs` accepts, otherwise 0."""
 
     def __init__(self, differs):
         self.differs = differs
@@ -138,7 +148,7 @@ def test_a_dropped_group_is_replaced_by_one_other():
 
 @pytest.mark.parametrize("over_sampling", [1.25, 1.5, 2.0, 4.0])
 def test_groups_that_end_together_with_the_last_of_the_batch_come_again(over_sampling):
-    """They are neither lost nor used up, and the batch has the ones that were drawn first."""
+    """They are neither lost nor used up, and the batch has the groups that were drawn first."""
     engine, prompts = Engine(together=True), source()
     sampled = rollouts(engine, lambda uid: True, f"rollout.dynamic_sampling.over_sampling={over_sampling}")
     surplus = int(4 * over_sampling) - 4
@@ -155,7 +165,7 @@ def test_groups_that_end_together_with_the_last_of_the_batch_come_again(over_sam
     "seconds", [lambda uid: 0.02 * (9 - uid % 4), lambda uid: 0.01 * (uid * 7 % 5 + 1), lambda uid: 0.001]
 )
 def test_groups_come_in_the_order_in_which_their_prompts_were_drawn(seconds):
-    """Whichever ends first; else a run could not be repeated."""
+    """The order does not depend on which group ends first. Otherwise a run could not be repeated."""
     sampled, prompts = rollouts(Engine(seconds), lambda uid: True), source()
     for step in (1, 2):
         found = sampled.sample(step, prompts)

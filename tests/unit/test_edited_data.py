@@ -1,4 +1,4 @@
-"""A data file that was edited between two starts of a run, without another number of records."""
+"""A data file that was edited between two starts of a run and has the same number of records."""
 
 import json
 import os
@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from grpo_megatron.config.schema import Config, DataConfig
+from grpo_megatron.config.data import DataConfig
+from grpo_megatron.config.schema import Config
 from grpo_megatron.data import EpochOrder, PromptSource, PromptTokenizer, load_prompts
 from grpo_megatron.data.conversations import Conversations
 from grpo_megatron.data.examples import load_examples
@@ -75,7 +76,7 @@ EDITS = {
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_file_is_refused(suffix, edit, tmp_path):
-    """Records of the old file and of the new one were mixed within an epoch, without a word."""
+    """Records of the old and of the new file used to be mixed within an epoch, without a message."""
     if suffix == "parquet" and edit == "the name of a field":
         pytest.skip("every record of a table has all fields")
     source = write(tmp_path / f"train.{suffix}", RECORDS)
@@ -122,7 +123,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_a_note(tmp_path):
 
 @pytest.mark.parametrize("command", ["train", "train with weights", "sft", "reward-model"])
 def test_every_command_compares_its_data(command, tmp_path, tiny_tokenizer):
-    """From the file to the state of the command's checkpoint."""
+    """The test follows the data from the file to the state in the command's checkpoint."""
 
     def order():
         config = Config()

@@ -1,7 +1,7 @@
 """Environment and arguments of the processes of a GPU run: tools, libraries, NCCL's settings.
 
-On a machine with a GPU and no container every engine would have ended at its start. The loader does not find
-the CUDA runtime of the library that is preloaded (status 127), and SGLang does not find ninja to compile its
+On a GPU machine without a container, every engine would have ended at its start. The loader did not find the
+CUDA runtime of the library that is preloaded (status 127), and SGLang did not find ninja to compile its
 kernels with.
 """
 
@@ -30,7 +30,9 @@ BIN = str(Path(sys.executable).parent)
 
 @pytest.fixture
 def environments(monkeypatch):
-    """environments(**variables of the driver): what Ray is asked to set for a rank, and for an engine."""
+    """environments(**variables of the driver): the environments that Ray is asked to set for a rank and
+    for an engine.
+    """
     monkeypatch.setattr(placement, "_loopback_alone", dict)
 
     def of_both(slot=Slot(0, "node", 3), engine=EngineConfig(), **variables) -> tuple[dict, dict]:
@@ -63,7 +65,7 @@ def environments(monkeypatch):
     ],
 )
 def test_nccl_is_set_alike_in_ranks_and_engines(environments, variables, expected):
-    """SGLang switches cuMem off, NCCL switches it on in ranks, and groups of both fail or hang."""
+    """SGLang switches cuMem off, but NCCL switches it on in ranks, and groups of both fail or hang."""
     rank, engine = environments(**variables)
     both = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
     assert tuple(rank[name] for name in both) == tuple(engine[name] for name in both) == expected
@@ -87,7 +89,7 @@ def test_processes_without_a_gpu_get_none_of_it(environments):
 
 @pytest.mark.parametrize("path", ["/usr/bin:/bin", "/opt/conda/bin", f"{BIN}:/bin", ""])
 def test_programs_of_the_environment_come_first_on_a_nodes_own_path(environments, monkeypatch, path):
-    """The driver's PATH may be another one than the node's. Ray and the doctor fill in the node's."""
+    """The driver's PATH may differ from the node's. Ray and the doctor fill in the node's."""
     for variables in environments(PATH="/only/on/the/driver"):
         filled = gpu_environment.filled_in(variables, {"PATH": path, "HOME": "/h"})
         with monkeypatch.context() as patch:
@@ -102,7 +104,7 @@ def test_programs_of_the_environment_come_first_on_a_nodes_own_path(environments
 
 @pytest.fixture
 def toolkits(tmp_path, monkeypatch):
-    """toolkit(folder, ...): makes toolkits there; the usual place is the folder `usual`."""
+    """A function toolkit(folder, ...) that makes CUDA toolkits. The default place is the folder `usual`."""
     monkeypatch.setattr(gpu_environment, "_TOOLKIT", str(tmp_path / "usual"))
 
     def make(*folders: str) -> None:
@@ -175,7 +177,7 @@ def test_settings_that_hold_are_no_conflict(environ, toolkits, tmp_path):
 
 @pytest.mark.parametrize("own", [None, "0", "1"])
 def test_engines_in_fp8_warm_up_fast_unless_the_user_says_otherwise(environments, monkeypatch, own):
-    """SGLang compiles kernels for 16,384 sizes, which takes 10 to 20 minutes by its own account."""
+    """SGLang compiles kernels for 16,384 sizes, which takes 10 to 20 minutes according to SGLang."""
     monkeypatch.delenv("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", raising=False)
     if own is not None:
         monkeypatch.setenv("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", own)
@@ -223,7 +225,7 @@ def test_the_cuda_runtime_beside_torch_is_found(tmp_path, libraries, cuda, befor
 
 
 def test_the_pinned_memory_saver_can_be_preloaded(tmp_path):
-    """The library and the CUDA runtime of the GPU stack, with a driver that is an empty library."""
+    """The library and the CUDA runtime are the GPU stack's. The driver is an empty library."""
     loader, compiler = Path("/lib64/ld-linux-x86-64.so.2"), shutil.which("gcc")
     if not (loader.exists() and compiler):
         pytest.skip("needs gcc, and the loader of Linux on x86-64")
@@ -288,7 +290,7 @@ def test_an_engines_schedulers_inherit_the_library_path(monkeypatch, tmp_path, s
 
 
 def test_engines_on_gpus_capture_no_prefill_graphs():
-    """By default they do, and may compute a prompt's keys and values wrongly."""
+    """SGLang captures them by default, and may then compute a prompt's keys and values wrongly."""
     config, model = EngineConfig(dtype="bfloat16"), ModelConfig("/models/any")
     for gpu in (True, False):
         found = engine_arguments(config, model, 0, needs_tokenizer=False, gpu=gpu, routing=False)
@@ -313,7 +315,10 @@ def test_attention_in_float32_is_torchs(dtype, attention):
 
 @pytest.mark.parametrize("release", ["sglang==0.5.17", None])
 def test_prefill_graphs_of_the_pinned_releases_have_the_fault(release):
-    """Where this fails, SGLang holds the inputs: look whether release.GPU_ARGUMENTS can leave graphs on."""
+    """SGLang holds the inputs if this test fails.
+
+    Then see whether release.GPU_ARGUMENTS can leave graphs on.
+    """
     place = (
         unpacked(release) / "sglang"
         if release

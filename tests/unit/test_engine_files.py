@@ -1,4 +1,4 @@
-"""Which files of SGLang's in memory are removed, and whose stay."""
+"""SGLang's files in memory: which are removed, and which stay."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def in_memory():
-    """Makes a file of 16 bytes in /dev/shm by a pattern of its name, whose * becomes random."""
+    """A function that makes a file of 16 bytes in /dev/shm. A * in its name becomes random."""
     made = []
 
     def make(pattern: str) -> Path:

@@ -1,4 +1,4 @@
-"""Engines in FP8: what is refused before anything starts."""
+"""FP8 engines: settings that are refused before anything starts."""
 
 import pytest
 
@@ -80,8 +80,8 @@ def test_parts_of_experts_are_those_of_their_own_ranks(found):
     ):
         gate, down = sentences
         assert (
-            f"with {where} rank 0 has [0, 64) x [0, 256) of model.layers.1.mlp.experts.3.gate_proj.weight, which cuts"
-            in gate
+            f"with {where} rank 0 has [0, 64) x [0, 256) of "
+            "model.layers.1.mlp.experts.3.gate_proj.weight, which cuts" in gate
         )
         assert "[0, 256) x [0, 64) of model.layers.1.mlp.experts.3.down_proj.weight" in down
         assert gate.endswith("divide it over fewer ranks, or set it to none")
@@ -97,8 +97,8 @@ def test_ranks_with_parts_of_blocks_are_named_once_for_each_kind_of_layer(found,
     assert len(sentences) == 3
     keys, gate, down = sentences
     assert (
-        f"with {key}=2 rank 0 has [0, 64) x [0, 256) of model.layers.1.self_attn.k_proj.weight, which cuts blocks"
-        in keys
+        f"with {key}=2 rank 0 has [0, 64) x [0, 256) of "
+        "model.layers.1.self_attn.k_proj.weight, which cuts blocks" in keys
     )
     assert "[0, 192) x [0, 256) of model.layers.1.mlp.gate_proj.weight" in gate
     assert down.endswith("divide it over fewer ranks, or set it to none")

@@ -1,4 +1,4 @@
-"""Models that SGLang would take for others are refused where engines generate with them."""
+"""Models that SGLang would take for others are refused if engines generate with them."""
 
 import json
 import re

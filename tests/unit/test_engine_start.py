@@ -1,4 +1,4 @@
-"""What an engine needs before SGLang starts."""
+"""Preconditions of an engine that are checked before SGLang starts."""
 
 import sys
 import tempfile

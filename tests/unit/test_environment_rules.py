@@ -1,4 +1,4 @@
-"""What rollout.environment goes with."""
+"""Settings that rollout.environment can be combined with."""
 
 import pytest
 

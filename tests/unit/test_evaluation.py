@@ -1,4 +1,4 @@
-"""What evaluations report and keep."""
+"""Results that evaluations report and keep."""
 
 import json
 from dataclasses import replace
@@ -11,10 +11,11 @@ import pytest
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.commands.evaluate import evaluate, table
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig, Strategy
-from grpo_megatron.config.schema import Config, DataConfig, EvalConfig, ModelConfig
+from grpo_megatron.config.schema import Config, EvalConfig, ModelConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts
 from grpo_megatron.errors import UserError
@@ -113,7 +114,10 @@ def test_the_answer_of_a_response(reward, response, answer):
 
 
 class Engines:
-    """Each prompt's text has its responses, and the last of them is right where it is the answer; the first is the greedy one."""
+    """Engines whose responses are the words of the prompt's text.
+
+    A response is right if it equals the answer; the first response is the greedy one.
+    """
 
     def generate(self, prompts, sampling):
         assert sampling.beam is None
@@ -164,7 +168,7 @@ def test_scores_by_data_set_and_on_average(tmp_path):
 
 
 def test_the_vote_is_over_what_was_scored(tmp_path):
-    """A tool said 1 in every episode, but two of the last turns say 2."""
+    """A tool returned 1 in every episode, but two of the last turns say 2."""
 
     class Episodes(Engines):
         def generate(self, prompts, sampling):

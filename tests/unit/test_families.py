@@ -1,4 +1,4 @@
-"""What is read from the config.json of the published GLM-4.5 and DeepSeek-V3, and what is refused."""
+"""Reading of the published config.json of GLM-4.5 and DeepSeek-V3, and refusals."""
 
 import json
 from math import prod
@@ -94,7 +94,10 @@ def read(folder, config):
 
 @pytest.mark.parametrize(("model", "billions", "active"), [("glm", 353, 32), ("deepseek", 671, 37)])
 def test_sizes_are_the_published_ones(tmp_path, model, billions, active):
-    """GLM-4.5: 355 billion parameters with the layer that predicts further tokens, 32 of them active; DeepSeek-V3: 671 and 37."""
+    """GLM-4.5 has 355 billion parameters with the layer that predicts further tokens, 32 of them active.
+
+    DeepSeek-V3 has 671 and 37.
+    """
     arch = read(tmp_path, PUBLISHED[model])
     entries = weight_map(arch).values()
     assert round(sum(entry.numel for entry in entries) / 1e9) == billions

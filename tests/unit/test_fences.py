@@ -55,7 +55,9 @@ def test_finding_programs(response, place, program):
     ],
 )
 def test_fences_as_models_write_them(response, program):
-    """A fence behind the last line of code did not close the block, and what the program prints was run as the program."""
+    """A fence behind the last line of code did not close the block, so that the program's output was run
+    as code.
+    """
     assert find_program(response, CodePlace.last_block) == program
 
 

@@ -1,4 +1,4 @@
-"""Which groups are trained on, and which samples of them; tests/integration has the same filters in whole runs."""
+"""Groups, and samples of them, that are trained on. tests/integration has the same filters in whole runs."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from grpo_megatron.errors import UserError
 
 
 def group(number: int, *rewards: float, reasons: tuple[str, ...] = ()) -> Group:
-    """Samples of three response tokens, the first and the last of which are trained."""
+    """Return samples of three response tokens, of which the first and the last are trained."""
     mask = np.array([True, False, True])
     samples = tuple(
         Sample(
@@ -66,7 +66,7 @@ def test_filters_that_leave_nothing_say_so():
 
 
 def test_each_filter_gets_what_the_one_before_it_left_and_none_gets_an_empty_list(monkeypatch):
-    """A filter of a user may compute a mean over its groups, which fails on an empty list."""
+    """A user's filter may compute a mean over its groups, which fails on an empty list."""
     seen = []
 
     def first_two(groups):

@@ -1,4 +1,4 @@
-"""Everything that looks for something in a response takes time linear in its length."""
+"""Everything that searches a response takes time linear in its length."""
 
 import time
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from grpo_megatron.rewards.fences import find_program
 from grpo_megatron.rewards.limits import time_limit
 from grpo_megatron.rollout.tool_environment import ToolEnvironment
 
-# Bytes of a text, and seconds of the processor that finding may take. A finder whose time grows with the square of the
+# Bytes of a text, and CPU seconds that finding may take. A finder whose time grows with the square of the
 # length needs some 5 s for 64 KiB and 20 minutes for a megabyte; the slowest one here needs 0.3 s and 4 s.
 SIZES = [(2**16, 2.0), pytest.param(2**20, 20.0, marks=pytest.mark.slow)]
 
@@ -39,7 +39,7 @@ def tools(text):
 
 @dataclass(frozen=True)
 class repeated:
-    """A text of any size: `piece` again and again, between `before` and `after`, or as often as `closing`."""
+    """A text of any size that repeats `piece` between `before` and `after`, and `closing` equally often."""
 
     piece: str
     before: str = ""
@@ -183,7 +183,7 @@ CASES = [(find, text) for find, texts in TEXTS.items() for text in texts]
     ("find", "text"), CASES, ids=[f"{find.__name__}-{index}" for index, (find, _) in enumerate(CASES)]
 )
 def test_the_worst_texts(find, text, size, seconds):
-    """30 KB of "```py" took the finder of programs 1.5 s, and 120 KB half a minute."""
+    """30 KB of "```py" used to take the finder of programs 1.5 s, and 120 KB half a minute."""
     text = text.text(size)
     with time_limit(5 * seconds) as limit:
         start = time.process_time()
@@ -195,7 +195,7 @@ def test_the_worst_texts(find, text, size, seconds):
 
 @pytest.mark.slow
 def test_math_verifys_own_search_ends_at_its_limit():
-    """The library's patterns take the square of the length where brackets are not closed: 10 KB of them took 7 s."""
+    """The library's patterns take quadratic time if brackets are not closed: 10 KB of them took 7 s."""
     reward = resolve_reward(RewardConfig(function="math"))
     start = time.monotonic()
     found = reward(prompt="", response="\\[" * 2**19, answer="7", record={})

@@ -7,7 +7,7 @@ from grpo_megatron.weights.fp8_blocks import BLOCK, quantise
 
 
 def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """As DeepSeek defines it: every element times the scale of its block; float64."""
+    """Return every element times the scale of its block, as DeepSeek defines it, in float64."""
     rows, columns = values.shape
     spread = scale.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
     return values.double() * spread
@@ -24,7 +24,8 @@ def test_quantised_is_the_nearest_within_each_block(shape, dtype):
     exact = weight.double()
     spread = dequantised(torch.ones(shape), scale)
     error = (dequantised(values, scale) - exact).abs()
-    # Half a step: 2**-4 of the element; among FP8's subnormal numbers, 2**-10 of the scale. And float32's rounding of the quotient.
+    # Half a step is 2**-4 of the element, or 2**-10 of the scale among FP8's subnormal numbers. float32's
+    # rounding of the quotient comes on top.
     assert (error <= torch.maximum(exact.abs() * 2**-4, spread * 2**-10) * (1 + 1e-5)).all()
     for row in range(0, shape[0], BLOCK):
         for column in range(0, shape[1], BLOCK):

@@ -1,4 +1,4 @@
-"""Which models and layouts FP8 cannot take is known from config.json."""
+"""Models and layouts that FP8 cannot handle, which config.json shows."""
 
 import pytest
 
@@ -37,8 +37,8 @@ def test_each_matrix_that_cannot_be_taken_is_named_once(tmp_path):
         found
     )  # 4 heads of 20: a multiple of 16
     assert (
-        "a side of mlp.linear_fc1 is 200 on each rank (megatron.tensor_parallel=1), which is no multiple of 16"
-        in found[0]
+        "a side of mlp.linear_fc1 is 200 on each rank "
+        "(megatron.tensor_parallel=1), which is no multiple of 16" in found[0]
     )
     assert "a side of mlp.linear_fc2 is 100" in found[1]
     # 160 rows of Q, K and V and 40 columns of the projection on each rank

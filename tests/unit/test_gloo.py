@@ -1,4 +1,4 @@
-"""Process groups that share a device of gloo."""
+"""Process groups that share a gloo device."""
 
 import datetime
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ def waiting_threads() -> int:
 
 
 def groups(count: int) -> list[list[ProcessGroupGloo]]:
-    """Groups of two ranks, both in this process."""
+    """Return groups of two ranks, which are both in this process."""
 
     def rank(rank: int) -> list[ProcessGroupGloo]:
         return [ProcessGroupGloo(store, rank, 2, timeout=TIMEOUT) for store in stores]
@@ -40,7 +40,7 @@ def groups(count: int) -> list[list[ProcessGroupGloo]]:
 
 
 def sums(ranks: list[ProcessGroupGloo], values: list[float]) -> list[float]:
-    """What each rank has after an all_reduce to which rank i brings values[i]."""
+    """Return each rank's result of an all_reduce to which rank i contributes values[i]."""
     tensors = [torch.tensor([value]) for value in values]
     for work in [group.allreduce([tensor]) for group, tensor in zip(ranks, tensors, strict=True)]:
         work.wait()

@@ -1,4 +1,6 @@
-"""Where nobody reads stdout any more, as behind `| head`: a run ends as it would, and what only prints ends as other tools do."""
+"""A stdout that is no longer read, as behind `| head`: runs end as they would, and commands that print end
+like other tools.
+"""
 
 import os
 import subprocess
@@ -26,14 +28,18 @@ selftest = SimpleNamespace(selftest=lambda config, guard: verdict, as_json=lambd
 sys.modules["grpo_megatron.preflight.load"] = SimpleNamespace(load_config=lambda *given: None)
 sys.modules["grpo_megatron.commands.train"] = SimpleNamespace(train=run)
 sys.modules["grpo_megatron.commands.selftest"] = selftest
-sys.modules["grpo_megatron.commands.doctor"] = SimpleNamespace(doctor=lambda: print("x" * int(sys.argv[2])) or 0)
+sys.modules["grpo_megatron.commands.doctor"] = \
+SimpleNamespace(doctor=lambda: print("x" * int(sys.argv[2])) or 0)
 if sys.argv[1] == "doctor": sys.exit(cli.main(["doctor"]))
 sys.exit(cli.main())
 """
 
 
 def ended(stdout: str, *words: str) -> tuple[int, str]:
-    """(exit status, what it said on stderr). stdout: "gone", a pipe without a reader, or "full", a disk."""
+    """Return (exit status, stderr).
+
+    stdout: "gone" (a pipe without a reader) or "full" (a full disk).
+    """
     if stdout == "gone":
         reader, writer = os.pipe()
         os.close(reader)
@@ -62,13 +68,13 @@ NO_RESULT = {
     [("gone", "train done", 0), ("full", "train done", 0), ("gone", "selftest fail", 1)],
 )
 def test_a_run_that_is_done_is_done(stdout, words, status):
-    """It was an unexpected error of a run whose result was complete."""
+    """It used to be an unexpected error of a run whose result was complete."""
     assert ended(stdout, *words.split()) == (status, NO_RESULT[stdout])
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_run_without_stdout_is_done(closed):
-    """It ended with an AttributeError."""
+    """It used to end with an AttributeError."""
     shell = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", PROGRAM, "train", "done"]
     assert subprocess.run(shell, timeout=120).returncode == 0
 
@@ -79,7 +85,9 @@ def test_a_run_without_stdout_is_done(closed):
     [("refuse", 2, "error: planted refusal\n"), ("stop", 75, "stopped on request\n")],
 )
 def test_a_run_that_ends_otherwise_has_its_own_status(what, status, said):
-    """It was 120, of the interpreter's last flush, where whoever starts a job again looks for 75."""
+    """The status used to be 120, from the interpreter's last flush, although a job that starts it again
+    looks for 75.
+    """
     assert ended("gone", "train", what) == (status, said)
 
 
@@ -92,5 +100,5 @@ FULL = "error: no space left on the disk of what stdout goes to; make room\n"
     [(9, "gone", 141, ""), (99999, "gone", 141, ""), (9, "full", 2, FULL)],
 )
 def test_a_command_that_prints_ends_as_other_tools_do(characters, stdout, status, said):
-    """With what waits for the last flush, and with more than is kept for it."""
+    """The cases are output that waits for the last flush, and more output than the buffer holds."""
     assert ended(stdout, "doctor", f"{characters}") == (status, said)

@@ -19,7 +19,9 @@ def lock() -> Lock:
 
 
 def test_every_requirement_of_every_package_is_met(lock):
-    """155 packages were pinned by nobody, and CUDA's compiler and headers came from a newer release than torch's CUDA."""
+    """155 packages had no pin, and CUDA's compiler and headers came from a newer release than torch's
+    CUDA.
+    """
     assert lock.problems(ROOTS) == []
     assert sum(len(own.requires) for own in lock.packages.values()) > 500
 
@@ -85,7 +87,9 @@ def test_another_version_is_noticed(lock, package, version, says):
     ],
 )
 def test_a_version_that_one_of_the_pythons_cannot_have_is_noticed(lock, pythons, says):
-    """networkx 3.7, which pip chose for 3.12, does not exist for 3.11, which `make install-gpu` looks for first."""
+    """networkx 3.7, which pip chose for 3.12, does not exist for 3.11, which `make install-gpu` looks for
+    first.
+    """
     lock.packages["networkx"].pythons = pythons
     assert any("networkx" in problem and says in problem for problem in lock.problems(ROOTS))
 

@@ -1,4 +1,6 @@
-"""The pack for a GPU machine without a network: what is in it, that damage is noticed, and that results survive what fails."""
+"""The pack for a GPU machine without a network: its contents, detection of damage, and results that
+survive failures.
+"""
 
 import json
 import re
@@ -84,7 +86,7 @@ def test_every_package_is_one_of_the_lock():
 
 @pytest.fixture
 def packed(tmp_path, monkeypatch):
-    """(folder of a pack with a bundle in three parts, where it is to be unpacked)"""
+    """(folder of a pack with a bundle in three parts, folder to unpack it to)"""
     monkeypatch.setattr(pack, "PART_BYTES", 5000)
     (tmp_path / "content").write_bytes(bytes(range(250)) * 40)
     with tarfile.open(tmp_path / "whole", "w") as archive:
@@ -98,7 +100,7 @@ def packed(tmp_path, monkeypatch):
 
 @pytest.fixture
 def without_pip(monkeypatch):
-    """There is no wheel to install."""
+    """Replace pip, because there is no wheel to install."""
     monkeypatch.setattr(call.subprocess, "run", lambda *args, **kwargs: None)
 
 
@@ -133,7 +135,7 @@ def test_a_damaged_part_is_named(packed, without_pip, damage):
 
 
 def run_call(tmp_path, monkeypatch, *steps: Step, seconds: int = 60) -> tuple[int, dict]:
-    """(exit status, summary.json) of a call of these steps."""
+    """Return (exit status, summary.json) of a call with these steps."""
     monkeypatch.setattr(call, "CALLS", {"bring-up": Call("a test", (), steps)})
     monkeypatch.setattr(call, "CALL_SECONDS", seconds)
     monkeypatch.setattr(call, "_DRY_RUN_FACTOR", 1)

@@ -1,4 +1,4 @@
-"""Tasks of gymnasium as environments: observations in text, turns into actions, one map for a group."""
+"""Gymnasium's tasks as environments: observations as text, turns as actions, one map for a group."""
 
 import json
 import re
@@ -30,7 +30,7 @@ LAKE = {
 
 
 def begin(prompt_fields=None, seed=0, **settings):
-    """(the environment, what it shows first)"""
+    """Return (the environment, its first observation)."""
     config = RolloutConfig(environment="gymnasium", gymnasium=GymnasiumConfig(**settings))
     made = resolve_environment(config, RewardConfig())(Prompt(7, [1], "", "", prompt_fields or {}))
     return made, made.reset(seed)
@@ -80,7 +80,10 @@ def test_a_pattern_finds_the_action():
 
 
 def test_observations_and_actions_of_any_discrete_task():
-    """Without text and words for the actions, both are numbers; the seed decides where an episode begins."""
+    """Observations and actions are numbers without text and words for them.
+
+    The seed decides where an episode begins.
+    """
     worlds = [begin(seed=seed, id="Taxi-v3") for seed in (1, 1, 2, 3)]
     starts = [shown(first) for _, first in worlds]
     assert starts == ["252", "252", "128", "42"]
@@ -158,7 +161,7 @@ def test_no_map_is_in_both(files):
 
 
 def test_the_warm_start_learns_what_the_environment_shows(files):
-    """Played again in the environment, each move of an episode is answered as its record says."""
+    """Each recorded episode is played again in the environment, whose answers must match the record."""
     _, read = files
     reached = 0
     for record in read["sft"]:

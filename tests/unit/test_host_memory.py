@@ -1,4 +1,4 @@
-"""Memory of the host that is kept: its size, its life, and what waits in it. That it is page-locked is in tests/gpu."""
+"""Host memory that is kept: its size, lifetime and contents. tests/gpu checks that it is page-locked."""
 
 import os
 import sys
@@ -9,7 +9,8 @@ import torch
 
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.megatron.host_memory import HostArena, host_memory
-from grpo_megatron.megatron.memory import Parking, unique_storages
+from grpo_megatron.megatron.memory import unique_storages
+from grpo_megatron.megatron.parking import Parking
 
 MIB = 1 << 20
 
@@ -67,7 +68,7 @@ def test_what_is_parked_again_waits_in_the_same_memory():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_a_file_of_what_is_parked_has_no_name(tmp_path):
-    """A rank ends by SIGKILL: what has a name would stay on the disk."""
+    """A rank ends by SIGKILL, and a file with a name would stay on the disk."""
 
     def open_files() -> int:
         links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]

@@ -1,4 +1,4 @@
-"""The counter of host synchronisations sees what it says it sees."""
+"""The counter of host synchronisations sees what it claims to see."""
 
 import warnings
 
@@ -87,7 +87,7 @@ def test_the_difference_of_two_counts():
 
 
 def test_what_torch_says_of_a_gpu_is_counted_each_time(monkeypatch):
-    """torch says it in a warning, of which Python shows one alone for each line."""
+    """torch reports it in a warning, which Python shows only once per line."""
     modes, before = [], warnings.showwarning
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     with CudaSyncs() as syncs:

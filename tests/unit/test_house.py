@@ -1,4 +1,6 @@
-"""What a linter does not look at: sizes of files and functions, and paths that exist on one machine only."""
+"""Rules that a linter does not check: sizes of files and functions, and paths that exist on one machine
+only.
+"""
 
 import ast
 import re

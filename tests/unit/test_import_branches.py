@@ -1,4 +1,4 @@
-"""What is read of launch scripts whose branches cannot be decided."""
+"""Launch scripts whose branches cannot be decided, and what is read from them."""
 
 import subprocess
 from functools import partial
@@ -52,7 +52,7 @@ def verl(script, given=None, **environment):
 
 
 def test_arrays_that_a_branch_changes_keep_what_all_branches_have():
-    """Users lost the whole array, got defaults in its place, and were told so by no exit status."""
+    """The whole array used to be lost and replaced by defaults, and no exit status said so."""
     result = verl(SCRIPT)
     assert result.values["rollout.n"] == 16
     assert result.values["optimizer.lr"] == 3e-6
@@ -98,7 +98,7 @@ def test_keys_that_are_given_settle_what_branches_leave_open():
 
 
 def test_nothing_is_written_of_what_was_not_read_without_acceptance(tmp_path):
-    """16 of the scripts of verl gave a file of defaults, with status 0."""
+    """16 of verl's scripts used to give a file of defaults, with status 0."""
     out = tmp_path / "ours.yaml"
     tool = partial(run_tool, "import_config")
     overrides = ["reward.function=math", "run.total_steps=9"]
@@ -214,7 +214,9 @@ def test_a_script_of_another_is_not_the_program_itself():
     ],
 )
 def test_the_name_of_a_run_gives_a_file_that_can_be_loaded(name, expected, tmp_path):
-    """A name such as $(basename "${X,,}") was written as it is, and read as a reference that has no end."""
+    """A name such as $(basename "${X,,}") used to be written unchanged, and was read as a reference
+    without an end.
+    """
     result = verl(SCRIPT.replace('"$@"', f"trainer.experiment_name={name}"), DEVICE="gpu")
     path = tmp_path / "ours.yaml"
     path.write_text(to_yaml(result))

@@ -71,8 +71,11 @@ def imported(system, text):
 
 
 def verl(*arguments):
-    """A minimal legal verl command with further arguments."""
-    base = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.model.path=/m data.train_files=/d.parquet"
+    """Return a minimal legal verl command with further arguments."""
+    base = (
+        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 "
+        "actor_rollout_ref.model.path=/m data.train_files=/d.parquet"
+    )
     return imported(VERL, f"python3 -m verl.trainer.main_ppo {base} {' '.join(arguments)}")
 
 
@@ -94,7 +97,7 @@ def loaded(result, tmp_path):
 
 
 def left(result):
-    """What was not carried over, whether it changes what is trained or not."""
+    """Return what was not carried over, whether it changes what is trained or not."""
     return [*result.changes_training, *result.not_carried]
 
 
@@ -217,7 +220,8 @@ def test_nothing_is_dropped_silently(system, text):
             {"train.max_tokens_per_micro_batch": 4 * 1024},
         ),
         (
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512 actor_rollout_ref.actor.use_dynamic_bsz=True",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512 "
+            "actor_rollout_ref.actor.use_dynamic_bsz=True",
             {"train.max_tokens_per_micro_batch": 1024},
         ),
         (
@@ -231,7 +235,8 @@ def test_nothing_is_dropped_silently(system, text):
             {"reward.overlong_buffer.length": 0},
         ),
         (
-            "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=5",
+            "algorithm.rollout_correction.rollout_is=token "
+            "algorithm.rollout_correction.rollout_is_threshold=5",
             {"mismatch.correction": "tis", "mismatch.ratio_high": 5},
         ),
         ("algorithm.rollout_correction.bypass_mode=true", {"train.old_logprobs": "rollout"}),
@@ -447,7 +452,10 @@ def test_the_tool_writes_a_file_that_passes_the_check(source, tmp_path):
 
 
 def test_the_tool_reads_standard_input_and_says_what_is_illegal():
-    command = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=1 actor_rollout_ref.model.path=/m"
+    command = (
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=1 "
+        "actor_rollout_ref.model.path=/m"
+    )
     out, report = tool("-", "--accept", stdin=command, status=2)
     assert yaml.safe_load(out)["model"] == {"path": "/m"}
     assert "rollout.n=1 gives every sample the advantage 0" in report

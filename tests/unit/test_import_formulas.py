@@ -1,4 +1,4 @@
-"""The formulas that other systems' settings stand for, translated: what their code computes, ours computes too."""
+"""Formulas of imported settings: what the other system's code computes, ours computes too."""
 
 import itertools
 import math
@@ -18,14 +18,17 @@ CORRECTION = "algorithm.rollout_correction"
 
 
 def verl(*arguments: str):
-    base = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.model.path=/m data.train_files=/d.parquet"
+    base = (
+        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 "
+        "actor_rollout_ref.model.path=/m data.train_files=/d.parquet"
+    )
     return import_settings(
         SYSTEMS["verl"], read_settings(f"python3 -m verl.trainer.main_ppo {base} {' '.join(arguments)}")
     )
 
 
 def as_config(result, folder):
-    """The configuration that the result makes, which must break no rule of the algorithm."""
+    """Return the configuration that the result makes, which must break no rule of the algorithm."""
     path = folder / "imported.yaml"
     path.write_text(to_yaml(result))
     config = read_config(str(path), [])
@@ -91,7 +94,7 @@ def test_the_scale_of_seq_mean_token_sum_norm():
 
 
 def k1(delta: list[float]) -> list[float]:
-    """verl's criteria are of the engine's log-prob less the trainer's."""
+    """Return verl's k1, the engine's log-prob minus the trainer's."""
     return [-d for d in delta]
 
 
@@ -104,7 +107,11 @@ def k3(delta: list[float]) -> list[float]:
 
 
 def verl_keeps(option: str, low: float, high: float, delta: list[float]) -> list[bool]:
-    """low, high: bounds of the criterion itself, so logarithms for k1; delta of the tokens of one sequence."""
+    """Return which tokens of a sequence verl keeps.
+
+    low, high: bounds of the criterion itself, so logarithms for k1.
+    delta: the tokens' log-ratios.
+    """
     level, _, measure = option.rpartition("_")
     values = {"k1": k1, "k2": k2, "k3": k3}[measure](delta)
     if level == "token":
@@ -121,7 +128,10 @@ OPTIONS += ["seq_max_k2", "seq_max_k3"]
 
 @pytest.fixture(scope="module", params=OPTIONS)
 def imported(request, tmp_path_factory):
-    """(option of verl, bounds of its criterion, our correction); bounds that are not each other's reciprocal."""
+    """(option of verl, bounds of its criterion, our correction).
+
+    The bounds are not each other's reciprocal.
+    """
     of_ratio = request.param.endswith("k1")
     threshold, bounds = (
         ("0.6_1.25", (math.log(0.6), math.log(1.25))) if of_ratio else ("0.1", (-math.inf, 0.1))

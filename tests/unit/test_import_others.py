@@ -1,4 +1,6 @@
-"""Launch files of systems that cannot be imported are named, and none of verl or RLinf is taken for one."""
+"""Launch files of systems that cannot be imported are named, and no file of verl or RLinf is taken for
+one.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -18,13 +20,16 @@ FILES = {
         """
 CKPT_ARGS=(--hf-checkpoint /m --ref-load /m_dist)
 ROLLOUT_ARGS=(--rollout-batch-size 32 --n-samples-per-prompt 8)
-ray job submit -- python3 train.py --actor-num-nodes 1 ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} --advantage-estimator grpo
+ray job submit -- python3 train.py --actor-num-nodes 1 ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} \
+--advantage-estimator grpo
 """,
         "python3 train_async.py --num-rollout 100 --rm-type math --sglang-mem-fraction-static 0.7",
     ],
     "OpenRLHF": [
-        "python3 -m openrlhf.cli.train_ppo_ray --vllm.num_engines 4 --rollout.batch_size 128 --algo.kl.init_coef 0.01",
-        "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --pretrain m --vllm_num_engines 4 --n_samples_per_prompt 8",
+        "python3 -m openrlhf.cli.train_ppo_ray --vllm.num_engines 4 --rollout.batch_size 128 "
+        "--algo.kl.init_coef 0.01",
+        "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --pretrain m --vllm_num_engines 4 "
+        "--n_samples_per_prompt 8",
     ],
     "TRL": [
         "trl grpo --model_name_or_path m --dataset_name d --num_generations 8",
@@ -32,17 +37,21 @@ ray job submit -- python3 train.py --actor-num-nodes 1 ${CKPT_ARGS[@]} ${ROLLOUT
         "model_name_or_path: m\ndataset_name: d\nnum_generations: 8\nper_device_train_batch_size: 4\n",
     ],
     "prime-rl": [
-        'max_steps = 20\n\n[model]\nname = "m"\n\n[orchestrator]\nbatch_size = 128\n\n[[orchestrator.train.env]]\nid = "e"\n\n[trainer]\n',
+        'max_steps = 20\n\n[model]\nname = "m"\n\n[orchestrator]\nbatch_size = 128\n\n'
+        '[[orchestrator.train.env]]\nid = "e"\n\n[trainer]\n',
         "seq_len = 2048\n[trainer.optim]\nlr = 3e-6\n[inference]\n",
         "uv run rl @ configs/rl.toml\n[orchestrator]\n",
     ],
     "NeMo-RL": [
-        "grpo:\n  num_prompts_per_step: 32\n  num_generations_per_prompt: 16\nloss_fn: {}\npolicy:\n  model_name: m\n",
-        "uv run examples/run_grpo.py --config c.yaml grpo.max_num_steps=9 policy.model_name=m logger.wandb_enabled=True",
+        "grpo:\n  num_prompts_per_step: 32\n  num_generations_per_prompt: 16\nloss_fn: {}\n"
+        "policy:\n  model_name: m\n",
+        "uv run examples/run_grpo.py --config c.yaml grpo.max_num_steps=9 policy.model_name=m "
+        "logger.wandb_enabled=True",
         "defaults: ../grpo_math_1B.yaml\npolicy:\n  model_name: m\n  megatron_cfg: {enabled: true}\n",
     ],
     "AReaL": [
-        "experiment_name: e\ntrial_name: t\nallocation_mode: sglang:d4\ngconfig: {n_samples: 4}\nactor: {path: m, optimizer: {lr: 1}}\n",
+        "experiment_name: e\ntrial_name: t\nallocation_mode: sglang:d4\ngconfig: {n_samples: 4}\n"
+        "actor: {path: m, optimizer: {lr: 1}}\n",
         "actor:\n  backend: fsdp:d8\n  mb_spec: {max_tokens_per_mb: 1024}\ntrain_dataset:\n  batch_size: 8\n",
         "python3 -m areal.launcher.local examples/gsm8k.py --config g.yaml experiment_name=e trial_name=t\n",
     ],
@@ -51,7 +60,7 @@ ray job submit -- python3 train.py --actor-num-nodes 1 ${CKPT_ARGS[@]} ${ROLLOUT
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in FILES.items() for text in texts])
 def test_a_file_of_another_system_is_named(name, text):
-    """Such a file was taken for one of verl or RLinf, or was said to hold nothing."""
+    """A file of another system used to be taken for one of verl or RLinf, or was said to contain nothing."""
     with pytest.raises(UserError) as error:
         read_settings(text)
     assert f"this is a file of {name} (" in str(error.value)
@@ -76,7 +85,7 @@ def test_the_tool_names_it_whatever_system_is_asked_for(tmp_path):
 
 
 def test_a_file_of_which_most_keys_are_unknown_is_none_of_theirs():
-    """A file of a system that nobody thought of was taken for RLinf's, since it has a section `data` too."""
+    """A file of an unknown system used to be taken for RLinf's, because it has a section `data` too."""
     settings = read_settings("generation: {temperature: 1, top_p: 1, n: 4}\ndata: {shuffle: true}\n")
     with pytest.raises(
         UserError, match="only 1 of 4 keys are RLinf's: this is a part of a configuration, or"
@@ -95,7 +104,10 @@ OURS = [
     "experiment_name: e\ntrial_name: t\n",
     "[trainer]\nname = 1\n",
     # verl and RLinf may name the others.
-    "# as in grpo.num_steps=1, num_prompts_per_step\npython3 -m verl.trainer.main_ppo data.train_files=d --rm-type x --ref-load y\n",
+    (
+        "# as in grpo.num_steps=1, num_prompts_per_step\n"
+        "python3 -m verl.trainer.main_ppo data.train_files=d --rm-type x --ref-load y\n"
+    ),
     "runner:\n  task_type: reasoning\npolicy: {}\nloss_fn: {}\n",
 ]
 

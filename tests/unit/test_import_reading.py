@@ -19,7 +19,7 @@ HEAD = "python3 -m verl.trainer.main_ppo "
 
 
 def value_of(word, setup=""):
-    """What a.b is in a script that launches with the word a.b=..., as written."""
+    """Return the value of a.b in a script that launches with the word a.b=..., as written."""
     return read_settings(f"{setup}\n{HEAD} a.b={word}\n").values["a.b"]
 
 
@@ -58,7 +58,8 @@ def test_words_of_a_command_are_read_as_a_shell_reads_them():
     text = """
 A=3; B=unused
 N=5
-python3 train.py a.b="x y" 'c.d=[1, 2]' ++e.f=$N +g.h=${M:-7} i.j=${UNSET} k.l=1e-3 m.n=True o.p= q.r=$((N * (N - 1) / 2)) \\
+python3 train.py a.b="x y" 'c.d=[1, 2]' ++e.f=$N +g.h=${M:-7} i.j=${UNSET} k.l=1e-3 m.n=True o.p= \
+q.r=$((N * (N - 1) / 2)) \\
    s.t=$((N * UNKNOWN)) ~u.v # w.x=1
 """
     settings = read_settings(text)
@@ -128,7 +129,8 @@ COMMON=(
     "c.d=x y"
 )
 COMMON+=(e.f=$N)
-run() { local extra=$1; shift; python3 -m verl.trainer.main_ppo "${COMMON[@]}" g.h="$extra" $MORE "$@" 2>&1 | tee log; }
+run() { local extra=$1; shift; python3 -m verl.trainer.main_ppo "${COMMON[@]}" g.h="$extra" $MORE "$@" 2>&1 \
+| tee log; }
 MORE="i.j=2 k.l=3"
 run 5 m.n=6
 """
@@ -179,7 +181,10 @@ def test_verl_settings_as_yaml():
 
 
 _TEXT = st.text(st.sampled_from("ab/.x "), max_size=6)
-_OPERATIONS = "${A} ${A:-d} ${A-d} ${A:+s} ${A#*/} ${A##*/} ${A%.*} ${A%%.*} ${A/a/b} ${A//a/b} ${#A} ${A:1:2} ${B:-${A}} '$A' \\$A"
+_OPERATIONS = (
+    "${A} ${A:-d} ${A-d} ${A:+s} ${A#*/} ${A##*/} ${A%.*} ${A%%.*} ${A/a/b} ${A//a/b} ${#A} "
+    "${A:1:2} ${B:-${A}} '$A' \\$A"
+)
 _OPERATION = st.sampled_from([*_OPERATIONS.split(), '${B:-"x${A}"}'])
 
 

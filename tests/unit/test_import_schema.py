@@ -1,4 +1,4 @@
-"""Keys of verl's and RLinf's current schemas: carried over, or named with a reason that is true.
+"""Keys of verl's and RLinf's current schemas are carried over, or named with a true reason.
 
 The lists hold facts about keys of verl (1dda039b, August 2026) and RLinf (a3816b59, August 2026).
 """
@@ -25,16 +25,26 @@ VERL_CARRIED = [
     ({f"{MEGATRON}.router_replay.mode": "disabled"}, {"moe.routing_replay": "off"}),
     ({f"{ACTOR}.veomni.router_replay.mode": "R3"}, {"moe.routing_replay": "engine"}),
     (
-        {f"{ACTOR}.router_replay.mode": "disabled", f"{MEGATRON}.router_replay.mode": "R3", f"{ACTOR}.veomni.router_replay.mode": None},
+        {f"{ACTOR}.router_replay.mode": "disabled", f"{MEGATRON}.router_replay.mode": "R3",
+         f"{ACTOR}.veomni.router_replay.mode": None},
         {"moe.routing_replay": "engine"},
     ),
     ({f"{ROLLOUT}.quantization": "fp8"}, {"rollout.engine.quantization": "fp8"}),
     ({f"{ROLLOUT}.quantization": None}, {"rollout.engine.quantization": "none"}),
-    ({f"{ROLLOUT}.tensor_model_parallel_size": 8, f"{ROLLOUT}.expert_parallel_size": 4}, {"rollout.engine.expert_parallel": 4}),
-    ({f"{ROLLOUT}.engine_kwargs.sglang.kv_cache_dtype": "fp8_e5m2"}, {"rollout.engine.kv_cache_dtype": "fp8_e5m2"}),
+    (
+        {f"{ROLLOUT}.tensor_model_parallel_size": 8, f"{ROLLOUT}.expert_parallel_size": 4},
+        {"rollout.engine.expert_parallel": 4},
+    ),
+    (
+        {f"{ROLLOUT}.engine_kwargs.sglang.kv_cache_dtype": "fp8_e5m2"},
+        {"rollout.engine.kv_cache_dtype": "fp8_e5m2"},
+    ),
     ({f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": "fp8"}, {"rollout.engine.kv_cache_dtype": "fp8_e4m3"}),
     ({f"{ROLLOUT}.engine_kwargs.sglang.disable_radix_cache": True}, {"rollout.engine.prefix_cache": False}),
-    ({f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 2048}, {"weight_sync.bucket_bytes": 2**31}),
+    (
+        {f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 2048},
+        {"weight_sync.bucket_bytes": 2**31},
+    ),
     ({f"{ROLLOUT}.multi_turn.max_assistant_turns": 5}, {"rollout.max_turns": None}),
     (
         {f"{OVERRIDE}.fp8": "hybrid", f"{OVERRIDE}.fp8_recipe": "blockwise"},
@@ -49,20 +59,28 @@ VERL_CARRIED = [
     ({"trainer.project_name": "mine"}, {"monitor.wandb_project": "mine"}),
     ({f"{OPTIM}.override_optimizer_config.adam_eps": 1e-5}, {"optimizer.eps": 1e-5}),
     (
-        {f"{OPTIM}.lr_decay_style": "WSD", f"{OPTIM}.lr_wsd_decay_steps": 30, f"{OPTIM}.lr_wsd_decay_style": "exponential"},
-        {"optimizer.lr_schedule": "wsd", "optimizer.wsd_decay_steps": 30, "optimizer.wsd_decay_style": "exponential"},
+        {f"{OPTIM}.lr_decay_style": "WSD", f"{OPTIM}.lr_wsd_decay_steps": 30,
+         f"{OPTIM}.lr_wsd_decay_style": "exponential"},
+        {"optimizer.lr_schedule": "wsd", "optimizer.wsd_decay_steps": 30,
+         "optimizer.wsd_decay_style": "exponential"},
     ),
     ({f"{OPTIM}.lr_wsd_decay_style": "exponential"}, {"optimizer.wsd_decay_style": None}),
-    ({f"{OPTIM}.lr": 2e-6, f"{OPTIM}.lr_scheduler_type": "cosine", f"{OPTIM}.min_lr_ratio": 0.1}, {"optimizer.lr_min": 2e-7}),
     (
-        {f"{BUFFER}.enable": True, f"{BUFFER}.len": 128, f"{BUFFER}.penalty_factor": 0.5, "reward.reward_kwargs.max_resp_len": 512},
+        {f"{OPTIM}.lr": 2e-6, f"{OPTIM}.lr_scheduler_type": "cosine", f"{OPTIM}.min_lr_ratio": 0.1},
+        {"optimizer.lr_min": 2e-7},
+    ),
+    (
+        {f"{BUFFER}.enable": True, f"{BUFFER}.len": 128, f"{BUFFER}.penalty_factor": 0.5,
+         "reward.reward_kwargs.max_resp_len": 512},
         {"reward.overlong_buffer.length": 128, "reward.overlong_buffer.penalty": 0.5},
     ),
 ]  # fmt: skip
 
 
 def imported(system, values):
-    """Import these values in an otherwise legal run, whose steps and reward are given unless it has its own."""
+    """Import these values in an otherwise legal run, whose steps and reward are given unless it has its
+    own.
+    """
     start = (
         {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 8}
         if system is VERL
@@ -82,7 +100,7 @@ def carried(system, theirs, ours):
 
 @pytest.mark.parametrize(("theirs", "ours"), VERL_CARRIED)
 def test_a_key_of_verl_that_has_a_counterpart_is_carried_over(theirs, ours):
-    """`actor.megatron.router_replay.mode=R3` was said to be "decided here", and lost."""
+    """`actor.megatron.router_replay.mode=R3` used to be reported as "decided here", and was lost."""
     carried(VERL, theirs, ours)
 
 
@@ -249,7 +267,7 @@ def test_what_the_schema_has_by_default_needs_no_acceptance():
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_no_reason_hides_behind_a_decision_and_each_names_keys_that_exist(name):
-    """A reason such as "decided here" tells nobody what to set; a key that a reason names must exist."""
+    """A reason such as "decided here" does not say what to set. A key that a reason names must exist."""
     sections = {key.partition(".")[0] for key in known_keys()} - {"data", "rollout", "algorithm", "reward"}
     for entry in SYSTEMS[name].entries:
         assert "decided here" not in entry.note, entry.theirs

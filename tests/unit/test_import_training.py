@@ -1,4 +1,4 @@
-"""What an import would train differently is said first, and is not written unless it is accepted."""
+"""Differences in what an import would train are listed first. It is not written unless they are accepted."""
 
 import json
 from functools import partial

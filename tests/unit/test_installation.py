@@ -1,4 +1,4 @@
-"""What `make install-gpu` would install, in which order, and that its pins fit the code."""
+"""Packages that `make install-gpu` would install, and their order. Its pins must fit the code."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from grpo_megatron.commands import doctor
 
 
 def pins(name: str) -> dict[str, str]:
-    """{package: version} of a file in requirements/, every line of which must pin."""
+    """Return {package: version} of a file in requirements/, in which every line must be a pin."""
     found = {}
     for line in Path("requirements", name).read_text().splitlines():
         if line and not line.startswith(("#", "-c ")):
@@ -84,7 +84,7 @@ def test_an_environment_for_gpus_stays_one(tmp_path):
 
 
 def sources_of(container: str, text: str) -> list[str]:
-    """The files that a container is made of."""
+    """Return the files that a container is made of."""
     if container == "Dockerfile":
         return [
             source
@@ -112,7 +112,7 @@ def test_a_container_is_made_of_what_is_here(container):
     (python,) = (variable.split("=")[1] for variable in variables if variable.startswith("PYTHON="))
     (listed,) = re.findall(r"grep -v '\^#' (\S+) \|", text)
     packages = Path(listed).read_text().splitlines()
-    # Without the first there is no environment to install into, and extensions are compiled with the headers of the second.
+    # The first makes the environment to install into. Extensions are compiled with the headers of the second.
     assert {f"{python}-venv", f"{python}-dev"} <= set(packages)
     assert re.search(r"^(FROM|From:) nvidia/cuda:13\.\S+-devel-", text, flags=re.M)
 

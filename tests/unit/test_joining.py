@@ -1,4 +1,7 @@
-"""What is said where a Ray cluster cannot be joined or started; tests/integration/test_cluster_probe.py asks a real one."""
+"""Messages if a Ray cluster cannot be joined or started.
+
+tests/integration/test_cluster_probe.py asks a real one.
+"""
 
 import os
 import socket
@@ -8,13 +11,13 @@ import ray
 from ray._private.utils import validate_socket_filepath
 
 from grpo_megatron.cluster import joining
-from grpo_megatron.cluster.placement import connect
+from grpo_megatron.cluster.ray_connection import connect
 from grpo_megatron.errors import UserError
 
 
 @pytest.fixture
 def somebody_listens(monkeypatch):
-    """The address of one who is no Ray."""
+    """The address of a server that is not Ray."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
@@ -34,7 +37,10 @@ def test_nobody_listens(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(joining, "ANSWER_SECONDS", 0.0)
     raises(monkeypatch, lambda: pytest.fail("Ray would try for minutes"))
-    says = r"^nothing answers at cluster\.ray_address=127\.0\.0\.1:1 \(.*refused\); start Ray there, correct the address, or leave it null"
+    says = (
+        r"^nothing answers at cluster\.ray_address=127\.0\.0\.1:1 \(.*refused\); start Ray there, correct "
+        r"the address, or leave it null"
+    )
     with pytest.raises(UserError, match=says):
         connect("127.0.0.1:1", 0)
 
@@ -47,7 +53,7 @@ def test_what_is_no_address(address, monkeypatch):
 
 
 def not_joined(reason):
-    """As ray.init does, with the traceback of what it met in the text."""
+    """Raise what ray.init raises, with the traceback of the cause in the text."""
     raise ConnectionError("Failed to connect to Ray cluster at head:1") from RuntimeError(
         f"Failed to connect to GCS. Last connection error: Traceback ...\n{reason}"
     )
@@ -64,7 +70,8 @@ def no_token():
     [
         (
             no_token,
-            r"^the Ray cluster at cluster\.ray_address=127\.\S+ asks for a token, .* set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
+            r"^the Ray cluster at cluster\.ray_address=127\.\S+ asks for a token, .* set "
+            r"RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
         ),
         (
             lambda: not_joined("RPC error: InvalidAuthToken: Authentication token is missing or incorrect"),
@@ -89,7 +96,8 @@ def test_a_folder_whose_name_is_too_long_for_sockets(variable, somebody_listens,
     raises(monkeypatch, lambda: validate_socket_filepath(f"{folder}/ray/session/sockets/plasma_store"))
     with pytest.raises(
         UserError,
-        match=rf"^the name of Ray's socket {folder}/\S+ is too long for the system; set {variable} to a folder",
+        match=rf"^the name of Ray's socket {folder}/\S+ is too long for the system; "
+        rf"set {variable} to a folder",
     ):
         connect(None, 2)
 
@@ -108,7 +116,7 @@ def test_a_folder_that_cannot_be_made(variable, monkeypatch):
 
 
 def test_every_ray_has_a_folder_of_its_own(tmp_path, monkeypatch):
-    """On a machine where another user's Ray has run, /tmp/ray was that user's, and no run could start."""
+    """/tmp/ray belonged to another user if that user's Ray had run on the machine, and no run could start."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -141,7 +149,7 @@ def test_what_is_no_users_fault_stays_what_it_is(monkeypatch):
 
 @pytest.mark.parametrize("said", [None, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
 def test_the_ray_of_a_run_has_a_token_of_its_own_unless_the_user_has_said_otherwise(said, monkeypatch):
-    """Ray's own was in a file that others may read; the home folder may also be one that cannot be written."""
+    """Ray's own token was in a file that others may read. The home folder may also be read-only."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")} | (
         {said: "x"} if said else {}
@@ -166,7 +174,7 @@ def test_the_ray_of_a_run_has_a_token_of_its_own_unless_the_user_has_said_otherw
 
 
 def connect_elsewhere(monkeypatch, seen):
-    """Another process's."""
+    """Connect as another process would."""
     monkeypatch.setattr(os, "environ", {})
     connect(None, 2)
     return seen[-1]

@@ -1,4 +1,4 @@
-"""JSON that this project writes is JSON: any reader takes it, whatever numbers a run had."""
+"""JSON that this project writes is valid for any reader, whatever numbers a run had."""
 
 import io
 import json
@@ -21,7 +21,7 @@ OTHERS += ("tools/faked_h100.py", "tools/lock_gpu.py")
 
 
 def strict(text):
-    """As every reader but Python's own understands JSON."""
+    """Parse JSON like every reader but Python's own."""
 
     def refuse(word):
         raise ValueError(word)
@@ -45,7 +45,7 @@ def strict(text):
     ],
 )
 def test_there_is_no_bare_nan(value, read):
-    """jq, pandas and browsers refused whole files of metrics for one NaN."""
+    """jq, pandas and browsers used to refuse whole files of metrics because of one NaN."""
     assert strict(json_text(value)) == read
     assert strict(json_text(value, indent=2)) == read
 

@@ -1,4 +1,6 @@
-"""The keeper and its driver around commands that do nothing else than to start processes and wait: every end, for real."""
+"""The keeper and its driver around commands that only start processes and wait: every kind of end, for
+real.
+"""
 
 import os
 import re
@@ -14,7 +16,8 @@ import pytest
 from grpo_megatron.monitoring.status import read_status
 from tests.tools import default_signals
 
-# The command becomes the driver's: it starts a process that no parent watches, in a session of its own, and a child of that.
+# The driver runs this command. It starts a process that no parent watches, in a session of its own, and a
+# child of that process.
 PROGRAM = """
 import json, os, socket, subprocess, sys, time
 from pathlib import Path
@@ -42,11 +45,13 @@ def command(guard):
     guard.entered(str(folder), 3.0, 600.0)
     guard.status = StatusFile(str(folder), "mine", 40).__enter__()
     daemon = subprocess.Popen(["sh", "-c", "sleep 1000 & wait"], start_new_session=True)
-    orphan = subprocess.run(["sh", "-c", "sleep 1000 > /dev/null & echo $!"], stdout=subprocess.PIPE, text=True).stdout
+    orphan = subprocess.run(["sh", "-c", "sleep 1000 > /dev/null & echo $!"], stdout=subprocess.PIPE, \
+text=True).stdout
     import psutil
     server = socket.create_server(("127.0.0.1", 0))
     if what.startswith("needs it"): guard.needs(lambda: [psutil.Process(daemon.pid)], server.getsockname()[1])
-    if what == "needs later": guard.needs(lambda: [psutil.Process(daemon.pid)] if (folder / "up").exists() else [])
+    if what == "needs later": \
+guard.needs(lambda: [psutil.Process(daemon.pid)] if (folder / "up").exists() else [])
     if what == "needed no more": guard.needs(lambda: [psutil.Process(daemon.pid)]); guard.needs(None)
     while len(psutil.Process().children(recursive=True)) < 3: time.sleep(0.01)
     os.write(2, b"raw output of a library\\n")
@@ -98,7 +103,7 @@ class Kept:
         return psutil.Process(self.keeper.pid).children()[0].pid
 
     def end(self) -> tuple[int, str]:
-        """(exit status, what it said on stderr), when nothing is left."""
+        """Return (exit status, stderr) when no process is left."""
         _, errors = self.keeper.communicate(timeout=60)
         deadline = time.monotonic() + 10
         while (left := self.living()) and time.monotonic() < deadline:
@@ -169,7 +174,8 @@ def test_a_full_disk_is_one_message_wherever_it_is_met(kept, tmp_path):
     status, errors = kept("full").end()
     assert status == 2
     assert errors == (
-        f"error: no space left on the disk of {tmp_path}, or of a temporary folder; make room; it had no checkpoint yet\n"
+        f"error: no space left on the disk of {tmp_path}, or of a temporary folder; make "
+        "room; it had no checkpoint yet\n"
     )
 
 
@@ -181,7 +187,10 @@ def test_a_request_to_stop_is_answered_after_the_step(kept, tmp_path, who, by):
     os.kill(run.keeper.pid if who == "keeper" else run.driver, by)
     status, errors = run.end()
     assert status == 75
-    said = rf"{by.name}: stopping after step (\d+) .*\nstopped on request \({by.name}\) after step \1; its newest checkpoint is .*\n"
+    said = (
+        rf"{by.name}: stopping after step (\d+) .*\nstopped on request \({by.name}\) after step \1; "
+        rf"its newest checkpoint is .*\n"
+    )
     assert re.fullmatch(said, errors)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
@@ -241,7 +250,9 @@ def test_a_second_interrupt_leaves_at_once(kept):
     ],
 )
 def test_the_status_says_how_the_guard_has_ended_the_run(kept, tmp_path, what, by, state, said):
-    """It went on to say `running`, and was shown as gone without a word, as if the run had been killed."""
+    """The status stayed `running`, and the run was shown as gone without a message, as if it had been
+    killed.
+    """
     run = kept(what).up()
     for number in by:
         run.keeper.send_signal(number)
@@ -257,14 +268,17 @@ def test_the_status_says_how_the_guard_has_ended_the_run(kept, tmp_path, what, b
     ("disk", "said"), [("hangs", "does not answer"), ("is stale", "cannot be read .*Stale file handle.*")]
 )
 def test_a_disk_that_fails_keeps_nobody_from_leaving(kept, tmp_path, disk, said):
-    """The driver looks for the newest checkpoint before it leaves. Its thread stayed there for ever, or died of the error; from then
-    on no signal ended the run."""
+    """The driver looks for the newest checkpoint before it exits.
+
+    Its thread used to hang there, or to die of the error. From then on no signal ended the run.
+    """
     run = kept(f"long step, disk {disk}").up()
     run.keeper.send_signal(signal.SIGTERM)
     status, errors = run.end()
     assert status == 75
     assert re.search(
-        f"in step 7, .*; {tmp_path} {said}, so its newest checkpoint is not known; the same command continues",
+        f"in step 7, .*; {tmp_path} {said}, so its newest checkpoint is not known; the same command "
+        "continues",
         errors,
     )
 
@@ -281,7 +295,7 @@ def test_the_keeper_too_gives_the_status_where_the_disk_fails(kept, disk):
 
 @pytest.mark.slow
 def test_a_defect_of_the_guard_does_not_make_it_deaf(kept, tmp_path):
-    """Such as a child that vanished while it was asked for its name."""
+    """A child may, for example, vanish while its name is read."""
     run = kept("long step, defect").up()
     run.keeper.send_signal(signal.SIGTERM)
     assert run.end()[0] == 75
@@ -343,14 +357,18 @@ def test_the_end_of_a_process_that_the_run_needs_is_told(kept, what):
     status, errors = run.end()
     assert status == 3
     assert re.fullmatch(
-        rf"error: sh \(process {needed.pid}\) was killed by SIGKILL, and the run with it; it had no checkpoint yet\n",
+        rf"error: sh \(process {needed.pid}\) was killed by SIGKILL, and the run with it; "
+        rf"it had no checkpoint yet\n",
         errors,
     )
 
 
 @pytest.mark.slow
 def test_a_port_that_the_run_needs_is_missed(kept):
-    """SIGTERM makes Ray's GCS close its port and stay; Ray ended the driver a minute later, with status 1 and without a word."""
+    """SIGTERM makes Ray's GCS close its port and stay alive.
+
+    Ray used to end the driver a minute later, with status 1 and without a message.
+    """
     status, errors = kept("needs its port").end()
     assert status == 3
     assert re.fullmatch(
@@ -371,7 +389,7 @@ def test_the_end_of_one_that_it_needs_no_more_is_its_own_affair(kept):
 
 @pytest.mark.slow
 def test_what_is_ignored_stays_ignored(kept):
-    """As nohup starts it."""
+    """nohup starts a run with ignored signals."""
     run = kept("steps", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)).up()
     for process in (run.keeper.pid, run.driver):
         os.kill(process, signal.SIGHUP)

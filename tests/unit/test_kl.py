@@ -65,7 +65,7 @@ def test_value_and_gradient(name, logp, ref):
 
 @pytest.mark.parametrize("size", [1e-4, 3e-4, 1e-2, 1.0])
 def test_k3_keeps_its_digits_in_float32(size):
-    """Where policy and reference are close, exp(d) - 1 has lost the digits of d²/2; expm1(d) has them."""
+    """exp(d) - 1 has lost the digits of d²/2 if policy and reference are close, but expm1(d) has them."""
     d = torch.cat([torch.linspace(size / 2, size, 50), -torch.linspace(size / 2, size, 50)])
     logp = torch.zeros_like(d, requires_grad=True)
     kl = kl_penalty(logp, d, "k3")
@@ -78,7 +78,9 @@ def test_k3_keeps_its_digits_in_float32(size):
 @pytest.mark.parametrize("difference", [20.0, 21.0, 1000.0])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_log_probs_that_are_far_apart_count_as_twenty_nats(difference, sign):
-    """exp() of a larger difference overflows in the end, and one such token would make the whole step infinite."""
+    """exp() of a larger difference overflows eventually, and one such token would make the whole step
+    infinite.
+    """
     d = 20.0 * sign
     expected = {"k1": -d, "abs": 20.0, "k2": 200.0, "k3": math.expm1(d) - d}
     for name, value in expected.items():
@@ -91,7 +93,7 @@ def test_log_probs_that_are_far_apart_count_as_twenty_nats(difference, sign):
 
 
 def distributions(seed: int):
-    """Logits of a policy, log-probs of an old policy and of a reference, over 5 words."""
+    """Return logits of a policy, and log-probs of an old policy and of a reference, over 5 words."""
     rng = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, generator=rng, dtype=torch.float64, requires_grad=True)
     old, ref = (torch.randn(5, generator=rng, dtype=torch.float64).log_softmax(0) for _ in range(2))
@@ -101,7 +103,9 @@ def distributions(seed: int):
 @pytest.mark.parametrize("name", ["k1", "k3"])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_importance_weighted_form_is_unbiased(name, seed):
-    """Its expectation over all words under the old policy is the KL, and so is that of its gradient."""
+    """Its expectation over all words under the old policy is the KL, and that of its gradient is the KL's
+    gradient.
+    """
     logits, old, ref = distributions(seed)
     logp = logits.log_softmax(0)
     exact = (logp.exp() * (logp - ref)).sum()
@@ -113,7 +117,7 @@ def test_the_importance_weighted_form_is_unbiased(name, seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_straight_through_has_the_gradient_of_the_kl(seed):
-    """On samples of the policy itself; k3 without + does not have it."""
+    """The samples are the policy's own. k3 without + does not have this gradient."""
     logits, _, ref = distributions(seed)
     logp = logits.log_softmax(0)
     expected = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), logits, retain_graph=True)[0]
@@ -159,7 +163,9 @@ def test_an_adaptive_coefficient_by_hand():
 
 
 def test_the_kl_it_is_steered_by():
-    """Trajectory 7 of two sequences: mean of 1, 2, 6 is 3; trajectory 8: 5; trajectory 9 has no trained token."""
+    """Trajectory 7 has two sequences, and the mean of 1, 2, 6 is 3; trajectory 8 has 5; trajectory 9 has
+    no trained token.
+    """
     batch = SimpleNamespace(
         sequence_id=np.array([0, 0, 1, 1, 2, 3]),
         loss_mask=np.array([True, True, True, False, True, False]),

@@ -1,4 +1,4 @@
-"""Settings of the reward `code` with which no program could pass are refused by `config check`."""
+"""`config check` refuses settings of the reward `code` with which no program could pass."""
 
 import json
 import re
@@ -92,6 +92,6 @@ def test_a_term_is_looked_at_too():
     ],
 )
 def test_limits_with_which_no_worker_could_start_are_refused(override, says):
-    """The run ended after a minute: `unexpected RuntimeError: unable to start watchdog thread`."""
+    """The run used to end after a minute: `unexpected RuntimeError: unable to start watchdog thread`."""
     (sentence,) = violations(override)
     assert says in sentence

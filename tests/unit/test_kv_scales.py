@@ -1,7 +1,7 @@
-"""An engine in FP8 lost the scales of its FP8 KV cache when it first gave its memory to the trainer.
+"""An FP8 engine lost the scales of its FP8 KV cache when it first gave its memory to the trainer.
 
-They lie in the memory of the weights. After it was resumed they were whatever the new pages held. With zeros,
-all keys are zero.
+They are in the memory of the weights. After that was resumed, they had whatever the new pages held. With
+zeros, all keys are zero.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from grpo_megatron.weights.sync.plan import EngineRank
 
 
 def make_scales(attention: torch.nn.Module) -> None:
-    """What SGLang's BaseKVCacheMethod does, whose import takes seconds."""
+    """Do what SGLang's BaseKVCacheMethod does, whose import takes seconds."""
     for name in ("k_scale", "v_scale"):
         setattr(attention, name, torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False))
 
@@ -32,7 +32,7 @@ def model(make=make_scales) -> torch.nn.Module:
 
 
 def synced(whole: torch.nn.Module, task: Task, monkeypatch) -> set[str]:
-    """Carry out an order on the model; the names of the parameters that the transport fills."""
+    """Carry out an order on the model and return the names of the parameters that the transport fills."""
     filled = set()
 
     class Receiver:

@@ -1,4 +1,4 @@
-"""What is said of a process that died, from logs and from Ray's report."""
+"""Messages about a process that died, made from logs and from Ray's report."""
 
 import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
@@ -27,11 +27,13 @@ Extension modules: numpy.core
 # What every start of an engine on a CPU writes.
 ENGINE_NOISE = """\
 [2026-11-25 10:32:46] Fail to set RLIMIT_NOFILE: current limit exceeds maximum limit
-[2026-11-25 10:32:46] Signal handler is not added because the engine is not in the main thread. This disables the SIGQUIT handler.
+[2026-11-25 10:32:46] Signal handler is not added because the engine is not in the main thread. \
+This disables the SIGQUIT handler.
 [2026-11-25 10:32:49] Cannot detect CUDA architecture.
 [2026-11-25 10:32:53] Ignore import error when loading sglang.srt.models.inkling: No module named 'cutlass'
 [2026-11-25 10:32:56] No HuggingFace chat template found
-[2026-11-25 10:32:57] init_cpu_threads_env and shared memory based AllReduce is disabled, only intel amx backend and arm64 are supported
+[2026-11-25 10:32:57] init_cpu_threads_env and shared memory based AllReduce is disabled, \
+only intel amx backend and arm64 are supported
 """
 SCHEDULER = """\
 [2026-11-25 10:33:01 TP0] Scheduler hit an exception: Traceback (most recent call last):
@@ -65,7 +67,10 @@ ValueError: /models/x/model.safetensors cannot be loaded
 """
 SAMPLER = ['  File "/site-packages/sglang/srt/layers/sampler.py", line 80, in forward']
 SAMPLER += ["RuntimeError: probability tensor contains either `inf`, `nan` or element < 0"]
-BROKEN = "Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file."
+BROKEN = (
+    "Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
+    "connection error code 2. End of file."
+)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +139,11 @@ BROKEN = "Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly
     ],
 )
 def test_the_message(tmp_path, log, report, how, lines):
-    """Lines that every start of an engine writes stood beside the cause of its death, or in its place.
-    lines: None: there are some."""
+    """Lines that every start of an engine writes used to appear beside the cause of its death, or instead of
+    it.
+
+    lines: quoted lines; None: any.
+    """
     path = tmp_path / "rank1.log"
     path.write_text(log)
     said, *quoted = str(Process("trainer rank 1 of 2", str(path)).died("step", RayError(report))).splitlines()
@@ -149,7 +157,7 @@ def test_the_message(tmp_path, log, report, how, lines):
 def test_the_kernels_kills_are_counted_for_processes_of_this_machine(
     address, was_here, tmp_path, monkeypatch
 ):
-    """As Ray reports a death; 192.0.2.0/24 is nobody's, and Ray leaves out an address that it does not know."""
+    """192.0.2.0/24 belongs to no machine, and Ray leaves out an address that it does not know."""
     (tmp_path / "log").touch()
     process = Process("engine 0", str(tmp_path / "log"))
     monkeypatch.setattr(last_words, "_killed_before", last_words.killed_for_memory() - 1)
@@ -164,6 +172,6 @@ def test_the_kernels_kills_are_counted_for_processes_of_this_machine(
 def test_a_log_elsewhere_and_a_death_without_report():
     said = str(Process("engine 0", "/nowhere/engine0.log").died("generate", ActorDiedError()))
     assert (
-        said
-        == "engine 0 died in `generate`; its log is /nowhere/engine0.log\n  | (the log cannot be read from here)"
+        said == "engine 0 died in `generate`; its log is /nowhere/engine0.log\n"
+        "  | (the log cannot be read from here)"
     )

@@ -1,4 +1,4 @@
-"""Values that passed `config check` and failed when the processes were up, or never did anything."""
+"""Values that used to pass `config check` and to fail once the processes were up, or never had any effect."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.memory import Parking
+from grpo_megatron.megatron.parking import Parking
 from grpo_megatron.paths import output_file_problem, output_folder_problem
 from grpo_megatron.preflight.check import check
 from grpo_megatron.preflight.load import load_config
@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 
 def arguments(tmp_path, *changes):
-    """Without a model and data, which these checks do without."""
+    """Return arguments of a run whose model and data do not exist. These checks do not need them."""
     given = [
         "model.path=/nowhere",
         "data.train=/nowhere.jsonl",
@@ -63,7 +63,8 @@ def violations(tmp_path, *changes, command="train"):
         ),
         (
             ["megatron.sleep=true", "megatron.offload_folder=README.md"],
-            "megatron.offload_folder=README.md is a file, not a folder; it must be a folder that the run can make and write to",
+            "megatron.offload_folder=README.md is a file, not a folder; it must be a folder that "
+            "the run can make and write to",
         ),
         # Of the same kinds.
         (
@@ -144,7 +145,7 @@ def test_what_is_right_passes_and_leaves_no_trace(tmp_path, changes):
 )
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_token_that_the_model_cannot_write_ends_no_response(command, tokens, absent, model, tmp_path):
-    """The run went on to the end, and every response was as long as it may be."""
+    """The run used to go on, and every response was as long as possible."""
     found = violations(tmp_path, f"model.path={model}", f"rollout.stop_token_ids=[{tokens}]", command=command)
     said = [one for one in found if one.startswith("rollout.stop_token_ids=")]
     assert len(said) == (absent is not None)
@@ -165,7 +166,7 @@ def test_a_path_that_is_wrong_here_may_be_right_on_the_cluster(tmp_path):
 
 @pytest.mark.parametrize("key", ["run.root", "megatron.offload_folder", "rollout.record"])
 def test_a_path_of_another_machine_is_not_judged(key, tmp_path):
-    """The disks of the nodes are often not there where a job is submitted."""
+    """The nodes' disks often do not exist where a job is submitted."""
     report = check(None, arguments(tmp_path, f"{key}=/of-the-nodes/x"), "train")
     assert report.violations == []
     assert f"{key}: nothing of /of-the-nodes/x is on this machine" in report.not_checked
@@ -182,7 +183,7 @@ def test_a_path_of_another_machine_is_not_judged(key, tmp_path):
     ],
 )
 def test_a_start_refuses_it_before_any_process(tmp_path, changes, says):
-    """`train` does not ask for everything that `config check` does."""
+    """`train` does not check everything that `config check` does."""
     config = load_config(None, arguments(tmp_path, *changes))
     with pytest.raises(UserError) as raised:
         check_output_folders(config, "train")

@@ -1,4 +1,4 @@
-"""reward.on_failure=leave_out: a response or an episode that fails is taken out of its group."""
+"""reward.on_failure=leave_out removes a response or an episode that fails from its group."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ LEFT_OUT = {"on_failure": OnFailure.leave_out}
 
 
 def score(prompt, response, answer, record):
-    """The number that the response is; others fail."""
+    """Return the number that the response consists of. Others fail."""
     return float(response)
 
 
@@ -108,7 +108,9 @@ def test_a_group_reward_that_fails_leaves_its_group_out():
 
 
 class World:
-    """An environment in this process: fails at the start for the record `0`, in a step for a turn `x`."""
+    """An environment in this process that fails at the start for the record `0`, and in a step for a turn
+    `x`.
+    """
 
     def __init__(self, error):
         self._error = error
@@ -240,7 +242,7 @@ def test_dynamic_sampling_replaces_groups_that_are_too_small():
 
 @pytest.mark.parametrize("estimator", [*GROUP_RELATIVE, "reinforce_plus_plus"])
 def test_advantages_are_those_of_the_smaller_groups(estimator):
-    """As if the group had been drawn with as many as are left."""
+    """They equal those of a group that was drawn with this number of members."""
     config = configured(f"algorithm.adv_estimator={estimator}", "data.train_batch_size=2")
     groups = sampled(config, "1 x 4", "1 2 6").groups
     batch = TrainBatch.from_samples([sample for group in groups for sample in group.samples])

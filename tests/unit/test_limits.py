@@ -1,4 +1,4 @@
-"""Every key by itself: which values make no sense, and that the schema says so."""
+"""Every key by itself: the schema excludes values that make no sense."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ def leaves():
 
 
 def with_value(key, value) -> Config:
-    """The default configuration with one value, whatever its type."""
+    """Return the default configuration with one value, whatever its type."""
     config = Config()
     config.model.path, config.data.train = "model", "data.jsonl"
     *sections, last = key.split(".")
@@ -36,7 +36,7 @@ def with_value(key, value) -> Config:
 
 
 def kinds(field) -> set:
-    """The plain types a key can have, those of a list's items included."""
+    """Return the plain types that a key can have, including those of a list's items."""
     parts = set(get_args(field.type)) if isinstance(field.type, UnionType) else {field.type}
     return parts | {inner for part in parts if get_origin(part) is list for inner in get_args(part)}
 
@@ -127,7 +127,7 @@ NONSENSE = [
 @pytest.mark.parametrize(("key", "value", "says"), NONSENSE)
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_what_makes_no_sense_is_refused_by_both_commands(key, value, says, command):
-    """And by nothing else: a rule is not asked about a value that cannot be."""
+    """There is no other message: a rule is not asked about a value that cannot be."""
     (sentence,) = violations(with_value(key, value), command)
     assert key in sentence
     assert says in sentence

@@ -1,4 +1,4 @@
-"""Weights & Biases and Prometheus, where their packages are installed; and what is said where they are not."""
+"""Weights & Biases and Prometheus, if their packages are installed, and the messages if they are not."""
 
 import socket
 import threading
@@ -37,7 +37,7 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(name, package
 
 
 class Service:
-    """A listener of a service: it takes one at a time."""
+    """A listener of a service that accepts one listener at a time."""
 
     def __init__(self, config: Config, directory: str):
         if self.taken:
@@ -74,7 +74,7 @@ def test_a_listener_that_cannot_start_ends_a_new_run_and_no_resumed_one(service,
 
 
 def test_restarts_keep_the_listeners(service, tmp_path):
-    """A monitor is made for each attempt; a service that could not be reached again ended the run that it only had to show."""
+    """A monitor is made for each attempt. A service that could not be reached again used to end the run."""
     config = configured("prometheus")
     with (
         StatusFile(str(tmp_path), "run", 4) as status,

@@ -1,4 +1,7 @@
-"""Who owns a run's folder where the kernel's locks do not tell: after the loss of a node, and where each node has locks of its own."""
+"""Ownership of a run's folder if the kernel's locks are no evidence.
+
+That is so after the loss of a node, and where each node has locks of its own.
+"""
 
 import errno
 import fcntl
@@ -18,7 +21,10 @@ THERE = {"host": "there", "pid": 1, "started": 1.0, "Slurm job": "7"}
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of a run of Slurm job 7 on another node, which was killed or goes on; its status has just been written."""
+    """Folder of a run of Slurm job 7 on another node, which was killed or goes on.
+
+    Its status has just been written.
+    """
     with StatusFile(str(tmp_path), "mine", 4):
         pass
     write(tmp_path, state="running", host="there", written=time.time())
@@ -33,14 +39,14 @@ def write(folder, **values) -> None:
 
 @pytest.fixture
 def sleeps(monkeypatch):
-    """What is called for each second that is waited; the waiting itself is left out."""
+    """List of functions that are called for each second of waiting. The waiting itself is left out."""
     called = []
     monkeypatch.setattr(time, "sleep", lambda seconds: [call() for call in called])
     return called
 
 
 def lock_is_held(monkeypatch, times: int) -> None:
-    """The file server has a lock of this file for so many attempts."""
+    """Let the file server hold a lock of this file for so many attempts."""
     lock, left = fcntl.flock, [None] * times
 
     def flock(file, kind):
@@ -53,7 +59,7 @@ def lock_is_held(monkeypatch, times: int) -> None:
 
 
 def own(folder) -> list[str]:
-    """The lines that are said until this process owns the folder, which it then releases."""
+    """Own the folder and release it. Return the lines that are printed before."""
     said: list[str] = []
     ownership = Ownership(folder, said.append)
     assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()

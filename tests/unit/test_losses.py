@@ -17,7 +17,7 @@ LONGEST = 8
 
 
 def inputs(mask, old=None, sequence_id=None, **arrays) -> LossInputs:
-    """All tokens are of one sequence unless sequence_id says otherwise."""
+    """Return tokens that belong to one sequence, unless sequence_id says otherwise."""
     zeros = torch.zeros(len(mask))
     filled = {name: arrays.pop(name, zeros) for name in ("advantage", "rollout_logp", "ref_logp")}
     sequence = torch.zeros(len(mask), dtype=torch.long) if sequence_id is None else torch.tensor(sequence_id)
@@ -29,7 +29,7 @@ def inputs(mask, old=None, sequence_id=None, **arrays) -> LossInputs:
 
 
 def loss_of(loss: PolicyLoss, ratio, advantage, logp=-1.0):
-    """Loss, gradient and metrics of single tokens with these ratios."""
+    """Return loss, gradient and metrics of single tokens with these ratios."""
     ratio, advantage = torch.tensor(ratio, dtype=torch.float64), torch.tensor(advantage, dtype=torch.float64)
     leaf = torch.full_like(ratio, logp, requires_grad=True)
     given = inputs([True] * len(ratio), leaf.detach() - ratio.log(), range(len(ratio)), advantage=advantage)
@@ -51,7 +51,9 @@ def test_clip_higher():
 
 
 def test_metrics_of_the_ratio_by_hand():
-    """clip_fraction counts tokens that lose their gradient, on either side; ppo_kl is the mean of -log ratio."""
+    """clip_fraction counts tokens that lose their gradient, on either side. ppo_kl is the mean of -log
+    ratio.
+    """
     ratios, advantages = [1.5, 1.5, 0.5, 0.5, 1.1, 1.9, 1.0], [1.0, -1.0, 1.0, -1.0, 2.0, 1.0, 1.0]
     _, _, metrics = loss_of(PolicyLoss(clip_ratio_low=0.2, clip_ratio_high=0.28), ratios, advantages)
     assert metrics["actor/clip_fraction_high"] == pytest.approx(2 / 7)
@@ -69,7 +71,7 @@ def test_ratios_beyond_twenty_nats_stay_finite(difference):
 
 
 def test_the_worst_tokens_keep_their_numbers():
-    """The report of a mismatch finds the text of a token by its number in the step."""
+    """The report of a mismatch finds a token's text by its number in the step."""
     logp = torch.tensor([-1.0, -2.0, -3.0])
     given = inputs(
         [True, True, False], rollout_logp=torch.tensor([-1.5, -2.0, -9.0]), number=torch.tensor([70, 71, 72])
@@ -101,7 +103,7 @@ def test_reinforce():
 
 
 def test_sequence_levels_by_hand():
-    """Two tokens with ratios 2 and 8: geometric mean 4, product 16."""
+    """Two tokens with ratios 2 and 8 have the geometric mean 4 and the product 16."""
     log_ratio = torch.tensor([2.0, 8.0], dtype=torch.float64).log()
     for level, ratio, slope in (("sequence", 4.0, 4.0), ("sequence_sum", 16.0, 32.0)):
         logp = torch.full((2,), -1.0, dtype=torch.float64, requires_grad=True)
@@ -127,7 +129,7 @@ def test_whole_loss_by_hand():
 
 
 def test_masked_positions_cannot_poison_the_loss():
-    """Zero is stored where a log-prob is unknown; exp(0 - (-200)) is infinite, and inf * weight 0 is NaN."""
+    """Unknown log-probs are stored as zero; exp(0 - (-200)) is infinite, and inf * weight 0 is NaN."""
     logp = torch.tensor([-200.0, -1.0], requires_grad=True)
     value, metrics = PolicyLoss(use_kl_loss=True, kl_loss_coef=1.0)(
         logp, torch.zeros(2), inputs([False, True], torch.tensor([0.0, -1.0]))
@@ -157,7 +159,10 @@ def test_cross_entropy():
 
 
 def naive_aggregate(mode: str, rows: list[list[torch.Tensor]], groups: list[int]) -> torch.Tensor:
-    """rows: losses of the trained tokens of each sequence."""
+    """Aggregate losses.
+
+    rows: losses of the trained tokens of each sequence.
+    """
     present = [(row, group) for row, group in zip(rows, groups, strict=True) if row]
     if not present:
         return torch.zeros((), dtype=torch.float64)
@@ -181,7 +186,9 @@ def naive_aggregate(mode: str, rows: list[list[torch.Tensor]], groups: list[int]
 
 
 def naive_losses(loss: PolicyLoss, data: Ragged) -> list[list[torch.Tensor]]:
-    """Losses of trained tokens, differentiable the way the papers write them: through the whole sequence's ratio."""
+    """Return the losses of trained tokens, differentiable like in the papers: through the whole sequence's
+    ratio.
+    """
     rows = []
     for row in data.rows:
         tokens = data.trained(row)
@@ -309,7 +316,9 @@ def test_ratio_one_gives_the_plain_policy_gradient(surrogate, seed):
 
 
 def test_gspo_has_the_gradient_of_the_sequence_ratio():
-    """Against autograd through s_i = exp(mean log-ratio), two sequences of unequal length, no clipping."""
+    """The expected gradient is autograd's through s_i = exp(mean log-ratio), for two sequences of unequal
+    length, no clipping.
+    """
     old = torch.tensor([-1.0, -2.0, -0.5, -1.5, -1.0])
     logp = torch.tensor([-1.1, -1.9, -0.4, -1.4, -1.2], requires_grad=True)
     advantage = torch.tensor([0.7, 0.7, 0.7, -1.3, -1.3])

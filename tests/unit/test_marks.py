@@ -1,4 +1,4 @@
-"""The markers slow_when and slow_but, of tests/conftest.py."""
+"""The markers slow_when and slow_but of tests/conftest.py."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ CASES = """
 
 @pytest.fixture
 def collect(pytester):
-    """collect(layout, *arguments): what pytest says on collecting CASES."""
+    """A function collect(layout, *arguments) that returns pytest's output on collecting CASES."""
 
     def collect(layout: str, *arguments: str) -> pytest.RunResult:
         pytester.makeconftest(Path(__file__).parents[1].joinpath("conftest.py").read_text())

@@ -1,4 +1,4 @@
-"""The reward `math`: which commas it takes for thousands separators, and how it reads numbers with exponents."""
+"""The reward `math`: commas that it takes for thousands separators, and numbers with exponents."""
 
 import random
 
@@ -55,7 +55,9 @@ def score(response, answer, reward=BOXED):
     ],
 )
 def test_commas(reward, response, answer, expected):
-    """`math` deleted every comma, so that a point was a number, and equalled any other one with the same digits."""
+    """`math` used to delete every comma, so that a point was a number, and equalled any other with the
+    same digits.
+    """
     assert score(response, answer, reward) == expected
 
 
@@ -76,7 +78,7 @@ def test_commas(reward, response, answer, expected):
     ],
 )
 def test_other_commas_stay_as_they_are(text):
-    """European decimals, lists and points lost their commas."""
+    """European decimals, lists and points used to lose their commas."""
     assert normalise_answer(text) == text
 
 
@@ -101,7 +103,7 @@ def test_the_last_number_has_only_its_own_commas(text, number):
 
 
 def test_votes_differ_where_commas_do():
-    """maj@n counted (1,23), (12,3) and 123 as one answer, and `(3,4)` and `(3, 4)` as two."""
+    """maj@n used to count (1,23), (12,3) and 123 as one answer, and `(3,4)` and `(3, 4)` as two."""
     assert (
         len(set(map(answer_key, ["(1,23)", "(12,3)", "123", "1,23", "(1,234)", "1,234", "2 3", "23"]))) == 8
     )
@@ -119,7 +121,10 @@ def number(value, separator):
 
 
 def written(kind, items, separator, space):
-    """An answer with thousands separators; "" as separator: without."""
+    """Return an answer with thousands separators.
+
+    separator: "" for none.
+    """
     parts = [number(item, separator) for item in items]
     inside = f",{space}".join(parts)
     return {
@@ -154,7 +159,7 @@ def pairs(count):
 
 
 def test_agreement_with_math_verify_on_generated_pairs():
-    """Judge 200 pairs of answers as math-verify does when thousands separators are not there."""
+    """Judge 200 pairs of answers as math-verify does without thousands separators."""
     from math_verify import parse, verify
 
     verdicts = []
@@ -211,7 +216,9 @@ def test_number_answers_are_written_in_digits(value, text):
     ],
 )
 def test_exponents(response, answer, expected):
-    """`1.5e3` was read as 1.5 times e times 3, and small numbers were equal if their first six decimals were."""
+    """`1.5e3` was read as 1.5 times e times 3, and small numbers were equal if their first six decimals
+    were.
+    """
     assert score(response, reference_answer(answer, "")) == expected
 
 

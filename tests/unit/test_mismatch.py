@@ -37,7 +37,7 @@ def test_by_hand_and_on_trained_tokens_only():
 
 
 def test_it_is_the_trainers_log_prob_less_the_engines():
-    """The sign decides on k3 and the quantiles of the ratio."""
+    """The sign determines k3 and the quantiles of the ratio."""
     engine, trainer = torch.tensor([-1.0, -3.0]).double(), torch.tensor([-1.5, -3.0]).double()
     metrics = mismatch_metrics(engine, trainer, torch.tensor([True, True]), torch.tensor([4, 5]))
     scalars = to_floats(metrics)

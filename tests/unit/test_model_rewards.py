@@ -1,4 +1,4 @@
-"""What a reward model beside the policy is given to read, and what becomes of its scores. How it computes them is tests/parallel's."""
+"""Input and scores of a reward model beside the policy. tests/parallel covers its computation."""
 
 import json
 from itertools import pairwise
@@ -9,8 +9,8 @@ import pytest
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.load import read_config
-from grpo_megatron.config.schema import DataConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.conversations import conversations_of, same_tokenizer
 from grpo_megatron.errors import UserError
@@ -56,7 +56,7 @@ def folders(tmp_path_factory):
 
 
 class Ranks:
-    """In place of the ranks: remembers what it was given, and scores a sequence by its length."""
+    """Stands in for the ranks: records its input, and scores a sequence by its length."""
 
     def __init__(self, sizes: ParallelSizes = ParallelSizes(), score=float):
         self.sizes, self._score, self.batch = sizes, score, None
@@ -174,7 +174,10 @@ def test_prompts_of_token_ids_have_no_text_for_another_tokenizer(folders):
 
 
 def test_a_policy_that_says_nothing_is_scored_too(folders):
-    """A response that was the end token alone has no text for another tokenizer, and no token where that end counts as padding."""
+    """A response that is only the end token has no text for another tokenizer.
+
+    It has no token if that end token counts as padding.
+    """
     ranks = Ranks()
     score, tokenizer = setup(folders, "other", ranks)
     score(groups(folders, responses=("<eos>", "3")))

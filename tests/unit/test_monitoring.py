@@ -1,4 +1,4 @@
-"""What the monitor tells: scalars, texts, distributions, times; and that nothing of it can stop a run."""
+"""The monitor's reports (scalars, texts, distributions, times). No part of the monitor may stop a run."""
 
 import io
 import json
@@ -75,7 +75,7 @@ def configured(**options) -> Config:
 
 @pytest.fixture
 def monitor_of(tmp_path):
-    """(config, resumed) -> Monitor in one folder, all of which are closed in the end."""
+    """A function (config, resumed) -> Monitor in one folder. All monitors are closed at the end."""
     opened = []
     with StatusFile(str(tmp_path), "run", total_steps=10) as status:
 
@@ -165,7 +165,7 @@ def test_times_and_throughput_add_up(monitor_of, tmp_path):
 
 
 def test_a_phase_within_another_counts_once():
-    """As in an evaluation that ranks score: engines on their devices give back their memory in the midst of it."""
+    """Engines release their memory in the middle of an evaluation that ranks score on the same devices."""
     begun = []
     phases, start = Phases(begun.append), time.perf_counter()
     with phases("evaluate"):
@@ -241,7 +241,7 @@ def test_a_resumed_run_takes_back_what_came_later(monitor_of, tmp_path):
 
 def test_what_cannot_be_written_is_said_once_and_the_run_goes_on(monitor_of, tmp_path, capsys):
     monitor = monitor_of(configured(histograms_every=0))
-    # An integer that is no JSON number for anybody: what fails is the listener's own, here its file's encoder.
+    # This integer is no valid JSON number. The fault is the listener's own, here that of its file's encoder.
     bad = {"reward/mean": object()}
     for step in (1, 2):
         a_step(monitor, step, [group(0, (0.0, 1.0))], bad)
@@ -256,7 +256,10 @@ def test_what_cannot_be_written_is_said_once_and_the_run_goes_on(monitor_of, tmp
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of that writer
 def test_curves_go_on_after_a_failure_to_write_them(monitor_of, tmp_path, monkeypatch, capsys):
-    """TensorBoard's writer ends at its first failure; a disk that was full for a minute cost the curves of all the rest."""
+    """TensorBoard's writer ends at its first failure.
+
+    A disk that was full for a minute used to cost all later curves.
+    """
     folder, groups = tmp_path / "tensorboard", [group(0, (0.0, 1.0))]
     monitor = monitor_of(configured())
     a_step(monitor, 1, groups)
@@ -323,7 +326,7 @@ def test_a_group_as_text():
 
 
 def test_every_chart_is_of_scalars_that_there_can_be():
-    """And a scalar of no chart is not lost."""
+    """No scalar without a chart is lost."""
     assert charts_of(["reward/mean", "reward/pass@4", "no/such", "time/train", "time/step"]) == {
         "Learning": {"Reward": ["reward/mean"], "pass@k of training prompts": ["reward/pass@4"]},
         "Speed": {"Seconds of a step": ["time/step"], "Seconds per phase": ["time/train"]},
@@ -345,7 +348,7 @@ def test_statistics_of_a_step():
 
 
 def test_a_line_that_nobody_can_have_ends_no_run(monkeypatch):
-    """A full disk behind a job's log, and a session that is gone."""
+    """Causes are a full disk behind a job's log, and a session that is gone."""
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
         say("x" * 10_000)
@@ -363,7 +366,7 @@ def test_a_line_that_nobody_can_have_ends_no_run(monkeypatch):
 
 
 class FakeTerminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""tools/mutants.py: what it does to a file before mutmut makes faults in it, and which tests it chooses."""
+"""tools/mutants.py: its changes to a file before mutmut makes faults in it, and its choice of tests."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def values_of(source: str) -> list:
 
 
 def test_functions_that_are_decorated_later_do_the_same():
-    """mutmut changes no decorated function, so that no fault was planted in any advantage estimator or surrogate."""
+    """mutmut changes no decorated function, so that no estimator and no surrogate had faults."""
     late = mutants.with_late_decorators(SOURCE)
     assert values_of(late) == values_of(SOURCE) == [4, 1, 3, 6, 7, 5]
     kept = [line.strip() for line in late.splitlines() if line.strip().startswith("@")]

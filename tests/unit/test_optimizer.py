@@ -1,4 +1,4 @@
-"""Learning-rate schedules, the rules for the optimizer's settings, and when dropped steps stop a run."""
+"""Learning-rate schedules, rules for the optimizer's settings, and dropped steps that stop a run."""
 
 import math
 import re
@@ -46,7 +46,7 @@ SCHEDULES = {
 
 
 def adam(config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Two groups as Megatron makes them: with weight decay and without."""
+    """Return two groups as Megatron makes them: with weight decay and without."""
     rates = {"max_lr": config.lr, "min_lr": config.lr_min}
     groups = [
         {"params": [torch.nn.Parameter(torch.ones(2))], "wd_mult": wd_mult, **rates} for wd_mult in (1.0, 0.0)
@@ -55,7 +55,7 @@ def adam(config: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 def next_rates(scheduler, count: int) -> list[float]:
-    """Of the next `count` steps, all of which are made."""
+    """Do the next `count` steps and return their rates."""
     rates = []
     for _ in range(count):
         first, second = scheduler.optimizer.param_groups
@@ -89,7 +89,9 @@ def test_a_decaying_schedule_needs_its_length():
 
 
 def resumed(config: OptimizerConfig, after: int, old: OptimizerConfig):
-    """A scheduler of `config` that continues a run of `old` after so many steps, from its saved states."""
+    """Return a scheduler of `config` that continues a run of `old` after so many steps, from its saved
+    states.
+    """
     saved = lr_scheduler(adam(old), old)
     next_rates(saved, after)
     scheduler = lr_scheduler(adam(config), config)
@@ -159,11 +161,13 @@ BROKEN = {
     ),
     "wsd decay too long": (
         ["optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps=101"],
-        "optimizer.wsd_decay_steps=101 after optimizer.lr_warmup_steps=0 is more than the 100 steps of the schedule",
+        "optimizer.wsd_decay_steps=101 after optimizer.lr_warmup_steps=0 is more than "
+        "the 100 steps of the schedule",
     ),
     "wsd decay into the warm-up": (
         ["optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps=60", "optimizer.lr_warmup_steps=41"],
-        "optimizer.wsd_decay_steps=60 after optimizer.lr_warmup_steps=41 is more than the 100 steps of the schedule",
+        "optimizer.wsd_decay_steps=60 after optimizer.lr_warmup_steps=41 is more than "
+        "the 100 steps of the schedule",
     ),
     "never a step": (
         ["optimizer.max_grad_norm_to_step=0"],

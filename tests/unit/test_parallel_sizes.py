@@ -1,4 +1,4 @@
-"""Layouts that cannot be: every broken rule is named, all at once."""
+"""Impossible layouts. Every broken rule is named, all at once."""
 
 from dataclasses import replace
 

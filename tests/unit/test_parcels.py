@@ -41,7 +41,9 @@ def test_no_parcel_is_larger_than_a_bucket_unless_a_single_row_is(arch, dtype, m
 
 
 def packed_parcel():
-    """A parcel with parts of several tensors, and a buffer that holds it, filled with a rank's parameters."""
+    """Return a parcel with parts of several tensors, and a buffer with it, filled with a rank's
+    parameters.
+    """
     plan = plan_of(DENSE)
     parcel = max(parcels_of(plan, torch.float32, 2000), key=lambda one: len(one.runs))
     buffer = torch.zeros(parcel.total_bytes, dtype=torch.uint8)
@@ -50,7 +52,7 @@ def packed_parcel():
 
 
 def test_the_digest_of_a_tensor_notices_two_words_in_each_others_place():
-    """A sum of the words would not: rows in the wrong order are what a fault in a plan leaves behind."""
+    """A sum of the words would not notice it: a fault in a plan leaves rows in the wrong order."""
     parcel, buffer = packed_parcel()
     factors = odd_factors([parcel], CPU)
     before = parcel.digests(buffer, factors)
@@ -78,7 +80,7 @@ def test_the_digest_of_a_tensor_notices_each_single_bit():
 
 
 def test_equal_tensors_at_different_places_of_a_parcel_have_different_digests():
-    """Otherwise two layers whose weights arrive in each other's place would have the right sum on the link."""
+    """Otherwise two layers whose weights are swapped would have the right sum on the link."""
     parcel, buffer = packed_parcel()
     buffer[: parcel.data_bytes] = 1
     digests = parcel.digests(buffer, odd_factors([parcel], CPU)).tolist()
@@ -100,7 +102,9 @@ def test_parts_of_parcels_cover_what_a_rank_sends_exactly_once(max_bytes):
 
 @pytest.mark.parametrize(("arch", "multicast"), [(DENSE, False), (DENSE, True), (EXPERTS, False)])
 def test_everybodys_order_of_parcels_is_part_of_one_order(arch, multicast):
-    """Otherwise a sender waits for a receiver that waits for another sender, which waits for the first one."""
+    """Otherwise a sender waits for a receiver that waits for another sender, which waits for the first
+    one.
+    """
     sizes = ParallelSizes(tp=2, dp=2) if arch is DENSE else ParallelSizes(dp=2, ep=2)
     plan = ReshardPlan(Layouts(arch, sizes, EngineLayout(2), 3, multicast=multicast))
     dtypes = dict.fromkeys(plan.engine_shapes, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a disk says while something is written."""
+"""Errors of a disk while something is written."""
 
 import pytest
 from safetensors import SafetensorError
@@ -26,7 +26,10 @@ def test_a_full_disk_is_named():
     ],
 )
 def test_a_full_disk_is_known_by_the_words_of_libraries(error):
-    """Of safetensors and torch.save, on a tmpfs of 1 MB. FULL is not for them: they put a new file in its place."""
+    """The words are those of safetensors and torch.save, on a tmpfs of 1 MB.
+
+    FULL does not suit them, because they replace it by a new file.
+    """
     with pytest.raises(UserError, match=r"No space left on device"), writing("/run/hf"):
         raise error
 

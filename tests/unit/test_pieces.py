@@ -1,4 +1,4 @@
-"""Which rectangles of the HF tensors lie where in Megatron's and the engine's parameters."""
+"""Rectangles of HF tensors in Megatron's and the engine's parameters."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ ENTRIES = {
 
 
 def hf_tensors(entry):
-    """Every element has a value of its own."""
+    """Return HF tensors in which every element has a value of its own."""
     first, found = 1, {}
     for name, shape in zip(entry.hf, entry.shapes, strict=True):
         count = torch.Size(shape).numel()
@@ -39,7 +39,7 @@ def hf_tensors(entry):
 
 
 def filled(shape, pieces, tensors):
-    """A parameter made of its pieces; 0 where no piece is."""
+    """Return a parameter made of its pieces, 0 where no piece is."""
     local = torch.zeros(shape, dtype=torch.int64)
     for piece in pieces:
         view = piece.of(local)
@@ -59,7 +59,7 @@ def megatron_shards(entry, parts):
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ENTRIES)
 def test_megatrons_shards_are_cut_from_its_fused_tensor(name, parts):
-    """The fused tensor, by reshaping as a whole, is the reference."""
+    """The fused tensor, made by reshaping the whole, is the reference."""
     entry = ENTRIES[name]
     tensors = list(hf_tensors(entry).values())
     if name.startswith(("qkv", "few_kv_heads")):

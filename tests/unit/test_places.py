@@ -1,4 +1,4 @@
-"""Which rank is where in the network, where a job listens, and whether its nodes have come."""
+"""Places of ranks in the network, the address where a job listens, and waiting for its nodes."""
 
 import socket
 import subprocess
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from grpo_megatron.cluster import placement, wait
+from grpo_megatron.cluster import ray_connection, wait
 from grpo_megatron.cluster.placement import neighbouring_stages
 from grpo_megatron.cluster.ports import free_ports
 from grpo_megatron.config.load import read_config
@@ -17,7 +17,7 @@ from tests.tools import wait_until
 
 
 def nodes_of_ranks(sizes: ParallelSizes, per_node: int) -> list[int]:
-    """The node of each rank, nodes numbered as the network has them."""
+    """Return the node of each rank, with nodes numbered in the network's order."""
     return [slot // per_node for slot in neighbouring_stages(list(range(sizes.world_size)), sizes, per_node)]
 
 
@@ -91,8 +91,11 @@ def test_a_port_is_free_when_its_server_has_ended():
 
 
 def test_what_asks_for_nodes_ends_with_who_started_it():
-    """It was left behind by a job that ended, asking for half an hour."""
-    asking = "from pathlib import Path; Path('/proc/self/comm').write_text('asks-for-nodes'); import time; time.sleep(600)"
+    """A job that ended used to leave it behind, asking for half an hour."""
+    asking = (
+        "from pathlib import Path; Path('/proc/self/comm').write_text('asks-for-nodes'); "
+        "import time; time.sleep(600)"
+    )
     starter = f"""
 from grpo_megatron.cluster import wait
 wait._COUNT = wait._COUNT.partition("import ray")[0] + {asking!r}
@@ -124,19 +127,21 @@ def test_nodes_are_counted_whatever_else_ray_prints(monkeypatch, said, nodes):
 
 
 def test_a_child_that_ends_while_it_is_asked_for_its_name_is_none_of_rays(monkeypatch):
-    """It ended the thread that answers signals."""
+    """It used to end the thread that handles signals."""
 
     def vanished():
         raise psutil.NoSuchProcess(4711)
 
     raylet = SimpleNamespace(name=lambda: "raylet")
     children = [SimpleNamespace(name=vanished), raylet, SimpleNamespace(name=lambda: "sh")]
-    monkeypatch.setattr(placement.psutil, "Process", lambda: SimpleNamespace(children=lambda: children))
-    assert placement._daemons() == [raylet]
+    monkeypatch.setattr(ray_connection.psutil, "Process", lambda: SimpleNamespace(children=lambda: children))
+    assert ray_connection.daemons() == [raylet]
 
 
 def test_a_raylet_has_time_to_start(monkeypatch):
-    """Ray itself gives it half a minute, in which a slow file system does not bring the modules of its agents."""
+    """Ray itself allows half a minute, which is too short for a slow file system to load its agents'
+    modules.
+    """
     answers = iter([RuntimeError("not known yet"), RuntimeError("not known yet"), "node"])
 
     def asked(address, node):
@@ -146,12 +151,12 @@ def test_a_raylet_has_time_to_start(monkeypatch):
         return f"{answer} {node} at {address}"
 
     raylet = SimpleNamespace(name=lambda: "raylet", status=lambda: status)
-    monkeypatch.setattr(placement, "_daemons", lambda: [raylet])
-    monkeypatch.setattr(placement.services, "get_node", asked)
+    monkeypatch.setattr(ray_connection, "daemons", lambda: [raylet])
+    monkeypatch.setattr(ray_connection.services, "get_node", asked)
     status = psutil.STATUS_SLEEPING
-    with placement._raylet_has_time():
-        assert placement.services.get_node("here", "a") == "node a at here"
-    assert placement.services.get_node is asked
+    with ray_connection._raylet_has_time():
+        assert ray_connection.services.get_node("here", "a") == "node a at here"
+    assert ray_connection.services.get_node is asked
     status, answers = psutil.STATUS_ZOMBIE, iter([RuntimeError("not known yet")])
-    with placement._raylet_has_time(), pytest.raises(RuntimeError, match="not known yet"):
-        placement.services.get_node("here", "a")
+    with ray_connection._raylet_has_time(), pytest.raises(RuntimeError, match="not known yet"):
+        ray_connection.services.get_node("here", "a")

@@ -1,4 +1,4 @@
-"""The planner's memory and times against numbers by hand, and what must grow where something else does."""
+"""The planner's memory and times against numbers by hand, and monotonic relations."""
 
 import json
 from dataclasses import replace
@@ -66,7 +66,8 @@ def test_a_dense_model_by_hand():
         12 * (elements // 8),
     )
     items = moments(found)["training"].items
-    # Norms: their inputs and outputs; attention: queries twice, keys, values; MLP: gate, up and their product. Two micro-batches.
+    # Norms: inputs and outputs. Attention: queries twice, keys, values. MLP: gate, up and their product. Two
+    # micro-batches.
     of_a_token = 4 * 8192 // 8 + 2 * 8192 // 8 + 2 * 1024 // 8 + 3 * 28672 // 8
     assert items["activations kept"] == 2 * 8192 * 2 * 40 * of_a_token
     weights = moments(found)["generation"].items["engine: weights"]
@@ -95,7 +96,7 @@ def test_a_model_with_experts_by_hand():
 
 
 def test_a_pass_on_one_gpu_by_hand():
-    """6 FLOPs a weight and token, attention's, and nothing sent: Qwen3-0.6B without parallelism."""
+    """6 FLOPs per weight and token, plus attention's, and nothing sent: Qwen3-0.6B without parallelism."""
     found = small()
     layer = 2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072
     weights = 28 * layer + 1024 * 151936
@@ -112,7 +113,10 @@ def test_a_pass_on_one_gpu_by_hand():
 
 
 def test_decoding_on_one_gpu_by_hand():
-    """256 responses at once read weights and cache in each of 512 steps, in half of which, in the mean, a response is not over."""
+    """256 responses at once read weights and cache in each of 512 steps.
+
+    On average, a response takes part in half of the steps.
+    """
     found = small()
     weights = found.memory.engine_weights
     cache = 128 * (256 + 128) * 28 * 2 * 8 * 128 * 2
@@ -122,8 +126,11 @@ def test_decoding_on_one_gpu_by_hand():
 
 
 def test_a_reward_model_by_hand(tmp_path):
-    """Like Qwen3-0.6B, with a row in place of the output projection; its stages are equally large, and it is in bf16, whatever the
-    policy's are. Its weights come to a GPU while it scores, and wait in the host's memory for good."""
+    """A model like Qwen3-0.6B, with a row in place of the output projection.
+
+    Its stages are equally large, and it is in bf16, whatever the policy's are. Its weights are on a GPU while
+    it scores, and always in the host's memory.
+    """
     layer = 2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072
     of_a_stage, row = 14 * (layer + 2 * 1024 + 2 * 128), 2 * 1024
     stages = ("megatron.pipeline_parallel=2", "megatron.pipeline_layers=[13,15]", "megatron.precision=fp8")
@@ -135,8 +142,8 @@ def test_a_reward_model_by_hand(tmp_path):
     scoring, fullest = moments(found)["scoring"], (of_a_stage + 151936 * 1024, of_a_stage + row)
     assert scoring.items["reward model"] == 2 * fullest[scoring.stage]
     assert all(scoring.items[item] > 0 for item in ("parameters", "gradients", "optimizer"))
-    # Of one layer: norms in and out, queries twice, keys and values twice, both once more before their norms, and the MLP; then what
-    # is gathered for it. Nothing is kept, and there are no gradients.
+    # One layer has norms in and out, queries twice, keys and values twice, both once more before their norms,
+    # and the MLP; then what is gathered for it. Nothing is kept, and there are no gradients.
     kept = 4 * 1024 + 2 * 2048 + 2 * 1024 + (2048 + 1024) + 3 * 3072
     micro_batch = read_config(None, [*SMALL]).train.max_tokens_per_micro_batch
     assert scoring.items["layer being computed"] == 2 * micro_batch * (kept + 4 * 1024)
@@ -154,7 +161,10 @@ def test_a_reward_model_takes_its_transfer_and_a_forward_pass_without_an_output_
 
 
 def test_a_pipeline_idles_by_its_bubble():
-    """Two stages, equally busy but for the output layer; four micro-batches of two sequences each."""
+    """Two stages are equally busy except for the output layer.
+
+    There are four micro-batches of two sequences each.
+    """
     sizes = (
         "train.max_tokens_per_micro_batch=1024",
         "data.train_batch_size=8",
@@ -172,7 +182,9 @@ def test_a_pipeline_idles_by_its_bubble():
 
 
 def test_a_virtual_pipeline_shrinks_the_bubble():
-    """A stage of two chunks waits for half a stage when the pipeline fills and drains (arXiv:2104.04473, section 2.2)."""
+    """A stage of two chunks waits for half a stage when the pipeline fills and drains (arXiv:2104.04473,
+    section 2.2).
+    """
     sizes = (
         "train.max_tokens_per_micro_batch=1024",
         "data.train_batch_size=8",
@@ -241,8 +253,10 @@ def test_copies_in_fp8_stay_until_ranks_sleep_or_make_room_for_engines(tmp_path)
 
 
 def test_the_exact_kl_by_hand():
-    """A step of two samples of 1024 tokens on the last of two stages, of which two ranks share the sequence's positions; with a bound
-    that lets half of it on the device."""
+    """A step of two samples of 1024 tokens on the last of two stages, where two ranks share the positions.
+
+    The bound allows half of it on the device.
+    """
     sizes = (
         "data.train_batch_size=1",
         "train.ppo_mini_batch_size=1",
@@ -296,7 +310,7 @@ def test_a_cache_in_fp8_has_twice_the_tokens():
     ],
 )
 def test_engines_keep_the_experts_of_cached_tokens_on_the_host(changes, ranks):
-    """3.3 GB a rank, pinned, which was in no plan."""
+    """They take 3.3 GB of pinned memory per rank, which was in no plan."""
     arguments = [
         "model.path=configs/models/qwen3-30b-a3b",
         "cluster.nodes=8",
@@ -311,7 +325,7 @@ def test_engines_keep_the_experts_of_cached_tokens_on_the_host(changes, ranks):
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_an_output_layer_in_float32_has_its_price_in_engines(tp):
-    """SGLang converts all of it in every step of decoding."""
+    """SGLang converts all of it in every decoding step."""
     layout = ("cluster.placement=separate", f"rollout.engine.tensor_parallel={tp}")
     usual, exact = small(*layout), small(*layout, "model.fp32_head=true")
     items = moments(exact)["generation"].items
@@ -335,7 +349,7 @@ def test_colocated_engines_that_do_not_take_turns_are_beside_the_trainer_all_the
 
 
 def full_cost(config, arch):
-    """Of every expert of its own."""
+    """Return the cost with every expert counted by itself."""
     sizes, engine = (
         ParallelSizes.from_config(config.megatron),
         EngineLayout.from_config(config.rollout.engine),
@@ -345,7 +359,7 @@ def full_cost(config, arch):
 
 
 def test_a_weight_sync_is_that_of_its_own_cost_model():
-    """Exactly for a dense model; fewer and wider experts cost what many do."""
+    """It is exact for a dense model. Fewer and wider experts cost what many do."""
     config = recipe("qwen3_8b_1node")
     arch = read_architecture(config.model.path)
     assert sync_seconds(config, arch) == pytest.approx(full_cost(config, arch))
@@ -358,7 +372,10 @@ def test_a_weight_sync_is_that_of_its_own_cost_model():
 @pytest.mark.slow_but(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_published_runs_fit(name):
-    """And are legal here. Their steps took longer than the model says, which knows none of their software's costs."""
+    """They are also legal here.
+
+    Their steps took longer than the model, which does not know their software's costs.
+    """
     run = RUNS[name]
     config = read_config(None, [f"model.path=configs/models/{run.model}", *run.settings])
     arch = planned_architecture(config)

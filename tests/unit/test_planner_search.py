@@ -1,4 +1,6 @@
-"""`grpo-megatron plan`: what it lists is legal, fits, and is the quickest; what it refuses would fit as it says."""
+"""`grpo-megatron plan`: what it lists is legal, fits and is the fastest; what it refuses would fit as it
+says.
+"""
 
 import re
 import shlex
@@ -59,7 +61,7 @@ def test_what_is_found_is_legal_fits_and_is_not_slower_than_the_recipe(name):
 
 @pytest.mark.slow
 def test_none_that_was_not_tried_is_quicker():
-    """The bound by which it stops, against all candidates."""
+    """The bound at which the search stops, against all candidates."""
     config = with_values(recipe("qwen3_8b_1node"), "train", max_tokens_per_micro_batch=16384)
     arch, lengths = model_of(config), Lengths.given(config)
     everything = [searching._quickest(each, arch, lengths) for each in searching._candidates(config, arch)]
@@ -69,7 +71,7 @@ def test_none_that_was_not_tried_is_quicker():
 
 
 def test_rules_beyond_those_of_layouts_hold_too():
-    """A step of two samples cannot be shared by eight replicas, which would fit."""
+    """Eight replicas would fit, but cannot share a step of two samples."""
     config = with_values(
         with_values(recipe("qwen3_8b_1node"), "cluster", gpu="h200"), "data", train_batch_size=1
     )
@@ -86,7 +88,10 @@ QWEN3_8B = ("configs/qwen3_8b_1node.yaml", ["model.path=configs/models/qwen3-8b"
 
 @pytest.mark.slow
 def test_what_is_found_has_room_for_a_reward_model_and_divides_it(tmp_path):
-    """With 30 layers it cannot have four stages; of its heads 24 can be divided by eight, and six KV heads by two at most."""
+    """The reward model's 30 layers exclude four stages.
+
+    TP8 divides its 24 heads, but six KV heads allow at most TP2.
+    """
     sizes = {
         "num_hidden_layers": 30,
         "num_attention_heads": 24,
@@ -134,7 +139,7 @@ def refusal(config):
 
 
 def suggestions(text):
-    """The key=value arguments of each line of what would fit."""
+    """Return the key=value arguments of each line that lists what would fit."""
     lines = text[text.index("would fit:") :].splitlines()[1:]
     return [[word for word in shlex.split(line) if "=" in word] for line in lines]
 
@@ -210,7 +215,7 @@ def test_a_share_of_the_engine_with_which_nothing_fits_is_told_another(fraction)
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_share_that_is_proposed_is_the_largest_beside_any_sleeping_rank(gpu):
-    """Of this layout a rank is in all groups that there are."""
+    """A rank of this layout is in all groups that exist."""
     parts = (
         "tensor_parallel",
         "pipeline_parallel",
@@ -232,7 +237,7 @@ def test_the_share_that_is_proposed_is_the_largest_beside_any_sleeping_rank(gpu)
 
 
 def run(capsys, *arguments):
-    """(exit status, standard output, standard error) of `grpo-megatron plan`."""
+    """Return (exit status, standard output, standard error) of `grpo-megatron plan`."""
     status = main(["plan", *map(str, arguments)])
     return status, *capsys.readouterr()
 
@@ -292,7 +297,7 @@ def test_nodes_gpu_and_lengths_of_the_command_line(capsys):
 @pytest.mark.slow_when(lambda path: path.stem not in ("quickstart", "qwen3_8b_1node", "llama3_70b_16node"))
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys, tmp_path):
-    """Those for CPUs as if they were for one node of eight GPUs; emulated kernels are not for GPUs."""
+    """Configurations for CPUs are planned for one node of eight GPUs. Emulated kernels are not for GPUs."""
     model = RECIPES.get(path.stem, "qwen3-0.6b")
     arguments = [
         "--gpu",
@@ -325,7 +330,8 @@ def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys, 
         (["--nodes", "0"], "cluster.nodes"),
         (
             ["--gpu", "H100"],
-            "cluster.gpu=H100 is unknown; choose one of a100-40g, a100-80g, l40s, h100-80g, h200, b200, gb300",
+            "cluster.gpu=H100 is unknown; choose one of a100-40g, a100-80g, l40s, h100-80g, h200, b200, "
+            "gb300",
         ),
         (["megatron.tensor_parallel=3"], "megatron.tensor_parallel=3 does not divide"),
         (["model.path=nowhere"], "nowhere does not exist"),

@@ -1,4 +1,4 @@
-"""tools/plot_runs.py: curves out of TensorBoard logs."""
+"""tools/plot_runs.py: curves from TensorBoard logs."""
 
 import subprocess
 import sys

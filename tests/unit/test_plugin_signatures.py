@@ -1,4 +1,4 @@
-"""Plugins that cannot be called as this project calls them are refused when the configuration is checked."""
+"""Plugins that cannot be called in this project's way are refused when the configuration is checked."""
 
 import asyncio
 import functools
@@ -70,7 +70,9 @@ STACKS = {
 
 @pytest.mark.parametrize(("function", "stack"), STACKS.items())
 def test_a_function_of_another_stack_is_recognised_and_the_advice_works(function, stack):
-    """It passed `config check` and failed at the first response, after minutes of starting."""
+    """A function of another stack used to pass `config check` and to fail at the first response, minutes
+    later.
+    """
     (sentence,) = violations(f"reward.function={HERE}:{function}")
     assert "the reward is called with (prompt=..., response=..., answer=..., record=..." in sentence
     assert (
@@ -146,7 +148,7 @@ class WithoutStep:
 
 
 class Gymnastics:
-    """As environments of gymnasium have their methods."""
+    """An environment with the methods of a gymnasium environment."""
 
     def __init__(self, prompt):
         pass
@@ -184,27 +186,54 @@ async def searches(query: str) -> str:
 half = functools.partial(of_two, 1)
 
 REFUSED = [
-    ("algorithm.adv_estimator=os:getcwd", r"the advantage estimator is called with \(inputs, options\), which its signature \(\)"),
+    (
+        "algorithm.adv_estimator=os:getcwd",
+        r"the advantage estimator is called with \(inputs, options\), which its signature \(\)",
+    ),
     ("algorithm.adv_estimator=HERE:of_three", "does not take: missing a required argument: 'more'"),
-    ("algorithm.adv_estimator=HERE:waits", "the advantage estimator is async, and its result would not be awaited"),
-    ("algorithm.surrogate=os:getcwd", r"the surrogate is called with \(terms, options\), which its signature \(\)"),
+    (
+        "algorithm.adv_estimator=HERE:waits",
+        "the advantage estimator is async, and its result would not be awaited",
+    ),
+    (
+        "algorithm.surrogate=os:getcwd",
+        r"the surrogate is called with \(terms, options\), which its signature \(\)",
+    ),
     ("algorithm.surrogate=HERE:waits", "the surrogate is async"),
     ("algorithm.filters=[os:getcwd]", r"algorithm.filters=os:getcwd: the filter is called with \(groups\)"),
     ("algorithm.filters=[nonzero_variance,HERE:of_two]", "missing a required argument: 'answer'"),
     ("algorithm.filters=[HERE:waits_for_groups]", "the filter is async"),
-    ("reward.function=os:getcwd", "which its signature .* does not take: got an unexpected keyword argument 'prompt'"),
+    (
+        "reward.function=os:getcwd",
+        "which its signature .* does not take: got an unexpected keyword argument 'prompt'",
+    ),
     ("reward.function=HERE:of_two", "got an unexpected keyword argument 'prompt'"),
     ("reward.function=HERE:asks_for_more", "missing a required argument: 'tokenizer'"),
-    ("reward.function=HERE:by_position", "'prompt' parameter is positional only, but was passed as a keyword"),
-    ("reward.function=HERE:all_together", "If it scores all responses to a prompt together, register it by @group_reward"),
-    ("reward.function=HERE:registered_for_groups", r"is called with \(prompt=..., responses=..., answer=..., record=...\)"),
+    (
+        "reward.function=HERE:by_position",
+        "'prompt' parameter is positional only, but was passed as a keyword",
+    ),
+    (
+        "reward.function=HERE:all_together",
+        "If it scores all responses to a prompt together, register it by @group_reward",
+    ),
+    (
+        "reward.function=HERE:registered_for_groups",
+        r"is called with \(prompt=..., responses=..., answer=..., record=...\)",
+    ),
     ("reward.function=HERE:Judge", "is a class, and a reward is a function: name an object of the class"),
     ("reward.function=HERE:judge", "got an unexpected keyword argument 'record'"),
-    ("reward.terms={own: {function: 'HERE:of_two'}}", "reward.terms.own.function=HERE:of_two: the reward is called with"),
+    (
+        "reward.terms={own: {function: 'HERE:of_two'}}",
+        "reward.terms.own.function=HERE:of_two: the reward is called with",
+    ),
     ("rollout.environment=os:getcwd", r"the environment is called with \(prompt\), which its signature \(\)"),
     ("rollout.environment=collections:OrderedDict", "the environment has no method reset"),
     ("rollout.environment=HERE:WithoutStep", "the environment has no method step"),
-    ("rollout.environment=HERE:Gymnastics", r"method reset is called with \(self, seed\), which its signature \(self, \*, seed=None, "),
+    (
+        "rollout.environment=HERE:Gymnastics",
+        r"method reset is called with \(self, seed\), which its signature \(self, \*, seed=None, ",
+    ),
     ("rollout.environment=HERE:OfNothing", r"the environment is called with \(prompt\)"),
     ("rollout.tools=[HERE:twice]", "rollout.tools=HERE:twice: the tool is called with "),
     ("rollout.tools=[HERE:searches]", "rollout.tools=HERE:searches: the tool is async"),
@@ -250,7 +279,7 @@ def test_other_ways_to_take_the_arguments_are_fine(name):
 
 
 def test_what_has_no_signature_is_let_through():
-    """Such as some functions that are written in C."""
+    """Some functions that are written in C have no signature."""
     with pytest.raises(ValueError, match="no signature"):
         inspect.signature(max)
     assert resolve_reward(RewardConfig(function="builtins:max")) is max

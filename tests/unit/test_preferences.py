@@ -16,8 +16,8 @@ from grpo_megatron.batch.layout import Layout
 from grpo_megatron.batch.pairs import schedule_pairs
 from grpo_megatron.batch.schedule import CostModel
 from grpo_megatron.commands.reward_model import _Training
+from grpo_megatron.config.data import DataConfig, OverlongPrompts
 from grpo_megatron.config.load import read_config
-from grpo_megatron.config.schema import DataConfig, OverlongPrompts
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.conversations import Conversations, pad_token
 from grpo_megatron.data.preferences import load_pairs, pair_batch
@@ -115,7 +115,8 @@ def test_both_sequences_of_a_pair_are_together(pairs, dp, multiple):
 def test_replicas_share_the_cost_of_pairs_not_of_sequences_twice_as_long():
     """The sequences of a pair do not attend to each other: two of 300 tokens cost less than one of 600.
 
-    Taken for one sequence of their joint length, the busier replica does 2 % more than the mean, in place of 0.03 %.
+    If a pair counted as one sequence of the joint length, the busier replica would do 2 % more than the mean,
+    instead of 0.03 %.
     """
     cost, draw, excess = CostModel(per_token=1.0, per_pair=0.005), np.random.default_rng(0), []
     for _ in range(60):
@@ -132,7 +133,7 @@ def test_replicas_share_the_cost_of_pairs_not_of_sequences_twice_as_long():
     st.booleans(),
 )
 def test_every_last_token_is_found_once(lengths, sizes, padded):
-    """On one CP rank and, under SP, on one TP rank; and it is the sequence's last token."""
+    """It is on one CP rank and, under SP, on one TP rank, and it is the sequence's last token."""
     tp, cp, sequence_parallel = sizes
     tokens = np.arange(1, sum(lengths) + 1)
     ends = np.cumsum(lengths)
@@ -265,7 +266,8 @@ def test_an_end_token_is_there_once(conversations, stopped):
 
 def test_what_the_template_puts_behind_a_response(folder, tmp_path):
     (tmp_path / "chatml.jinja").write_text(
-        "{% for m in messages %}({{ m['content'] }}<eos>#{% endfor %}{% if add_generation_prompt %}({% endif %}"
+        "{% for m in messages %}({{ m['content'] }}<eos>#{% endfor %}"
+        "{% if add_generation_prompt %}({% endif %}"
     )
     tokenizer = PromptTokenizer(folder, DataConfig(chat_template=str(tmp_path / "chatml.jinja")))
     conversations = Conversations(tokenizer, pad=None)
@@ -300,7 +302,7 @@ def test_the_padding_of_a_new_reward_model(folder, tmp_path):
 
 
 class Ranks:
-    """In place of three replicas: score a sequence by its length."""
+    """Stands in for three replicas: scores a sequence by its length."""
 
     cost_model = CostModel()
 

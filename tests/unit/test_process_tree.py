@@ -1,4 +1,4 @@
-"""Which process a record means: by its number alone it may be another one."""
+"""The process that a record means. The number alone may belong to another one."""
 
 import os
 import re
@@ -10,7 +10,10 @@ import pytest
 
 from grpo_megatron.process_tree import is_running, start_mark
 
-HELD = "import ctypes, sys; ctypes.CDLL(None).prctl(15, sys.argv[1].encode(), 0, 0, 0); print(flush=True); sys.stdin.read()"
+HELD = (
+    "import ctypes, sys; ctypes.CDLL(None).prctl(15, sys.argv[1].encode(), 0, 0, 0); "
+    "print(flush=True); sys.stdin.read()"
+)
 
 
 @pytest.mark.parametrize("name", ["plain", "a) S (b 1 2"])

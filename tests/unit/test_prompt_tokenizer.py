@@ -1,4 +1,4 @@
-"""Prompts in every form people have them, into text and tokens."""
+"""Prompts in every form that people use, as text and tokens."""
 
 import json
 import shutil
@@ -6,9 +6,10 @@ import shutil
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from grpo_megatron.config.data import DataConfig, OverlongPrompts
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.config.schema import Config, DataConfig, ModelConfig, OverlongPrompts
+from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.data.examples import load_examples
 from grpo_megatron.errors import UserError
@@ -17,12 +18,16 @@ from tests.models import tiny_qwen3
 
 THINKING = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}{% if enable_thinking is defined and not enable_thinking %}#{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}#{% endif %}"
 )
 
 
 def save(folder, kind="characters", around=None, template=True):
-    """A tokenizer; around: what it puts around texts, such as `<bos> $A`."""
+    """Write a tokenizer.
+
+    around: what it puts around texts, such as `<bos> $A`.
+    """
     from make_tiny_model import make_tokenizer
 
     tokenizer = make_tokenizer(kind)
@@ -44,7 +49,7 @@ def chat(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Without a chat template, and with a BOS token before texts, as Llama's."""
+    """A tokenizer without a chat template and with a BOS token before texts, like Llama's."""
     return save(tmp_path_factory.mktemp("base"), around="<bos> $A", template=False)
 
 
@@ -184,7 +189,8 @@ def test_parts_of_a_message_that_are_text_are_joined(chat):
         ([], "the prompt is empty, a list without messages"),
         (
             5,
-            "the prompt must be a string, a list of messages with role and content, or a list of token ids; it is 5",
+            "the prompt must be a string, a list of messages with role and content, or "
+            "a list of token ids; it is 5",
         ),
         ({"role": "user", "content": "1"}, "the prompt must be a string"),
         (["1", "2"], "the prompt must be a string"),
@@ -213,7 +219,7 @@ def test_messages_need_a_template(base):
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):
-    """The library makes an empty one of it, which turns every prompt into no token at all."""
+    """The library makes an empty tokenizer of it, which turns every prompt into no token at all."""
     model = tiny_qwen3(tmp_path / "m")
     for template in ("tokenizer", "none"):
         assert "has no tokenizer" in refused(str(model), DataConfig(chat_template=template))
@@ -223,7 +229,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
 
 
 def test_a_prompt_without_a_token_is_refused(tmp_path):
-    """Of characters that the tokenizer drops; nothing must reach an engine without a token."""
+    """The tokenizer drops all of its characters. An engine must never get an empty prompt."""
     from tokenizers import Regex, normalizers
 
     folder = save(tmp_path, template=False)

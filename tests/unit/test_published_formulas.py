@@ -1,8 +1,8 @@
 """The presets, from rewards to gradients, against the equations of their papers, one response at a time.
 
-Ours is the whole composition: advantages, token weights, the mismatch's factors, and the loss. The mean over prompts and
-then over a group's responses, as papers write it, is the mean over all responses here, the same for groups of one size.
-A standard deviation is over n - 1, with 1e-6 added.
+Our side is the whole composition: advantages, token weights, the mismatch's factors, and the loss. Papers
+write a mean over prompts and then over a group's responses. Here it is the mean over all responses, which is
+the same for groups of one size. A standard deviation is over n - 1, with 1e-6 added.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,18 @@ LONGEST = 8
 
 @dataclass(frozen=True)
 class Response:
-    """A sampled response: log-probs [n] of its trained tokens under four policies, and its reward."""
+    """A sampled response."""
 
     logp: torch.Tensor
+    """Log-probs of its trained tokens under the policy, [n]."""
     old: torch.Tensor
+    """The same under the old policy."""
     ref: torch.Tensor
+    """The same under the reference."""
     engine: torch.Tensor
+    """The same as the engine reports them."""
     reward: float
+    """Its reward."""
 
     @property
     def ratio(self) -> torch.Tensor:
@@ -46,7 +51,7 @@ Groups = list[list[Response]]
 
 
 def groups_of(data: Ragged) -> Groups:
-    """Responses without a trained token take no part."""
+    """Return the groups, without responses that have no trained token."""
     inputs, found = data.inputs, {}
     for i, row in enumerate(data.rows):
         tokens = data.trained(row)
@@ -62,13 +67,13 @@ def groups_of(data: Ragged) -> Groups:
 
 
 def normalised(group: list[Response]) -> list[float]:
-    """Advantages of arXiv:2402.03300 section 4.1.2; nothing can be compared in a group of one."""
+    """Return the advantages of arXiv:2402.03300 section 4.1.2. A group of one has no comparison."""
     rewards = np.array([response.reward for response in group])
     return list((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)) if len(group) > 1 else [0.0]
 
 
 def centred(group: list[Response]) -> list[float]:
-    """Advantages of Dr. GRPO, arXiv:2503.20783 section 3.2."""
+    """Return the advantages of Dr. GRPO, arXiv:2503.20783 section 3.2."""
     mean = np.mean([response.reward for response in group])
     return [response.reward - mean for response in group]
 
@@ -90,7 +95,10 @@ def k3(response: Response) -> torch.Tensor:
 
 
 def grpo(groups: Groups, factor: Callable = lambda response: 1.0) -> torch.Tensor:
-    """Equation 3 of arXiv:2402.03300; beta 0.04. factor: what multiplies the policy term of each token."""
+    """Equation 3 of arXiv:2402.03300 with beta 0.04.
+
+    factor: multiplies the policy term of each token.
+    """
     terms = [
         (factor(o) * clipped_gain(o.ratio, advantage) - 0.04 * k3(o)).sum() / len(o.logp)
         for o, advantage in with_advantages(groups)
@@ -99,7 +107,9 @@ def grpo(groups: Groups, factor: Callable = lambda response: 1.0) -> torch.Tenso
 
 
 def dr_grpo(groups: Groups) -> torch.Tensor:
-    """arXiv:2503.20783 section 3.2: sums over tokens, divided by a constant, here the response's length limit."""
+    """arXiv:2503.20783 section 3.2: sums over tokens, divided by a constant, here the limit of a
+    response's length.
+    """
     terms = [
         clipped_gain(o.ratio, advantage).sum() / LONGEST for o, advantage in with_advantages(groups, centred)
     ]
@@ -115,7 +125,7 @@ def dapo(groups: Groups, factor: Callable = lambda response: 1.0) -> torch.Tenso
 
 
 def gspo(groups: Groups) -> torch.Tensor:
-    """Equations 5 to 7 of arXiv:2507.18071, the gradient through the ratio of the whole sequence."""
+    """Equations 5 to 7 of arXiv:2507.18071, with the gradient through the ratio of the whole sequence."""
     terms = [
         clipped_gain((o.logp - o.old).mean().exp(), advantage, 3e-4, 4e-4)
         for o, advantage in with_advantages(groups)
@@ -124,14 +134,14 @@ def gspo(groups: Groups) -> torch.Tensor:
 
 
 def cispo(groups: Groups) -> torch.Tensor:
-    """Equations 4 and 5 of arXiv:2506.13585 without a lower limit; at most 5."""
+    """Equations 4 and 5 of arXiv:2506.13585 without a lower limit, at most 5."""
     return torch.cat(
         [o.ratio.detach().clamp(max=5.0) * a * o.logp for o, a in with_advantages(groups)]
     ).mean()
 
 
 def rloo(groups: Groups) -> torch.Tensor:
-    """arXiv:2402.14740 section 2.2, the KL in the reward as in its equation 2; beta 0.03."""
+    """arXiv:2402.14740 section 2.2, with the KL in the reward as in its equation 2 and beta 0.03."""
     terms = []
     for group in groups:
         rewards = [o.reward - 0.03 * float((o.old - o.ref).sum()) for o in group]
@@ -143,7 +153,9 @@ def rloo(groups: Groups) -> torch.Tensor:
 
 
 def reinforce_pp(groups: Groups) -> torch.Tensor:
-    """arXiv:2501.03262: reward less the KL of the tokens still to come, normalised over the batch; beta 0.01."""
+    """arXiv:2501.03262: reward minus the KL of the tokens still to come, normalised over the batch, with
+    beta 0.01.
+    """
     responses = [response for group in groups for response in group]
     returns = []
     for o in responses:
@@ -183,14 +195,14 @@ OBJECTIVES = {
 
 @cache
 def configured(*overrides: str) -> Config:
-    """Never changed, and slow to make."""
+    """Return a configuration. It is cached, because making it is slow and none is changed."""
     return read_config(
         None, ["model.path=m", "data.train=d", f"rollout.max_response_length={LONGEST}", *overrides]
     )
 
 
 def our_loss(config: Config, data: Ragged) -> torch.Tensor:
-    """The sum over tokens that the trainer differentiates, for one optimizer step."""
+    """Return the sum over tokens that the trainer differentiates, for one optimizer step."""
     batch = data.batch
     (advantage,), _ = step_advantages(
         [batch], config.algorithm, KLController.from_config(config.algorithm.kl_ctrl)
@@ -215,7 +227,7 @@ def assert_same(ours: torch.Tensor, objective: torch.Tensor, logp: torch.Tensor)
 
 
 def batch_of(seed: int, spread: float) -> Ragged | None:
-    """None if no token of it is trained."""
+    """Return the batch, or None if no token of it is trained."""
     data = ragged(seed, spread, group_size=3)
     return data if data.batch.loss_mask.any() else None
 
@@ -266,13 +278,12 @@ FACTORS = {
     "mismatch.rejection=token_ratio mismatch.rejection_low=0.8 mismatch.rejection_high=1.3": lambda o: (
         ~outside(token_ratio(o), 0.8, 1.3)
     ).double(),
-    "mismatch.rejection=seq_geometric_ratio mismatch.rejection_low=0.9 mismatch.rejection_high=1.1": lambda o: (
-        (~outside(geometric(o), 0.9, 1.1)).double()
-    ),
+    "mismatch.rejection=seq_geometric_ratio mismatch.rejection_low=0.9 "
+    "mismatch.rejection_high=1.1": lambda o: (~outside(geometric(o), 0.9, 1.1)).double(),
     "mismatch.action=mask mismatch.threshold=0.2": lambda o: (token_ratio(o).log().abs() <= 0.2).double(),
     # both
-    "mismatch.correction=tis mismatch.ratio_high=1.1 mismatch.rejection=seq_geometric_ratio mismatch.rejection_low=0.9 "
-    "mismatch.rejection_high=1.1": lambda o: torch.where(
+    "mismatch.correction=tis mismatch.ratio_high=1.1 mismatch.rejection=seq_geometric_ratio "
+    "mismatch.rejection_low=0.9 mismatch.rejection_high=1.1": lambda o: torch.where(
         outside(geometric(o), 0.9, 1.1), 0, token_ratio(o).clamp(max=1.1)
     ),
 }
@@ -284,7 +295,10 @@ FACTORS = {
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6))
 def test_a_correction_multiplies_the_policy_term_and_no_mean(keys, preset, seed):
-    """As in IcePop's objective the means stay those of all tokens of a response; the KL of grpo keeps all of them."""
+    """The means remain those of all tokens of a response, as in IcePop's objective.
+
+    The KL of grpo keeps all of them.
+    """
     data = batch_of(seed, 0.3)
     if data is not None:
         config = configured(f"algorithm.preset={preset}", *keys.split())
@@ -292,7 +306,10 @@ def test_a_correction_multiplies_the_policy_term_and_no_mean(keys, preset, seed)
 
 
 def kept_only(data: Ragged, low: float, high: float) -> Groups:
-    """The responses as if tokens outside of the bounds had never been trained; what is left of them may be nothing."""
+    """Return the responses as if tokens outside the bounds had never been trained.
+
+    None may be left of a response.
+    """
     groups = []
     for group in groups_of(data):
         kept = [~outside(token_ratio(o), low, high) for o in group]
@@ -321,7 +338,9 @@ def test_renormalized_the_mean_is_over_the_tokens_that_are_kept(seed):
 
 
 def whole_response_with(factor: Callable, groups: Groups) -> torch.Tensor:
-    """The definition: every token's loss has the response's ratio, whose gradient is that of all of its tokens."""
+    """The definition: every token's loss has the response's ratio, whose gradient is that of all of its
+    tokens.
+    """
     of_groups = [
         sum(
             (factor(o) * clipped_gain((o.logp - o.old).sum().exp(), a)).mean()

@@ -1,4 +1,6 @@
-"""The quickstarts read their arguments before they work for minutes; what the one with a real model says at the end."""
+"""The quickstarts check their arguments before they work for minutes, and the output of the one with a
+real model.
+"""
 
 import json
 import runpy
@@ -44,7 +46,7 @@ def test_without_the_package_of_the_real_model_one_message_says_so(tmp_path, cap
 
 
 def test_the_real_model_is_trained(tmp_path, monkeypatch, capsys):
-    """All of tools/quickstart_real.py but the processes that it starts; these have tests of their own."""
+    """All of tools/quickstart_real.py except the processes that it starts, which have tests of their own."""
 
     class Timer:  # on a processor that is faster in bf16
         def __init__(self, statement, globals):

@@ -1,4 +1,4 @@
-"""What a run makes of each error that Ray knows: a restart, a message, or a defect with its traceback."""
+"""A run's reaction to each of Ray's errors: a restart, a message, or a defect with its traceback."""
 
 import pytest
 import ray
@@ -25,10 +25,11 @@ DEFECTS = {
 }
 # As Ray 2.60 writes it, shortened in the middle.
 OOM = """\
-1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: b9ce22c6) was 61.44GB used / 62.54GB \
-limit (0.98)
+1 worker(s) were killed due to the node running low on memory. \
+Memory on the node (IP: 192.0.2.2, ID: b9ce22c6) was 61.44GB used / 62.54GB limit (0.98)
 OOM kill reason: Memory usage 1540435968B exceeded threshold of 252765008B
-Selected to kill: (Actor(da1c3078): job ID=01000000, task name=_Worker.__init__, pid=18443, actual memory used=31.08GB)
+Selected to kill: (Actor(da1c3078): job ID=01000000, task name=_Worker.__init__, pid=18443, \
+actual memory used=31.08GB)
 Top 10 memory users: PID\tMEM(GB)\tCOMMAND
 18443\t31.08\tray::_Worker.call
 17449\t20.17\tsglang::scheduler
@@ -38,7 +39,8 @@ Refer to the documentation on how to address the out of memory issue."""
 # As Ray 2.40 wrote it.
 OLD_OOM = """\
 Task was killed due to the node running low on memory.
-Memory on the node (IP: 10.0.0.7, ID: 8a) where the lease was running was 61.15GB / 62.25GB (0.982), which exceeds the limit
+Memory on the node (IP: 10.0.0.7, ID: 8a) where the lease was running was 61.15GB / 62.25GB (0.982), \
+which exceeds the limit
 Top 10 memory users:
 PID\tMEM(GB)\tCOMMAND
 12\t40.00\tray::PoolWorker.work"""
@@ -54,7 +56,10 @@ def subclasses(kind):
 )
 def test_every_error_of_ray_has_a_meaning(kind):
     """A rank that Ray's memory monitor killed ended the run with status 1, because OutOfMemoryError is no
-    RayActorError. A class that a newer Ray brings has to be put into one of these kinds, too."""
+    RayActorError.
+
+    A class that a newer Ray adds has to be assigned to one of these kinds, too.
+    """
     meanings = [issubclass(kind, LOST), issubclass(kind, tuple(LACKING)), kind in DEFECTS]
     assert meanings.count(True) == 1, f"{kind.__name__}: {meanings}"
 
@@ -67,12 +72,12 @@ def test_lack_of_memory_is_a_lost_process_and_says_what_needed_the_memory(report
     head, most, advice = str(error).splitlines()
     if report is OOM:
         assert head == (
-            "trainer rank 1 of 2 died in `train_step` (ended by Ray because its node 192.0.2.2 was out of memory: 61.44 of 62.54 GB "
-            "were used); its log is /runs/x/logs/rank1.log"
+            "trainer rank 1 of 2 died in `train_step` (ended by Ray because its node 192.0.2.2 was out of "
+            "memory: 61.44 of 62.54 GB were used); its log is /runs/x/logs/rank1.log"
         )
         assert (
-            "ray::_Worker.call (process 18443) with 31.08 GB, sglang::scheduler (process 17449) with 20.17 GB, "
-            in most
+            "ray::_Worker.call (process 18443) with 31.08 GB, sglang::scheduler "
+            "(process 17449) with 20.17 GB, " in most
         )
         assert "IDLE" not in most
     else:
@@ -106,7 +111,7 @@ def test_lack_of_memory_is_a_lost_process_and_says_what_needed_the_memory(report
     ids=lambda value: type(value).__name__ if isinstance(value, RayError) else "",
 )
 def test_a_lost_process_is_replaced(error, says, tmp_path):
-    """ProcessLost is what `persist` answers with a restart from the newest checkpoint."""
+    """`persist` answers ProcessLost with a restart from the newest checkpoint."""
     (tmp_path / "log").touch()
     found = process_error(error, Process("engine 0", str(tmp_path / "log")), "generate")
     assert isinstance(found, ProcessDied)
@@ -132,7 +137,7 @@ def test_a_lost_process_is_replaced(error, says, tmp_path):
     ],
 )
 def test_what_a_machine_lacks_ends_the_run_with_what_to_do(error, says):
-    """A restart would meet the same again."""
+    """A restart would fail in the same way."""
     found = process_error(error, PROCESS, "start")
     assert type(found) is UserError
     assert found.exit_status == 2
@@ -170,8 +175,10 @@ def of_a_task(
     ],
 )
 def test_what_remote_code_raised(cause, kind, says):
-    """The first line names the cause, because the terminal shows no other. The terminal colours of Ray's
-    traceback stood in logs and in status.json."""
+    """The first line names the cause, because the terminal shows no other.
+
+    The colour codes of Ray's traceback used to appear in logs and in status.json.
+    """
     found = process_error(of_a_task(cause), PROCESS, "train_step")
     assert type(found) is kind
     assert says in str(found)
@@ -185,7 +192,7 @@ def test_a_defect_stays_what_it_is():
 
 @pytest.mark.slow
 def test_rays_own_memory_monitor(monkeypatch):
-    """It kills a process as soon as the node uses more than a hundredth of its memory, as it is told here."""
+    """It kills a process when the node uses more than a hundredth of its memory, as it is configured here."""
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.001")
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "200")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

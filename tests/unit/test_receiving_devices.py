@@ -14,13 +14,15 @@ from tests.unit.sync_cluster import tp2_pp2_to_two_engines
 
 
 def recorded(*arguments):
-    """Stands in for rebuild_cuda_tensor in a handle."""
+    """Stand in for rebuild_cuda_tensor in a handle."""
     return arguments
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 0), (0, 1), (0, 7), (3, 0), (5, 2), (1, 1)])
 def test_memory_of_a_gpu_is_opened_on_the_receivers_device(sender, receiver):
-    """Every scheduler of an engine with TP > 1 opened the memory on cuda:0: the sender's index was passed on."""
+    """Every scheduler of an engine with TP > 1 used to open the memory on cuda:0, because the sender's
+    index was passed on.
+    """
     handle = list(map(str, _parameters()))
     handle[_parameters().index("storage_device")] = sender
     opened = shared_memory._open((recorded, tuple(handle)), torch.device("cuda", receiver))

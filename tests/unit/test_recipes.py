@@ -1,4 +1,4 @@
-"""The configurations for clusters: legal on them, also for their models, and within the memory of their GPUs."""
+"""The configurations for clusters are legal there, also for their models, and fit into their GPUs' memory."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_it_uses_the_whole_cluster(recipe):
 
 @pytest.mark.slow_but(2)
 def test_it_fits(recipe):
-    """With the planner's reserve, and a KV cache for at least 16 of the longest sequences."""
+    """The planner's reserve is left, and the KV cache holds at least 16 of the longest sequences."""
     _, config, arch = recipe
     found = plan(config, arch, with_sync=False)
     assert found.problems == ()

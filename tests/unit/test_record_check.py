@@ -16,17 +16,42 @@ from tests.models import tiny_model
 SUMS = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
 # reward options, a record that can be scored, one that cannot, what is said of it
 BAD = [
-    (["reward.function=code"], {"answer": "assert f() == 1"}, {"answer": "assert f( == 1"}, "neither Python nor inputs and outputs"),
-    (["reward.function=code"], {"answer": json.dumps(SUMS)}, {"answer": json.dumps(SUMS | {"outputs": []})}, "as many inputs as outputs"),
-    (["reward.function=code"], {"answer": json.dumps(SUMS)}, {"answer": json.dumps(SUMS)[:-3]}, "neither Python nor"),
+    (
+        ["reward.function=code"],
+        {"answer": "assert f() == 1"},
+        {"answer": "assert f( == 1"},
+        "neither Python nor inputs and outputs",
+    ),
+    (
+        ["reward.function=code"],
+        {"answer": json.dumps(SUMS)},
+        {"answer": json.dumps(SUMS | {"outputs": []})},
+        "as many inputs as outputs",
+    ),
+    (
+        ["reward.function=code"],
+        {"answer": json.dumps(SUMS)},
+        {"answer": json.dumps(SUMS)[:-3]},
+        "neither Python nor",
+    ),
     (
         ["reward.terms.right.function=code"],
         {"answer": ["assert f() == 1"]},
         {"answer": ["assert f() == 1"], "test_imports": [5]},
         "TypeError",
     ),
-    (["reward.answer_from=[hashes]"], {"answer": "so #### 5"}, {"answer": "so 5"}, r"reward.answer_from=\['hashes'\]"),
-    (["reward.function=math", "reward.answer_from=[boxed]"], {"answer": "\\boxed{5}"}, {"answer": ""}, r"reward.answer_from"),
+    (
+        ["reward.answer_from=[hashes]"],
+        {"answer": "so #### 5"},
+        {"answer": "so 5"},
+        r"reward.answer_from=\['hashes'\]",
+    ),
+    (
+        ["reward.function=math", "reward.answer_from=[boxed]"],
+        {"answer": "\\boxed{5}"},
+        {"answer": ""},
+        r"reward.answer_from",
+    ),
     (["reward.function=choice"], {"answer": "B"}, {"answer": "Z"}, "'Z' has none of the letters"),
 ]  # fmt: skip
 each = pytest.mark.parametrize(("options", "good", "bad", "says"), BAD)

@@ -14,7 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from grpo_megatron.config.schema import DataConfig
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.data import PromptSource, PromptTokenizer, load_prompts, read_records
 from grpo_megatron.data.lazy import Chain
 from grpo_megatron.errors import UserError
@@ -74,7 +74,9 @@ def test_json_files_of_every_form(tmp_path, name, content):
 
 @pytest.mark.slow
 def test_an_array_longer_than_the_blocks_it_is_read_in(tmp_path):
-    """With strings across the ends of blocks, one longer than a block, and marks and escaped quotes in them."""
+    """Strings cross the ends of blocks, one is longer than a block, and marks and escaped quotes occur in
+    them.
+    """
     rows = [{"prompt": str(i), "text": '[{"\\,' * (i * 97 % 3000)} for i in range(800)]
     rows.insert(400, {"prompt": "long", "text": '\\"' * 2**21})
     path = write(tmp_path / "p.json", json.dumps(rows))
@@ -191,7 +193,7 @@ def test_parquet_is_read_by_row_group(tmp_path, monkeypatch):
 
 
 def test_verls_own_files(tmp_path, tokenizer):
-    """Their prompt is a list of messages, the answer a field of an object."""
+    """Their prompt is a list of messages, and the answer a field of an object."""
     rows = [
         {
             "data_source": "openai/gsm8k",
@@ -309,7 +311,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, tokenizer, kind):
 
 LOAD = """
 import sys
-from grpo_megatron.config.schema import DataConfig
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.data import PromptSource, PromptTokenizer, load_prompts
 
 def most_resident():
@@ -329,7 +331,7 @@ print(before, loaded, most_resident())
 
 @pytest.mark.slow
 def test_resident_memory_stays_bounded_on_a_large_file(tmp_path, tokenizer):
-    """300 MB of JSON Lines: loading them, and a hundred steps, add less than 20 MB to the process's largest size."""
+    """Loading 300 MB of JSON Lines and a hundred steps add less than 20 MB to the process's largest size."""
     small, path = write_big(tmp_path / "small.jsonl", 100), write_big(tmp_path / "p.jsonl", 15_000)
     assert os.path.getsize(path) > 300e6
     arguments = [tokenizer.tokenizer.name_or_path, small, path]
@@ -338,6 +340,7 @@ def test_resident_memory_stays_bounded_on_a_large_file(tmp_path, tokenizer):
     ).stdout
     before, loaded, after = map(int, out.split())
     print(
-        f"resident at most: {before / 1e6:.0f} MB before, {loaded / 1e6:.0f} once loaded, {after / 1e6:.0f} after 100 steps"
+        f"resident at most: {before / 1e6:.0f} MB before, {loaded / 1e6:.0f} once loaded, "
+        f"{after / 1e6:.0f} after 100 steps"
     )
     assert after - before < 20e6

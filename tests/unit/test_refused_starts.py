@@ -1,4 +1,4 @@
-"""A start that is refused leaves the run's folder as it was; what another start needs of it is there."""
+"""A refused start leaves the run's folder unchanged, with everything that another start needs."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def contents(folder) -> dict[str, bytes]:
 
 
 def earlier_run(tmp_path):
-    """Of eight steps, which is finished; and a checkpoint of another run after five."""
+    """Write a finished run of eight steps, and a checkpoint of another run after five."""
     folder = run_with(tmp_path, 4, 8, metrics=rows(*range(1, 9)))
     (folder / TRAINED).write_text(rows(*range(1, 9)))
     (folder / "result.json").write_text("{}")
@@ -118,7 +118,10 @@ def test_every_command_looks_whether_its_data_are_the_checkpoints(command, tmp_p
 
 @pytest.fixture
 def place(monkeypatch):
-    """Makes the site of a run that begins as run.resume says, whose ranks do to the checkpoint they load what `load` does."""
+    """A function that makes the site of a run that begins as run.resume says.
+
+    load: what its ranks do to the checkpoint that they load.
+    """
     ranks = SimpleNamespace(load=lambda *_: None)
     trainer = SimpleNamespace(load_checkpoint=lambda *given: ranks.load(*given), close=lambda: None)
     monkeypatch.setattr(assemble, "PolicyTrainer", lambda *_: trainer)

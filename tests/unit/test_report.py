@@ -1,4 +1,4 @@
-"""`grpo-megatron report`: the page says what the files say, and is safe to open."""
+"""`grpo-megatron report`: the page shows what the files contain, and is safe to open."""
 
 import json
 import math
@@ -20,7 +20,12 @@ ATTACK = "</pre><script>alert('x')</script><img src=http://nowhere/y.png onerror
 
 
 class Elements(HTMLParser):
-    """tags: every start tag with its attributes. text: all that is shown. open: tags that were not closed."""
+    """A parser of HTML.
+
+    tags: every start tag with its attributes.
+    text: all visible text.
+    open: tags that were not closed.
+    """
 
     VOID = ("meta", "br")
 
@@ -257,7 +262,7 @@ def test_any_values_make_a_chart(values):
 
 @pytest.mark.parametrize("written", ["null", "NaN"])
 def test_a_scalar_that_was_not_finite_is_a_gap(written, tmp_path):
-    """Runs write null; those of earlier versions wrote NaN."""
+    """Runs write null. Runs of earlier versions wrote NaN."""
     folder = make_run(tmp_path / "mine")
     rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text(rows[0] + rows[1].replace("0.5,", f"{written},", 1) + rows[2])

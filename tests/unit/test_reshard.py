@@ -1,4 +1,6 @@
-"""Resharding: plans on random layouts, and real parcels over every channel between threads of one process."""
+"""Resharding: plans for random layouts, and real parcels over every channel between threads of one
+process.
+"""
 
 import dataclasses
 import time
@@ -143,7 +145,10 @@ def test_every_transport_brings_every_parameter_and_its_digest(cluster, way, mul
     ],
 )
 def test_ranks_of_engines_get_their_weights_from_a_rank_of_their_node(cluster, delta, engine_nodes, expected):
-    """Stage 0 is on one node and stage 1 on the other, engines within one of them or over both: each needs what both have."""
+    """Stage 0 is on one node and stage 1 on the other, engines are within one of them or over both.
+
+    Each needs both stages' weights.
+    """
     layouts = dataclasses.replace(
         tp2_pp2_to_two_engines(True),
         within_nodes=True,
@@ -220,7 +225,8 @@ def test_a_bucket_that_is_corrupted_on_its_way_names_its_tensor(cluster, monkeyp
 @pytest.mark.slow_when(lambda way: way != Way.groups)
 @pytest.mark.parametrize("way", [Way.shared_memory, Way.groups, Way.disk])
 def test_a_sender_that_is_gone_ends_the_wait_of_the_engines(cluster, way):
-    # The same seconds are all that the processes have to find each other. Of 3 a machine's slow answers once left too few.
+    # The processes have to find each other within the same number of seconds. 3 were once too few on a slow
+    # machine.
     one = cluster(tp2_pp2_to_two_engines(), way, timeout=10.0)
     one.sync(hf_tensors(DENSE))
     with pytest.raises(TimeoutError, match="did not come within 10 s"):

@@ -1,4 +1,4 @@
-"""What a weight sync costs on paper, against numbers by hand."""
+"""The computed cost of a weight sync, against numbers by hand."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +63,10 @@ def test_the_object_store_takes_every_byte_to_every_rank_over_one_card():
 
 
 def test_experts_of_an_engine_on_two_nodes_come_from_all_who_hold_them():
-    """Of an engine's two nodes each has half of the experts; they once came from half of their holders, in twice the time."""
+    """Each of the engine's two nodes has half of the experts.
+
+    They once came from half of their holders, in twice the time.
+    """
     arch = read_architecture("configs/models/qwen3-30b-a3b")
     arch = replace(arch, num_layers=2, vocab_size=1024, moe=replace(arch.moe, layers=(True, True)))
     sizes = ParallelSizes(tp=4, ep=16, dp=8, sequence_parallel=True)
@@ -89,7 +92,7 @@ def test_a_large_layout_would_need_too_many_groups():
 
 @pytest.mark.slow
 def test_a_sync_planned_on_paper(capsys):
-    """Of a model that is not here, with the numbers above; illegal layouts are refused."""
+    """The model does not exist here, and the numbers are those above. Illegal layouts are refused."""
     arguments = ["configs/models/llama-3.1-70b", "--nodes", 16, "--trainer", "tp=8,pp=4"]
     text, _ = run_tool("plan_weight_sync", *arguments)
     assert "| TP8 PP4 DP2 | 8 x TP8 | own nodes | 1,129 | 0 | 18.2 | 17.6 | 0.35 | 0.37 |" in text
@@ -105,7 +108,7 @@ def test_a_sync_planned_on_paper(capsys):
 
 @pytest.mark.slow
 def test_the_documented_table_is_that_of_the_tool():
-    """Of the fewest nodes; of all, the plans take minutes."""
+    """Only the rows with the fewest nodes are compared, because the plans for all take minutes."""
     table, _ = run_tool("plan_weight_sync", "--table", "--nodes", 16)
     page = Path("docs/weight-sync.md").read_text(encoding="utf-8")
     assert len(table.splitlines()) == 7

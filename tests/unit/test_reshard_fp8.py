@@ -1,4 +1,6 @@
-"""Weights into engines in FP8: what arrives is the quantisation of whole HF tensors, whichever ranks quantised parts of them."""
+"""Weight sync into FP8 engines: the result is the quantisation of whole HF tensors, whichever ranks
+quantised their parts.
+"""
 
 import dataclasses
 
@@ -36,8 +38,8 @@ SMALL_HEADS = dataclasses.replace(
     qkv_bias=True,
 )
 LARGE_HEADS = dataclasses.replace(
-    DENSE, family="qwen3", num_layers=2, hidden_size=256, ffn_hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=128,
-    qkv_bias=False, qk_norm=True, tied_embeddings=True,
+    DENSE, family="qwen3", num_layers=2, hidden_size=256, ffn_hidden_size=256, num_heads=4, num_kv_heads=2,
+    head_dim=128, qkv_bias=False, qk_norm=True, tied_embeddings=True,
 )  # fmt: skip
 
 
@@ -46,7 +48,9 @@ QWEN3_MOE = dataclasses.replace(LARGE_HEADS, family="qwen3_moe", tied_embeddings
 MIXTRAL = dataclasses.replace(QWEN3_MOE, family="mixtral", qk_norm=False)
 GLM4_MOE = dataclasses.replace(
     QWEN3_MOE, family="glm4_moe", qkv_bias=True,
-    moe=dataclasses.replace(EXPERTS, layers=(False, True), shared_ffn_hidden_size=512, sigmoid=True, correction_bias=True),
+    moe=dataclasses.replace(
+        EXPERTS, layers=(False, True), shared_ffn_hidden_size=512, sigmoid=True, correction_bias=True
+    ),
 )  # fmt: skip
 
 
@@ -55,7 +59,9 @@ def in_bf16(tensors):
 
 
 def quantised(arch, tensors):
-    """The same, and the weights of linear layers in FP8 with their scales, each tensor as a whole."""
+    """Return the tensors with the linear layers' weights in FP8 and their scales, each tensor quantised as
+    a whole.
+    """
     matrices = [hf for entry in weight_map(arch).values() if is_block_scaled(entry) for hf in entry.hf]
     assert not any(
         "norm" in name or "embed" in name or "head" in name or ".gate." in name for name in matrices
@@ -77,14 +83,14 @@ def layers(arch):
 
 
 def dtype_in(plan, name):
-    """Of an engine's parameter."""
+    """Return the dtype of an engine's parameter."""
     if name.endswith("_scale_inv"):
         return torch.float32
     return torch.float8_e4m3fn if f"{name}_scale_inv" in plan.engine_shapes else torch.bfloat16
 
 
 def shards(plan, tensors):
-    """{rank: {Megatron name: its shard in bfloat16}}"""
+    """Return {rank: {Megatron name: its shard in bfloat16}}."""
     layouts = plan.layouts
     unquantised = ReshardPlan(
         dataclasses.replace(layouts, engine=dataclasses.replace(layouts.engine, fp8=False))
@@ -94,7 +100,7 @@ def shards(plan, tensors):
 
 
 class FP8Cluster(Cluster):
-    """Engines in bfloat16 and FP8, a trainer in bfloat16."""
+    """A cluster whose engines have bfloat16 and FP8, and whose trainer has bfloat16."""
 
     def dtype(self, name, of_engine):
         return dtype_in(self.plan, name)
@@ -282,7 +288,8 @@ def test_infinite_weights_are_not_sent(cluster):
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.inf
     with pytest.raises(
         ValueError,
-        match=r"decoder.layers.1.mlp.linear_fc1.weight cannot be quantised for the engines: it has NaN or inf",
+        match=r"decoder.layers.1.mlp.linear_fc1.weight cannot be quantised for "
+        r"the engines: it has NaN or inf",
     ):
         one.sync(tensors)
 
@@ -295,7 +302,10 @@ def test_a_rank_with_a_part_of_a_block_is_an_error():
 
 
 def test_nothing_but_its_own_files_goes_from_the_folder_of_a_sync(tmp_path):
-    """The folder is a path that a user chose: everything in it once went, such as the checkpoints of a run of the same name."""
+    """The user chooses the folder.
+
+    Everything in it used to be deleted, such as the checkpoints of a run of the same name.
+    """
     (tmp_path / "checkpoints" / "step_00000040").mkdir(parents=True)
     (tmp_path / "sync00000007").mkdir()
     layouts = Layouts(SMALL_HEADS, ParallelSizes(), EngineLayout(1, fp8=True), 1)
@@ -309,7 +319,7 @@ def test_nothing_but_its_own_files_goes_from_the_folder_of_a_sync(tmp_path):
 
 
 def test_engines_that_hold_them_otherwise_are_found(monkeypatch, tmp_path):
-    """As SGLang does for Blackwell GPUs: scales are packed, four in an integer."""
+    """SGLang packs scales for Blackwell GPUs, four in an integer."""
     layouts = Layouts(SMALL_HEADS, ParallelSizes(), EngineLayout(1, fp8=True), 1)
     resharding = Resharding(layouts, Way.shared_memory, WeightSyncConfig(), str(tmp_path), call_timeout=1.0)
     plan = ReshardPlan(layouts)

@@ -1,4 +1,4 @@
-"""The driver's side of a weight sync: which syncs are whole ones, and which answers it refuses."""
+"""The driver's side of a weight sync: which syncs are full, and which answers it refuses."""
 
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
@@ -27,15 +27,17 @@ CPU = torch.device("cpu")
 
 
 def gather_futures(references, processes, call, timeout):
-    """Stand-in for `cluster.processes.gather`, whose references are Ray's; here they are futures of threads."""
+    """Stand in for `cluster.processes.gather`, with futures of threads instead of Ray's references."""
     wait(references.values())
     return {number: future.result() for number, future in references.items()}
 
 
 class Processes:
-    """The ranks of trainer and engines as threads of this process, behind the two interfaces that the driver calls.
+    """The ranks of trainer and engines as threads of this process, behind the two interfaces that the driver
+    calls.
 
-    `orders` has every order that arrived. A test changes `alter`, through which every answer of an engine's rank goes.
+    `orders` has every order that arrived. Every answer of an engine rank goes through `alter`, which a test
+    changes.
     """
 
     def __init__(self, plan):
@@ -100,7 +102,7 @@ class Driver:
         assert self._resharding.describe(self.target) == []
 
     def sync(self, tensors):
-        """Send these HF tensors as the next version; returns what the sync measured."""
+        """Send these HF tensors as the next version, and return what the sync measured."""
         self.source.tensors = tensors
         measured = self._resharding.transfer(self.source, self.target, self._version + 1)
         self._version += 1
@@ -132,7 +134,9 @@ def driver(monkeypatch):
 
 
 def test_deltas_are_right_when_weights_return_to_what_they_were(driver):
-    """An encoder that compares with anything but what it sent last leaves the engines on B when A comes back."""
+    """An encoder that compares with anything but what it sent last leaves the engines on B when A comes
+    back.
+    """
     first = hf_tensors(DENSE, 1)
     second = changed(first, 0.05, seed=2)
     third = changed(first, 0.05, seed=3)
@@ -146,7 +150,9 @@ def test_deltas_are_right_when_weights_return_to_what_they_were(driver):
 
 
 def test_the_sync_after_a_failed_one_is_full(driver):
-    """Some engines may have what the failed sync brought, others not: nobody knows what a delta would be added to."""
+    """Some engines may have the weights of the failed sync, others not, so that a delta has no common
+    basis.
+    """
     tensors = hf_tensors(DENSE, 1)
     driver.sync(tensors)
 
@@ -181,7 +187,7 @@ def _with_another_link(answer):
 @pytest.mark.parametrize("alter", [_other_checksum, _without_a_link, _with_another_link])
 @pytest.mark.parametrize("culprit", [EngineRank(0, 0), EngineRank(1, 1)])
 def test_a_link_whose_checksum_is_not_the_senders_is_refused(driver, alter, culprit):
-    """The digests of the tensors may all agree and a parcel still be missing: then the sum over the link differs."""
+    """All digests of tensors may agree while a parcel is missing. The sum over the link then differs."""
     tensors = hf_tensors(DENSE, 1)
     driver.target.alter = lambda me, answer: replace(answer, seals=alter(answer)) if me == culprit else answer
     with pytest.raises(RuntimeError, match=f"{culprit} did not take over what the trainer sent on "):

@@ -1,4 +1,4 @@
-"""Which checkpoint a run begins from; a damaged one is never it."""
+"""The checkpoint from which a run begins, which is never a damaged one."""
 
 import errno
 import json
@@ -109,7 +109,7 @@ def _name_another_file(files):
 
 @pytest.mark.parametrize("change", [_lose_entry, _take_size_of_file, _take_other_digest, _name_another_file])
 def test_a_manifest_that_says_something_else_than_was_written_is_damaged(change, tmp_path):
-    """It is still valid JSON, and every file that it names may be as it says: only its own digest tells."""
+    """It is still valid JSON, and every file that it names may be correct. Only its own digest reveals it."""
     folder = run_with(tmp_path, 2, 4)
     manifest = folder / "checkpoints" / "step_00000004" / "manifest.json"
     content = json.loads(manifest.read_text())
@@ -121,7 +121,10 @@ def test_a_manifest_that_says_something_else_than_was_written_is_damaged(change,
 
 
 def test_a_truncated_file_is_damage_though_this_command_does_not_read_it(tmp_path):
-    """A checkpoint may hold files for another layout or command. A truncated one says that the disk lost data."""
+    """A checkpoint may have files for another layout or command.
+
+    A truncated one shows that the disk lost data.
+    """
     folder = checkpoint(tmp_path / "step_00000004", state_of(4))
     (folder / "notes").write_bytes(bytes(1000))
     write_manifest(
@@ -135,7 +138,10 @@ def test_a_truncated_file_is_damage_though_this_command_does_not_read_it(tmp_pat
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "actor/weights"])
 def test_what_cannot_be_read_is_not_damaged(name, tmp_path):
-    """As on a node without the mount, or with a stale handle of it: the run ends, rather than goes on from an earlier one."""
+    """A node may lack the mount, or have a stale handle of it.
+
+    The run ends, instead of continuing from an earlier checkpoint.
+    """
     file = run_with(tmp_path, 2, 4) / "checkpoints" / "step_00000004" / name
     file.unlink()
     file.symlink_to(file)  # to look at it is an OSError, ELOOP
@@ -198,7 +204,10 @@ class _Cluster:
 
 
 def attempts(tmp_path, resume, outcomes) -> list[int]:
-    """The steps that a run begins from, one attempt after the other. outcomes: of each, an exception or a result."""
+    """Return the steps that a run begins from, one attempt after the other.
+
+    outcomes: an exception or a result for each attempt.
+    """
     config, begun = config_of(tmp_path, resume), []
     start = beginning(config, "train", print)
     folder = str(tmp_path / NAME)
@@ -247,7 +256,10 @@ def test_a_restart_begins_from_what_was_saved_meanwhile(tmp_path):
 
 
 def test_a_run_from_another_folder_does_not_take_its_own_earlier_course(tmp_path):
-    """It begins at step 5 of another run; its own folder has 2, and 5 and 8, of a course that this start leaves."""
+    """It begins at step 5 of another run.
+
+    Its own folder has steps 2, 5 and 8 of a course that this start abandons.
+    """
     folder = run_with(tmp_path, 2, 5, 8)
     other = checkpoint(tmp_path / "other", state_of(5))
     assert attempts(tmp_path, str(other), [assemble.ProcessLost("before the first one"), {}]) == [5, 5]

@@ -75,7 +75,10 @@ def test_format(response, expected):
 
 
 def test_format_of_a_long_response_takes_no_time():
-    """Something stands between its tags. It took the square of the length, half a minute for this one, which reward.timeout ends."""
+    """The response has text between its tags.
+
+    This used to take quadratic time, half a minute here, beyond reward.timeout.
+    """
     start = time.monotonic()
     assert value("format", f"<think>{'a b ' * 20000}</think> so <answer>1</answer>") == 0.0
     assert time.monotonic() - start < 15

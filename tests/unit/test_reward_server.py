@@ -1,4 +1,4 @@
-"""The reward `http`: what is asked of a server, and what of its answers is taken."""
+"""The reward `http`: its requests to a server, and the answers that it accepts."""
 
 import asyncio
 import gzip
@@ -198,7 +198,7 @@ def test_the_scorer_names_no_secret(server):
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_no_redirect_is_followed(server, status):
-    """Responses were sent to whatever host a server redirected to."""
+    """Responses used to be sent to whatever host a server redirected to."""
     other = Server()
     try:
         server.todo = [f"{status} to http://user:hidden@127.0.0.1:{other.port}/next?key=hidden"]
@@ -212,7 +212,7 @@ def test_no_redirect_is_followed(server, status):
 
 
 def test_an_answer_without_end_is_not_read(server):
-    """384 MiB were read in 4 s, and more until attempt_timeout."""
+    """384 MiB used to be read in 4 s, and more until attempt_timeout."""
     server.todo = ["endless"]
     (found,) = asked(server, "one")
     assert "answered with more than 16 MiB" in found.why
@@ -244,11 +244,16 @@ def test_a_large_answer_is_read(server):
         ('{"reward": 1, "\\u001b[2J": 1}', r"must be 1 to 100 printable characters, is '\x1b[2J'"),
         ('{"reward": 1, "\\ud800": 1}', r"must be 1 to 100 printable characters, is '\ud800'"),
         ('{"reward": 1, "": 1}', "must be 1 to 100 printable characters, is ''"),
-        (json.dumps({"reward": 1} | dict.fromkeys(map(str, range(100_000)), 1)), "at most 100 numbers beside the reward, not 100000"),
+        (
+            json.dumps({"reward": 1} | dict.fromkeys(map(str, range(100_000)), 1)),
+            "at most 100 numbers beside the reward, not 100000",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_no_reward_costs_its_own_sample(server, reward, says):
-    """Texts, truth values and 100,000 names were taken, and a number of 400 digits raised OverflowError."""
+    """Texts, truth values and 100,000 names were accepted, and a number of 400 digits raised
+    OverflowError.
+    """
     server.todo = [f'{{"rewards": [1, {reward}, 2]}}']
     before, failed, after = asked(server, "a", "b", "c")
     assert (before.components, after.components) == ({"reward": 1.0}, {"reward": 2.0})

@@ -1,4 +1,4 @@
-"""Terms, their weights and options; rewards of whole groups; what functions are given."""
+"""Terms, their weights and options, rewards of whole groups, and the arguments of reward functions."""
 
 import asyncio
 import time
@@ -73,7 +73,7 @@ def slow(prompt, response, answer, record):
 
 
 def test_one_that_computes_does_not_use_up_the_time_of_those_that_waited():
-    """All that a worker has asked are answered at about the same time."""
+    """All requests of a worker are answered at about the same time."""
     config = configured(
         judge={"function": f"{HERE}:judge"},
         length={"function": "cosine_length", "right": "judge", "longest": 9},
@@ -183,7 +183,9 @@ def test_options_of_one_function_need_a_parameter():
 
 
 class InThisProcess(RewardWorkers):
-    """The driver's side, and a Scorer in place of the processes; tests/integration/test_reward_workers.py has these."""
+    """The driver's side, with a Scorer instead of processes, which
+    tests/integration/test_reward_workers.py has.
+    """
 
     def __init__(self, config):
         scorer = Scorer(config, decode)

@@ -1,4 +1,4 @@
-"""What reward functions, environments and programs return, as numbers or as a failure with its reason."""
+"""Results of reward functions, environments and programs, as numbers or as a failure with its reason."""
 
 import itertools
 import json
@@ -49,7 +49,7 @@ class Returns:
 
 
 class Hostile:
-    """Neither a number nor anything that can be shown."""
+    """An object that is neither a number nor can be shown."""
 
     def __float__(self):
         raise RuntimeError("planted")
@@ -139,7 +139,7 @@ NO_NUMBERS = [
 
 @pytest.mark.parametrize(("value", "says"), NO_NUMBERS, ids=lambda value: type(value).__name__)
 def test_what_is_no_number_is_a_failure_that_says_why(value, says):
-    """A number of 400 digits raised OverflowError out of the worker, also with reward.on_failure=value."""
+    """A number of 400 digits used to raise OverflowError in the worker, even with reward.on_failure=value."""
     for found in (
         scored(value),
         scored({"reward": value}),
@@ -241,7 +241,7 @@ def test_lists_of_every_kind():
     ids=lambda text: text[:20],
 )
 def test_what_a_program_writes_for_its_result_is_no_failure_of_the_reward(written):
-    """A program that wrote a number of 400 digits to the channel of its result ended the run."""
+    """A program that wrote a number of 400 digits to the channel of its result used to end the run."""
     reward = resolve_reward(
         RewardConfig(
             function="code", code=CodeConfig(score=CodeScore.share, limits=SandboxLimits(seconds=20))

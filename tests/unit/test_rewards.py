@@ -154,7 +154,7 @@ def test_all_gold_answers_of_gsm8k_are_accepted_and_perturbed_ones_rejected():
 
 
 def obey(prompt, response, answer, record):
-    """A reward that does what the response says."""
+    """Do what the response says, as a reward function."""
     if response == "raise":
         raise ZeroDivisionError("planted")
     if response == "exit":
@@ -224,7 +224,9 @@ def test_what_has_no_time_left_is_not_begun():
 
 
 def test_an_alarm_before_or_behind_its_block_does_not_leave_it():
-    """On a machine that is slow, or paused for a moment, an alarm can come while its block is entered or left."""
+    """An alarm can come while its block is entered or left, on a machine that is slow or paused for a
+    moment.
+    """
     reached, until = 0, time.monotonic() + 2
     while time.monotonic() < until:
         with time_limit(2e-5) as limit:  # about as long as entering, the block and leaving take

@@ -1,4 +1,4 @@
-"""The rules as data: each names the keys it reads, and each can be broken."""
+"""The rules as data: each names the keys that it reads, and each can be broken."""
 
 import dataclasses
 
@@ -209,7 +209,7 @@ SIZE_KEYS = {
 
 
 class Noted:
-    """A section of the configuration that notes which of its keys are read."""
+    """A section of the configuration that records which of its keys are read."""
 
     def __init__(self, section, prefix: str, read: set[str]):
         self._section, self._prefix, self._read = section, prefix, read
@@ -224,7 +224,7 @@ class Noted:
 
 
 class NotedSizes(ParallelSizes):
-    """Parallel sizes that note which of them are read."""
+    """Parallel sizes that record which of them are read."""
 
     def __getattribute__(self, name: str):
         if name in SIZE_KEYS:
@@ -237,7 +237,7 @@ def config_that_breaks(rule):
 
 
 def ask(rule) -> tuple[list[str], set[str] | None]:
-    """(what the rule says of the configuration that breaks it, the keys that it read)."""
+    """Return (the rule's messages about the configuration that breaks it, the keys that it read)."""
     config, read = config_that_breaks(rule), set()
     if rule in SIZES.rules + SIZES_OF_MODEL.rules:
         sizes = NotedSizes.from_config(config.megatron)
@@ -272,7 +272,9 @@ def test_a_rule_can_be_broken_and_names_its_keys(rule):
 @pytest.mark.slow_but(20)
 @pytest.mark.parametrize("rule", all_rules(), ids=by_name)
 def test_a_rule_reads_no_key_that_it_does_not_name(rule):
-    """It would be asked where that key is out of its limits, and `config explain` would not know of it."""
+    """Otherwise it would be asked when that key is out of its limits, and `config explain` would not know
+    of it.
+    """
     _, read = ask(rule)
     # ParallelSizes takes all sizes from the configuration, whichever of them are asked for.
     assert read <= set(rule.keys) | set(

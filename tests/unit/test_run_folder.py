@@ -1,4 +1,7 @@
-"""What a killed run leaves: half a file is one message, or goes with the steps that are taken back. One run writes at a time."""
+"""Leftovers of a killed run: half a file gives one message, or goes with the steps that are taken back.
+
+Only one run writes at a time.
+"""
 
 import errno
 import fcntl
@@ -46,7 +49,7 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
 
 
 def test_what_a_resumed_run_measures_follows_the_rows_that_it_keeps(tmp_path):
-    """Its listeners are there before it is known whether it can begin at all."""
+    """Its listeners exist before it is known whether it can begin at all."""
     folder = run_with(tmp_path, 2, 4, metrics=rows(1, 2, 3, 4))
     files = RunFiles(str(folder), 2)
     take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"), print)
@@ -81,7 +84,7 @@ def test_a_run_that_continues_by_itself_keeps_no_more_than_others(resume, kept, 
 
 @pytest.fixture
 def held_open(monkeypatch):
-    """Files named `held` cannot be deleted, as on NFS those that somebody has open, which are only renamed."""
+    """Make files named `held` undeletable, like files on NFS that a process has open."""
     unlink = os.unlink
 
     def kept(path, **options):
@@ -114,7 +117,7 @@ def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
 
 
 def _begin(folder) -> None:
-    """As a start does, from step 2."""
+    """Begin from step 2, as a start does."""
     with open_run_folder(config_of(folder.parent), "train", print) as (directory, begun):
         take_back(directory, begun, print)
 
@@ -264,7 +267,10 @@ def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, 
 
 
 def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(tmp_path, monkeypatch):
-    """Of two starts at the same time, the slower one must not end up as the owner of the folder that the other one moved."""
+    """Two runs may start at the same time.
+
+    The slower one must not own the folder that the other one moved.
+    """
     folder, lock, moved = tmp_path / NAME, fcntl.flock, []
 
     def slow(file, kind):

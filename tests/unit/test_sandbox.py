@@ -1,4 +1,7 @@
-"""What contains programs that nobody has read, tried by programs that want out. Each attempt is bounded where nothing contains it."""
+"""The sandbox for untrusted programs, tried by programs that want to escape.
+
+Each attempt is bounded even if nothing contains it.
+"""
 
 import os
 import signal
@@ -31,7 +34,7 @@ LIMITS = SandboxLimits(
 
 @pytest.fixture
 def run(containment, tmp_path, monkeypatch):
-    """Run a program; afterwards nothing is left of it. Options are limits."""
+    """A function that runs a program, of which nothing is left afterwards. Options are limits."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     os.mkdir(tempfile.tempdir)
     monkeypatch.setenv("SECRET_TOKEN", "hush")
@@ -49,13 +52,16 @@ def run(containment, tmp_path, monkeypatch):
 
 
 def worked(outcome: Outcome) -> list[str]:
-    """Names of attempts that did."""
+    """Return the names of attempts that succeeded."""
     assert outcome.succeeded, outcome
     return [line.split()[0] for line in outcome.stdout.splitlines()]
 
 
 def test_an_honest_program(run):
-    source = "import json, math\nopen('notes', 'w').write('kept')\nprint(int(input()) + 1, open('notes').read(), __name__)"
+    source = (
+        "import json, math\nopen('notes', 'w').write('kept')\n"
+        "print(int(input()) + 1, open('notes').read(), __name__)"
+    )
     outcome = run(source, "41\n")
     assert (outcome.stdout, outcome.stderr, outcome.succeeded) == ("42 kept __main__\n", "", True)
     assert 0 < outcome.seconds < 60
@@ -86,7 +92,11 @@ def test_an_endless_loop(run):
 
 @pytest.mark.slow
 def test_a_loop_that_ignores_every_signal_it_can(run):
-    source = "import signal\nfor s in set(signal.valid_signals()) - {9, 19}: signal.signal(s, signal.SIG_IGN)\nwhile True: pass"
+    source = (
+        "import signal\n"
+        "for s in set(signal.valid_signals()) - {9, 19}: signal.signal(s, signal.SIG_IGN)\n"
+        "while True: pass"
+    )
     outcome = run(source, cpu_seconds=1, seconds=100)
     assert (outcome.ended, outcome.status) == (Ended.cpu, -signal.SIGKILL)
 
@@ -101,7 +111,7 @@ def test_a_program_that_sleeps(run):
 
 @pytest.mark.slow
 def test_waiting_for_a_processor_is_no_fault_of_the_program(containment):
-    """On one processor that another process has: its time does not count until the time that it gets in any case."""
+    """A program that shares its processor with others is ended by its CPU time, not by the clock."""
     processor = min(os.sched_getaffinity(0))
     source = "for i in range(30_000_000): pass"
     with Sandbox(SandboxLimits(seconds=0.5), containment=containment) as sandbox:
@@ -110,7 +120,8 @@ def test_waiting_for_a_processor_is_no_fault_of_the_program(containment):
         rival = os.fork()
         if not rival:
             os.sched_setaffinity(0, {processor})
-            # Linux divides a processor among sessions first: in that of the tests it had less, the more other processes of it were busy.
+            # Linux divides a processor among sessions first. In the tests' session it would get less, the
+            # more of its processes are busy.
             os.setsid()
             end = time.monotonic() + 60
             while time.monotonic() < end:
@@ -184,7 +195,7 @@ except OSError:
 
 @pytest.mark.parametrize("size", [0, 1 << 20])
 def test_many_files(run, size):
-    """In namespaces there is no more room; else it is looked at, and the program is ended."""
+    """The room in a namespace is limited. Otherwise the sandbox checks the size and ends the program."""
     source = f"""
 import time
 made = 0
@@ -205,7 +216,9 @@ except OSError:
 
 
 def test_no_further_process(run):
-    """A fork bomb, a daemon and a shell all begin with one, of which there would be ten, for two seconds."""
+    """A fork bomb, a daemon and a shell all begin with one process, of which there would be ten, for two
+    seconds.
+    """
     source = """
 import ctypes, multiprocessing, os, subprocess, time
 def fork():

@@ -28,7 +28,9 @@ _LAST = signal.SIGRTMAX
 
 
 class Victim:
-    """A process of the same user, in a session of its own with a terminal, that notes the signals it gets."""
+    """A process of the same user, in a session of its own with a terminal, that records the signals it
+    gets.
+    """
 
     def __init__(self):
         self.terminal, self._other_end = pty.openpty()
@@ -45,7 +47,7 @@ class Victim:
         assert self._process.stdout.readline() == "ready\n"
 
     def signals(self) -> list[int]:
-        """Return what it got until now."""
+        """Return the signals that it has received so far."""
         self._process.send_signal(_LAST)
         found = []
         while (line := self._process.stdout.readline()) not in ("", f"{int(_LAST)}\n"):
@@ -150,7 +152,8 @@ attempt("mq_unlink", lambda: libc.mq_unlink(b"/queue"))
 attempt("shmat", call(30, 196, 0, None, 0))
 attempt("semctl", call(66, 191, 0, 0, 0, 0))
 attempt("msgsnd", call(69, 189, 0, bytes(16), 0, 0o4000))
-# struct sigevent: the value, the signal, SIGEV_THREAD_ID, the thread. The kernel takes threads of the same process only.
+# struct sigevent: the value, the signal, SIGEV_THREAD_ID, the thread. The kernel takes threads of the same \
+process only.
 event = struct.pack("qiii44x", 0, signal.SIGTERM, 4, victim)
 attempt("timer_create", call(222, 107, 1, event, bytes(8)), errno.EINVAL)
 attempt("prctl(PR_SET_PDEATHSIG)", lambda: libc.prctl(1, 9, 0, 0, 0))
@@ -168,7 +171,9 @@ assert os.getpgrp() == os.getpid()
 
 
 def test_no_call_makes_the_kernel_signal_another_process(any_containment, victim):
-    """A program named any process of its user as a socket's owner (ioctl FIOSETOWN), and SIGIO ended that."""
+    """A program could name any process of its user as a socket's owner (ioctl FIOSETOWN), and SIGIO ended
+    that.
+    """
     outcome = run(any_containment, _ATTACK.format(pid=victim.pid) + _ATTEMPTS)
     assert (outcome.stdout, outcome.stderr, outcome.status) == ("", "", 0)
     assert victim.signals() == []
@@ -178,7 +183,8 @@ _ON_A_TERMINAL = """
 terminal = os.open({path!r}, os.O_RDWR | os.O_NOCTTY)
 attempt("O_ASYNC", lambda: fcntl.fcntl(terminal, 4, os.O_ASYNC))
 attempt("FIOASYNC", ioctl(0x5452, ctypes.byref(ctypes.c_int(1)), terminal))
-for name, request in [("TIOCSCTTY", 0x540E), ("TIOCSPGRP", 0x5410), ("TIOCSTI", 0x5412), ("TIOCSETD", 0x5423)]:
+for name, request in [("TIOCSCTTY", 0x540E), ("TIOCSPGRP", 0x5410), ("TIOCSTI", 0x5412), \
+("TIOCSETD", 0x5423)]:
     attempt(name, ioctl(request, number, terminal))
 import time
 time.sleep(0.3)
@@ -186,7 +192,9 @@ time.sleep(0.3)
 
 
 def test_a_terminal_signals_nobody_for_a_program(victim):
-    """A program that opens a terminal (isolation=no_network) made its keys signal what runs there."""
+    """A program that opened a terminal (isolation=no_network) could make its keys signal the processes
+    there.
+    """
     done = threading.Event()
 
     def type_keys():
@@ -207,7 +215,7 @@ def test_a_terminal_signals_nobody_for_a_program(victim):
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code for x86")
 def test_system_calls_of_32_bits_end_a_program(containment, victim):
-    """Their numbers are others, which the filter does not know: 37 is kill."""
+    """Their numbers differ from those that the filter knows: 37 is kill."""
     source = f"""
 import ctypes, mmap
 code = mmap.mmap(-1, 4096, prot=7)
@@ -221,7 +229,8 @@ ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code))
 
 
 _ORDINARY = """
-import asyncio, fcntl, mmap, os, selectors, shutil, signal, socket, sqlite3, subprocess, sys, tempfile, termios, threading
+import asyncio, fcntl, mmap, os, selectors, shutil, signal, socket, sqlite3, subprocess, sys, tempfile, \
+termios, threading
 
 async def main():
     loop = asyncio.get_running_loop()

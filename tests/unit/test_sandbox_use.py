@@ -1,4 +1,4 @@
-"""The sandbox as callers use it: many at once, left early, as a tool, and on machines that cannot contain a program."""
+"""The sandbox in use: many at once, left early, as a tool, and on machines that cannot contain a program."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def test_64_at_once_and_nothing_is_left(containment, tmp_path, monkeypatch):
 @pytest.mark.slow_but(2)
 @pytest.mark.parametrize("way", ["left", "helper killed"])
 def test_a_program_ends_with_its_sandbox(containment, way):
-    """Whoever waits leaves by an exception, such as a time limit of its own; or the helper is lost."""
+    """The caller leaves by an exception, such as a time limit of its own, or the helper is lost."""
     before, seen = processes(), set()
 
     def leave(*_):
@@ -66,7 +66,7 @@ def lives(pid: int) -> bool:
 
 
 def test_whoever_runs_it_may_have_stricter_limits(containment):
-    """As a reward worker of a small reward.file_mib; its programs have these then."""
+    """A reward worker with a small reward.file_mib has stricter limits, which its programs then have too."""
     source = f"""
 import resource
 from grpo_megatron.sandbox.run import Program, Sandbox
@@ -94,7 +94,7 @@ def test_the_tool_of_a_model(source, text):
     assert re.fullmatch(text, run_python(source, SandboxLimits(seconds=1.5), longest=1000), re.DOTALL)
 
 
-# Without namespaces and Landlock: a filter of its own, by the machinery under test, is what refuses them here.
+# A machine without namespaces and Landlock. A separate filter refuses them here, made by the code under test.
 ON_A_POOR_MACHINE = """
 from grpo_megatron.config.sandbox import Isolation
 from grpo_megatron.errors import UserError

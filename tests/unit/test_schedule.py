@@ -14,13 +14,13 @@ LENGTHS = st.lists(st.integers(1, 100), min_size=24, max_size=120)
 
 
 def flops(plan, lengths, cost=CostModel()) -> np.ndarray:
-    """[dp, micro-batches]"""
+    """Return the FLOPs as [dp, micro-batches]."""
     each = cost.flops(lengths)
     return np.array([[each[list(chosen)].sum() for chosen in rank] for rank in plan.micro_batches])
 
 
 def tokens(plan, lengths) -> np.ndarray:
-    """[dp, micro-batches]"""
+    """Return the tokens as [dp, micro-batches]."""
     return np.array(
         [[np.asarray(lengths)[list(chosen)].sum() for chosen in rank] for rank in plan.micro_batches]
     )
@@ -151,7 +151,8 @@ def test_a_tight_fit_is_found():
 
 
 def test_two_sequences_that_fill_a_micro_batch_replace_one_that_does_not():
-    # First-fit-decreasing puts 35 to 50, and needs 3. Longest-first to the emptiest of 2 overflows: 80 + 25 > 100.
+    # First-fit-decreasing puts 35 to 50 and needs 3. Longest-first to the emptiest of 2 overflows: 80 + 25 >
+    # 100.
     lengths = [50, 35, 35, 30, 25, 25]
     assert tokens(schedule(lengths, 100), lengths).tolist() == [[100, 100]]
 

@@ -1,4 +1,4 @@
-"""Which options of sbatch slurm/submit.py passes on, and which it refuses because it sets them itself."""
+"""sbatch options that slurm/submit.py passes on, and those that it refuses because it sets them itself."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def found(job, *arguments):
     ],
 )
 def test_an_option_that_contradicts_what_submit_sets_is_refused(argument, says):
-    """`--nodes 1 --sbatch-arg=--nodes=4` was queued: a run that was checked for one node got four."""
+    """`--nodes 1 --sbatch-arg=--nodes=4` used to be queued: a run that was checked for one node got four."""
     (problem,) = found(PART, argument)
     assert problem.startswith(f"--sbatch-arg={argument}: ")
     assert says in problem
@@ -74,7 +74,7 @@ def test_the_program_refuses_them_all_at_once(capsys):
     "argument", ["--exclusive=user", "--mem=64G", "--mem-per-cpu=1G", "--oversubscribe", "-s", "-HQs"]
 )
 def test_whole_nodes_leave_no_choice_of_memory_or_sharing(argument):
-    """With --cpus-per-node, which asks for a part of a node, the same options are legal."""
+    """The same options are legal with --cpus-per-node, which asks for a part of a node."""
     assert "the job takes whole nodes" in found(WHOLE, argument)[0]
     assert found(PART, argument) == []
 

@@ -1,4 +1,7 @@
-"""What a job's script does, slurm/train.sbatch with its head, without a Slurm; tests/integration/test_slurm.py has a real one."""
+"""A job's script (slurm/train.sbatch with its head) without Slurm.
+
+tests/integration/test_slurm.py has a real one.
+"""
 
 import os
 import re
@@ -24,7 +27,10 @@ JOB = Job(
 
 
 def part_of_script(*parts: str, **env) -> subprocess.CompletedProcess:
-    """Lines before and after the functions of slurm/train.sbatch that need no Slurm, run as a job's script."""
+    """Run the functions of slurm/train.sbatch that need no Slurm as a job's script.
+
+    parts: lines before and after the functions.
+    """
     before, *after = parts
     functions = TEMPLATE.read_text().partition("\ntask=")[0]
     script = "\n".join([before, functions, *after])
@@ -42,7 +48,7 @@ def test_a_run_that_has_stopped_is_a_job_that_has_stopped_whatever_scontrol_says
 
 
 def test_a_signal_while_the_driver_is_being_started_stops_the_run(tmp_path):
-    """Slurm's signal may come before the script knows whom to pass it on to."""
+    """Slurm's signal may come before the script knows which process to pass it on to."""
     (tmp_path / "grpo-megatron").write_text("#!/bin/sh\nexec sleep 45\n")
     (tmp_path / "grpo-megatron").chmod(0o755)
     start = '"${here[@]}" "$bin/grpo-megatron"'
@@ -86,7 +92,8 @@ def whole_script(job: Job, folder: Path, bin: Path | None = None, **more: str) -
     """Run the job's script from its first line to its last, with stand-ins for Slurm, Ray and the run.
 
     bin: the folder in which the script looks for programs; None: that of the stand-ins, which is on PATH in
-    any case. more: environment variables of the job.
+        any case.
+    more: environment variables of the job.
     """
     for name, lines in PROGRAMS.items():
         (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
@@ -106,7 +113,10 @@ def whole_script(job: Job, folder: Path, bin: Path | None = None, **more: str) -
 
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_what_another_job_has_left_since_this_one_was_queued_does_not_end_it(command, tmp_path):
-    """It was taken for this job's own: the second evaluation in a folder, and a run of more steps, ended at once with status 0."""
+    """It used to be taken for this job's own: the second evaluation in a folder ended at once with status 0.
+
+    So did a run of more steps.
+    """
     result = tmp_path / "result.json"
     result.write_text('{"step": 50}')
     os.utime(result, (time.time() + 3600,) * 2)
@@ -120,7 +130,7 @@ def test_what_another_job_has_left_since_this_one_was_queued_does_not_end_it(com
 
 @pytest.mark.parametrize("home", ["/opt/cuda-13.0", ""])
 def test_ray_and_the_run_find_what_kernels_are_built_with(tmp_path, home):
-    """Programs were called by their paths, and did not find the programs that they call in turn."""
+    """Programs used to be called by their paths, and did not find the programs that they call in turn."""
     (tmp_path / "stand-ins").mkdir()
     (tmp_path / "bin").symlink_to(tmp_path / "stand-ins")
     done = whole_script(
@@ -146,7 +156,7 @@ def test_ray_and_the_run_find_what_kernels_are_built_with(tmp_path, home):
     ],
 )
 def test_every_job_has_a_folder_of_its_own_for_ray(variables, folder):
-    """Where another user's Ray had run, /tmp/ray was that user's, and the job failed three times."""
+    """/tmp/ray belonged to another user if that user's Ray had run, and the job failed three times."""
     values = {"TMPDIR": "", "RAY_TMPDIR": "", "SLURM_JOB_ID": "7654"} | variables
     assert part_of_script("", "ray_folder", **values).stdout.strip() == folder
 

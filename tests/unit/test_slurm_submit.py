@@ -1,4 +1,7 @@
-"""What slurm/submit.py renders and what it refuses; test_slurm_script.py runs the script, and the integration tests a real Slurm."""
+"""Output and refusals of slurm/submit.py.
+
+test_slurm_script.py runs the script; the integration tests have a real Slurm.
+"""
 
 import os
 import re
@@ -30,19 +33,21 @@ ABSENT = "model.path=/nowhere"
 
 
 def submit(capsys, *arguments, status=0):
-    """Standard output, or where it fails the message."""
+    """Return the standard output, or the message if it fails."""
     assert main([str(argument) for argument in arguments]) == status
     captured = capsys.readouterr()
     return captured.err if status else captured.out
 
 
 def header(script: str) -> list[str]:
-    """The arguments of sbatch in a script."""
+    """Return the arguments of sbatch in a script."""
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
 
 
 def shell_words(script: str, expression: str) -> list[str]:
-    """What bash makes of a script's head, up to the part that needs Slurm: the words of `expression`, such as "$@"."""
+    """Return the words that bash makes of `expression`, such as "$@", after the head of a script that
+    needs no Slurm.
+    """
     head = script.partition("\nset -euo pipefail\n")[0]
     shown = subprocess.run(
         ["bash", "-c", f"{head}\nprintf '%s\\0' {expression}"], capture_output=True, text=True, check=True
@@ -264,7 +269,7 @@ def test_time_limits_are_read_as_slurm_does(text, seconds):
     ],
 )
 def test_what_cannot_run_is_refused_with_a_message(capsys, arguments, says):
-    """Without --dry-run: if it were not refused, sbatch would be called."""
+    """There is no --dry-run: if it were not refused, sbatch would be called."""
     message = submit(capsys, *arguments, status=2)
     assert says in message
     assert message.startswith("error: ")
@@ -283,7 +288,10 @@ EVALUATION = ("--config", "configs/qwen3_8b_1node.yaml", "--command", "eval", "d
 
 
 def test_an_evaluation_is_a_job_of_its_engines_in_a_folder_of_its_own(capsys, tmp_path):
-    """The configuration's ranks, which would not fit that node, are not started; the result of its training is not that of this job."""
+    """The configuration's ranks, which would not fit that node, are not started.
+
+    The result of its training is not the result of this job.
+    """
     ranks = ("megatron.tensor_parallel=8", "megatron.data_parallel=4")
     engines = ("rollout.engine.num_engines=2", "rollout.engine.tensor_parallel=2")
     script = submit(capsys, *EVALUATION, *ranks, *engines, "--dry-run", "--nodes", 1, "--gpus-per-node", 4)
@@ -410,7 +418,7 @@ def test_a_container_sees_the_folders_of_the_run_and_has_its_own_environment(cap
 
 
 def test_what_submits_the_job_does_not_set_it_up(monkeypatch):
-    """An earlier job's settings may be in the shell, which Slurm passes on."""
+    """The shell may have an earlier job's settings, which Slurm passes on."""
     monkeypatch.setenv("GRPO_REQUEUE", "1")
     monkeypatch.setenv("GRPO_SRUN", "--container-image=other")
     assert shell_words(render(JOB), '"$GRPO_REQUEUE" "$GRPO_SRUN"') == ["", ""]
@@ -447,7 +455,7 @@ def test_a_run_that_is_told_to_stop_leaves_time_for_the_end_of_its_job(capsys, t
 
 
 def test_options_go_before_what_the_shell_tells_sbatch(capsys, monkeypatch, tmp_path):
-    """sbatch takes its arguments before SBATCH_* variables, and those before what a script says."""
+    """sbatch prefers its arguments to SBATCH_* variables, and those to what a script says."""
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text(

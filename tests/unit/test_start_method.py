@@ -1,8 +1,8 @@
-"""Processes that use CUDA are never forked, and what needs no Ray can be imported without it.
+"""Processes that use CUDA are never forked, and modules that need no Ray can be imported without it.
 
 On the first GPU machine every `cuda-*` case of tests/gpu would have failed with "Cannot re-initialize CUDA in
-forked subprocess": the ranks were forked from a process in which importing Megatron had asked for devices. On
-a CPU build of torch nothing notices.
+forked subprocess": the ranks were forked from a process in which importing Megatron had asked for devices.
+With a CPU build of torch nothing reveals that.
 """
 
 import ast
@@ -93,7 +93,7 @@ def test_a_spawned_process_is_no_fork(line):
 
 @pytest.mark.parametrize(("cuda", "method"), [(None, "fork"), ("12.8", "spawn"), ("13.0", "spawn")])
 def test_the_build_of_torch_decides(monkeypatch, cuda, method):
-    """Not the machine: a CUDA build asks for devices also where there are none."""
+    """The machine does not matter: a CUDA build asks for devices even if there are none."""
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert start_method() == method
 
@@ -137,7 +137,7 @@ print(*sorted(names))
 
 @pytest.mark.slow
 def test_what_is_measured_on_a_gpu_needs_no_ray():
-    """A machine without a network may have no Ray. Every section then ended in an ImportError."""
+    """A machine without a network may have no Ray. Every section used to end in an ImportError there."""
     tests = [
         f"tests.gpu.{path.stem}"
         for path in sorted((ROOT / "tests" / "gpu").glob("*.py"))

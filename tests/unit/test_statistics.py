@@ -1,4 +1,6 @@
-"""The numbers of a step's samples by hand: every scalar of a small step, with groups and trajectories that all differ."""
+"""Statistics of a step's samples by hand: every scalar of a small step, in which all groups and
+trajectories differ.
+"""
 
 import itertools
 
@@ -73,7 +75,7 @@ def test_what_a_step_left_out():
 
 
 def test_staleness_counts_tokens_and_not_spans():
-    """A response that goes on over a sync of weights has several spans."""
+    """A response that continues over a weight sync has several spans."""
     spans = (WeightSpan(4, 0, 6), WeightSpan(7, 6, 8))
     groups = [
         group(0, sample(0, 1.0, 8, weight_spans=spans)),

@@ -82,7 +82,9 @@ def test_how_a_run_ended(error, state, exit_status, tmp_path, capsys):
 
 
 def test_whoever_ends_the_process_has_the_last_word(tmp_path):
-    """What then fails in the main thread, such as a call to a process that was just ended, is no news."""
+    """Later failures in the main thread, such as a call to a process that was just ended, do not change
+    the status.
+    """
     status = StatusFile(str(tmp_path), "mine", total_steps=4).__enter__()
     status.overrule(State.interrupted, "stopped on request")
     status.note(phase="restart")
@@ -124,7 +126,7 @@ def test_another_process_of_the_same_number_is_not_the_run(tmp_path):
 
 
 def test_a_run_whose_clock_was_set_is_not_gone(tmp_path, monkeypatch):
-    """The kernel then tells another time since the epoch at which its process began."""
+    """The kernel then reports another start time of the process."""
     assert recorded(tmp_path) == "running"
     began = psutil.Process().create_time()
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: began + 3600.0)
@@ -141,7 +143,7 @@ def test_on_another_machine_the_age_of_the_file_tells(tmp_path):
 
 
 def test_in_another_pid_namespace_the_age_of_the_file_tells(tmp_path):
-    """Such as in a container with its machine's name: there a run that went on was gone."""
+    """A container may have its machine's name. A live run was reported as gone there."""
     elsewhere = {"pid_namespace": "pid:[1]", "pid_started": "another-boot:1"}
     assert recorded(tmp_path, **elsewhere) == "running"
     assert recorded(tmp_path, **elsewhere, written=time.time() - 120) == "gone"
@@ -174,7 +176,10 @@ def test_a_damaged_file_is_one_message(text, said, tmp_path, capsys):
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
-    """As by a file server, which forgets the file that was opened: the message was a traceback, and the status that of a lost run."""
+    """A file server forgets the file that was opened.
+
+    The message was a traceback, and the status that of a lost run.
+    """
     read, failures = Path.read_bytes, [OSError(errno.ESTALE, "Stale file handle")]
 
     def stale(path):
@@ -200,7 +205,7 @@ def test_a_file_that_stays_unreadable_is_one_message(tmp_path, monkeypatch, caps
 
 
 def test_a_checkpoint_that_went_since_it_was_listed(tmp_path, monkeypatch, capsys):
-    """As with checkpoint.keep=1, where the next one has just taken its place."""
+    """The next one may have just taken its place with checkpoint.keep=1."""
     recorded(tmp_path)
     monkeypatch.setattr(
         "grpo_megatron.commands.status.newest_folder", lambda folder: tmp_path / "step_00000008"

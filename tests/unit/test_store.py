@@ -1,4 +1,4 @@
-"""Who may ask the store by which processes find each other."""
+"""Access to the store through which processes find each other."""
 
 import contextlib
 import socket
@@ -14,7 +14,7 @@ from tests.sockets import Socket, listening
 
 
 def own_address() -> str:
-    """Of this machine, not loopback."""
+    """Return an address of this machine other than loopback."""
     found = [
         address.address
         for addresses in psutil.net_if_addrs().values()
@@ -28,7 +28,10 @@ def own_address() -> str:
 
 
 def sockets() -> set[Socket]:
-    """What this process listens on; a store of an earlier test does for as long as the process lives."""
+    """Return the sockets that this process listens on.
+
+    A store of an earlier test lives as long as the process.
+    """
     return set(listening(psutil.Process()))
 
 

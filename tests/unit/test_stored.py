@@ -1,4 +1,4 @@
-"""FP8 in blocks, and layers of a checkpoint that are knowingly left out."""
+"""FP8 in blocks, and layers of a checkpoint that are left out on purpose."""
 
 import json
 import os
@@ -52,7 +52,10 @@ def original(tmp_path_factory):
 
 
 def changed(original, folder, change, **settings) -> tuple[HFCheckpoint, list[str]]:
-    """A copy whose tensors `change` has changed, and what is wrong with it; settings: of its config.json."""
+    """Return a copy whose tensors `change` has changed, and its violations.
+
+    settings: changes to its config.json.
+    """
     tensors, config = (
         load_file(f"{original}/model.safetensors"),
         json.loads(Path(original, "config.json").read_text()),
@@ -123,7 +126,9 @@ def test_layers_that_predict_further_tokens_are_left_out_and_named(original, tmp
 
 
 def test_an_export_can_be_read_by_whom_other_files_can(tmp_path):
-    """The safetensors library makes files for their owner alone, so nobody else could serve an exported model."""
+    """The safetensors library makes files that only their owner can read, so that no other user could
+    serve an export.
+    """
     tensors = {
         "a": torch.randn(3, 5),
         "b": torch.randn(4).bfloat16(),
@@ -145,7 +150,9 @@ def test_an_export_can_be_read_by_whom_other_files_can(tmp_path):
 
 
 def test_an_export_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch):
-    """After the loss of a node a folder with the final name must have what was written: shards, index, companions, names."""
+    """A folder with the final name must be complete after the loss of a node: shards, index, companions,
+    names.
+    """
     final, synced, fsync = tmp_path / "hf", [], os.fsync
 
     def noted(descriptor):

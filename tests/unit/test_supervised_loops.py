@@ -1,4 +1,6 @@
-"""The loops of `sft` and `reward-model`, without ranks: what a request to stop leaves out, and what a resumed run comes out with."""
+"""The loops of `sft` and `reward-model` without ranks: what a request to stop leaves out, and the result
+of a resumed run.
+"""
 
 import signal
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from grpo_megatron.run.stop import StopRequest
 
 
 class Saver:
-    """Notes the last state."""
+    """Records the last state."""
 
     def __init__(self, folder):
         self.folder, self.state = folder / "checkpoints", None
@@ -45,7 +47,7 @@ def run_of(tmp_path, steps: int, state: dict | None = None) -> SimpleNamespace:
 
 
 class Training(reward_model._Training):
-    """A request to stop comes in this step."""
+    """A training in which a request to stop comes in step `asked_in`."""
 
     asked_in, stop = 0, None
 

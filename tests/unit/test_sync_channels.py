@@ -1,4 +1,4 @@
-"""What weight sync's channels ask of others while parcels travel, and what they leave behind."""
+"""Requests of weight sync's channels to others while parcels travel, and what the channels leave behind."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ from tests.unit.sync_cluster import DENSE, Cluster, hf_tensors, tp2_pp2_to_two_e
 
 
 class CountedStore:
-    """The driver's store, as a rank reaches it; `asked` counts the operations of all ranks."""
+    """The driver's store, as a rank reaches it. `asked` counts the operations of all ranks."""
 
     def __init__(self, store, asked):
         self._store, self._asked = store, asked
@@ -30,7 +30,9 @@ class CountedStore:
 
 
 def test_parcels_within_a_node_do_not_pass_through_the_drivers_store(monkeypatch):
-    """It would be asked eight times for each of some 10,000 parcels of a large model, in one thread."""
+    """Otherwise it would be asked eight times for each of some 10,000 parcels of a large model, in one
+    thread.
+    """
     asked, connect = Counter(), Setup.connect
     monkeypatch.setattr(Setup, "connect", lambda setup: CountedStore(connect(setup), asked))
     tensors = hf_tensors(DENSE)
@@ -64,7 +66,7 @@ def test_disk_keeps_the_files_of_one_sync_alone(tmp_path):
 
 
 def test_a_file_is_looked_for_once_it_is_announced_and_may_then_be_late(tmp_path):
-    """NFS keeps its answer that a file is not there."""
+    """NFS caches its answer that a file does not exist."""
     store, parcel = dist.HashStore(), first_parcel()
     path = tmp_path / "sync00000007" / f"{parcel.link.name}.{parcel.number}"
     path.parent.mkdir()

@@ -1,4 +1,6 @@
-"""Libraries with GPU code for one architecture: they load as before, and only code of other architectures is gone."""
+"""Libraries with GPU code for one architecture load as before, and only code of other architectures is
+gone.
+"""
 
 import base64
 import ctypes
@@ -21,7 +23,7 @@ MACHINE_CODE, PTX = 2, 1
 
 
 def entry(architecture: int, payload: bytes, kind: int = MACHINE_CODE) -> bytes:
-    """As the CUDA compiler writes it: a header of 64 bytes, and the code."""
+    """Return an entry as the CUDA compiler writes it: a header of 64 bytes, and the code."""
     header = struct.pack("<HHIQIIHHI", kind, 0x101, 64, len(payload), 0, 0, 1, 8, architecture)
     return header.ljust(64, b"\0") + payload
 

@@ -22,7 +22,7 @@ def spans(path) -> list[tuple]:
 
 
 def as_viewers_load(text: str) -> list[dict]:
-    """The Trace Event Format: a bracket that is missing at the end is added."""
+    """Parse the Trace Event Format: a missing bracket at the end is added."""
     return json.loads(text if text.rstrip().endswith("]") else text + "]")
 
 
@@ -78,7 +78,10 @@ def test_a_resumed_run_takes_back_later_spans_and_keeps_the_processes(tmp_path):
 
 @pytest.mark.parametrize("left", [b"", b"[\n", bytes(4096)])
 def test_a_resumed_run_begins_anew_where_a_lost_node_left_nothing(left, tmp_path):
-    """It went on behind a bracket alone: with a comma, which is no JSON, and without the driver's name, by which idle shares are found."""
+    """It used to continue behind the first bracket, with a comma, which is not JSON.
+
+    It also lacked the driver's name, by which idle shares are found.
+    """
     (tmp_path / TIMELINE).write_bytes(left)
     (tmp_path / PREVIOUS).write_bytes(left)
     timeline = Timeline(str(tmp_path), LIMIT, resumed=2)
@@ -119,7 +122,9 @@ def test_a_file_that_is_large_is_put_aside(tmp_path):
 
 
 def test_where_no_new_file_can_be_begun_the_old_one_goes_on(tmp_path, monkeypatch):
-    """Its descriptor was closed before, and the rows that followed went into whatever file had this number next."""
+    """Its descriptor used to be closed before, and later rows went into whatever file had this number
+    next.
+    """
     timeline = Timeline(str(tmp_path), limit=300)
 
     def flush(step: int) -> None:
@@ -166,7 +171,7 @@ def test_a_closed_file_takes_nothing_more(tmp_path):
 
 
 def test_what_is_added_waits_for_no_file_system(tmp_path, monkeypatch):
-    """The thread that looks for hangs adds spans; it would have hung with the disk."""
+    """The thread of the hang detector adds spans, and would have hung with the disk."""
     timeline = Timeline(str(tmp_path), limit=330)  # bytes, which the first two spans exceed
     append, stalled, answers = RowFile.append, threading.Event(), threading.Event()
 
@@ -224,7 +229,7 @@ except OSError as error:
     not hasattr(resource, "RLIMIT_FSIZE"), reason="the system has no limit on the size of files"
 )
 def test_no_half_row_where_there_is_no_room(tmp_path):
-    """A limit on the file's size makes the write fail in its middle, as a full disk does."""
+    """A limit on the file's size makes the write fail in the middle, like a full disk."""
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)],
         preexec_fn=lambda: signal.signal(signal.SIGXFSZ, signal.SIG_IGN),

@@ -24,7 +24,7 @@ from grpo_megatron.weights.torch_dist import (
 
 
 def write(folder, tensors: dict[str, torch.Tensor], cuts: dict[str, list[list[int]]]) -> None:
-    """Tensors cut at these places along each axis, the chunks of each in two files."""
+    """Write tensors that are cut at these places along each axis, with the chunks of each in two files."""
     stored = {}
     with open(folder / "a.distcp", "wb") as a, open(folder / "b.distcp", "wb") as b:
         a.write(b"xyz")  # so that nothing is where it would be aligned

@@ -1,4 +1,4 @@
-"""One step of the controller: what the ranks, which only say what they measured, are asked."""
+"""One step of the controller, with ranks that only report given measurements: what they are asked."""
 
 import contextlib
 from dataclasses import replace
@@ -43,7 +43,11 @@ class Saver:
 
 
 class Trainer:
-    """differences: what each optimizer step in turn measures, engine to trainer. losses: of each step."""
+    """Stands in for the ranks.
+
+    differences: mismatch of engine and trainer that each optimizer step in turn measures.
+    losses: loss of each step.
+    """
 
     cost_model = CostModel()
 
@@ -71,7 +75,10 @@ class Rollouts:
 
 
 def group(number, *rewards, lengths=None):
-    """lengths: of the responses; else they are all of two tokens."""
+    """Return a group.
+
+    lengths: lengths of the responses; otherwise all have two tokens.
+    """
     ids, samples = np.array([5, 6], np.int32), []
     for member, reward in enumerate(rewards):
         length = lengths[member] if lengths else 2
@@ -106,7 +113,7 @@ GROUPS = [group(0, 1.0, 0.0), group(1, 0.0, 1.0), group(2, 1.0, 0.0)]
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("old", ["rollout", "current"])
 def test_the_mismatchs_limit_holds_for_the_first_optimizer_step_alone(old, epochs):
-    """After it the policy differs from the engine's by right: the run would stop for its own progress."""
+    """Later the policy rightly differs from the engine's. The run would stop because of its own progress."""
     groups = GROUPS[:1] if old == "current" else GROUPS
     epochs = 1 if old == "current" else epochs
     trainer = Trainer(0.1, *[9.0] * 5)
@@ -154,13 +161,13 @@ BUFFER = ["reward.overlong_buffer.length=4", "algorithm.filters=[nonzero_varianc
     ],
 )
 def test_filters_see_the_rewards_that_are_trained_on(groups, kept):
-    """The overlong punishment is part of them. So it is in rollout.dynamic_sampling, see its tests."""
+    """They include the overlong punishment, as in rollout.dynamic_sampling (see its tests)."""
     step = controller(Trainer(), groups, *BUFFER)
     assert [group.group_id for group in step.shape_and_filter(groups)] == kept
 
 
 def test_a_control_experiment_shuffles_rewards_with_their_punishment():
-    """The whole reward is handed out at random: no response keeps the punishment for its own length."""
+    """The whole reward is shuffled: no response keeps the punishment for its own length."""
     groups = [group(number, 1.0, 1.0, lengths=(2, 10)) for number in range(8)]
     shuffled = controller(Trainer(), groups, *BUFFER[:1], "reward.shuffle_control=true").shape_and_filter(
         groups

@@ -1,4 +1,6 @@
-"""What an episode becomes: sequences whose tokens, masks, log-probs and routing are those of the requests, token by token."""
+"""The sequences of an episode: their tokens, masks, log-probs and routing are those of the requests, token
+by token.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -13,9 +15,9 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, WeightSpan
 from grpo_megatron.batch.token_weights import LOSS_AGG_MODES, token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.reward import OverlongBufferConfig
 from grpo_megatron.config.rollout import HistoryKind
-from grpo_megatron.config.schema import DataConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.samples import distributions, group_text
@@ -32,7 +34,8 @@ from grpo_megatron.sglang.engine import Completion
 FORGETFUL = (
     "{% for tool in tools or [] %}({{ tool.name }}){% endfor %}"
     "{% for m in messages %}<{{ m.role }}>"
-    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}<eos>{% else %}{{ m.content }}{% endif %}"
+    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}<eos>"
+    "{% else %}{{ m.content }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -48,7 +51,7 @@ def tokenizer(tmp_path_factory):
 
 
 class Answers:
-    """An environment, here in the process of the test: gives its observations one after the other, then is done."""
+    """An environment in the test's process that gives its observations one after the other, then is done."""
 
     def __init__(self, first, observations):
         self.first, self.observations, self.closed = first, list(observations), 0
@@ -73,7 +76,10 @@ class Answers:
 
 
 class Writer:
-    """A model that writes the given ids, and notes all of each request; routing is a function of request and position."""
+    """A model that writes the given ids and records each request.
+
+    Routing is a function of request and position.
+    """
 
     def __init__(self, turns):
         self.turns, self.requests = list(turns), []
@@ -196,7 +202,9 @@ def test_a_component_of_the_environment_and_one_of_the_reward_are_both_kept(toke
 
 
 def expected_contexts(tokenizer, requests, observed, history):
-    """What the model must have read before each turn, from what it wrote before and the observations."""
+    """Return what the model must have read before each turn, from what it wrote before and the
+    observations.
+    """
     messages = joined([*message("ask")], observed[0])
     contexts = [ids_of(tokenizer, spelled(messages))]
     if history == HistoryKind.append and isinstance(observed[0], str):
@@ -226,7 +234,7 @@ def joined(messages, observation):
 
 
 def spelled(messages):
-    """As FORGETFUL writes it."""
+    """Return the messages as FORGETFUL writes them."""
     parts = [f"<{m['role']}>{m['content']}" for m in messages]
     for place, m in enumerate(messages):
         if m["role"] == "assistant":
@@ -235,7 +243,10 @@ def spelled(messages):
 
 
 def check_routing(sample, requests):
-    """Each row is of the request that computed its token first, among those of the sequence; the last token was never computed."""
+    """Check that each row comes from the first request of the sequence that computed its token.
+
+    The last token was never computed.
+    """
     requested = sorted({span.version for span in sample.weight_spans})
     wanted, known = [], 0
     for number in requested:
@@ -292,7 +303,9 @@ def test_a_trajectory_of_several_sequences_counts_once(group):
 
 
 def test_the_length_of_a_response_is_that_of_what_the_model_wrote_in_every_history(tokenizer):
-    """Observations are in the response of one long sequence, and in the prompts of those that the template makes of it."""
+    """Observations are in the response of one long sequence, and in the prompts of the sequences that the
+    template makes of it.
+    """
     prompt, turns = prompt_of(tokenizer), ["<think>hm</think>a<eos>", "<think>hm</think>bc<eos>"]
     written = sum(len(ids_of(tokenizer, turn)) for turn in turns)
     found = {}

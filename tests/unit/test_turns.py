@@ -1,4 +1,4 @@
-"""Engines and ranks that take turns on their devices: the one order, and that no other is possible."""
+"""Device sharing of engines and ranks: there is one order of transitions, and no other is possible."""
 
 import itertools
 
@@ -10,12 +10,13 @@ from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.turns import RING, State, Turns
 
 ORDER = ["release", "wake", "resume_weights", "sync", "sleep", "resume_kv_cache"]
-# Of transitions that ask for more than their name says: what training has left goes before the engines' weights come.
+# Transitions with more calls than their name says: what training left is released before the engines' weights
+# come.
 CALLS = {"resume_weights": ["make_room", "resume_weights"]}
 
 
 class Engines:
-    """Notes what they are asked, and have 30 GiB: 10 of weights, 20 of KV cache."""
+    """Record their calls. They have 30 GiB: 10 of weights and 20 of KV cache, counted when resumed."""
 
     def __init__(self, calls):
         self.calls, self.gib = calls, 30
@@ -37,7 +38,7 @@ class Engines:
 
 
 class Ranks:
-    """Note what they are asked, and have 40 GiB while they are awake, 35 when they have made room, else one."""
+    """Record their calls. They have 40 GiB when awake, 35 after making room, otherwise 1."""
 
     def __init__(self, calls):
         self.calls, self.gib = calls, 40
@@ -69,7 +70,10 @@ def monitor(tmp_path):
 
 @pytest.fixture
 def turns(monitor):
-    """Ranks have just started. calls: what engines and ranks are asked from now on."""
+    """The turns right after the ranks have started.
+
+    calls: calls of engines and ranks from now on.
+    """
     calls = []
     turns = Turns(Engines(calls), monitor)
     turns.release()
@@ -87,7 +91,7 @@ def transition(turns, name):
 
 
 def after(turns, count):
-    """The turns, that many transitions after the ranks started."""
+    """Return the turns after `count` further transitions."""
     for name in list(itertools.islice(itertools.cycle([*ORDER[2:], *ORDER[:2]]), count)):
         transition(turns, name)
     turns.calls.clear()

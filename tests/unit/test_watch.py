@@ -1,4 +1,4 @@
-"""Who hangs, by what processes say of themselves."""
+"""The hang detector: which process hangs, judged by what processes report of themselves."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ def watched(name: str, silent: float = 0.0, **beat) -> Watched:
 
 
 def ranks(*still: float, phase="train_step", **beat) -> list[Watched]:
-    """All in one call; rank 0 is elsewhere than the others."""
+    """Return ranks that are all in one call. Rank 0 is at another place than the others."""
     return [
         watched(
             f"rank {rank}",
@@ -82,7 +82,10 @@ def test_all_are_at_fault_in_one_place_and_the_message_stays_short():
 
 
 def test_engines_that_wait_for_a_rank_are_in_one_place():
-    """Their places have the ids of their processes, by which each once was alone in its own, and all of them at fault."""
+    """Their places contain process ids.
+
+    Each engine used to be alone at its place, so that all of them were at fault.
+    """
     engines = [
         watched(
             f"engine {n}",
@@ -149,7 +152,7 @@ def test_a_process_stands_still_unless_its_place_or_its_counter_changes():
     asleep = threading.Event()
 
     class ThisThread(PythonThreads):
-        """Others of the test's process may move."""
+        """A process view that ignores other threads of the test's process, which may move."""
 
         def progress(self):
             return super().progress()[sleeper.ident]
@@ -160,7 +163,7 @@ def test_a_process_stands_still_unless_its_place_or_its_counter_changes():
     heart = Heart(ThisThread())
 
     def look(times: int) -> Beat:
-        """As its own thread does."""
+        """Look as the process's own thread does."""
         looker = threading.Thread(target=lambda: [heart._look() or time.sleep(0.05) for _ in range(times)])
         looker.start()
         looker.join()
@@ -181,7 +184,7 @@ def test_a_process_stands_still_unless_its_place_or_its_counter_changes():
 
 
 class _Slow:
-    """A file; while it is in a call, what the heart of its process has seen since the call before."""
+    """A file that records, in each call, what the process's heart has seen since the call before."""
 
     def __init__(self, file, heart: Heart, seen: list):
         self._file, self._heart, self._seen = file, heart, seen
@@ -206,7 +209,7 @@ class _Slow:
 
 
 class _OnePlace:
-    """As a process looks that is in the same call whenever anybody looks."""
+    """A process view that always shows the same call."""
 
     def progress(self):
         return "read"
@@ -218,7 +221,7 @@ class _OnePlace:
 
 
 def test_a_rank_that_reads_or_writes_a_checkpoint_slowly_moves(tmp_path, monkeypatch):
-    """In a `read` of its file it was found whenever anybody looked: killed as hanging, the same after each restart."""
+    """It was always found in a `read` of its file, and killed as hanging, the same after each restart."""
     heart, seen = Heart(_OnePlace()), []
     monkeypatch.setattr(manifest, "_READ_BYTES", 4)
     monkeypatch.setattr(manifest, "_WRITE_BYTES", 4)
@@ -247,7 +250,7 @@ def test_a_rank_that_takes_its_pieces_from_a_checkpoint_moves():
 
 
 def test_a_file_system_that_hangs_does_not_keep_the_watch_from_its_verdict(tmp_path, monkeypatch):
-    """Where the stacks go may be what the processes hang in."""
+    """The stacks may be written to the same file system that the processes hang in."""
     monkeypatch.setattr(watch, "_STACKS_SECONDS", 0.2)
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: time.sleep(60))
     killed = []
@@ -262,7 +265,7 @@ def test_a_file_system_that_hangs_does_not_keep_the_watch_from_its_verdict(tmp_p
 
 
 class _Ray:
-    """What a watch asks of Ray, where only these actors are dead."""
+    """Stands in for the Ray that a watch asks, with only these actors dead."""
 
     def __init__(self, dead):
         self.dead, self.killed = dead, []
@@ -279,7 +282,7 @@ class _Ray:
 
 @pytest.fixture
 def eye(tmp_path, monkeypatch):
-    """(processes, those of them that are dead) -> a watch of them that looks often."""
+    """A function (processes, dead processes) -> a watch that looks often."""
     monkeypatch.setattr(watch, "BEAT_SECONDS", 0.01)
 
     def make(processes, dead=()) -> watch.Watch:
@@ -295,7 +298,7 @@ def eye(tmp_path, monkeypatch):
 
 
 def leave_with(eye: watch.Watch, error: Exception, once) -> Exception | None:
-    """What comes out of the watch's context where this is raised within it, once this holds."""
+    """Raise an error within the watch's context once the condition holds, and return what comes out."""
     try:
         with eye:
             deadline = time.monotonic() + 20
@@ -308,8 +311,11 @@ def leave_with(eye: watch.Watch, error: Exception, once) -> Exception | None:
 
 
 def test_a_process_that_has_died_is_no_hang_and_does_not_end_the_watch(eye):
-    """An engine that was killed while it was idle became "has not been heard of", to which every later failure was changed; and a rank
-    that hung in the same attempt was not noticed any more."""
+    """An idle engine that was killed used to become "has not been heard of", which replaced every later
+    failure.
+
+    A rank that hung in the same attempt was not noticed any more.
+    """
     idle, rank = watched("engine 0", silent=610.0), watched("rank 0", phase="train_step", still=3.0)
     one = eye([idle, rank], dead=[idle])
     died = ProcessDied("engine 0 died in `begin_update`")
@@ -341,7 +347,7 @@ def test_a_silent_process_that_lives_or_cannot_be_reached_hangs(eye, monkeypatch
 
 
 def test_nobody_is_asked_where_there_is_nobody(tmp_path, monkeypatch):
-    """By ray.wait Ray starts itself, or looks for one for minutes."""
+    """ray.wait would start Ray, or look for one for minutes."""
     monkeypatch.setattr(watch.ray, "wait", lambda *_, **__: pytest.fail("Ray is asked"))
     watch.Watch(str(tmp_path), LIMIT).flush()
 

@@ -1,4 +1,4 @@
-"""Which files of a model folder are read: one set of weights, whole, of a kind that can be trained, or a refusal that says what to do."""
+"""Files of a model folder that are read: one complete set of trainable weights, or a refusal with advice."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def change_tensors(folder, change) -> None:
 
 
 def shard(folder) -> None:
-    """Two shards and an index in place of the one file."""
+    """Replace the single file by two shards and an index."""
     tensors, where = load_file(folder / SINGLE), {}
     (folder / SINGLE).unlink()
     for number, names in enumerate((sorted(tensors)[:5], sorted(tensors)[5:]), 1):
@@ -85,7 +85,9 @@ HEADS = {
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
 @pytest.mark.parametrize("name", HEADS)
 def test_an_output_layer_beside_a_tied_embedding_is_compared(name, sharded, model):
-    """A fine-tuned output layer was dropped without a word where config.json says tied, in training and in conversion."""
+    """A fine-tuned output layer used to be dropped silently if config.json says tied, in training and in
+    conversion.
+    """
     change, fits = HEADS[name]
     change_tensors(model, change)
     if sharded:
@@ -186,7 +188,7 @@ CONFLICTS = {
 
 @pytest.mark.parametrize("name", CONFLICTS)
 def test_two_sets_of_weights_are_refused(name, model):
-    """An index beside a newer file won in training, while transformers read the other one."""
+    """An index beside a newer file used to win in training, while transformers read the other one."""
     change, says = CONFLICTS[name]
     change(model)
     with pytest.raises(UserError, match=says):
@@ -273,7 +275,7 @@ QUANTISED = [
     ("settings", "says"), QUANTISED, ids=[str(settings)[:50] for settings, _ in QUANTISED]
 )
 def test_a_quantised_checkpoint_is_refused_by_its_method(settings, says, model):
-    """Users saw lists of tensor names such as qweight and weight_packed, and nothing of the method."""
+    """Users saw lists of tensor names such as qweight and weight_packed, without the method's name."""
     change_config(model, quantization_config=settings)
     with pytest.raises(UserError, match=says) as caught:
         HFCheckpoint(str(model))

@@ -1,4 +1,4 @@
-"""Versions of a weight sync, and what is noticed about full tensors that do not arrive."""
+"""Versions of a weight sync, and the detection of full tensors that do not arrive."""
 
 from contextlib import contextmanager
 
@@ -17,7 +17,7 @@ def entries(tmp_path_factory):
 
 
 class Engines:
-    """A WeightTarget that notes the calls."""
+    """A WeightTarget that records the calls."""
 
     def __init__(self):
         self.calls = []

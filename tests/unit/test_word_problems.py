@@ -1,4 +1,6 @@
-"""The word problems of `make quickstart-real`: right answers, and held-out problems that training has not seen."""
+"""The word problems of `make quickstart-real`: right answers, and held-out problems that training has not
+seen.
+"""
 
 import json
 import re

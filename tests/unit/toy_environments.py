@@ -1,4 +1,4 @@
-"""Environments for the tests; light, because they run in processes of their own."""
+"""Environments for the tests. They are light, because they run in processes of their own."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ def decode(ids):
 
 @environment("counting")
 class Counting:
-    """Answers `<turn>:<state>;` to every turn, with reward 0.5, until it hears `end`."""
+    """Answers `<turn>:<state>;` to every turn, with reward 0.5, until it reads `end`."""
 
     def __init__(self, prompt):
         self.prompt, self.turns = prompt, 0
@@ -46,7 +46,10 @@ class Counting:
 
 
 class Closing:
-    """Notes in the record's file that it was closed, and after how many steps; fails, hangs or dies then as the record says."""
+    """Records in the record's file that it was closed, and after how many steps.
+
+    Fails, hangs or dies as the record says.
+    """
 
     def __init__(self, prompt):
         self.file, self.order, self.steps = prompt.fields["file"], prompt.fields.get("do", ""), 0
@@ -75,7 +78,9 @@ class Closing:
 
 
 class Obedient:
-    """Does what it is told: by the record's field `do` when it is made or reset, by the response in a step."""
+    """Does what it is told: by the record's field `do` when it is made or reset, by the response in a
+    step.
+    """
 
     def __init__(self, prompt):
         self.order = prompt.fields.get("do", "")

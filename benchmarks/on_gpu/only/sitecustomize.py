@@ -1,6 +1,7 @@
-"""Hide, in a dry run of the pack, what the machine without a network would not have: all packages but those of its image and the pack's.
+"""Hide packages in a dry run of the pack: those that neither the machine's image nor the pack has.
 
-The names of packages are in the file that GRPO_PACK_PACKAGES names. What they require is there too.
+The file that GRPO_PACK_PACKAGES names has the names of the visible packages. Packages that these require stay
+visible too.
 """
 
 import importlib.abc
@@ -23,7 +24,7 @@ def _with_dependencies(names: set[str]) -> set[str]:
         if name in found:
             continue
         found.add(name)
-        # SGLang requires far more than it imports: its needs are packed by name.
+        # SGLang requires far more packages than it imports. The pack lists the necessary ones by name.
         if name == "sglang":
             continue
         try:
@@ -35,13 +36,16 @@ def _with_dependencies(names: set[str]) -> set[str]:
 
 
 def _is_installed(module: str) -> bool:
-    """False for a module of the same name elsewhere: of this project, or one that stands in."""
+    """Return True if the module is in this interpreter's site-packages.
+
+    A module of the same name may also belong to this project or be a stub.
+    """
     found = importlib.machinery.PathFinder.find_spec(module)
     return bool(found and found.origin and found.origin.startswith(sysconfig.get_path("purelib")))
 
 
 class _Missing(importlib.abc.MetaPathFinder):
-    """Refuses modules of packages that are not there."""
+    """Import hook that hides the modules of packages that are not in the list."""
 
     def __init__(self, packages: set[str]):
         self._hidden = {

@@ -1,10 +1,11 @@
-"""TransformerEngine 2.11 on a CPU: its own Python, with the kernels of its compiled extension emulated in torch.
+"""TransformerEngine 2.11 on a CPU: its own Python code, with its compiled kernels emulated in torch.
 
-Modules, autograd functions, quantizers, FP8 tensors, recipes, the caching of FP8 weights, the choice of an attention backend,
-ring attention, recomputation and the fused optimizer's bookkeeping are TransformerEngine's own. The package's wheel, which is
-pure Python, is unpacked outside the environment: installed without its library it would break Megatron's import.
+Modules, autograd functions, quantizers, FP8 tensors, recipes, the caching of FP8 weights, the choice of an
+attention backend, ring attention, recomputation and the fused optimizer's bookkeeping are TransformerEngine's
+own. Its wheel is pure Python and is unpacked outside the environment: installed without its library it would
+break Megatron's import.
 
-Values are what the kernels compute up to the order of summation. Speed and memory say nothing about a GPU.
+Values are what the kernels compute, up to the order of summation. Speed and memory say nothing about a GPU.
 """
 
 import ast
@@ -23,16 +24,19 @@ from grpo_megatron.megatron.emulation.extension import Extension, MissingModule
 from grpo_megatron.megatron.import_hook import changes
 
 _KERNELS = {
-    quantization: "quantize split_quantize dequantize fp8_transpose bgrad_quantize fused_amax_and_scale_update_after_reduction",
-    layers: "generic_gemm te_general_grouped_gemm rmsnorm_fwd rmsnorm_bwd fused_rope_forward fused_rope_backward "
-    "fused_multi_row_padding fused_multi_row_unpadding multi_tensor_l2norm multi_tensor_scale multi_tensor_adam",
-    packed_attention: "get_fused_attn_backend fused_attn_fwd fused_attn_bwd thd_read_half_tensor thd_get_partitioned_indices "
-    "thd_second_half_lse_correction thd_read_second_half_lse thd_out_correction thd_grad_correction",
+    quantization: "quantize split_quantize dequantize fp8_transpose bgrad_quantize "
+    "fused_amax_and_scale_update_after_reduction",
+    layers: "generic_gemm te_general_grouped_gemm rmsnorm_fwd rmsnorm_bwd fused_rope_forward "
+    "fused_rope_backward fused_multi_row_padding fused_multi_row_unpadding multi_tensor_l2norm "
+    "multi_tensor_scale multi_tensor_adam",
+    packed_attention: "get_fused_attn_backend fused_attn_fwd fused_attn_bwd thd_read_half_tensor "
+    "thd_get_partitioned_indices thd_second_half_lse_correction thd_read_second_half_lse "
+    "thd_out_correction thd_grad_correction",
 }
 
 
 class _Hopper(cpu.CpuCuda):
-    """What ``torch.cuda`` means inside Megatron and TransformerEngine: a GPU with FP8 that is the CPU."""
+    """Stand-in for ``torch.cuda`` inside Megatron and TransformerEngine: the CPU as a GPU with FP8."""
 
     @staticmethod
     def is_available():
@@ -54,7 +58,7 @@ class _Hopper(cpu.CpuCuda):
 
 
 class _ToCpu(cpu.CudaToCpu):
-    """TransformerEngine names its device in more ways than Megatron."""
+    """Syntax tree transformer for TransformerEngine, which names its device in more ways than Megatron."""
 
     def visit_Constant(self, node):
         if node.value == "cuda":
@@ -70,7 +74,7 @@ class _ToCpu(cpu.CudaToCpu):
 
 
 class _InOrder:
-    """In the place of torch's manager of coalesced collectives, which gloo has not: they are done one after the other."""
+    """Stand-in for torch's manager of coalesced collectives, which gloo lacks: they run one by one."""
 
     def __init__(self, group=None, device=None, async_ops=False):
         pass
@@ -92,7 +96,8 @@ def _mend_distributed(module):
 
 def _mend_context_parallel(module):
     def flash_attn_p2p_communicate(rank, send, send_to, receive, receive_from, group, batched):
-        # NCCL matches messages by their order, gloo by tags: all in flight at once, the backward pass never ends.
+        # NCCL matches messages by their order, gloo by tags. With several messages in flight at once, the
+        # backward pass would never end on gloo.
         for work in [
             torch.distributed.isend(send.contiguous(), send_to, group),
             torch.distributed.irecv(receive, receive_from, group),
@@ -104,19 +109,19 @@ def _mend_context_parallel(module):
 
 
 def _mend_cpp_extensions(module):
-    # It takes over what the extension lists, and is asked for more.
+    # This module copies the names that the extension lists, but is asked for others too.
     module.__getattr__ = sys.modules["transformer_engine_torch"].__getattr__
 
 
 def _mend_quantization(module):
-    # The answer for a Hopper GPU; the real one asks the CUDA version of the build.
+    # This is the answer for a Hopper GPU; the real function asks for the CUDA version of the build.
     module.check_fp8_block_scaling_support = lambda: (True, "")
 
 
 def install() -> None:
-    """Make ``transformer_engine`` importable in this process, before its first import of Megatron. Twice does nothing.
+    """Make ``transformer_engine`` importable in this process. Must run before the first import of Megatron.
 
-    Raises UserError where there is CUDA, or where the wheel is not unpacked.
+    A second call does nothing. Raises UserError if there is CUDA, or if the wheel is not unpacked.
     """
     if "transformer_engine_torch" in sys.modules and isinstance(
         sys.modules["transformer_engine_torch"], Extension
@@ -127,7 +132,7 @@ def install() -> None:
         raise UserError(f"megatron.emulate_kernels=true is not possible here: {problem}")
     cpu.install()
     cpu.must_be_new("megatron.core.")
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # loads no library
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TransformerEngine then loads no library
     sys.path.append(str(folder))
     ours = changes()
     ours.rewriters["transformer_engine."] = _ToCpu
@@ -140,7 +145,7 @@ def install() -> None:
         f"{pytorch}.quantization": [_mend_quantization],
     }
     Extension({name: getattr(module, name) for module, names in _KERNELS.items() for name in names.split()})
-    MissingModule(f"{pytorch}.onnx_extensions")  # would import the onnxscript package
+    MissingModule(f"{pytorch}.onnx_extensions")  # the real one would import the onnxscript package
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformer_engine.common

@@ -1,7 +1,7 @@
-"""A module in the place of `transformer_engine_torch`, the compiled extension of TransformerEngine 2.11.
+"""Stand-in module for `transformer_engine_torch`, the compiled extension of TransformerEngine 2.11.
 
-Its enumerations have the values of the real one. Its functions are the emulated ones; whatever else is asked for exists, so
-that imports succeed, and raises when it is called.
+Its enumerations have the values of the real ones. Its functions are the emulated ones. Any other name exists
+too, so that imports succeed, but raises when it is called.
 """
 
 import enum
@@ -11,9 +11,10 @@ import types
 from collections.abc import Callable
 
 _QKV_LAYOUTS = (
-    "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD T3HD TH3D THD_T2HD "
-    "THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD Paged_KV_BSHD_BSHD_BSHD "
-    "Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD"
+    "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD "
+    "T3HD TH3D THD_T2HD THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD "
+    "Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD "
+    "Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD"
 )
 
 
@@ -40,7 +41,8 @@ DType = enum.IntEnum(
 )
 MaskType = _prefixed(
     "NVTE_Mask_Type",
-    "NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
+    "NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK "
+    "PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
 )
 FusedAttentionBackend = _prefixed(
     "NVTE_Fused_Attn_Backend", "No_Backend F16_max512_seqlen F16_arbitrary_seqlen FP8", first=-1
@@ -84,7 +86,7 @@ class _Missing:
 
 
 class MissingModule(types.ModuleType):
-    """A module of which everything exists, and nothing can be called."""
+    """Module in which every name exists, but nothing can be called."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -98,14 +100,14 @@ class MissingModule(types.ModuleType):
 
 
 class Extension(MissingModule):
-    """calls: how often each emulated function was called."""
+    """Stand-in for the extension. calls: number of calls of each emulated function."""
 
     def __init__(self, functions: dict[str, Callable]):
         super().__init__("transformer_engine_torch")
         self.calls = dict.fromkeys(functions, 0)
         for enumeration in _ENUMERATIONS:
             setattr(self, enumeration.__name__, enumeration)
-        # Annotations refer to these, and TransformerEngine derives from none of them here.
+        # Annotations refer to these names. No class that is used here derives from them.
         for name in (
             "CommOverlapCore",
             "CommOverlapBase",

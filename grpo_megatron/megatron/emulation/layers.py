@@ -1,6 +1,7 @@
-"""Matrix products, norm, rotary embedding, padding of experts' rows and optimizer of TransformerEngine's extension, in torch.
+"""Emulated kernels of TransformerEngine: matrix products, norm, rotary embedding and optimizer.
 
-Products add up in float32, as the kernels do, in another order.
+It also has the padding of experts' rows. Products are summed in float32, as in the kernels, but in another
+order.
 """
 
 import math
@@ -10,7 +11,7 @@ import torch
 from grpo_megatron.megatron.emulation.extension import QKVFormat
 from grpo_megatron.megatron.emulation.quantization import TORCH, is_quantized, operand, quantize
 
-# cuBLAS's FP8 products take no other sizes.
+# cuBLAS's FP8 products accept only multiples of this size.
 _FP8_MULTIPLE = 16
 
 
@@ -24,7 +25,7 @@ def _check_sizes(*shapes: tuple[int, ...]) -> None:
 
 
 def _product(a, transa: bool, b, transb: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(op(b) op(a), b) in float32, matrices in torch's row-major order: cuBLAS's column-major a and b change places."""
+    """Return (op(b) op(a), b) in float32. cuBLAS is column-major, so a and b change places in torch."""
     left, right = operand(a, not transa), operand(b, transb)
     if is_quantized(a) or is_quantized(b):
         if not (is_quantized(a) and is_quantized(b)):
@@ -36,10 +37,11 @@ def _product(a, transa: bool, b, transb: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 def generic_gemm(
-    A, transa, B, transb, out, quantizer, out_dtype, bias, bias_type, gelu, gelu_in, grad, workspace, workspace_size,
-    accumulate, split_accumulator, *, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0, beta=None,
+    A, transa, B, transb, out, quantizer, out_dtype, bias, bias_type, gelu, gelu_in, grad, workspace,
+    workspace_size, accumulate, split_accumulator, *, comm_overlap=None, comm_type=None, extra_output=None,
+    bulk_overlap=False, alpha=1.0, beta=None,
 ):  # fmt: skip
-    """(out, gradient of the bias, None, extra_output); with `grad`, bias asks for its gradient."""
+    """Return (out, gradient of the bias, None, extra_output). With `grad`, a bias asks for its gradient."""
     if gelu or comm_overlap is not None:
         raise NotImplementedError("products with GELU or with overlapped communication are not emulated")
     product, right = _product(A, transa, B, transb)
@@ -71,10 +73,13 @@ def _put(product: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
 
 
 def te_general_grouped_gemm(
-    A, transa, B, transb, out, out_dtype, m_splits, bias, bias_type, single_output, gelu_in, grad, workspaces, workspace_size,
-    accumulate, split_accumulator, sm_count,
+    A, transa, B, transb, out, out_dtype, m_splits, bias, bias_type, single_output, gelu_in, grad, workspaces,
+    workspace_size, accumulate, split_accumulator, sm_count,
 ):  # fmt: skip
-    """One product for each expert; single_output: their rows, m_splits of each, are parts of out[0]. Returns the biases."""
+    """Compute one product for each expert. Return the biases.
+
+    single_output: the results of all experts, m_splits rows each, are parts of out[0].
+    """
     if any(b.numel() for b in bias):
         raise NotImplementedError("grouped products with biases are not emulated")
     targets = out[0].split(m_splits) if single_output else out
@@ -86,7 +91,7 @@ def te_general_grouped_gemm(
 
 
 def rmsnorm_fwd(x, weight, eps, output, quantizer, out_dtype, sm_margin, zero_centered):
-    """(x / rms(x) * weight, None, 1 / rms(x) of each row)"""
+    """Return (x / rms(x) * weight, None, 1 / rms(x) of each row)."""
     values = x.float()
     inverse = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     normed = (values * inverse * (weight.float() + zero_centered)).to(TORCH[out_dtype])
@@ -98,7 +103,7 @@ def rmsnorm_fwd(x, weight, eps, output, quantizer, out_dtype, sm_margin, zero_ce
 
 
 def rmsnorm_bwd(grad, x, inverse, weight, sm_margin, zero_centered):
-    """(gradient of x, gradient of the weight)"""
+    """Return (gradient of x, gradient of the weight)."""
     values, grads = (tensor.float().reshape(-1, x.shape[-1]) for tensor in (x, grad))
     inverse = inverse.reshape(-1, 1)
     normed = values * inverse
@@ -108,7 +113,10 @@ def rmsnorm_bwd(grad, x, inverse, weight, sm_margin, zero_centered):
 
 
 def _positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Position in its sequence of each row of a CP rank: of 2 cp chunks, it has the chunks r and 2 cp - 1 - r."""
+    """Return the position in its sequence of each row of a CP rank.
+
+    A sequence has 2 cp chunks; rank r holds chunks r and 2 cp - 1 - r.
+    """
     parts = []
     for length in (cu_seqlens[1:] - cu_seqlens[:-1]).tolist():
         if cp_size == 1:
@@ -132,7 +140,10 @@ def _rotate(x, freqs, layout, interleaved, cu_seqlens, cp_size, cp_rank, directi
 
 
 def fused_rope_forward(x, freqs, start_positions, layout, interleaved, cu_seqlens, cp_size, cp_rank):
-    """x [t, heads, d] of a pack, rotated by freqs [s, 1, 1, at most d]; cu_seqlens of the whole sequences, over all CP ranks."""
+    """Rotate x [t, heads, d] of a pack by freqs [s, 1, 1, at most d].
+
+    cu_seqlens: of the whole sequences, over all CP ranks.
+    """
     return _rotate(x, freqs, layout, interleaved, cu_seqlens, cp_size, cp_rank, 1)
 
 
@@ -141,7 +152,7 @@ def fused_rope_backward(grad, freqs, start_positions, layout, interleaved, cu_se
 
 
 def fused_multi_row_padding(source, target, rows, padded_rows):
-    """Each expert's rows with zero rows behind them."""
+    """Copy each expert's rows, followed by zero rows."""
     for part, place in zip(source.split(rows), target.split(padded_rows), strict=True):
         place[: len(part)] = part
         place[len(part) :] = 0
@@ -153,7 +164,7 @@ def fused_multi_row_unpadding(source, target, padded_rows, rows):
 
 
 def multi_tensor_l2norm(chunk_size, overflow, lists, per_tensor):
-    """(norm of all [1], norm of each)"""
+    """Return (norm of all tensors [1], norm of each)."""
     norms = torch.stack([tensor.float().norm() for tensor in lists[0]]) if lists[0] else torch.zeros(1)
     return norms.norm().view(1), norms
 
@@ -166,7 +177,10 @@ def multi_tensor_scale(chunk_size, overflow, lists, scale):
 def multi_tensor_adam(
     chunk_size, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
 ):
-    """Adam (mode 0, decay in the gradient) or AdamW (mode 1) on [gradients, parameters, moments, second moments]."""
+    """Apply Adam (mode 0, decay in the gradient) or AdamW (mode 1) in place.
+
+    lists: [gradients, parameters, moments, second moments].
+    """
     correct1, correct2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1, 1)
     for grad, parameter, moment, second in zip(*lists, strict=True):
         values, grad = parameter.float(), grad.float()

@@ -1,7 +1,7 @@
-"""cuDNN's attention over packs, and what context parallelism's ring does with parts of packs, in torch.
+"""Emulated cuDNN attention over packs, and the emulated kernels of context parallelism's ring.
 
-Like the kernel, it refuses float32 and writes nothing behind the sequences it was told of: what is there is
-`PADDING_STATISTICS`, which may be set to NaN.
+Like the kernel, the emulation refuses float32 and writes nothing outside of the given sequences. Statistics
+there are `PADDING_STATISTICS`, which may be set to NaN.
 """
 
 from itertools import pairwise
@@ -10,7 +10,7 @@ import torch
 
 from grpo_megatron.megatron.emulation.extension import FusedAttentionBackend, MaskType
 
-# The softmax's statistics on rows that belong to no sequence. The kernel leaves there whatever the memory held.
+# Softmax statistics of rows that belong to no sequence. The kernel leaves there whatever the memory held.
 PADDING_STATISTICS = 0.0
 
 
@@ -19,7 +19,7 @@ def get_fused_attn_backend(*args):
 
 
 def _sequences(cu, cu_padded, cu_keys, cu_keys_padded):
-    """(rows of queries, rows of keys) as slices, of each sequence that has any."""
+    """Return (rows of queries, rows of keys) as slices, for each sequence that has both."""
     both = []
     for ends, padded in ((cu, cu_padded), (cu_keys, cu_keys_padded)):
         starts = (ends if padded is None else padded)[:-1].tolist()
@@ -39,7 +39,7 @@ def _is_causal(mask) -> bool:
 
 
 def _scores(query, key, scale: float, causal: bool) -> torch.Tensor:
-    """[heads, q, k]; a head of keys serves several of queries."""
+    """Return the scores [heads, q, k]. One head of keys serves several of queries."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     if causal:  # aligned to the top left
@@ -48,10 +48,10 @@ def _scores(query, key, scale: float, causal: bool) -> torch.Tensor:
 
 
 def fused_attn_fwd(
-    max_q, max_kv, training, scale, dropout, fast_zero_fill, layout, bias_type, mask, softmax_type, window, cu_q, cu_kv, query, key,
-    value, dtype, cu_q_padded, cu_kv_padded, *rest,
+    max_q, max_kv, training, scale, dropout, fast_zero_fill, layout, bias_type, mask, softmax_type, window,
+    cu_q, cu_kv, query, key, value, dtype, cu_q_padded, cu_kv_padded, *rest,
 ):  # fmt: skip
-    """[output, statistics float32 [t, heads, 1] (log of the sums), state of the random numbers]"""
+    """Return [output, statistics float32 [t, heads, 1] (log of the sums), state of the random numbers]."""
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError("fused attention takes bf16 and fp16")
     heads, causal = query.shape[1], _is_causal(mask)
@@ -69,10 +69,11 @@ def fused_attn_fwd(
 
 
 def fused_attn_bwd(
-    max_q, max_kv, scale, dropout, fast_zero_fill, layout, bias_type, mask, softmax_type, window, deterministic, cu_q, cu_kv, query,
-    key, value, output, grad, dtype, grad_dtype, auxiliary, cu_q_padded, cu_kv_padded, *rest,
+    max_q, max_kv, scale, dropout, fast_zero_fill, layout, bias_type, mask, softmax_type, window,
+    deterministic, cu_q, cu_kv, query, key, value, output, grad, dtype, grad_dtype, auxiliary, cu_q_padded,
+    cu_kv_padded, *rest,
 ):  # fmt: skip
-    """[gradient of the query, of the key, of the value, None, None]"""
+    """Return [gradient of the query, of the key, of the value, None, None]."""
     statistics, causal = auxiliary[0], _is_causal(mask)
     statistics = statistics[..., None] if statistics.dim() == 2 else statistics
     of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
@@ -98,11 +99,11 @@ def _sum_of_heads(grads: torch.Tensor, shared: int) -> torch.Tensor:
     return grads.unflatten(1, (-1, shared)).sum(2)
 
 
-# --- context parallelism: a rank's part of each sequence is two chunks, one of the first half and one of the second
+# --- context parallelism: a rank holds two chunks of each sequence, one of each half
 
 
 def _half(cu_seqlens, which: int) -> torch.Tensor:
-    """Rows of the first (0) or second (1) halves of all sequences."""
+    """Return the rows of the first (0) or second (1) halves of all sequences."""
     ends = cu_seqlens.tolist()
     parts = [
         torch.arange(start + (end - start) // 2 * which, start + (end - start) // 2 * (which + 1))
@@ -112,12 +113,12 @@ def _half(cu_seqlens, which: int) -> torch.Tensor:
 
 
 def thd_read_half_tensor(tensor, cu_seqlens, half):
-    """tensor [t, heads, d], or [2, t, heads, d]"""
+    """Return one half of each sequence. tensor: [t, heads, d], or [2, t, heads, d]."""
     return tensor.index_select(0 if tensor.dim() == 3 else 1, _half(cu_seqlens, half))
 
 
 def thd_get_partitioned_indices(cu_seqlens, total, world, rank):
-    """int32: which rows of whole sequences a CP rank has."""
+    """Return the rows of whole sequences that a CP rank holds, int32."""
     rows, ends = [], cu_seqlens.tolist()
     for start, end in pairwise(ends):
         chunk = (end - start) // (2 * world)
@@ -127,7 +128,7 @@ def thd_get_partitioned_indices(cu_seqlens, total, world, rank):
 
 
 def thd_second_half_lse_correction(statistics, of_step, cu_seqlens, packed):
-    """statistics [heads, t] of the second halves become those of both parts of the keys."""
+    """Make the statistics [heads, t] of the second halves cover the keys of this step too."""
     rows = _half(cu_seqlens, 1)
     statistics[:, rows] = torch.logaddexp(statistics[:, rows], of_step[:, : len(rows)])
 
@@ -140,7 +141,7 @@ def thd_read_second_half_lse(statistics, cu_seqlens, packed, length):
 
 
 def thd_out_correction(output, of_step, statistics, statistics_of_step, cu_seqlens, only_second_half, packed):
-    """Adds a step's part of the attention, with its share of the softmax."""
+    """Add a step's part of the attention, weighted by its share of the softmax."""
     rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(len(output))
     part = of_step.view(-1, *output.shape[1:])[: len(rows)].float()
     share = torch.exp(statistics_of_step[:, : len(rows)] - statistics[:, rows]).t()[..., None]
@@ -148,7 +149,11 @@ def thd_out_correction(output, of_step, statistics, statistics_of_step, cu_seqle
 
 
 def thd_grad_correction(grad, of_step, cu_seqlens, first, second):
-    """first, second: what happens to each half: add, copy or none. of_step has the halves that something happens to."""
+    """Combine a step's gradient with `grad`.
+
+    first, second: what happens to each half: add, copy or none.
+    of_step: has the halves that are not none.
+    """
     both = "none" not in (first, second)
     for half, how in enumerate((first, second)):
         if how == "none":

@@ -1,7 +1,7 @@
-"""The FP8 casts of TransformerEngine's extension, in torch: how values, scales and transposes are stored.
+"""Emulated FP8 casts of TransformerEngine's extension: how values, scales and transposes are stored.
 
-Casts round to nearest even and saturate, as the kernels do. Quantizers and quantized tensors are TransformerEngine's own
-objects, which these functions fill and read.
+Casts round to nearest even and saturate, as the kernels do. Quantizers and quantized tensors are
+TransformerEngine's own objects; these functions fill and read them.
 """
 
 import torch
@@ -31,7 +31,7 @@ def is_quantized(tensor) -> bool:
 
 
 def _scale(amax: torch.Tensor, top: float, power_of_two: bool) -> torch.Tensor:
-    """What values are multiplied with so that amax becomes the largest FP8 number; 1 where amax says nothing."""
+    """Return the factor by which amax becomes the largest FP8 number; 1 where amax is 0 or not finite."""
     scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(amax), top / amax).clamp_max(
         _LARGEST
     )
@@ -44,7 +44,7 @@ def _cast(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def _transposed(rows: torch.Tensor) -> torch.Tensor:
-    """[..., n] -> [n, ...]"""
+    """Transpose [..., n] to [n, ...]."""
     flat = rows.reshape(-1, rows.shape[-1]).t().contiguous()
     return flat.view(rows.shape[-1], *rows.shape[:-1])
 
@@ -63,7 +63,7 @@ def _store(tensor: torch.Tensor, quantizer, output) -> None:
             quantizer.amax.copy_(amax)
         amax = quantizer.amax.clamp_min(quantizer.amax_epsilon)
         quantizer.scale.copy_(_scale(amax, torch.finfo(dtype).max, quantizer.force_pow_2_scales))
-    elif values.numel():  # delayed scaling: the scale is given, and the amax noted for later ones
+    elif values.numel():  # delayed scaling: the scale is given; note the amax for later ones
         quantizer.amax.copy_(torch.maximum(quantizer.amax, values.abs().max()))
     data = _cast(values, quantizer.scale, dtype)
     if output._data is not None:
@@ -77,7 +77,7 @@ def _store(tensor: torch.Tensor, quantizer, output) -> None:
 
 def _values(tensor) -> torch.Tensor:
     data = tensor._data
-    if data is None:  # the transpose is all there is
+    if data is None:  # only the transpose is stored
         data = tensor._transpose.reshape(len(tensor._transpose), -1).t()
         data = data.reshape(*tensor._transpose.shape[1:], len(tensor._transpose))
     return data.view(FP8[tensor._fp8_dtype]).float() * tensor._scale_inv
@@ -89,7 +89,10 @@ def _values(tensor) -> torch.Tensor:
 def _block_cast(
     values: torch.Tensor, dtype: torch.dtype, rows: int, quantizer
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """values float32 [M, K], in blocks of rows x 128 -> (uint8 [M, K], float32 inverse scales [M / rows, K / 128])."""
+    """Cast float32 values [M, K] in blocks of rows x 128.
+
+    Returns (uint8 [M, K], float32 inverse scales [M / rows, K / 128]).
+    """
     m, k = values.shape
     padded = F.pad(values, (0, -k % _BLOCK, 0, -m % rows))
     blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // _BLOCK, _BLOCK)
@@ -110,15 +113,18 @@ def _store_blocks(tensor: torch.Tensor, quantizer, output) -> None:
         if data is None:
             continue
         cast, inverse = _block_cast(source, FP8[quantizer.dtype], rows, quantizer)
-        # Ready for a product, columns are stored transposed, and scales of single rows with the block first. Compact,
-        # everything lies as the tensor does.
+        # In the GEMM_READY format, columns are stored transposed, and scales of single rows with the block
+        # axis first. In the compact format, everything lies as in the tensor.
         data.copy_((cast.t() if along and compact else cast).reshape(data.shape))
         inverse = inverse if rows > 1 or (compact and not along) else inverse.t()
         scales.zero_()[: inverse.shape[0], : inverse.shape[1]] = inverse
 
 
 def _block_values(tensor, columnwise: bool) -> torch.Tensor:
-    """From the copy that is stored by rows, or the one by columns; they are rounded differently, in single-row blocks."""
+    """Return the values of the copy that is stored by rows or by columns.
+
+    In single-row blocks the two copies are rounded differently.
+    """
     if tensor._data_format == BlockScaleFormat.COMPACT:
         raise RuntimeError("a tensor in the compact format is to be gathered, not multiplied")
     data, scales = (
@@ -133,11 +139,14 @@ def _block_values(tensor, columnwise: bool) -> torch.Tensor:
     return values.t().reshape(*data.shape[1:], len(data)) if columnwise else values.view(data.shape)
 
 
-# --- what the extension has
+# --- functions of the extension
 
 
 def operand(tensor, columnwise: bool) -> torch.Tensor:
-    """A matrix that enters a product, in float32; columnwise: from the copy stored by columns, where there are two."""
+    """Return an operand of a product in float32.
+
+    columnwise: take it from the copy that is stored by columns, where there are two.
+    """
     if not is_quantized(tensor):
         return tensor.float()
     return _block_values(tensor, columnwise) if is_blockwise(tensor) else _values(tensor)
@@ -155,7 +164,7 @@ def quantize(tensor, quantizer, output=None, noop=None):
 
 
 def _internal(tensor, quantizer):
-    """The same without the class that dispatches on operations, as the extension returns it."""
+    """Return the tensor in the class that the extension returns, which does not dispatch on operations."""
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
     return Float8TensorStorage(
@@ -168,7 +177,7 @@ def _internal(tensor, quantizer):
 
 
 def split_quantize(tensor, sections, quantizers):
-    """The rows of each expert, cast by its own quantizer."""
+    """Cast the rows of each expert with its own quantizer."""
     return [
         quantize(part, quantizer) for part, quantizer in zip(tensor.split(sections), quantizers, strict=True)
     ]
@@ -184,12 +193,15 @@ def fp8_transpose(data, dtype, *, out=None):
 
 
 def bgrad_quantize(grad, quantizer):
-    """(gradient of the bias, the gradient cast)"""
+    """Return (gradient of the bias, quantized gradient)."""
     return grad.reshape(-1, grad.shape[-1]).sum(0), quantize(grad, quantizer)
 
 
 def fused_amax_and_scale_update_after_reduction(amaxes, histories, scales, algorithm, dtype, margin):
-    """Delayed scaling: the largest values of this step into the histories, and the next step's scales out of them."""
+    """Store this step's largest values in the histories, and compute the next step's scales from them.
+
+    The recipe is delayed scaling.
+    """
     top = torch.finfo(FP8[dtype]).max
     for history, scale, of_step in zip(
         histories, scales, amaxes.split([h.shape[1] for h in histories]), strict=True

@@ -1,6 +1,6 @@
-"""The families of models: one file each, with what its config.json says and what its tensors are called.
+"""Model families. Each file reads the config.json of one family and names its tensors.
 
-A new family is a file with a FAMILY in it, and its name in the list here; see docs/adding-a-model.md.
+To add a family, write a file with a FAMILY in it and name it in the list here; see docs/adding-a-model.md.
 """
 
 from dataclasses import replace
@@ -33,9 +33,12 @@ _BY_NAME = {family.name: family for family in _FAMILIES}
 
 
 def read_architecture(model_path: str, reward_model: bool = False) -> Architecture:
-    """Read the config.json of an HF folder. reward_model: the decoder gets a scalar head, whatever the checkpoint has.
+    """Read the config.json of an HF folder.
 
-    Raises UserError, which names file and key, for a missing or broken config.json and for unsupported models.
+    reward_model: give the decoder a scalar head, whatever head the checkpoint has.
+
+    Raises UserError, which names the file and the key, for a missing or broken config.json and for an
+    unsupported model.
     """
     path = Path(model_path) / "config.json"
     problem = folder_problem(model_path)
@@ -52,8 +55,8 @@ def read_architecture(model_path: str, reward_model: bool = False) -> Architectu
     if names[0] not in _BY_ARCHITECTURE | _REWARD_MODELS:
         supported = ", ".join([*_BY_ARCHITECTURE, *_REWARD_MODELS])
         raise UserError(
-            f"{path}: there is no weight map for the architecture {shortened(names[0])}; supported: {supported} "
-            "(docs/adding-a-model.md says how to add one)"
+            f"{path}: there is no weight map for the architecture {shortened(names[0])}; supported: "
+            f"{supported} (docs/adding-a-model.md says how to add one)"
         )
     try:
         if names[0] in _REWARD_MODELS:
@@ -67,28 +70,32 @@ def read_architecture(model_path: str, reward_model: bool = False) -> Architectu
 
 def _must_have_one_label(config: Fields) -> None:
     labels = config.object("id2label")
-    # transformers leaves the names of two labels out, which is its default number.
+    # transformers does not write id2label if there are two labels, its default.
     count = len(labels) if labels else config.integer("num_labels", 2)
     if count != 1:
         raise UserError(f"a reward model has one label, config.json has {count} (id2label, num_labels)")
 
 
 def reward_architecture(arch: Architecture) -> str:
-    """The name in `architectures` of a reward model of this family. Raises UserError where transformers has no such class."""
+    """Return the name that a reward model of this family has in `architectures` of config.json.
+
+    Raises UserError if transformers has no such class.
+    """
     family = _BY_NAME[arch.family]
     if family.reward_architecture is None:
         known = ", ".join(name for name, family in _BY_NAME.items() if family.has_classifier)
         raise UserError(
-            f"transformers has no {arch.family} for sequence classification, so a reward model of it could not be exported; "
-            f"families that have one: {known}"
+            f"transformers has no {arch.family} for sequence classification, so a reward model of it could "
+            f"not be exported; families that have one: {known}"
         )
     return family.reward_architecture
 
 
 def weight_map(arch: Architecture, transformer_engine: bool = False) -> dict[str, Entry]:
-    """Megatron name -> Entry, for the whole model in its forward order.
+    """Return {Megatron name: entry} for the whole model in the order of the forward pass.
 
-    transformer_engine: its layers hold each norm in the linear layer behind it, under another name.
+    transformer_engine: the layers are TransformerEngine's, which hold a norm inside the linear layer that
+    follows it, under another name.
     """
     entries = _BY_NAME[arch.family].entries(arch)
     if transformer_engine:
@@ -102,7 +109,7 @@ def _transformer_engine_name(name: str, arch: Architecture) -> str:
     fused = {} if arch.latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     layer = name.removeprefix("decoder.layers.").split(".")[0]
     if arch.moe is None or (layer.isdigit() and not arch.moe.layers[int(layer)]):
-        fused["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"  # a router's norm stays on its own
+        fused["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"  # the norm before a router is not fused
     for local, within in fused.items():
         name = name.replace(f".{local}", f".{within}")
     return name

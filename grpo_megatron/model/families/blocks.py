@@ -7,22 +7,25 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import QKV, Entry, Expert, GateUp, Vocab
 from grpo_megatron.model.pieces import Shape
 
-# Megatron's name of the row that a reward model has in place of the output projection.
+# Megatron's name of the one-row head that a reward model has in place of the output projection.
 SCALAR_HEAD = "output_layer.weight"
 
-# (architecture, HF's name of a layer, Megatron's) -> the entries of that layer's attention, or of its MLP
+# (architecture, HF's name of a layer, Megatron's name of it) -> entries of the layer's attention or MLP
 Block = Callable[[Architecture, str, str], list[Entry]]
 
 
 def same(hf: str, shape: Shape, megatron: str, axis: int | None) -> Entry:
-    """A tensor that is alike everywhere, in the engine under HF's name."""
+    """Return the entry of a tensor that is the same in HF, Megatron and the engine, under HF's name there."""
     return Entry((hf,), (shape,), megatron, axis, hf, axis)
 
 
 def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | None = None) -> list[Entry]:
-    """The whole model; experts: in place of `mlp` in the layers that have them."""
+    """Return the entries of the whole model.
+
+    experts: used in place of `mlp` in the layers that have experts.
+    """
     embedding, table = "model.embed_tokens.weight", ((arch.vocab_size, arch.hidden_size),)
-    # In the engine, a group of ranks that attends to its own tokens also looks their embeddings up.
+    # attention=True: an attention group of the engine also looks up the embeddings of its own tokens.
     words = Entry(
         (embedding,), table, "embedding.word_embeddings.weight", 0, embedding, 0, Vocab(), attention=True
     )
@@ -47,7 +50,10 @@ def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | N
 
 
 def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
-    """Grouped queries; both norms of a layer and what is between them. Q/K norms and the QKV bias are there or not."""
+    """Return the entries of attention with grouped queries, and of both norms of the layer.
+
+    Q/K norms and the QKV bias are included if the architecture has them.
+    """
     hidden, head = arch.hidden_size, arch.head_dim
     rows = {"q": arch.num_heads * head, "k": arch.num_kv_heads * head, "v": arch.num_kv_heads * head}
 
@@ -81,7 +87,7 @@ def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
 
 
 def mlp(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
-    """SwiGLU."""
+    """Return the entries of a SwiGLU MLP."""
     return _swiglu(arch.hidden_size, arch.ffn_hidden_size, f"{hf}.mlp", f"{megatron}.mlp")
 
 
@@ -95,7 +101,11 @@ def _swiglu(hidden: int, ffn: int, hf: str, megatron: str) -> list[Entry]:
 
 
 def experts(block: str, gate: str, up: str, down: str) -> Block:
-    """A router and experts of SwiGLU, and shared ones; what the block and the projections of an expert are called in HF."""
+    """Return the block of a router, SwiGLU experts and shared experts.
+
+    block: HF's name of the block.
+    gate, up, down: HF's names of an expert's projections.
+    """
 
     def entries(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
         hidden, ffn, count = arch.hidden_size, arch.moe.ffn_hidden_size, arch.moe.num_experts

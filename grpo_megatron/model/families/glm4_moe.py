@@ -1,4 +1,8 @@
-"""GLM-4.5 and 4.6 (arXiv:2508.06471): half of a head's channels rotated, Q/K norms in some sizes, experts as in DeepSeek-V3."""
+"""GLM-4.5 and 4.6 (arXiv:2508.06471).
+
+Half of a head's channels are rotated, some sizes norm queries and keys, and the experts are as in
+DeepSeek-V3.
+"""
 
 from functools import partial
 
@@ -13,7 +17,7 @@ def _read(config: Fields) -> Architecture:
         config,
         "glm4_moe",
         qk_norm=config.flag("use_qk_norm", False),
-        qkv_bias=config.flag("attention_bias", False),  # GLM has none on the output projection
+        qkv_bias=config.flag("attention_bias", False),  # GLM has no bias on the output projection
         rotary_share=0.5,
         moe=reading.sigmoid_experts(config),
     )

@@ -1,4 +1,7 @@
-"""Mistral (arXiv:2310.06825); within its sliding window, which bounds the positions here, it computes as Llama does."""
+"""Mistral (arXiv:2310.06825).
+
+Within its sliding window it computes what Llama computes. Sequences here are no longer than the window.
+"""
 
 from functools import partial
 

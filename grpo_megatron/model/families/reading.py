@@ -1,4 +1,4 @@
-"""What the families' config.json files have in common."""
+"""Readers of the config.json keys that the families have in common."""
 
 import math
 
@@ -17,12 +17,15 @@ def decoder(
     moe: MoE | None = None,
     latent: Latent | None = None,
 ) -> Architecture:
-    """A decoder with rotary embeddings, RMS norms and SwiGLU. Raises UserError for what is not supported.
+    """Return a decoder with rotary embeddings, RMS norms and SwiGLU.
 
-    windowed: a sliding window in config.json is on, unless it says otherwise. rotary_share: what the family takes where
-    config.json has no partial_rotary_factor; 1: it has no such key.
+    windowed: a sliding window in config.json is on unless config.json turns it off.
+    rotary_share: the family's share of rotated channels if config.json has no partial_rotary_factor; 1: the
+    family has no such key.
+
+    Raises UserError for settings that are not supported.
     """
-    # What would change the forward pass and is not implemented must not be ignored.
+    # Refuse settings that would change the forward pass and are not implemented.
     if config.flag("attention_bias", False) and not qkv_bias:
         raise UserError(
             "attention_bias=true puts a bias on the attention's output projection too, which is not supported"
@@ -74,7 +77,10 @@ def top_k(config: Fields, num_experts: int) -> int:
 
 
 def sigmoid_experts(config: Fields) -> MoE:
-    """Shared and routed experts as of DeepSeek-V3 (arXiv:2412.19437), in all layers but the first ones."""
+    """Return the shared and routed experts of DeepSeek-V3 (arXiv:2412.19437).
+
+    The first `first_k_dense_replace` layers have none.
+    """
     num_experts, ffn = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
     chosen, dense = (
         top_k(config, num_experts),
@@ -87,15 +93,17 @@ def sigmoid_experts(config: Fields) -> MoE:
         raise UserError("moe_layer_freq other than 1 is not supported")
     if not config.flag("norm_topk_prob", True) or chosen == 1:
         raise UserError(
-            "norm_topk_prob=false and num_experts_per_tok=1 are not supported: Megatron scales the weights to sum to 1"
+            "norm_topk_prob=false and num_experts_per_tok=1 are not supported: Megatron scales the weights "
+            "to sum to 1"
         )
     groups, top_groups = config.integer("n_group"), config.integer("topk_group")
     if top_groups >= groups:
         groups = top_groups = None
     elif num_experts % groups or chosen != 2 * top_groups or chosen > num_experts // groups * top_groups:
         raise UserError(
-            f"n_group={groups}, topk_group={top_groups}, n_routed_experts={num_experts} and num_experts_per_tok={chosen} are not "
-            "supported together: the groups must be equal and hold enough experts, and two be chosen of each chosen group"
+            f"n_group={groups}, topk_group={top_groups}, n_routed_experts={num_experts} and "
+            f"num_experts_per_tok={chosen} are not supported together: the groups must be equal and hold "
+            "enough experts, and two be chosen of each chosen group"
         )
     return MoE(
         num_experts=num_experts,
@@ -113,7 +121,7 @@ def sigmoid_experts(config: Fields) -> MoE:
 
 
 def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
-    """As `heads`."""
+    """Return the same as `heads`, for latent attention."""
     count = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", count)
     if kv_heads != count:
@@ -130,7 +138,7 @@ def _max_positions(config: Fields, windowed: bool) -> int:
 
 
 def heads(config: Fields) -> tuple[int, int, int]:
-    """Heads, KV heads, and the dimension of a head."""
+    """Return the number of heads, the number of KV heads, and the dimension of a head."""
     hidden, count = config.integer("hidden_size"), config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", count)
     if count % kv_heads:
@@ -152,7 +160,8 @@ def heads(config: Fields) -> tuple[int, int, int]:
 def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeScaling | Yarn | None, float]:
     """Return base and scaling of the rotary embedding, and the share of a head's channels that it rotates.
 
-    rotary_share: as in `decoder`. yarn: whether that scaling is supported.
+    rotary_share: see `decoder`.
+    yarn: whether YaRN scaling is supported.
     """
     name, parameters = _rope_parameters(config)
     share = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary_share))
@@ -162,7 +171,7 @@ def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeSc
     kind = parameters.text("rope_type", None) or parameters.text("type", "default")
     if kind == "default":
         return theta, None, share
-    # Read in transformers' order; a key outside the object is first.
+    # Same precedence as in transformers: the key at the top level comes first.
     key = "original_max_position_embeddings"
     positions = config.integer(key, parameters.integer(key, config.integer("max_position_embeddings")))
     if kind == "yarn" and yarn:
@@ -182,23 +191,26 @@ def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeSc
 
 
 def _rope_parameters(config: Fields) -> tuple[str, Fields]:
-    """Return the key of config.json that describes the rotary embedding, and what it holds, chosen as transformers chooses.
+    """Return the key of config.json that describes the rotary embedding, and the object that it holds.
 
-    transformers 5 writes rope_parameters; older versions write rope_theta, and rope_scaling where frequencies are scaled. If both keys
-    are there and not empty, transformers takes rope_scaling and nothing of the other.
+    The choice follows transformers. Version 5 writes rope_parameters. Older versions write rope_theta, and
+    rope_scaling if frequencies are scaled. If both objects are present and not empty, transformers uses
+    rope_scaling only.
     """
     scaling, parameters = config.object("rope_scaling"), config.object("rope_parameters")
     name, chosen = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or Fields({}))
     if chosen.nested:
         raise UserError(
-            f"{name} has other values for each type of layer ({', '.join(map(shortened, chosen.nested))}), which is not supported"
+            f"{name} has other values for each type of layer ({', '.join(map(shortened, chosen.nested))}), "
+            "which is not supported"
         )
     for key in ("rope_theta", "partial_rotary_factor") if scaling and parameters else ():
         given = parameters.number(key, None)
         if given not in (None, scaling.number(key, None) or config.number(key, None)):
             raise UserError(
-                f"rope_parameters.{key}={given:g} would be lost: beside rope_scaling, transformers and SGLang ignore rope_parameters. "
-                "Move the keys of rope_scaling into rope_parameters, and delete rope_scaling"
+                f"rope_parameters.{key}={given:g} would be lost: beside rope_scaling, transformers and "
+                "SGLang ignore rope_parameters. Move the keys of rope_scaling into rope_parameters, and "
+                "delete rope_scaling"
             )
     return name, chosen
 
@@ -210,7 +222,8 @@ def _yarn(parameters: Fields, original_max_positions: int) -> Yarn:
     scores, cosines = parameters.number("mscale_all_dim", None), parameters.number("mscale", None)
     if (scores is None) != (cosines is None):
         raise UserError(
-            "mscale and mscale_all_dim of the rope scaling are only supported together: alone they are read differently"
+            "mscale and mscale_all_dim of the rope scaling are only supported together: alone they are read "
+            "differently"
         )
 
     def grown(share: float) -> float:

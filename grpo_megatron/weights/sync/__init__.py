@@ -1,1 +1,1 @@
-"""From the trainer's shards into the engines: versions, transports, and what is checked about them."""
+"""Weight sync: copies the trainer's sharded weights into the engines and verifies the copies."""

@@ -1,4 +1,7 @@
-"""What carries parcels from the trainer's ranks to the engines' ranks; one pair of classes for each transport."""
+"""Protocols of the channels that carry parcels from trainer ranks to engine ranks.
+
+Each transport implements one class for either side.
+"""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -9,49 +12,60 @@ import torch.distributed as dist
 
 from grpo_megatron.weights.sync.parcels import Parcel
 
-# Of a parcel: how many bytes its payload has at most.
+# A function that returns the maximum payload bytes of a parcel.
 SizeOf = Callable[[Parcel], int]
 
 
 class SendingChannel(Protocol):
-    """On a rank of the trainer; parcels are sent in the global order of parcels.in_global_order."""
+    """The side of a trainer rank. Parcels are sent in the order of parcels.parcels_in_order."""
 
     def begin(self, number: int) -> None:
-        """A sync begins; number: of its order, which no other has."""
+        """Begin a sync. number: the unique sequence number of its order."""
 
     def buffer(self, size: int) -> torch.Tensor:
-        """uint8 [size] to fill with the next parcel; waits until one is free. Raises TimeoutError if none becomes free in time."""
+        """Return a buffer, uint8 [size], to fill with the next parcel. Waits until a buffer is free.
+
+        Raises TimeoutError if none becomes free in time.
+        """
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
-        """payload: the last buffer, a part of it, or other bytes, no more than its size; nobody else may write to it any more."""
+        """Send a payload: the last buffer, a part of it, or other bytes that are no longer than the buffer.
+
+        The caller must not write to the payload afterwards.
+        """
 
     def finish(self) -> None:
-        """Waits until every receiver has taken everything."""
+        """Wait until every receiver has received everything."""
 
     def close(self) -> None: ...
 
 
 class ReceivingChannel(Protocol):
-    """On a tensor-parallel rank of an engine."""
+    """The side of a tensor-parallel rank of an engine."""
 
     def receive(
         self, number: int, parcels: list[Parcel], size_of: SizeOf
     ) -> Iterator[tuple[Parcel, torch.Tensor]]:
-        """Each parcel, in the order given, with its payload uint8, which is valid until the next one is asked for.
+        """Yield each parcel with its payload, uint8, in the order given.
 
-        Raises TimeoutError where nothing arrives in time; as long as parcels do arrive, the whole may take longer.
+        number: sequence number of the order.
+        size_of: returns the maximum payload bytes of a parcel.
+
+        A payload is valid until the next one is requested.
+        Raises TimeoutError if the next parcel does not arrive in time. The timeout is per parcel, so a whole
+        sync may take longer.
         """
 
     def close(self) -> None: ...
 
 
 def parcel_key(number: int, parcel: Parcel, what: str) -> str:
-    """Of a store. number: of the order."""
+    """Return a key for the key-value store. number: sequence number of the order."""
     return f"{number}/{parcel.link.name}/{parcel.number}/{what}"
 
 
 def wait_for(store: dist.Store, key: str, timeout: float) -> None:
-    """Until a key is there. Raises TimeoutError after so many seconds."""
+    """Wait until the store has a key. Raises TimeoutError after `timeout` seconds."""
     try:
         store.wait([key], timedelta(seconds=timeout))
     except dist.DistStoreError as error:

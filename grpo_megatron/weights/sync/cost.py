@@ -1,7 +1,8 @@
-"""What a weight sync moves and how long it takes, on paper: bytes over each kind of link, the lower bound, seconds.
+"""Cost model of a weight sync: bytes over each kind of link, estimated seconds, and their lower bound.
 
-The model: every GPU sends and receives at the same time, at the bandwidth of its own network card between nodes and of the node's fabric
-within one. Every message costs a latency on top. What is waited for is the busiest GPU.
+The model assumes that all GPUs send and receive at the same time. Between nodes a GPU has the bandwidth of
+its own network card, within a node that of the fabric (NVLink). Every message adds a latency. The busiest GPU
+determines the time.
 """
 
 from collections import Counter
@@ -13,37 +14,52 @@ from grpo_megatron.weights.sync.plan import Layouts, Link, ReshardPlan
 
 @dataclass(frozen=True)
 class Machine:
-    """network, fabric: GB/s of one GPU in each direction, between nodes and within one. latency: seconds of a message."""
+    """The hardware's speed.
+
+    network: GB/s of one GPU between nodes, in each direction.
+    fabric: GB/s of one GPU within a node, in each direction.
+    latency: seconds per message.
+    """
 
     network: float = 50.0  # 400 Gb/s
-    fabric: float = 400.0  # NVLink of an H100, as collectives reach it
+    fabric: float = 400.0  # NVLink of an H100, as measured in collectives
     latency: float = 30e-6
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one sync. network_gb, fabric_gb: all that crosses nodes, and that stays within one. sent_gb, received_gb: of the busiest
-    GPU, over both. messages: of the busiest sender. bound: seconds below which no plan for these layouts can be. seconds: of
-    this plan."""
+    """The estimated cost of one weight sync."""
 
     network_gb: float
+    """GB sent between nodes, in total."""
     fabric_gb: float
+    """GB sent within nodes, in total."""
     sent_gb: float
+    """GB sent by the GPU that sends most, within and between nodes."""
     received_gb: float
+    """GB received by the GPU that receives most, within and between nodes."""
     messages: int
+    """Messages of the GPU that sends most messages."""
     bound: float
+    """Lower bound in seconds of any plan for these layouts."""
     seconds: float
+    """Estimated seconds of this plan."""
 
 
 @dataclass
 class _Traffic:
-    """Bytes by the GPU that sends or receives them. A GPU of the trainer is its rank, one of the engines its EngineRank."""
+    """Bytes and messages per GPU. The keys are ranks for trainer GPUs, and EngineRanks for engine GPUs."""
 
     network_out: Counter = field(default_factory=Counter)
+    """Bytes sent to other nodes."""
     network_in: Counter = field(default_factory=Counter)
+    """Bytes received from other nodes."""
     fabric_out: Counter = field(default_factory=Counter)
+    """Bytes sent within the node."""
     fabric_in: Counter = field(default_factory=Counter)
+    """Bytes received within the node."""
     messages: Counter = field(default_factory=Counter)
+    """Messages sent."""
 
     def add(self, plan: ReshardPlan, link: Link, size: int, messages: int) -> None:
         layouts = plan.layouts
@@ -51,12 +67,12 @@ class _Traffic:
             if link.carrier != link.sender:
                 self.network_out[link.sender] += size
                 self.network_in[link.carrier] += size
-            for receiver in link.receivers:  # each reads it from the carrier's memory
+            for receiver in link.receivers:  # each receiver reads the parcel from the relay rank's memory
                 self.fabric_out[link.carrier] += size
                 self.fabric_in[receiver] += size
             self.messages[link.sender] += messages
             return
-        # In a broadcast receivers pass on what they get, in a chain: the sender sends once.
+        # In a broadcast the receivers forward the data in a chain, so the sender sends it once.
         copies = 1 if layouts.multicast else len(link.receivers)
         remote = not layouts.rank_nodes or any(
             layouts.node_of(receiver) != layouts.rank_nodes[link.sender] for receiver in link.receivers
@@ -69,7 +85,7 @@ class _Traffic:
 
 
 def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 2) -> Cost:
-    """itemsize: bytes of an element of the engines' dtype."""
+    """Return the cost of one sync. itemsize: bytes of an element of the engines' dtype."""
     plan, traffic = ReshardPlan(layouts), _Traffic()
     for link, size in plan.volumes(itemsize).items():
         traffic.add(plan, link, size, ceil(size / bucket_bytes))
@@ -104,9 +120,11 @@ def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 
 
 
 def _bound(layouts: Layouts, traffic: _Traffic, machine: Machine, model_bytes: int) -> float:
-    """What every plan needs: each engine rank receives its parameters, and each element leaves the trainer at least once.
+    """Return the lower bound in seconds of any plan.
 
-    Within nodes: what a node's ranks do not have comes through the cards of that node, and each engine rank reads its parameters.
+    Each engine rank must receive its parameters, and the trainer must send each element at least once. If
+    weights are handed over within nodes, all data that a node's trainer ranks lack must come through that
+    node's network cards, and each engine rank must read its parameters over the fabric.
     """
     if not layouts.within_nodes:
         needed = max((traffic.network_in + traffic.fabric_in).values())
@@ -119,19 +137,23 @@ def _bound(layouts: Layouts, traffic: _Traffic, machine: Machine, model_bytes: i
 
 
 def full_tensors_seconds(layouts: Layouts, machine: Machine, itemsize: int = 2) -> float:
-    """Through the object store: one rank after the other sends full tensors, once to every engine rank, over one card."""
+    """Return the seconds of a sync through the object store.
+
+    One trainer rank after the other sends its full tensors to every engine rank over a single network card.
+    """
     model_bytes = itemsize * sum(entry.numel for entry in ReshardPlan(layouts).entries)
     return model_bytes * layouts.num_engines * layouts.engine.tp / machine.network / 1e9
 
 
-# Communicators that a rank can afford; NCCL keeps tens of MB of each on the device.
+# Maximum number of communicators per rank. NCCL keeps tens of MB on the device for each.
 _MOST_GROUPS = 16
 
 
 def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine = Machine()) -> bool:
-    """Whether broadcasts to all engines take less time than serving each by itself, as with a small model on many engines.
+    """Return whether broadcasts to all engines are faster than sending to each engine separately.
 
-    Not if an engine's rank would be in too many groups, one for each link.
+    They are faster for a small model with many engines, for example. The result is False if an engine rank
+    would be in too many process groups, because broadcasts need one per link.
     """
     together = replace(layouts, multicast=True)
     groups = Counter(
@@ -143,7 +165,10 @@ def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine =
 
 
 def on_nodes(layouts: Layouts, gpus_per_node: int, colocated: bool) -> Layouts:
-    """The same with GPUs handed out node by node: the trainer's first, engines on the same ones or behind them."""
+    """Return the layouts with GPUs assigned node by node: first the trainer's, then the engines'.
+
+    colocated: the engines use the same GPUs as the trainer.
+    """
     ranks = layouts.sizes.world_size
     first = 0 if colocated else ranks
     tp = layouts.engine.tp

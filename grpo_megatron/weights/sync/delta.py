@@ -1,7 +1,8 @@
-"""Only what changed since the last sync: exact, and compressed.
+"""Lossless delta encoding of parcels: only elements that changed since the last sync are sent, compressed.
 
-After a step of reinforcement learning at a small learning rate most bf16 weights are what they were. A payload says which elements
-changed, one bit each, and their new values; both compressed. Where that would not be smaller, the whole parcel travels.
+An RL step at a small learning rate leaves most bf16 weights unchanged. A delta payload holds a bitmap of the
+changed elements and their new values, both compressed. If that is not smaller than the parcel, the whole
+parcel is sent.
 """
 
 import struct
@@ -12,19 +13,19 @@ import zstandard
 
 from grpo_megatron.weights.sync.parcels import Parcel
 
-# Behind every payload: what it is, and for a delta the bytes of its compressed bits.
+# The footer of every payload: its kind (_FULL or _DELTA), and for a delta the bytes of its compressed bitmap.
 _FOOTER = struct.Struct("<qq")
 _FULL, _DELTA = 0, 1
 _LEVEL = 1
 
 
 def max_payload(parcel: Parcel) -> int:
-    """Bytes of the largest payload of a parcel."""
+    """Return the bytes of the largest possible payload of a parcel."""
     return parcel.total_bytes + _FOOTER.size
 
 
 def _elements(parcel: Parcel, buffer: torch.Tensor) -> np.ndarray:
-    """The data as integers of the size of its smallest elements."""
+    """View the data as unsigned integers as wide as the smallest dtype in the parcel."""
     size = min(dtype.itemsize for dtype in parcel.dtypes)
     return (
         buffer[: parcel.data_bytes]
@@ -35,20 +36,26 @@ def _elements(parcel: Parcel, buffer: torch.Tensor) -> np.ndarray:
 
 
 class Encoder:
-    """On the sender; keeps what it sent last, in the host's memory. sent_bytes: of all payloads since the last `begin`."""
+    """The sender's side. It keeps a copy of the last sent weights in host memory.
+
+    sent_bytes: bytes of all payloads since the last `begin`.
+    """
 
     def __init__(self):
         self._sent: dict[tuple[str, int], np.ndarray] = {}
         self.sent_bytes = 0
 
     def begin(self, full: bool) -> None:
-        """full: receivers do not have what was sent last."""
+        """Begin a sync. full: send whole parcels, because receivers may lack the weights of the last sync."""
         self.sent_bytes = 0
         if full:
             self._sent.clear()
 
     def encode(self, parcel: Parcel, buffer: torch.Tensor) -> torch.Tensor:
-        """The payload uint8 of a packed and sealed buffer, which has room for `max_payload`."""
+        """Return the payload, uint8, of a buffer with parts and digests.
+
+        The buffer has room for `max_payload` bytes.
+        """
         elements, key = _elements(parcel, buffer), (parcel.link.name, parcel.number)
         before = self._sent.get(key)
         self._sent[key] = elements.copy()
@@ -66,7 +73,7 @@ class Encoder:
     def _changes(
         parcel: Parcel, buffer: torch.Tensor, elements: np.ndarray, changed: np.ndarray
     ) -> torch.Tensor | None:
-        """None if it is not smaller than the parcel."""
+        """Return the delta payload, or None if it would not be smaller than the parcel."""
         if np.count_nonzero(changed) * elements.itemsize >= parcel.data_bytes:
             return None
         compressor = zstandard.ZstdCompressor(level=_LEVEL)
@@ -80,7 +87,10 @@ class Encoder:
 
 
 def decode(parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The buffer uint8 [>= total_bytes] that was encoded; parameters: the receiver's, as the last sync left them."""
+    """Return the encoded buffer, uint8 [>= total_bytes].
+
+    parameters: the receiver's parameters with the values of the last sync.
+    """
     kind, size = _FOOTER.unpack(payload[-_FOOTER.size :].cpu().numpy().tobytes())
     if kind == _FULL:
         return payload[: -_FOOTER.size]

@@ -1,7 +1,8 @@
-"""Parcels as files in a folder that both sides see, such as NFS or a mounted object store; they need no network between them.
+"""Transport of parcels as files in a folder that both sides access, such as NFS or a mounted object store.
 
-The store says which files are there. To look for a file before it is there would be slow on NFS, which may go on to answer for half a
-minute that it is not.
+The sides need no network between them except for the driver's key-value store, which tells receivers which
+files are complete. Receivers do not poll for files: after a failed look-up NFS may report for half a minute
+that a file is missing.
 """
 
 import os
@@ -30,11 +31,15 @@ def _name(parcel: Parcel) -> str:
 
 
 class DiskSender:
-    """store: reaches every receiver. folder: weight_sync.folder with the name of the run. Files of a sync go when the next one begins."""
+    """A sender that writes each parcel to a file. The files of a sync are deleted when the next sync begins.
+
+    store: the key-value store that every receiver can reach.
+    folder: the folder of this run below weight_sync.folder.
+    """
 
     def __init__(self, store: dist.Store, folder: str, device: torch.device):
         self._store, self._root, self._device = store, Path(folder), device
-        self._written: dict[str, Path] = {}  # {key that says so: file}
+        self._written: dict[str, Path] = {}  # {key that announces the file: file}
 
     def begin(self, number: int) -> None:
         self.close()
@@ -52,7 +57,7 @@ class DiskSender:
         try:
             with open(aside, "wb") as file:
                 file.write(payload.cpu().numpy())
-            os.replace(aside, path)  # a receiver sees a whole file or none
+            os.replace(aside, path)  # receivers never see a partial file
         except OSError as error:
             raise UserError(
                 f"weights cannot be written to {path}: {error}; weight_sync.folder needs room for the model"
@@ -68,12 +73,16 @@ class DiskSender:
         for path in self._written.values():
             path.unlink(missing_ok=True)
         if self._written:
-            with suppress(OSError):  # files of other ranks are in it; the last one to go removes it
+            with suppress(OSError):  # fails while other ranks have files there; the last rank succeeds
                 self._folder.rmdir()
 
 
 class DiskReceiver:
-    """store: of the senders. timeout: seconds to wait for a file."""
+    """A receiver that reads each parcel from its file.
+
+    store: the key-value store that the senders announce files in.
+    timeout: seconds to wait for a file.
+    """
 
     def __init__(self, store: dist.Store, folder: str, device: torch.device, timeout: float):
         self._store, self._root, self._device, self._timeout = store, Path(folder), device, timeout
@@ -89,7 +98,10 @@ class DiskReceiver:
             )
 
     def _read(self, path: Path) -> np.ndarray:
-        """uint8 [bytes] of a file that has been written, perhaps on a node whose news are slow to come."""
+        """Return the contents, uint8 [bytes], of a file that has been written.
+
+        If another node wrote it, the file may become visible here only after a delay.
+        """
         deadline = time.monotonic() + self._timeout
         while True:
             try:

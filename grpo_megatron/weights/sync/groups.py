@@ -1,8 +1,14 @@
-"""Parcels over process groups of the trainer's and the engines' ranks: NCCL between GPUs, gloo between CPUs.
+"""Transport of parcels over process groups of trainer and engine ranks: NCCL between GPUs, gloo between CPUs.
 
-Point to point, there is one group for each pipeline stage, of its ranks and all of the engines'. With multicast there is one for each
-link, in which the sender broadcasts. Stages and replicas send side by side. A sender packs the next parcel while the last ones travel.
-Where parcels are handed over within nodes, one group of the trainer's ranks brings them to their carriers.
+There are three kinds of process groups:
+
+- Point to point: one group per pipeline stage, with the ranks of the stage and all engine ranks.
+- Multicast: one group per link, in which the sender broadcasts.
+- Relay: one group of all trainer ranks, which brings parcels to the relay rank on the receivers' node. It is
+  used where parcels are handed over within nodes.
+
+Pipeline stages and replicas send in parallel. A sender packs the next parcel while the previous ones are in
+flight.
 """
 
 from collections import deque
@@ -18,11 +24,11 @@ from grpo_megatron.weights.sync.parcels import Parcel
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, Link
 
 _IN_FLIGHT = 2
-Member = int | EngineRank  # a rank of the trainer, or of an engine
+Member = int | EngineRank  # a trainer rank, or an engine rank
 
 
 class _Route(NamedTuple):
-    """The group that a link belongs to, and to whom of it the sender sends; None: to all."""
+    """The process group of a link, and the member that the sender sends to (None: it broadcasts to all)."""
 
     name: str
     members: list[Member]
@@ -47,7 +53,10 @@ def _stage(layouts: Layouts, stage: int, target: Member | None) -> _Route:
 
 
 def _groups_of(layouts: Layouts, me: Member, links: list[Link]) -> dict[str, list[Member]]:
-    """Name and members of each group that a process must join, also where it has nothing to send to, or to take from, some of them."""
+    """Return {name: members} of each group that process `me` must join.
+
+    These include members that it exchanges nothing with: a group needs all of them.
+    """
     routes = [_route(layouts, link) for link in links]
     if layouts.within_nodes:
         routes = [_Route("relay", list(range(layouts.sizes.world_size)), None)]
@@ -57,9 +66,13 @@ def _groups_of(layouts: Layouts, me: Member, links: list[Link]) -> dict[str, lis
 
 
 class Groups:
-    """The groups that this process is a member of; their making waits for all their members. timeout: seconds of one parcel.
+    """The process groups that this process is a member of.
 
-    links: all that this process sends over or takes from.
+    The constructor waits for all members of each group.
+
+    me: this process.
+    links: the links that it sends or receives over.
+    timeout: seconds that one parcel may take.
     """
 
     def __init__(
@@ -73,7 +86,7 @@ class Groups:
     ):
         self.device, self._layouts, self._timeout = device, layouts, timedelta(seconds=timeout)
         self._places, self._groups = {}, {}
-        # In one order everywhere, or processes would wait for each other in a circle.
+        # All processes create their groups in the same order. Otherwise they could deadlock.
         for name, members in sorted(_groups_of(layouts, me, links).items()):
             self._places[name] = {member: place for place, member in enumerate(members)}
             self._groups[name] = self._make(dist.PrefixStore(name, store), members.index(me), len(members))
@@ -86,7 +99,7 @@ class Groups:
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def transfer(self, link: Link, payload: torch.Tensor, sending: bool) -> dist.Work:
-        """Start to send, or to receive, one payload."""
+        """Start to send or receive one payload."""
         route = _route(self._layouts, link)
         group, places = self._groups[route.name], self._places[route.name]
         if route.target is None:
@@ -114,7 +127,10 @@ class Groups:
 
 
 class _Ring:
-    """Buffers that are used in turn: memory that is new each time would cost as much as the copy into it."""
+    """A ring of reusable buffers.
+
+    Allocating memory for each parcel would take as long as the copy into it.
+    """
 
     def __init__(self, device: torch.device):
         self._device, self._buffers, self._next = (
@@ -124,7 +140,7 @@ class _Ring:
         )
 
     def take(self, size: int) -> torch.Tensor:
-        """uint8 [size]; what was taken _IN_FLIGHT + 1 times ago is overwritten."""
+        """Return uint8 [size], which reuses the buffer returned _IN_FLIGHT + 1 calls ago."""
         self._next = (self._next + 1) % len(self._buffers)
         if len(self._buffers[self._next]) < size:
             self._buffers[self._next] = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -132,7 +148,10 @@ class _Ring:
 
 
 class GroupSender:
-    """variable: payloads differ in size from what receivers expect, which are told of it first."""
+    """The sending channel over process groups.
+
+    variable: payloads vary in size (deltas), so the size is sent before each payload.
+    """
 
     def __init__(self, groups: Groups, variable: bool):
         self._groups, self._variable, self._ring = groups, variable, _Ring(groups.device)
@@ -166,7 +185,7 @@ class GroupSender:
 
 
 class GroupReceiver:
-    """variable: see GroupSender."""
+    """The receiving channel over process groups. variable: see GroupSender."""
 
     def __init__(self, groups: Groups, variable: bool):
         self._groups, self._variable, self._ring = groups, variable, _Ring(groups.device)

@@ -1,4 +1,4 @@
-"""What a weight sync needs of the two sides, and of the way between them."""
+"""Protocols of the parts of a weight sync: source, target, transport and probe."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -11,25 +11,26 @@ from grpo_megatron.weights.sync.order import Order
 
 
 class WeightSource(Protocol):
-    """The trainer. Implemented by trainer.policy.PolicyTrainer. processes: its ranks."""
+    """The trainer, whose ranks are `processes`. Implemented by trainer.policy.PolicyTrainer."""
 
     processes: list[Process]
 
     def sync_order(self, order: Order) -> list[ray.ObjectRef]:
-        """Have every rank carry out its side of an order; a reference to each rank's order.Answer."""
+        """Make every rank carry out its side of an order. Return a reference to each rank's order.Answer."""
 
     def weight_stream(self, max_bytes: int) -> AbstractContextManager[Iterator[ray.ObjectRef]]:
-        """Within this context: references to all weights in weights.buckets.Bucket of at most `max_bytes`, in HF names.
+        """Return a context that yields references to all weights, under HF names.
 
-        All must be taken, because making them is collective over the trainer's ranks.
+        Each reference is to a weights.buckets.Bucket of at most `max_bytes`. The caller must consume all of
+        them, because building a bucket is a collective operation of the trainer's ranks.
         """
 
 
 class WeightTarget(Protocol):
-    """The engines. Implemented by sglang.pool.EnginePool. processes: one each.
+    """The engines, one process each. Implemented by sglang.pool.EnginePool.
 
-    Between `begin_update` and `end_update` the engines serve no request; if anything fails in between, their weights are
-    undefined, they never serve again, and the run must end.
+    Between `begin_update` and `end_update` the engines serve no requests. If anything fails in between, their
+    weights are undefined. Then they never serve again, and the run must end.
     """
 
     processes: list[Process]
@@ -37,32 +38,43 @@ class WeightTarget(Protocol):
     def begin_update(self) -> None: ...
 
     def sync_order(self, order: Order) -> list[ray.ObjectRef]:
-        """Have every engine carry out its side of an order; a reference to the order.Answers of each engine's ranks."""
+        """Make every engine carry out its side of an order.
+
+        Return one reference per engine, to the list of its ranks' order.Answer.
+        """
 
     def load_bucket(self, bucket: ray.ObjectRef) -> list[str]:
-        """Load a weights.buckets.Bucket; returns the HF names of what every engine has loaded."""
+        """Load a weights.buckets.Bucket into every engine. Return the HF names of its tensors."""
 
     def end_update(self, version: int) -> None:
-        """What is sampled from now on carries `version`."""
+        """Resume serving. Samples carry `version` from now on."""
 
 
 class Transport(Protocol):
-    """One way for the weights to travel; called within an update session of the target."""
+    """A method of transferring the weights. It is called within an update session of the target."""
 
     def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
-        """Returns once every engine has all weights and their digests are right; what it took, by name.
+        """Transfer all weights. Return {metric: value} once every engine has them and their digests match.
 
-        Raises RuntimeError, which names the tensor, for weights that are not what the trainer has.
+        Raises RuntimeError, which names the tensor, if an engine's weights differ from the trainer's.
         """
 
     def close(self) -> None: ...
 
 
 class Probe(Protocol):
-    """Compares what both sides compute. Implemented by trainer.weight_probe.WeightProbe."""
+    """A comparison of what the trainer and the engines compute.
+
+    Implemented by trainer.weight_probe.WeightProbe.
+
+    The two steps are separate, because trainer and engines may have to take turns on shared devices.
+    """
 
     def ask_trainer(self) -> None:
-        """What the engines should answer; apart from `ask_engines`, because either side may have to leave the devices to the other."""
+        """Compute the expected answers with the trainer."""
 
     def ask_engines(self) -> dict[str, float]:
-        """What was found, by name. Raises RuntimeError if it is not what the trainer answered."""
+        """Compute the engines' answers and return {metric: value}.
+
+        Raises RuntimeError if they differ from the trainer's.
+        """

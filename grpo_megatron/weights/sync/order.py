@@ -1,4 +1,4 @@
-"""What the driver tells every process of a weight sync; small, the same for all of them."""
+"""Messages of a weight sync: the driver's orders to all processes, and their answers."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -17,7 +17,7 @@ from grpo_megatron.weights.sync.shared_memory import SharedMemoryReceiver, Share
 
 
 class Way(Enum):
-    """How parcels travel."""
+    """The transport of parcels."""
 
     shared_memory = "shared_memory"
     groups = "groups"
@@ -25,7 +25,12 @@ class Way(Enum):
 
 
 class Task(Enum):
-    """describe: say what parameters there are. transfer: bring the weights over. verify: only compare digests, nothing is sent."""
+    """The kind of an order.
+
+    describe: report the names, shapes and dtypes of the engine's parameters.
+    transfer: copy the weights.
+    verify: compare digests only. No weights are sent.
+    """
 
     describe = "describe"
     transfer = "transfer"
@@ -34,41 +39,44 @@ class Task(Enum):
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same from sync to sync.
-
-    store: of the driver. dtypes: {engine's parameter: its dtype}. folder: for Way.disk. timeout: seconds that
-    one parcel may take.
-    """
+    """The settings of weight syncs, which are the same for every sync of a run."""
 
     layouts: Layouts
+    """How the trainer and the engines divide the model."""
     way: Way
+    """The transport."""
     store: StoreAddress
+    """Address of the driver's key-value store."""
     bucket_bytes: int
+    """Maximum bytes of data in a parcel."""
     timeout: float
+    """Seconds that one parcel may take."""
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    """(engine's parameter, its dtype) of every parameter; empty until the engines have described them."""
     folder: str = ""
+    """Folder of the files; only for Way.disk."""
     delta: bool = False
+    """Send only the elements that changed since the last sync, compressed."""
 
     def size_of(self, parcel: Parcel) -> int:
-        """Bytes of the largest payload of a parcel."""
+        """Return the maximum payload bytes of a parcel in a transfer."""
         return max_payload(parcel) if self.delta else parcel.total_bytes
 
     def expected_bytes(self, task: Task) -> SizeOf:
-        """Of the payload of a parcel; the largest if it varies."""
+        """Return the function that gives the payload bytes of a parcel, or the maximum if the size varies."""
         return (lambda parcel: 8 * len(parcel.runs)) if task == Task.verify else self.size_of
 
     def connect(self) -> dist.TCPStore:
         return self.store.connect(self.timeout)
 
     def sending_channel(self, rank: int, parcels: list[Parcel], device: torch.device) -> SendingChannel:
-        """For the parcels that this rank of the trainer hands over."""
+        """Return the channel for the parcels that this trainer rank hands over to engines."""
         if self.way == Way.disk:
             return DiskSender(self.connect(), self.folder, device)
         if self.way == Way.groups:
             return GroupSender(self.groups(rank, parcels, device), self.delta)
-        largest = max(
-            (self.size_of(parcel) for parcel in parcels), default=1
-        )  # there is no memory of no bytes
+        # At least 1, because shared memory cannot be empty.
+        largest = max((self.size_of(parcel) for parcel in parcels), default=1)
         return SharedMemorySender(self.connect(), rank, largest, device, self.timeout)
 
     def receiving_channel(
@@ -87,17 +95,18 @@ class Setup:
 
 @dataclass(frozen=True)
 class Order:
-    """One call to a rank of the trainer, or of an engine.
-
-    number: of the call, by which syncs and answers are told apart. engine: whose rank gets it. full: what was sent
-    last is not in all engines, so a delta would not do.
-    """
+    """A command from the driver to a trainer rank or an engine rank."""
 
     task: Task
+    """What to do."""
     number: int
+    """Sequence number of the order. It distinguishes the keys of one sync from those of the others."""
     setup: Setup
+    """Settings, the same in every order of a run."""
     engine: int = -1
+    """Index of the engine that receives the order; -1 for trainer ranks."""
     full: bool = True
+    """True if some engine may lack the weights of the last sync, so that deltas cannot be applied."""
 
     def to_engine(self, engine: int) -> "Order":
         return replace(self, engine=engine)
@@ -105,14 +114,17 @@ class Order:
 
 @dataclass
 class Answer:
-    """What a rank did. seals: {link: sum of the digests of all its parcels} of what it sent, or found in its own parameters.
-
-    parameters: {name: (shape, dtype)} for Task.describe. wrong: HF tensors whose digest differs. error: what failed, else empty.
-    """
+    """A rank's report on an order."""
 
     seals: dict[str, int]
+    """{link name: checksum of all data sent, or received, over the link (the sum of its digests)}."""
     seconds: dict[str, float]
+    """{activity, such as "pack" or "all": seconds}."""
     bytes: int = 0
+    """Payload bytes that the rank sent or received."""
     parameters: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
+    """{engine's parameter: (shape, dtype)}; only for Task.describe."""
     wrong: tuple[str, ...] = ()
+    """Names of the HF tensors whose digest differs from the sender's."""
     error: str = ""
+    """Traceback if the order failed, else empty."""

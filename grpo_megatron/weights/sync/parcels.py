@@ -1,7 +1,8 @@
-"""Parcels: rectangles of many tensors packed into one buffer, in the same order on both sides, with a digest of each tensor.
+"""Parcels: rectangles of many tensors packed into one buffer, with a digest (checksum) per tensor.
 
-A sender packs from its parameters, a receiver unpacks into its own. Packing again from the receiver's parameters must give the same bytes:
-that is how a digest covers the weights as they lie in the engine, and not only what travelled.
+The sender packs a parcel from its parameters, and the receiver unpacks it into its own in the same order.
+Then the receiver packs the parcel again from its parameters and compares digests. So a digest covers the
+weights as they are stored in the engine, not only the bytes that were transferred.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,29 +16,36 @@ from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.model.pieces import Move
 from grpo_megatron.weights.sync.plan import Link, Part, ReshardPlan
 
-# Digests, and sums of them, are modulo this.
+# Digests and their sums are taken modulo this number.
 DIGEST_MODULUS = 2**64
-# Views of every dtype, and the digest's words of 8 bytes, start at a multiple of this.
+# Parts start at a multiple of this many bytes. Views of every dtype need it, and digests count in words of 8
+# bytes.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """What goes over a link at a time. number: among the link's. dtype of part i, which lies at offsets[i]; data_bytes: of all parts.
+    """The layout of one transfer over a link.
 
-    `total_bytes` of a buffer hold the parts and, behind them, the digest of each tensor (`names`), int64.
+    A buffer of `total_bytes` holds the parts, followed by one int64 digest for each entry of `runs`.
     """
 
     link: Link
+    """The link that the parcel is sent over."""
     number: int
+    """Index among the parcels of the link."""
     parts: tuple[Part, ...]
+    """The rectangles in the parcel."""
     dtypes: tuple[torch.dtype, ...]
+    """Dtype of each part, which is that of the engine's parameter."""
     offsets: tuple[int, ...]
+    """Byte offset of each part in the buffer."""
     data_bytes: int
+    """Bytes of all parts, including the gaps between them."""
 
     @cached_property
     def runs(self) -> list[tuple[str, int, int]]:
-        """(HF name, first word, end) of each stretch of the buffer with parts of one tensor, in words of 8 bytes."""
+        """Spans of consecutive parts of one HF tensor: (HF name, start, end), in words of 8 bytes."""
         ends = (*self.offsets[1:], self.data_bytes)
         found: list[tuple[str, int, int]] = []
         for part, start, end in zip(self.parts, self.offsets, ends, strict=True):
@@ -56,24 +64,30 @@ class Parcel:
             yield part, buffer[offset : offset + size].view(dtype).view(part.move.shape)
 
     def pack(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
-        """From the sender's parameters by Megatron name, cast to the engine's dtypes, into buffer uint8 [>= total_bytes]; no digest."""
+        """Copy the parts from the sender's parameters into the buffer, cast to the engine's dtypes.
+
+        Writes no digests.
+
+        parameters: {Megatron name: tensor}.
+        buffer: uint8 [>= total_bytes].
+        """
         self._clear_gaps(buffer)
         for part, view in self._views(buffer):
             view.copy_(part.move.source(parameters[part.megatron]))
 
     def pack_again(self, parameters: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
-        """The same bytes from the receiver's parameters, by the engine's names."""
+        """Fill the buffer as `pack` does, but from the receiver's parameters: {engine's name: tensor}."""
         self._clear_gaps(buffer)
         for part, view in self._views(buffer):
             view.copy_(part.move.target(parameters[part.engine]))
 
     def unpack(self, buffer: torch.Tensor, parameters: dict[str, torch.Tensor]) -> None:
-        """Into the receiver's parameters."""
+        """Copy the parts from the buffer into the receiver's parameters: {engine's name: tensor}."""
         for part, view in self._views(buffer):
             part.move.target(parameters[part.engine]).copy_(view)
 
     def _clear_gaps(self, buffer: torch.Tensor) -> None:
-        """Bytes between parts are part of the digest."""
+        """Set the bytes between parts to 0, because digests include them."""
         ends = (*self.offsets[1:], self.data_bytes)
         for part, dtype, start, end in zip(self.parts, self.dtypes, self.offsets, ends, strict=True):
             used = start + part.move.numel * dtype.itemsize
@@ -81,12 +95,14 @@ class Parcel:
                 buffer[used:end] = 0
 
     def digests(self, buffer: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """int64 [runs]: sum of (2k + 1) word_k modulo 2^64, k the word's place in the buffer. factors: `odd_factors`.
+        """Return the digest of each run, int64 [runs]: the sum of (2k + 1) word_k modulo 2^64.
 
-        An odd factor is invertible, so one changed word always shows; different factors show what is in another's place.
+        k is the index of the word in the buffer. factors: from `odd_factors`.
+        An odd factor is invertible modulo 2^64, so a change of one word always changes the digest. The
+        factors of any two words differ, so swapped words are detected too.
         """
         words = buffer[: self.data_bytes].view(torch.int64)
-        if not words.is_cuda:  # several times faster than the product, but not there for integers on a GPU
+        if not words.is_cuda:  # torch.dot is several times faster, but does not support integers on a GPU
             return torch.stack(
                 [torch.dot(words[start:end], factors[start:end]) for _, start, end in self.runs]
             )
@@ -94,12 +110,12 @@ class Parcel:
         return torch.stack([products[start:end].sum() for _, start, end in self.runs])
 
     def sealed(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The digests' place in the buffer, int64 [runs]."""
+        """Return the view of the buffer that holds the digests, int64 [runs]."""
         return buffer[self.data_bytes : self.total_bytes].view(torch.int64)
 
 
 def odd_factors(parcels: list[Parcel], device: torch.device) -> torch.Tensor:
-    """1, 3, 5, ... int64, enough for the largest of the parcels."""
+    """Return the factors 1, 3, 5, ... of `digests` as int64, enough for the largest of the parcels."""
     words = max((parcel.data_bytes for parcel in parcels), default=0) // 8
     return torch.arange(1, 2 * words, 2, dtype=torch.int64, device=device)
 
@@ -107,10 +123,11 @@ def odd_factors(parcels: list[Parcel], device: torch.device) -> torch.Tensor:
 def make_parcels(
     link: Link, parts: list[Part], dtypes: dict[str, torch.dtype], max_bytes: int
 ) -> list[Parcel]:
-    """Divide a link's parts into parcels of at most `max_bytes` of data; a part that is larger is cut by rows.
+    """Divide a link's parts into parcels of at most `max_bytes` of data.
 
-    dtypes: {engine's parameter: its dtype}, in which the data travels. A single row larger than `max_bytes` makes a
-    parcel of its own.
+    A part that is larger is cut by rows. A single row larger than `max_bytes` gets a parcel of its own.
+
+    dtypes: {engine's parameter: its dtype}. Data is transferred in this dtype.
     """
     whole_bytes = max(_ALIGNMENT, max_bytes // _ALIGNMENT * _ALIGNMENT)  # parts are padded to the alignment
     parcels: list[Parcel] = []
@@ -138,7 +155,7 @@ def make_parcels(
 
 
 def _cut(part: Part, max_numel: int) -> Iterator[Part]:
-    """By rows, into parts of at most so many elements."""
+    """Cut a part by rows into parts of at most `max_numel` elements."""
     move = part.move
     step = max(1, max_numel // prod(move.shape[1:]))
     if move.shape[0] <= step:
@@ -166,10 +183,11 @@ def _moved(at: tuple[int, ...], dimensions: int, rows: int) -> tuple[int, ...]:
 def parcels_in_order(
     plan: ReshardPlan, links: dict[Link, list[Part]], dtypes: dict[str, torch.dtype], max_bytes: int
 ) -> list[Parcel]:
-    """All parcels of these links, in the order in which both sides go through theirs; the rest as of `make_parcels`.
+    """Return all parcels of these links in the order in which both sides process them.
 
-    Everybody's order is part of one order of all parcels, so nobody waits for somebody who waits for him. Within it, neighbouring
-    parcels go from different senders to different receivers.
+    Each process's order is a subsequence of one global order of all parcels, so processes cannot deadlock. In
+    the global order, neighbouring parcels have different senders and different receivers. The other
+    parameters are those of `make_parcels`.
     """
 
     places = {receiver: place for place, receiver in enumerate(plan.engine_ranks)}

@@ -1,8 +1,9 @@
-"""Who sends which rectangle of which tensor to whom, from the two layouts alone.
+"""The reshard plan: which trainer rank sends which rectangle of which tensor to which engine ranks.
 
-A rank of the trainer sends slices of its own shards straight into the fused, sharded parameters of the engines' ranks. Nobody relays
-what it does not own, and stages, expert-parallel ranks and replicas send side by side. Every process derives its own part of the plan
-from the same small description, so that no plan is sent around.
+A trainer rank sends slices of its own shards directly into the fused, sharded parameters of the engine ranks.
+Pipeline stages, expert-parallel ranks and replicas send in parallel. The plan follows from the parallel
+layouts of trainer and engines. Every process computes its own part of the plan from the same `Layouts`, so
+that no plan has to be sent.
 """
 
 import zlib
@@ -22,7 +23,11 @@ from grpo_megatron.weights.sync.ranks import TrainerRanks
 
 
 class EngineRank(NamedTuple):
-    """A tensor-parallel rank of one engine."""
+    """A tensor-parallel rank of one engine.
+
+    engine: index of the engine.
+    rank: tensor-parallel rank within the engine.
+    """
 
     engine: int
     rank: int
@@ -32,9 +37,12 @@ class EngineRank(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A rank of the trainer, and the engines' ranks that all take the same bytes from it.
+    """A trainer rank and the engine ranks that receive the same bytes from it.
 
-    carrier: the rank of the trainer that hands them over; another one than the sender where that must be on the receivers' node.
+    sender: the trainer rank.
+    receivers: the engine ranks.
+    carrier: the relay rank, a trainer rank that hands the bytes over to the receivers. It differs from the
+        sender if the bytes must be handed over on the receivers' node and the sender is on another node.
     """
 
     sender: int
@@ -43,7 +51,7 @@ class Link(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The same in every process."""
+        """An identifier that is the same in every process."""
         first = self.receivers[0]
         others = f"+{zlib.crc32(repr(self.receivers).encode()):08x}" if len(self.receivers) > 1 else ""
         return f"{self.sender}-{first.engine}.{first.rank}{others}"
@@ -51,7 +59,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle on its way from the Megatron parameter `megatron` into the engine's parameter `engine`."""
+    """A rectangle to be copied from the Megatron parameter `megatron` to the engine's parameter `engine`."""
 
     megatron: str
     engine: str
@@ -60,32 +68,36 @@ class Part:
 
 @dataclass(frozen=True)
 class Layouts:
-    """All that a plan follows from.
-
-    multicast: bytes that several engines need alike leave the trainer once, for all of them (a broadcast, shared memory, a file);
-    else each engine gets its own from the replica that serves it. within_nodes: they are handed over within a node, to all engines
-    there. rank_nodes, engine_nodes: the node of every rank, and of every engine's ranks, one engine after the other; a replica on
-    their own node serves them. Empty: all are on one.
-    """
+    """The description of trainer and engines from which the reshard plan is computed."""
 
     arch: Architecture
+    """Architecture of the model."""
     sizes: ParallelSizes
+    """Parallel sizes of the trainer."""
     engine: EngineLayout
+    """Parallel layout of an engine."""
     num_engines: int
+    """Number of engines."""
     multicast: bool = False
+    """Send bytes that several engines need only once: by a broadcast, through shared memory, or in a file.
+    Otherwise each engine gets its own copy from the replica that serves it."""
     within_nodes: bool = False
+    """Hand bytes over within a node, to all engines on it (shared memory)."""
     rank_nodes: tuple[str, ...] = ()
+    """Node of every trainer rank; empty if everything is on one node. Engine ranks are served by a replica on
+    their own node where there is one."""
     engine_nodes: tuple[str, ...] = ()
+    """Node of every engine rank, engine by engine; empty if everything is on one node."""
 
     def node_of(self, receiver: EngineRank) -> str | None:
-        """None where nodes are not given."""
+        """Return the node of an engine rank, or None if nodes are not given."""
         return (
             self.engine_nodes[receiver.engine * self.engine.tp + receiver.rank] if self.engine_nodes else None
         )
 
     @property
     def spread(self) -> bool:
-        """Whether an engine is on several nodes."""
+        """True if an engine spans several nodes."""
         tp = self.engine.tp
         return any(
             len(set(self.engine_nodes[first : first + tp])) > 1
@@ -94,10 +106,10 @@ class Layouts:
 
 
 class ReshardPlan:
-    """Every element of every engine rank's parameters, exactly once."""
+    """The plan of a weight sync. It covers every element of every engine rank's parameters exactly once."""
 
     def __init__(self, layouts: Layouts, transformer_engine: bool = False):
-        """transformer_engine: the trainer's layers are, and have names of, TransformerEngine."""
+        """transformer_engine: the trainer's parameters have the names of TransformerEngine's layers."""
         self.layouts = layouts
         alone = set(layouts.engine_nodes) - set(layouts.rank_nodes)
         if layouts.within_nodes and alone:
@@ -116,24 +128,27 @@ class ReshardPlan:
 
     @cached_property
     def engine_shapes(self) -> dict[str, Shape]:
-        """{engine's parameter: its shape on each rank}."""
+        """{engine's parameter: its shape on one rank}."""
         return engine_shapes(self.entries, self.layouts.engine)
 
     def outgoing(self, rank: int) -> dict[Link, list[Part]]:
-        """What a rank of the trainer sends; all of it lies in parameters of its own."""
+        """Return the parts that a trainer rank sends, by link. All of them are in its own parameters."""
         return self._collected(self._links(sender=rank))
 
     def carried(self, rank: int) -> dict[Link, list[Part]]:
-        """What a rank of the trainer hands over on its node for ranks of other nodes."""
+        """Return the parts that a trainer rank relays on its node for senders on other nodes, by link."""
         links = self._collected(self._links(carrier=rank)) if self.has_carriers else {}
         return {link: parts for link, parts in links.items() if link.sender != rank}
 
     def incoming(self, receiver: EngineRank) -> dict[Link, list[Part]]:
-        """What an engine's rank takes."""
+        """Return the parts that an engine rank receives, by link."""
         return self._collected(self._links(receiver=receiver))
 
     def quantised(self, rank: int) -> dict[str, list[Move]]:
-        """{Megatron name of what a rank of the trainer quantises: its shard's rectangles, into their order in model.block_scaled}."""
+        """Return {Megatron name: moves} of the parameters that a trainer rank quantises to FP8.
+
+        The moves reorder the rows of its shard as `model.block_scaled.stacked_by_tensor` does.
+        """
         found = {}
         for entry in self._exported if self.layouts.engine.fp8 else ():
             parts = self._ranks.shards(entry)
@@ -144,8 +159,12 @@ class ReshardPlan:
         return found
 
     def volumes(self, itemsize: int) -> dict[Link, int]:
-        """{link: bytes that go over it}, of the whole plan; for layouts too large to list every part of. itemsize: of the
-        engine's dtype."""
+        """Return {link: bytes sent over it} of the whole plan.
+
+        It can be computed for layouts that are too large to list every part.
+
+        itemsize: bytes of an element of the engine's dtype.
+        """
         found: dict[Link, int] = defaultdict(int)
         for number, entry in enumerate(self.entries):
             for shard in range(self._ranks.shards(entry)):
@@ -170,7 +189,7 @@ class ReshardPlan:
     def _links(
         self, sender: int | None = None, receiver: EngineRank | None = None, carrier: int | None = None
     ) -> Iterator[tuple[Link, Part]]:
-        """sender, receiver, carrier: only what leaves, reaches, or is handed over by this one."""
+        """Yield (link, part) of the plan, or only those of the given sender, receiver or relay rank."""
         for number, entry in enumerate(self.entries):
             for shard in range(self._ranks.shards(entry)):
                 senders = self._senders[number, shard]
@@ -189,7 +208,7 @@ class ReshardPlan:
                                     yield link, part
 
     def _served_by(self, carrier: int | None, audiences: tuple[int, ...]) -> tuple[int, ...]:
-        """Those on the carrier's node, where all that it hands over goes."""
+        """Return the receiver groups on the relay rank's node, or all of them if `carrier` is None."""
         if carrier is None:
             return audiences
         layouts = self.layouts
@@ -219,7 +238,7 @@ class ReshardPlan:
 
     @property
     def has_carriers(self) -> bool:
-        """Whether parcels may go through another rank of the trainer than the one that sends them."""
+        """True if parcels may go through a relay rank other than their sender."""
         return self.layouts.within_nodes and len(set(self.layouts.rank_nodes)) > 1
 
     @cached_property
@@ -231,19 +250,27 @@ class ReshardPlan:
 
     @cached_property
     def _audiences(self) -> list[tuple[EngineRank, ...]]:
-        """Ranks of engines that are served together: of one engine on one node; with multicast all on a node, or all."""
+        """The receiver groups: engine ranks that take a given shard from the same sender.
+
+        A group is the ranks of one engine on one node. With multicast it is all engine ranks of a node if
+        weights are handed over within nodes, otherwise all engine ranks.
+        """
         layouts, found = self.layouts, defaultdict(list)
         for one in self.engine_ranks:
             node = layouts.node_of(one) if layouts.within_nodes or not layouts.multicast else None
             found[node, None if layouts.multicast else one.engine].append(one)
-        # Those of the engines' first nodes, then those of the second ones: an expert is on one of an engine's nodes, and all of its
-        # holders shall send it to some engines.
+        # Sorted by the position of the node within its engine: first the groups on the engines' first nodes,
+        # then those on the second nodes. An expert is on only one of an engine's nodes. In this order, all
+        # trainer ranks that hold the expert get a share of the engines to send it to.
         return sorted(
             (tuple(ranks) for ranks in found.values()), key=lambda ranks: (ranks[0].rank, ranks[0].engine)
         )
 
     def _needed(self, entry: Entry, shard: int, receiver: EngineRank | None) -> dict[Move, list[int]]:
-        """{rectangle of this shard: the ranks of an engine that need it, all in the same place}; of what the receiver needs."""
+        """Return {rectangle of this shard: engine ranks that need it, all at the same position}.
+
+        receiver: if given, only the rectangles that it needs.
+        """
         layout, parts = self.layouts.engine, self._ranks.shards(entry)
         source, needed = entry.megatron_pieces(parts, shard), defaultdict(list)
         for rank in range(layout.tp):
@@ -257,9 +284,9 @@ class ReshardPlan:
 
     @cached_property
     def _senders(self) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
-        """{(entry, shard): {replica that sends it: the audiences it goes to}}.
+        """{(index of entry, shard): {trainer rank that sends it: indices of receiver groups}}.
 
-        Each time the replica that has the least to send so far, of those that serve the audience.
+        Of the ranks that serve a group, the one that has the least to send so far is chosen.
         """
         load: dict[tuple[int, ...], dict[int, int]] = {}
         chosen = {}
@@ -277,7 +304,10 @@ class ReshardPlan:
         return chosen
 
     def _serving(self, holders: tuple[int, ...], audience: int) -> tuple[int, ...]:
-        """The replicas that send to this audience: those on its node if there are any, else an equal share of all."""
+        """Return the ranks, of `holders`, that may send to a receiver group.
+
+        These are the ranks on the group's node if there are any, else an equal share of all.
+        """
         rank_nodes, engine_nodes = self.layouts.rank_nodes, self.layouts.engine_nodes
         nodes = (
             {self.layouts.node_of(one) for one in self._audiences[audience]}

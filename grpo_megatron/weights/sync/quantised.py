@@ -1,4 +1,4 @@
-"""What a rank of the trainer sends to engines in FP8: its own linear layers' weights, quantised as they are asked for."""
+"""On-demand FP8 quantisation of a trainer rank's linear weights, for engines in FP8."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,13 +10,14 @@ from grpo_megatron.weights.fp8_blocks import quantise
 
 
 class Quantised(Mapping):
-    """{Megatron name: this rank's shard}, and under the names of model.block_scaled the FP8 elements and their scales.
+    """A mapping {Megatron name: this rank's shard}, plus the FP8 elements and scales of linear weights.
 
-    One parameter is kept in FP8 at a time, because whoever packs slices of it asks for it again and again.
+    Their names are those of model.block_scaled. The last quantised parameter is cached, because packing asks
+    for slices of one parameter many times in a row.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], orders: dict[str, list[Move]]):
-        """orders: plan.ReshardPlan.quantised of this rank."""
+        """orders: the result of plan.ReshardPlan.quantised for this rank."""
         self._parameters, self._orders = parameters, orders
         self._sources = {name(of): of for of in orders for name in (elements_name, scales_name)}
         self._source, self._kept = "", {}

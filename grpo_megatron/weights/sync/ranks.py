@@ -1,4 +1,4 @@
-"""Which rank of the trainer holds which shard of which parameter; arithmetic alone, so that a plan can be made on paper."""
+"""TrainerRanks computes which trainer rank holds which shard of a parameter, without a running trainer."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,17 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @dataclass(frozen=True)
 class TrainerRanks:
-    """Megatron's order of ranks: tensor parallel first, then context, data, pipeline; for experts expert-tensor, expert, data, pipeline."""
+    """Megatron's assignment of shards to ranks.
+
+    Consecutive ranks differ first in tensor parallel rank, then context, data and pipeline parallel rank. For
+    experts the order is expert-tensor, expert, data and pipeline parallel.
+    """
 
     sizes: ParallelSizes
     num_layers: int
 
     def stage(self, entry: Entry) -> int:
-        """The pipeline stage whose parameter this is."""
+        """Return the pipeline stage that has this parameter."""
         if entry.megatron.startswith("embedding."):
             return 0
         if not entry.megatron.startswith("decoder.layers."):
@@ -27,13 +31,13 @@ class TrainerRanks:
         raise ValueError(f"{entry.megatron}: the model has {self.num_layers} layers")
 
     def shards(self, entry: Entry) -> int:
-        """How many different ones there are."""
+        """Return the number of different shards of a parameter."""
         if entry.axis is None:
             return 1
         return self.sizes.etp if entry.expert else self.sizes.tp
 
     def holders(self, entry: Entry, shard: int) -> tuple[int, ...]:
-        """The ranks that have this shard, which are replicas of each other."""
+        """Return the ranks that hold this shard. They are replicas of each other."""
         sizes, stage = self.sizes, self.stage(entry)
         per_stage = sizes.world_size // sizes.pp
         if entry.expert:

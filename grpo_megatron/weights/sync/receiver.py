@@ -1,4 +1,4 @@
-"""An engine rank's side of a weight sync: runs in the process that holds the engine's parameters."""
+"""The engine rank's side of a weight sync. It runs in the process that holds the engine's parameters."""
 
 import time
 from collections import defaultdict
@@ -12,7 +12,7 @@ from grpo_megatron.weights.sync.plan import EngineRank, ReshardPlan
 
 
 class Receiver:
-    """Keeps, from sync to sync, what its rank takes by the plan, and the channel for it."""
+    """The receiver of an engine rank. It keeps the rank's parcels and channel from sync to sync."""
 
     def __init__(self, setup: Setup, me: EngineRank, device: torch.device):
         self.setup = setup
@@ -24,7 +24,12 @@ class Receiver:
         self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def receive(self, order: Order, parameters: dict[str, torch.Tensor]) -> Answer:
-        """parameters: of this rank by the engine's names, written in place."""
+        """Receive all parcels, write them into the parameters, and compare digests.
+
+        For Task.verify, only receive and compare digests.
+
+        parameters: {engine's name: this rank's parameter}, written in place.
+        """
         seconds, seals, wrong, received = defaultdict(float), defaultdict(int), [], 0
         verifying = order.task == Task.verify
         started = time.perf_counter()

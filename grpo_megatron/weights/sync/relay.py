@@ -1,6 +1,8 @@
-"""Between ranks of the trainer: parcels for engines of another node, which a rank there hands over.
+"""Relay of parcels between trainer ranks, for engines on another node than the sender.
 
-On GPUs that trainer and engines share, no NCCL group can have both, so an engine gets its weights from the rank on its own device or node.
+If trainer and engines share GPUs, an NCCL group cannot contain both. An engine then takes its weights from a
+trainer rank on its own node, the relay rank (`Link.carrier`). Parcels from other nodes are first sent to the
+relay rank.
 """
 
 import torch
@@ -11,7 +13,10 @@ from grpo_megatron.weights.sync.parcels import Parcel
 
 
 class Relay(GroupSender):
-    """Sends to carriers, and takes as one."""
+    """The channel between trainer ranks.
+
+    It sends parcels to relay ranks and receives those that this rank relays.
+    """
 
     def __init__(self, setup: Setup, rank: int, parcels: list[Parcel], device: torch.device):
         groups = setup.groups(rank, parcels, device)
@@ -19,6 +24,6 @@ class Relay(GroupSender):
         self._setup, self._receiver = setup, GroupReceiver(groups, setup.delta)
 
     def take(self, parcel: Parcel, task: Task) -> torch.Tensor:
-        """The payload of a parcel that this rank carries."""
+        """Receive the payload of a parcel that this rank relays, and return it."""
         ((_, payload),) = self._receiver.receive(0, [parcel], self._setup.expected_bytes(task))
         return payload

@@ -1,4 +1,4 @@
-"""Shard to shard: the driver's side of a weight sync that follows a ReshardPlan."""
+"""The driver's side of a weight sync that follows a ReshardPlan (from shard to shard)."""
 
 import contextlib
 import os
@@ -24,12 +24,19 @@ _SHOWN = 5
 
 
 class Resharding:
-    """Every rank of the trainer sends slices of its own shards, every rank of the engines writes them into its own parameters."""
+    """The transport in which trainer ranks send slices of their shards directly to engine ranks.
+
+    Each engine rank writes the slices into its own parameters.
+    """
 
     def __init__(
         self, layouts: Layouts, way: Way, config: WeightSyncConfig, folder: str, call_timeout: float
     ):
-        """folder: for Way.disk, of this run alone. call_timeout: most seconds of a whole sync."""
+        """Serve the key-value store of the syncs.
+
+        folder: for Way.disk, a folder that only this run uses.
+        call_timeout: maximum seconds of a whole sync.
+        """
         self._plan, self._call_timeout = ReshardPlan(layouts), call_timeout
         self._store = StoreServer(ray.util.get_node_ip_address(), timeout=60)
         self._setup = Setup(
@@ -42,12 +49,12 @@ class Resharding:
             delta=config.delta,
         )
         self._number, self._delivered = 0, None
-        self._clear_folder()  # of what a run of the same name left that was killed
+        self._clear_folder()  # a killed run of the same name may have left files
 
     def describe(self, target: WeightTarget) -> list[str]:
-        """Ask the engines for their parameters, within a session; what is not as planned, one sentence for each parameter.
+        """Ask the engines for their parameters. Return one sentence for each that differs from the plan.
 
-        Everything else needs this first.
+        It must be called within an update session, and before any other method.
         """
         shapes, found, dtypes = self._plan.engine_shapes, [], {}
         planned = {entry.engine: entry.engine_dtype for entry in self._plan.entries if entry.engine_dtype}
@@ -55,7 +62,8 @@ class Resharding:
             have = answer.parameters
             dtypes |= {name: dtype for name, (_, dtype) in have.items() if name in shapes}
             found += [
-                f"{me} has {name} of shape {have[name][0] if name in have else 'none'}, planned {shapes.get(name, 'none')}"
+                f"{me} has {name} of shape {have[name][0] if name in have else 'none'}, "
+                f"planned {shapes.get(name, 'none')}"
                 for name in sorted(shapes.keys() | have.keys())
                 if name not in have or have[name][0] != shapes.get(name)
             ]
@@ -82,12 +90,15 @@ class Resharding:
         return self._run(Task.transfer, source, target, version)
 
     def verify(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
-        """As `transfer`, but only digests travel: raises if the engines do not have the trainer's weights."""
+        """Compare the engines' weights with the trainer's. Like `transfer`, but only digests are sent.
+
+        Raises RuntimeError if the weights differ.
+        """
         return self._run(Task.verify, source, target, version)
 
     def _run(self, task: Task, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
         order = self._order(task, version)
-        self._delivered = None  # until all have it, nobody knows who has what
+        self._delivered = None  # if the transfer fails, it is unknown which engine has which weights
         references = [*source.sync_order(order), *target.sync_order(order)]
         processes = [*source.processes, *target.processes]
         answers = list(
@@ -99,13 +110,14 @@ class Resharding:
         return _measured(sent, list(received.values()))
 
     def _compare(self, sent: list[Answer], received: dict[EngineRank, Answer]) -> None:
-        """Raises RuntimeError unless what every engine's rank has is what the trainer's ranks sent it."""
+        """Raise RuntimeError unless each engine rank has what the trainer ranks sent to it."""
         wrong = [f"{name} at {me}" for me, answer in received.items() for name in answer.wrong]
         if wrong:
             more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
             raise RuntimeError(
-                f"after the weight sync the digest differs from the trainer's of {', '.join(wrong[:_SHOWN])}{more}; the engines do "
-                "not have the trainer's weights and may not serve"
+                "after the weight sync the digest differs from the trainer's of "
+                f"{', '.join(wrong[:_SHOWN])}{more}; the engines do not have the trainer's weights and may "
+                "not serve"
             )
         seals = {link: seal for answer in sent for link, seal in answer.seals.items()}
         for me, answer in received.items():
@@ -122,7 +134,7 @@ class Resharding:
 
     @cached_property
     def _links_to(self) -> dict[EngineRank, list[str]]:
-        """{engine's rank: names of the links that end there}."""
+        """{engine rank: names of the links that it receives over}."""
         found = {me: [] for me in self._plan.engine_ranks}
         for link in self._plan.volumes(itemsize=1):
             for me in link.receivers:
@@ -130,11 +142,14 @@ class Resharding:
         return found
 
     def close(self) -> None:
-        """The ranks may be dead already: what they left is removed here."""
+        """Remove the files of the ranks, which may be dead already."""
         self._clear_folder()
 
     def _clear_folder(self) -> None:
-        """Nothing but what `disk` makes there: the folder is a path that a user chose."""
+        """Remove the files of Way.disk, and the folder if it is empty.
+
+        Other files are kept, because the user chose the folder.
+        """
         if self._setup.way == Way.disk:
             for left in Path(self._setup.folder).glob("sync????????"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -143,7 +158,7 @@ class Resharding:
 
 
 def _by_rank(answers) -> dict[EngineRank, Answer]:
-    """From the answers of every engine's ranks."""
+    """Return the answers by engine rank. answers: for each engine, the list of its ranks' answers."""
     return {
         EngineRank(e, rank): answer
         for e, of_engine in enumerate(answers)
@@ -152,7 +167,11 @@ def _by_rank(answers) -> dict[EngineRank, Answer]:
 
 
 def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
-    """GB that the trainer sent and the engines received, and the seconds of the slowest rank of either side."""
+    """Return the metrics of a sync.
+
+    These are the GB that the trainer sent and the engines received, and the seconds of the slowest rank on
+    either side.
+    """
     seconds = {
         f"{side}_{what}_seconds": max(answer.seconds.get(what, 0.0) for answer in answers)
         for side, answers, kinds in (
@@ -166,24 +185,31 @@ def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
 
 
 def chosen_way(config: WeightSyncConfig, layouts: Layouts) -> tuple[Way, Layouts]:
-    """How parcels travel: as configured, else shared memory where a rank of the trainer is on every engine's node, else groups.
+    """Return the transport of parcels, and the layouts adapted to it.
 
-    Groups broadcast where that is cheaper by the model of weights.sync.cost, else they go point to point.
+    With `transport: auto` it is shared memory if every engine node has a trainer rank, else process groups.
+    Process groups broadcast where the cost model in weights.sync.cost says that this is cheaper, else they
+    send point to point. Raises UserError if shared memory is configured but an engine node has no trainer
+    rank.
     """
     alone = sorted(set(layouts.engine_nodes) - set(layouts.rank_nodes))
     automatic = Way.groups if alone else Way.shared_memory
     way = automatic if config.transport == SyncTransport.auto else Way(config.transport.value)
     if way == Way.shared_memory and alone:
         raise UserError(
-            "weight_sync.transport=shared_memory needs a rank of the trainer on every engine's node, and there is none on "
-            f"{', '.join(alone[:_SHOWN])}; use groups, or auto"
+            "weight_sync.transport=shared_memory needs a rank of the trainer on every engine's node, and "
+            f"there is none on {', '.join(alone[:_SHOWN])}; use groups, or auto"
         )
     multicast = way != Way.groups or broadcast_is_cheaper(layouts, config.bucket_bytes)
     return way, replace(layouts, multicast=multicast, within_nodes=way == Way.shared_memory)
 
 
 class Checked:
-    """Shard to shard where the engines' parameters are what the plan says. Where they are not, `auto` says so and takes full tensors."""
+    """A transport that chooses between resharding and full tensors at the first sync.
+
+    It uses resharding if the engines' parameters are as the plan expects. If they are not, `auto` falls back
+    to full tensors and tells the user; every other setting raises UserError.
+    """
 
     def __init__(
         self,
@@ -193,7 +219,7 @@ class Checked:
         not_full: str,
         say: Callable[[str], None],
     ):
-        """not_full: why these engines cannot take full tensors, or empty."""
+        """not_full: reason why these engines cannot take full tensors, or empty. say: prints a message."""
         self._resharding, self._full, self._transport, self._not_full, self._say = (
             resharding,
             full,
@@ -212,12 +238,16 @@ class Checked:
         different = self._resharding.describe(target)
         if not different:
             return self._resharding
-        what = f"the engines' parameters are not those of the weight map ({len(different)} differ: {'; '.join(different[:_SHOWN])})"
+        what = (
+            f"the engines' parameters are not those of the weight map ({len(different)} differ: "
+            f"{'; '.join(different[:_SHOWN])})"
+        )
         if self._transport != SyncTransport.auto or self._not_full:
             reason = self._not_full or "use object_store, or auto"
             raise UserError(f"weight_sync.transport={self._transport.value}: {what}; {reason}")
         self._say(
-            f"weights travel as full tensors through the object store, and their digests are not compared: {what}"
+            "weights travel as full tensors through the object store, and their digests are not compared: "
+            f"{what}"
         )
         return self._full
 
@@ -234,12 +264,18 @@ def _not_full(layouts: Layouts) -> str:
 def make_transport(
     config: WeightSyncConfig, layouts: Layouts, folder: str, call_timeout: float, say: Callable[[str], None]
 ) -> Transport:
-    """As configured. folder: of this run within weight_sync.folder. say: tells people."""
+    """Return the configured transport.
+
+    folder: the folder of this run below weight_sync.folder.
+    call_timeout: maximum seconds of a whole sync.
+    say: tells the user a message.
+    """
     full = ObjectStore(ReshardPlan(layouts).entries, config.bucket_bytes)
     if config.transport == SyncTransport.object_store:
         if layouts.spread:
             raise UserError(
-                "weight_sync.transport=object_store does not reach the ranks of an engine over several nodes; use groups, or auto"
+                "weight_sync.transport=object_store does not reach the ranks of an engine over several "
+                "nodes; use groups, or auto"
             )
         return full
     way, layouts = chosen_way(config, layouts)

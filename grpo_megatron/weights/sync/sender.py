@@ -1,4 +1,4 @@
-"""A trainer rank's side of a weight sync."""
+"""The trainer rank's side of a weight sync."""
 
 import time
 from collections import defaultdict
@@ -15,10 +15,10 @@ from grpo_megatron.weights.sync.relay import Relay
 
 
 class Sender:
-    """Keeps, from sync to sync, what its rank sends by the plan, and the channel for it."""
+    """The sender of a trainer rank. It keeps the rank's parcels and channel from sync to sync."""
 
     def __init__(self, setup: Setup, rank: int, device: torch.device, transformer_engine: bool = False):
-        """transformer_engine: the rank's parameters have the names of its layers."""
+        """transformer_engine: the rank's parameters have the names of TransformerEngine's layers."""
         self.setup, self._rank = setup, rank
         plan = ReshardPlan(setup.layouts, transformer_engine)
         self._quantised = plan.quantised(rank)
@@ -33,7 +33,11 @@ class Sender:
     def send(
         self, order: Order, parameters: Mapping[str, torch.Tensor], advance: Callable[[], None] = lambda: None
     ) -> Answer:
-        """parameters: of this rank by their Megatron names, whole and current. advance: called before each parcel."""
+        """Send all parcels of this rank, and relay those that it hands over for others.
+
+        parameters: {Megatron name: this rank's current, whole parameter}.
+        advance: called before each parcel.
+        """
         seconds, seals, sent = defaultdict(float), defaultdict(int), 0
         started = time.perf_counter()
         parameters = Quantised(parameters, self._quantised) if self._quantised else parameters
@@ -74,3 +78,14 @@ class Sender:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def sender_for(
+    setup: Setup, last: Sender | None, rank: int, device: torch.device, transformer_engine: bool
+) -> Sender:
+    """Return the sender of the last sync if it has this setup. Otherwise close it and return a new one."""
+    if last is not None and last.setup == setup:
+        return last
+    if last is not None:
+        last.close()
+    return Sender(setup, rank, device, transformer_engine)

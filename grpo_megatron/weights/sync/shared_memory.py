@@ -1,8 +1,9 @@
-"""Send parcels through memory that a trainer rank and the engine ranks of its node share: CUDA IPC on GPUs, a file in memory on CPUs.
+"""Transport of parcels through memory that a trainer rank shares with the engine ranks of its node.
 
-A sender fills its few slots in turn. A slot is free again when all receivers of its parcel have confirmed it, so no second copy
-of the model is alive. Both sides announce parcels through a store that the sender serves on its node: the driver's store would
-need longer for the parcels of all nodes than the parcels themselves travel.
+The memory is shared by CUDA IPC on GPUs, and by a file in memory on CPUs. A sender fills its few slots in
+turn. A slot is free again when all receivers of its parcel have confirmed it, so there is never a second copy
+of the whole model. Both sides announce parcels through a key-value store that the sender serves on its node.
+The driver's store would handle the announcements of all nodes more slowly than the parcels are transferred.
 """
 
 import json
@@ -27,13 +28,17 @@ _STORAGE_DEVICE = 6
 
 
 def _make(size: int, device: torch.device) -> tuple[torch.Tensor, Any, IO | None]:
-    """Allocate uint8 [size]. Return it, the handle that another process opens it by, and the file to keep open until then."""
+    """Allocate uint8 [size] of shared memory.
+
+    Return the memory, the handle by which another process opens it, and the file that must stay open until
+    then.
+    """
     if device.type != "cpu":
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         return memory, reductions.reduce_tensor(memory), None
-    # A file without a name disappears with the last process that has it open, however that process ends.
+    # A file without a name disappears when the last process that has it open ends, even if it is killed.
     file = os.fdopen(os.memfd_create("grpo-weights"), "rb+")
-    # Reserve the memory now: a process that runs out of it in the middle of a copy is ended by a signal.
+    # Reserve the memory now. Otherwise a process that runs out of memory during a copy is killed by a signal.
     os.posix_fallocate(file.fileno(), 0, size)
     memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     return memory, (f"/proc/{os.getpid()}/fd/{file.fileno()}", size), file
@@ -42,8 +47,9 @@ def _make(size: int, device: torch.device) -> tuple[torch.Tensor, Any, IO | None
 def _open(handle: Any, device: torch.device) -> torch.Tensor:
     """Map a sender's memory into this process, for use on `device`.
 
-    A handle of CUDA IPC names the device by its index in the sender's process. A rank of the trainer sees one GPU, so that is
-    always 0; a scheduler of an engine sees all GPUs of its engine, where 0 is another scheduler's.
+    A CUDA IPC handle contains the device's index in the sender's process. A trainer rank sees one GPU, so the
+    index is always 0. An engine's scheduler sees all GPUs of its engine, and index 0 may be another
+    scheduler's GPU. So the index in the handle is replaced.
     """
     if device.type != "cpu":
         rebuild, arguments = handle
@@ -54,23 +60,25 @@ def _open(handle: Any, device: torch.device) -> torch.Tensor:
 
 
 def _settle(memory: torch.Tensor) -> None:
-    """Wait for the copies on a device, which must be done before the other process is told of them."""
+    """Wait until all copies on a device are done. This must precede telling the other process about them."""
     if memory.device.type != "cpu":
         torch.get_device_module(memory.device).synchronize(memory.device)
 
 
 class SharedMemorySender:
-    """Fills slots in memory on its own device.
+    """A sender that fills slots in shared memory on its own device.
 
-    store: reaches every receiver; tells it where the memory and the rank's own store are. slot_bytes: size of the largest parcel.
-    timeout: seconds that a slot may stay taken.
+    store: the key-value store that every receiver can reach. It holds the address of the memory and of the
+        rank's own store.
+    slot_bytes: size of the largest payload.
+    timeout: seconds that a slot may stay occupied.
     """
 
     def __init__(self, store: dist.Store, rank: int, slot_bytes: int, device: torch.device, timeout: float):
         self._timeout = timeout
         self._memory, handle, self._file = _make(_SLOTS * slot_bytes, device)
         self._slot_bytes = slot_bytes
-        self._taken: list[str] = []  # for each parcel, the key under which its receivers confirm it
+        self._taken: list[str] = []  # for each parcel, the key that its receivers set to confirm it
         self._server = StoreServer("127.0.0.1", timeout)
         self._store = self._server.store
         store.set(_memory_key(rank), pickle.dumps((self._server.address, handle)))
@@ -91,7 +99,7 @@ class SharedMemorySender:
         start = number % _SLOTS * self._slot_bytes
         slot = self._memory[start : start + len(payload)]
         if payload.data_ptr() != slot.data_ptr():
-            slot.copy_(payload.clone())  # a part of the slot itself may not be copied over itself
+            slot.copy_(payload.clone())  # clone, because the payload may overlap the slot
         _settle(slot)
         self._store.set(parcel_key(self._sync, parcel, "sent"), json_text((start, len(payload))))
 
@@ -110,17 +118,18 @@ class SharedMemorySender:
 
 
 class _Carrier(NamedTuple):
-    """The receiver's side of a rank that hands parcels over: its memory, and the store of its announcements."""
+    """The receiver's view of a trainer rank that hands parcels over: its memory, and its key-value store."""
 
     memory: torch.Tensor
     store: dist.Store
 
 
 class SharedMemoryReceiver:
-    """Reads the slots of its senders on its own device.
+    """A receiver that reads the slots of its senders on its own device.
 
-    store: the one that the senders announce their memory in. device: that of the parameters to fill. timeout: seconds to wait
-    for a parcel.
+    store: the key-value store in which the senders announce their memory.
+    device: the device of the parameters to fill.
+    timeout: seconds to wait for a parcel.
     """
 
     def __init__(self, store: dist.Store, device: torch.device, timeout: float):

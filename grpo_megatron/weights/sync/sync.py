@@ -1,4 +1,4 @@
-"""The trainer's current weights into the engines, under a new version where they changed."""
+"""WeightSync copies the trainer's current weights into the engines and counts their versions."""
 
 import time
 
@@ -6,7 +6,11 @@ from grpo_megatron.weights.sync.interface import Probe, Transport, WeightSource,
 
 
 class WeightSync:
-    """Owned by the controller. version: of the weights the engines serve; 0 before the first sync. metrics: of the last one."""
+    """The controller's handle for weight syncs.
+
+    version: version of the weights that the engines serve; 0 before the first sync.
+    metrics: metrics of the last sync.
+    """
 
     def __init__(
         self,
@@ -16,17 +20,25 @@ class WeightSync:
         probe: Probe | None = None,
         probe_every: int = 0,
     ):
-        """probe: asked after the first sync and then every `probe_every`."""
+        """Connect a trainer (`source`) to the engines (`target`).
+
+        probe: runs after the first sync and then after every `probe_every`-th one; 0 disables it.
+        """
         self._source, self._target, self._transport = source, target, transport
         self._probe, self._probe_every, self._probing, self._syncs = probe, probe_every, False, 0
         self.version = 0
         self.metrics: dict[str, float] = {}
 
     def run(self, changed: bool = True) -> None:
-        """Bring the engines to the trainer's current weights; samples made from now on carry their version.
+        """Copy the trainer's current weights into the engines.
 
-        changed: to a new one, otherwise as since the last sync. `probe` follows once the engines serve. Raises if a rank or an
-        engine fails, an engine refuses any part, or a digest differs; the run must then end.
+        Later samples carry the version of these weights.
+
+        changed: whether the weights differ from those of the last sync; if so, the version increases by one.
+
+        The caller calls `probe` once the engines serve.
+        Raises if a rank or an engine fails, if an engine refuses a part, or if a digest differs. The run must
+        then end.
         """
         started = time.perf_counter()
         version = self.version + changed
@@ -44,7 +56,10 @@ class WeightSync:
         self.metrics["sync/seconds"] = time.perf_counter() - started
 
     def probe(self) -> None:
-        """After a sync: do the engines compute what the trainer does, if that is to be asked? Raises RuntimeError if not."""
+        """Compare what the engines and the trainer compute, if a probe is due after this sync.
+
+        Raises RuntimeError if they differ.
+        """
         if self._probing:
             started = time.perf_counter()
             self.metrics |= {f"sync/{name}": value for name, value in self._probe.ask_engines().items()}

@@ -1,5 +1,7 @@
-"""Stands in for Ray where it is not installed, so that modules which mention it can be imported. Every name is an exception class, and
-`ray.remote` leaves classes and functions as they are. Calls that need Ray fail.
+"""Replacement for Ray where it is not installed, so that modules that mention it can be imported.
+
+Every name is an exception class, and `ray.remote` leaves classes and functions as they are. Calls that need
+Ray fail.
 """
 
 import importlib.abc
@@ -15,7 +17,7 @@ def _name(name: str) -> type:
 
 
 class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes `ray.*` modules that have every name."""
+    """Import hook that creates `ray.*` modules, in which every name exists."""
 
     def find_spec(self, name, path=None, target=None):
         return (

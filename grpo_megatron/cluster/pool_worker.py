@@ -1,0 +1,272 @@
+"""One worker of a pool: its process, and the driver's handle on that process.
+
+`PoolWorker` is the process, a Ray actor. It holds an object, and does batches of calls. `Worker` is the
+handle: it starts the process, sends batches to it, and replaces it if it dies or hangs. worker_pool.py
+decides which calls are in a batch, and what happens to those of a lost process.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import pickle
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from grpo_megatron.cluster.last_words import killed_by_ray
+from grpo_megatron.cluster.processes import Process, process_error, redirect_output
+from grpo_megatron.cluster.ray_errors import LOST
+from grpo_megatron.errors import ProcessLost
+
+# How long a worker may take to start, including the imports of the code that it runs.
+_START_SECONDS = 120.0
+# How often a worker is started before its death counts.
+_STARTS = 2
+# A worker begins no further call of a batch after this time, so that the caller of a cheap call need not wait
+# for expensive ones.
+_BATCH_SECONDS = 0.1
+# How long after a call's time limit its process is killed. The limit itself only ends Python code.
+_GRACE_SECONDS = 3.0
+# How much later the driver kills a process that could not end itself, such as one that was stopped by a
+# signal.
+_PATIENCE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of one worker.
+
+    process: its name and log file
+    node: id of its Ray node
+    """
+
+    process: Process
+    node: str
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits for the code of a worker.
+
+    seconds: of one call
+    memory: bytes beyond what the process has when it is ready; None: no limit
+    file: bytes of one file; None: no limit
+    """
+
+    seconds: float
+    memory: int | None = None
+    file: int | None = None
+
+    def apply(self) -> None:
+        """Limit this process and all that it starts. The time limit is applied to each call elsewhere."""
+        if self.memory is not None:
+            # RLIMIT_DATA counts private memory that can be written. RLIMIT_AS would also count Ray's object
+            # store, which every worker maps.
+            _limit(resource.RLIMIT_DATA, psutil.Process().memory_info().data + self.memory)
+        if self.file is not None:
+            _limit(resource.RLIMIT_FSIZE, self.file)
+
+
+def _limit(which: int, most: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(which, (most, most))
+
+
+@ray.remote
+class PoolWorker:
+    """The process of a worker: a Ray actor that holds the object that `build` makes.
+
+    The object has a method `work(items, seconds)`. It takes the items in order, begins none after `seconds`,
+    but does at least one. It returns the results of those that it has done. The object may have an attribute
+    `is_worn`: True if a new process is to replace this one. It may then do no item at all, but not in its
+    first call.
+    """
+
+    def __init__(self, log: str):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which closes the pool
+        redirect_output(log)
+
+    def start(self, build: Callable[[], Any], folder: str, bounds: Bounds) -> None:
+        """Build the object, and apply the limits.
+
+        folder: the driver's working directory, where modules and files are looked for.
+        """
+        with contextlib.suppress(OSError):  # this node may not have it
+            os.chdir(folder)
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        self._target, self._bounds = build(), bounds
+        bounds.apply()
+
+    def work(self, items: bytes) -> tuple[bytes, bool]:
+        """Return the pickled results, and whether this process is worn."""
+        self._shorten_log()
+        # This ends the process even in code that never returns to Python, and writes the stacks to the log.
+        faulthandler.dump_traceback_later(
+            _BATCH_SECONDS + self._bounds.seconds + _GRACE_SECONDS, exit=True, file=2
+        )
+        try:
+            results = self._target.work(pickle.loads(items), _BATCH_SECONDS)
+            return pickle.dumps(results), getattr(self._target, "is_worn", False)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _shorten_log(self) -> None:
+        """Empty the log when it has half of the file limit, which applies to the log too.
+
+        With a full log every reward that prints would fail, in the next process as well.
+        """
+        if self._bounds.file is not None and os.fstat(1).st_size > self._bounds.file // 2:
+            os.ftruncate(1, 0)
+
+
+class BatchLost(Exception):
+    """The process of a batch is gone, and has been replaced.
+
+    begun: it was working on this batch.
+    hung: it was killed because a call did not return.
+    """
+
+    def __init__(self, begun: bool, hung: bool, text: str):
+        super().__init__(text)
+        self.begun, self.hung = begun, hung
+
+
+class Worker:
+    """One worker as the driver sees it: starts the process, sends batches, replaces it if it dies."""
+
+    def __init__(self, what: str, place: Place, build: ray.ObjectRef, bounds: Bounds):
+        self._what, self._place, self._build, self._bounds = what, place, build, bounds
+        self._longest = _BATCH_SECONDS + bounds.seconds + _GRACE_SECONDS
+        self.busy = 0  # number of batches that it has
+        self.is_for_one = False  # whether the last of them is a call that is retried alone
+        self._asked: list[ray.ObjectRef] = []  # in order; it is working on the first
+        self._forgotten: list[ray.ObjectRef] = []
+        self._guilty: ray.ObjectRef | None = None  # what it was working on when it was lost
+        self._answered = 0.0  # when it last finished a batch, by time.monotonic
+        self._start()
+
+    @property
+    def takes_more(self) -> bool:
+        """Return True if the worker can have its next batch early.
+
+        That is not so while it starts, nor while it retries a call alone. If the process died in the next
+        batch, the answer to that call would be lost, and the call would be blamed.
+        """
+        return self._starting is None and not self._forgotten and not self.is_for_one
+
+    def _start(self) -> None:
+        where = NodeAffinitySchedulingStrategy(self._place.node, soft=False)
+        self._actor = PoolWorker.options(num_cpus=0, scheduling_strategy=where).remote(
+            self._place.process.log
+        )
+        self._starting: ray.ObjectRef | None = self._actor.start.remote(
+            self._build, os.getcwd(), self._bounds
+        )
+
+    def forget(self) -> None:
+        """Stop waiting for the batches that the worker has, because their callers are gone."""
+        self.busy, self._forgotten = 0, list(self._asked)
+
+    async def work(self, items: bytes) -> bytes:
+        """Send a batch to the worker, and return its pickled results. The first batch waits for the start.
+
+        Raises BatchLost, ProcessLost if the worker cannot be started, or what the work raised.
+        """
+        while self._forgotten:
+            with contextlib.suppress(Exception):  # no caller waits for it any more
+                await self._answer(self._forgotten.pop(0))
+        await self._started()
+        actor = self._actor
+        asked = actor.work.remote(items)
+        self._asked.append(asked)
+        results, is_worn = await self._answer(asked)
+        if is_worn and actor is self._actor:  # the other batch may have replaced it already
+            self._replace(None)
+        return results
+
+    async def _started(self) -> None:
+        for trial in range(_STARTS):
+            if self._starting is None:
+                return
+            try:
+                await asyncio.wait_for(_fetched(self._starting, self._place.process, "start"), _START_SECONDS)
+                self._starting = None
+            except LOST as error:
+                if trial == _STARTS - 1:
+                    raise self._place.process.died("start", error) from error
+                self._start()
+            except asyncio.TimeoutError as error:
+                self.close()
+                raise ProcessLost(
+                    f"{self._place.process.name} did not start within {_START_SECONDS:.0f} s; its log is "
+                    f"{self._place.process.log}"
+                ) from error
+
+    def _replace(self, guilty: ray.ObjectRef | None) -> None:
+        """Start another process in place of this one. It has no batches yet. guilty: see _guilty."""
+        self._guilty, self._asked = guilty, []
+        self.close()
+        self._start()
+
+    async def _answer(self, reference: ray.ObjectRef) -> tuple[bytes, bool]:
+        asked, patience = time.monotonic(), self._longest * len(self._asked) + _PATIENCE_SECONDS
+        try:
+            answer = await asyncio.wait_for(_fetched(reference, self._place.process, "work"), patience)
+        except (*LOST, asyncio.TimeoutError) as error:
+            if reference in self._asked:  # otherwise the other batch's coroutine has replaced it
+                self._replace(self._asked[0])
+            begun = reference == self._guilty
+            # It began this batch only when it had finished the one before.
+            hung = (
+                begun
+                and time.monotonic() - max(asked, self._answered) >= self._bounds.seconds + _GRACE_SECONDS
+            )
+            raise BatchLost(begun, hung, self._text(hung, error)) from error
+        except Exception:
+            self._done(reference)
+            raise
+        self._done(reference)
+        return answer
+
+    def _done(self, reference: ray.ObjectRef) -> None:
+        # A large answer arrives some time after it was given. By then the process may have been lost in its
+        # next batch.
+        if reference in self._asked:
+            self._asked.remove(reference)
+            self._answered = time.monotonic()
+
+    def _text(self, hung: bool, error: Exception) -> str:
+        log = f"its log is {self._place.process.log}"
+        if hung:
+            return (
+                f"{self._what} did not return within reward.timeout={self._bounds.seconds} s, and cannot be "
+                f"interrupted; its process ({self._place.process.name}) was ended, {log}"
+            )
+        how = killed_by_ray(error) or " (out of memory, killed, or it called exit)"
+        return f"{self._what}: its process ({self._place.process.name}) died{how}; {log}"
+
+    def close(self) -> None:
+        ray.kill(self._actor)
+
+
+async def _fetched(reference: ray.ObjectRef, process: Process, call: str) -> Any:
+    """Return the answer to a call. Raises what the remote code raised, see process_error.
+
+    The loss of the process is raised as Ray reports it.
+    """
+    try:
+        return await reference
+    except RayTaskError as error:
+        raise process_error(error, process, call) from None

@@ -1,0 +1,303 @@
+"""The self-test's search for the cause of a mismatch between engine and trainer.
+
+It changes one condition after the other (another weight sync, another temperature, other token ids, another
+precision), and measures each time how much of the mismatch is left.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from grpo_megatron.commands.selftest_verdict import Verdict
+from grpo_megatron.controller import Controller
+from grpo_megatron.sglang.pool import EnginePool
+from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
+from grpo_megatron.trainer.weight_probe import TRAINER_DTYPES, served_dtype, tolerance
+
+# Factor by which the mean |delta| of steps with the same weights may vary, because their samples differ.
+FLAT = 4
+# A change explains a mismatch if at most this share of it is left.
+LEFT = 1 / 3
+# Standard errors by which surprise and entropy may differ if samples come from the whole distribution.
+SAMPLING_Z = 6.0
+
+
+class SelftestController(Controller):
+    """The training loop. It keeps every step's samples with both log-probs."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen: list[list[MiniBatch]] = []
+
+    def act_on_mismatch(self, mismatch, mini_batches: list[MiniBatch]) -> None:
+        self.seen.append(mini_batches)
+        super().act_on_mismatch(mismatch, mini_batches)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The trained tokens of some mini-batches.
+
+    engine, trainer: log-probs of engine and trainer, float64 [n]
+    """
+
+    mini_batches: list[MiniBatch]
+    engine: np.ndarray
+    trainer: np.ndarray
+
+    @classmethod
+    def of(cls, mini_batches: list[MiniBatch]) -> "Tokens":
+        engine, trainer = (
+            np.concatenate([getattr(mini.batch, name)[mini.batch.loss_mask] for mini in mini_batches]).astype(
+                np.float64
+            )
+            for name in ("rollout_logp", "old_logp")
+        )
+        return cls(mini_batches, engine, trainer)
+
+    @property
+    def mismatch(self) -> float:
+        return float(np.abs(self.trainer - self.engine).mean())
+
+
+class Investigation:
+    """Changes one condition after the other, and measures how much of the mismatch is left."""
+
+    def __init__(self, controller: SelftestController, engines: EnginePool):
+        self.controller, self.engines, self.config = controller, engines, controller.config
+        self.temperature = self.config.rollout.temperature
+        self.dtype = TRAINER_DTYPES[self.config.megatron.precision]
+        self.limit = 0.0
+
+    def run(self) -> Verdict:
+        verdict, steps = self.measured()
+        self.limit = verdict.limit
+        verdict.explanations = self.mismatch_explained(verdict, steps) + self.drift(verdict)
+        # Samples can be compared with the trainer's distribution only if the log-probs agree, or differ in a
+        # known way.
+        if verdict.passed or verdict.explanations[0].startswith(("temperature", "precision")):
+            verdict.sampling_z = self.surprise(steps)
+            if abs(verdict.sampling_z) > SAMPLING_Z:
+                verdict.explanations.append(self.sampling(verdict.sampling_z))
+        return verdict
+
+    def measured(self) -> tuple[Verdict, list[Tokens]]:
+        """Return the numbers and the tokens of each step."""
+        steps = [Tokens.of(mini_batches) for mini_batches in self.controller.seen]
+        verdict = Verdict(
+            mean=[tokens.mismatch for tokens in steps],
+            maximum=[float(np.abs(tokens.trainer - tokens.engine).max()) for tokens in steps],
+            limit=tolerance(self.dtype) * self.rounding(steps[-1], self.dtype),
+        )
+        return verdict, steps
+
+    def mismatch_explained(self, verdict: Verdict, steps: list[Tokens]) -> list[str]:
+        """Return why the mismatch is beyond the limit; empty if it is not."""
+        stale = self.weight_version(steps[-1])
+        if stale:
+            return [stale]
+        bad = verdict.beyond_limit
+        if not bad:
+            return []
+        if len(steps) - 1 in bad:
+            return [self.explain(steps[-1])]
+        return [
+            f"weight version: the mismatch of step {bad[-1] + 1} is gone in the next, under the same "
+            "weights; the engine got them too late"
+        ]
+
+    def drift(self, verdict: Verdict) -> list[str]:
+        if len(verdict.beyond_limit) < len(verdict.mean) or max(verdict.mean) <= FLAT * min(verdict.mean):
+            return []
+        return [
+            "drift: the mismatch changes from step to step although the learning rate is 0; the weight sync "
+            "changes weights"
+        ]
+
+    # -- measurements -------------------------------------------------------------------------
+
+    def probe(
+        self, tokens: Tokens, temperature: float | None = None, rounding: torch.dtype | None = None
+    ) -> np.ndarray:
+        """Return the trainer's log-probs and entropies, float64 [2, n]."""
+        temperature = self.temperature if temperature is None else temperature
+        self.controller.ranks_turn()
+        parts = [
+            self.controller.trainer.probe(mini.batch, mini.plan, temperature, rounding)[
+                :, mini.batch.loss_mask
+            ]
+            for mini in tokens.mini_batches
+        ]
+        return np.concatenate(parts, axis=1).astype(np.float64)
+
+    def rounding(self, tokens: Tokens, dtype: torch.dtype) -> float:
+        """Return the mean change of the trainer's log-probs by rounding errors of this dtype."""
+        return float(np.abs(self.probe(tokens, rounding=dtype)[0] - tokens.trainer).mean())
+
+    def scores(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
+        """Return log-probs at temperature 1 of the trained ids, float64 [n]: the trainer's, the engine's."""
+        self.controller.engines_turn()
+        scored = []
+        for mini in tokens.mini_batches:
+            batch = mini.batch
+            pairs = zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
+            ids = [batch.tokens[start:end].tolist() for start, end in pairs]
+            parts = self.engines.score(ids)
+            scored.append(np.concatenate([np.append(part, 0.0) for part in parts])[batch.loss_mask])
+        return self.probe(tokens, 1.0)[0], np.concatenate(scored)
+
+    def sample_again(self) -> Tokens:
+        """Return new samples with their log-probs, under the same weights."""
+        controller = self.controller
+        controller.step += 1
+        controller.engines_turn()
+        groups = controller.rollouts.sample(controller.step, controller.prompts).groups
+        controller.ranks_turn()
+        mini_batches = make_mini_batches(groups, self.config, controller.trainer.cost_model, controller.step)
+        controller.old_and_reference_logprobs(mini_batches)
+        return Tokens.of(mini_batches)
+
+    def surprise(self, steps: list[Tokens]) -> float:
+        """Return by how many standard errors the mean of -log p exceeds the mean entropy, over the samples.
+
+        Both have the same mean if each token is drawn from the trainer's distribution, whatever ends a
+        response, because their difference is a martingale.
+        """
+        excess = np.concatenate([-tokens.engine - self.probe(tokens)[1] for tokens in steps])
+        return float(excess.mean() / max(excess.std() / np.sqrt(len(excess)), 1e-12))
+
+    # -- causes -------------------------------------------------------------------------------
+
+    def explain(self, tokens: Tokens) -> str:
+        enough = max(self.limit, LEFT * tokens.mismatch)
+        left = self.sample_again().mismatch
+        if left <= enough:
+            return (
+                f"weight version: mean |delta| was {tokens.mismatch:.3g} and is {left:.3g} after another "
+                "weight sync; the engine generated with older weights than the trainer's"
+            )
+        for cause in (self.sampling_temperature, self.truncated, self.tokenizer, self.engine_precision):
+            found = cause(tokens, enough)
+            if found:
+                return found
+        return (
+            f"unknown: mean |delta| is {tokens.mismatch:.3g} (limit {self.limit:.3g}), and neither a new "
+            "weight sync nor another temperature, top-p, other token ids or the engine's precision explains "
+            "it; some weights may not arrive as they are (the map of the architecture in "
+            "grpo_megatron/model/families), or a layer computes something else. The worst tokens are in "
+            "TensorBoard under mismatch/worst"
+        )
+
+    def weight_version(self, tokens: Tokens) -> str | None:
+        """Check that the engine follows when all weights are doubled and synced, then halved and synced.
+
+        Both changes are exact. Return an explanation if the engine does not follow the trainer.
+        """
+        before = self.scores(tokens)
+        self.controller.ranks_turn()
+        try:
+            self.controller.trainer.scale_weights(2.0)
+            self.controller.sync_weights()
+            after = self.scores(tokens)
+        finally:
+            self.controller.ranks_turn()
+            self.controller.trainer.scale_weights(0.5)
+        self.controller.sync_weights()
+        trainer, engine = (float(np.abs(new - old).mean()) for new, old in zip(after, before, strict=True))
+        # Compare only how far both move. With one wrong tensor, the engine moves as far, but elsewhere.
+        if engine > LEFT * trainer:
+            return None
+        return (
+            "weight version: other weights were synced, which moved the trainer's log-probs by "
+            f"{trainer:.3g} in the mean and the engine's by {engine:.3g}; the engine generates with older "
+            "weights than it was sent"
+        )
+
+    def sampling_temperature(self, tokens: Tokens, enough: float) -> str | None:
+        def left(log_factor: float) -> float:
+            logp = self.probe(tokens, self.temperature * float(np.exp(log_factor)))[0]
+            return float(np.abs(logp - tokens.engine).mean())
+
+        best, value = _minimum(left, np.log(np.geomspace(0.25, 4.0, 9)))
+        if value > enough:
+            return None
+        self.temperature *= float(np.exp(best))
+        return (
+            f"temperature: mean |delta| is {tokens.mismatch:.3g} at "
+            f"rollout.temperature={self.config.rollout.temperature:g}, and {value:.3g} at "
+            f"{self.temperature:.3g}; the engine samples, or reports its log-probs, at that temperature"
+        )
+
+    def truncated(self, tokens: Tokens, enough: float) -> str | None:
+        # top-p divides every probability in the nucleus by the mass of the nucleus, so none gets smaller.
+        if np.mean(tokens.trainer - tokens.engine > self.limit) > 1e-3:
+            return None
+        return (
+            f"top-p: the engine's log-probs are above the trainer's, by {tokens.mismatch:.3g} in the mean, "
+            "and never below; they are of a distribution cut to its likeliest tokens (top_p, top_k or "
+            "min_p) and normalised again"
+        )
+
+    def tokenizer(self, tokens: Tokens, enough: float) -> str | None:
+        """Check whether the engine agrees with the trainer when it scores the ids that the trainer saw."""
+        trainer, engine = self.scores(tokens)
+        left = float(np.abs(trainer - engine).mean())
+        if left > enough:
+            return None
+        changed = np.abs(tokens.trainer - tokens.engine) > max(enough, 10 * left)
+        return (
+            f"tokenizer: given the ids that are trained on, the engine's log-probs differ by {left:.3g}; "
+            f"those it gave when it sampled, by {tokens.mismatch:.3g} ({changed.mean():.1%} of the tokens). "
+            "The ids were changed in between: text was tokenized again, or log-probs belong to other tokens"
+        )
+
+    def engine_precision(self, tokens: Tokens, enough: float) -> str | None:
+        dtype, key = served_dtype(self.config)
+        name = str(dtype).removeprefix("torch.")
+        if torch.finfo(dtype).eps <= torch.finfo(self.dtype).eps:
+            return None
+        moved = self.rounding(tokens, dtype)
+        if tokens.mismatch > tolerance(dtype) * moved:
+            return None
+        return (
+            f"precision: the engine computes in {name} ({key}), the trainer in {str(self.dtype)[6:]}; "
+            f"rounding to {name} moves the trainer's log-probs by {moved:.3g}, engine and trainer differ by "
+            f"{tokens.mismatch:.3g}"
+        )
+
+    def sampling(self, z: float) -> str:
+        if z < 0:
+            return (
+                "top-p: the log-probs agree, but the samples are likelier than the distribution makes them "
+                f"({z:+.1f} standard errors of surprise less entropy); unlikely tokens are never drawn: the "
+                "engine uses top_p, top_k or min_p"
+            )
+        return (
+            "sampling: the log-probs agree, but the samples are less likely than the distribution makes "
+            f"them ({z:+.1f} standard errors of surprise less entropy); tokens are drawn from a flatter "
+            "distribution than the log-probs are of"
+        )
+
+
+def _minimum(function, grid: np.ndarray, rounds: int = 12) -> tuple[float, float]:
+    """Return (place, value) of a function's minimum.
+
+    Takes the best of the grid's points, then does a golden-section search around it.
+    """
+    values = [function(x) for x in grid]
+    best = int(np.argmin(values))
+    low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+    golden = (np.sqrt(5) - 1) / 2
+    a, b = high - golden * (high - low), low + golden * (high - low)
+    at_a, at_b = function(a), function(b)
+    for _ in range(rounds):
+        if at_a < at_b:
+            high, b, at_b = b, a, at_a
+            a = high - golden * (high - low)
+            at_a = function(a)
+        else:
+            low, a, at_a = a, b, at_b
+            b = low + golden * (high - low)
+            at_b = function(b)
+    return min([(a, at_a), (b, at_b), (grid[best], values[best])], key=lambda pair: pair[1])

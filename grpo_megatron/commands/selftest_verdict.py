@@ -1,0 +1,40 @@
+"""Result of a self-test, and the text that shows it."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Verdict:
+    """Result of a self-test."""
+
+    mean: list[float] = field(default_factory=list)
+    """Mean |delta| of each step."""
+    maximum: list[float] = field(default_factory=list)
+    """Largest |delta| of each step."""
+    limit: float = float("nan")
+    """Limit of the mean, from the trainer's own rounding."""
+    sampling_z: float = float("nan")
+    """Surprise of the samples minus the trainer's entropy, in standard errors."""
+    explanations: list[str] = field(default_factory=list)
+    """One sentence for each cause, which begins with the cause's name."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.explanations
+
+    @property
+    def beyond_limit(self) -> list[int]:
+        """Indices of steps, from 0, whose mean |delta| is beyond the limit or NaN."""
+        return [step for step, mean in enumerate(self.mean) if not mean <= self.limit]
+
+    def text(self) -> str:
+        lines = [f"{'step':>6} {'mean |delta|':>14} {'max |delta|':>14}"]
+        lines += [
+            f"{i + 1:>6} {m:>14.3g} {w:>14.3g}"
+            for i, (m, w) in enumerate(zip(self.mean, self.maximum, strict=True))
+        ]
+        lines.append(f"limit of the mean, from the trainer's own rounding: {self.limit:.3g}")
+        lines.append(
+            f"surprise of the samples less the trainer's entropy: {self.sampling_z:+.1f} standard errors"
+        )
+        return "\n".join(lines + (self.explanations or ["engine and trainer agree"]))
